@@ -1,0 +1,1 @@
+"""The learner: reads trajectory groups, trains the policy, publishes its weights."""

@@ -1,0 +1,1 @@
+"""The asyncio service that turns questions into trajectory groups."""
