@@ -1,0 +1,112 @@
+"""Messages to bytes and back: a msgpack envelope {v, kind, body}.
+
+Order of the checks in `decode`: size, msgpack, envelope, kind, then the body's types, lengths and finiteness
+(pydantic). Whatever is wrong raises a `ProtocolError` with a `reason`; nothing else ever escapes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, TypeVar
+
+import msgpack
+from pydantic import ValidationError
+
+from protocol.errors import CorruptMessage, InvalidBody, MessageTooLarge, ProtocolError, UnknownKind, UnsupportedVersion
+from protocol.messages import (
+    EngineInfo,
+    GroupFailed,
+    Message,
+    MetricsSnapshot,
+    Task,
+    TrajectoryGroup,
+    WeightUpdate,
+)
+
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+MAX_BYTES = 32 << 20
+"""Largest message. 8 trajectories of 32k tokens take 8 * 32k * 8 B = 2 MiB."""
+
+KINDS: dict[str, type[Message]] = {
+    "task": Task,
+    "group": TrajectoryGroup,
+    "failed": GroupFailed,
+    "weights": WeightUpdate,
+    "engine": EngineInfo,
+    "metrics": MetricsSnapshot,
+}
+_NAMES = {kind: name for name, kind in KINDS.items()}
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    """The envelope's bytes. Raises MessageTooLarge beyond MAX_BYTES."""
+    body = message.model_dump(mode="python")
+    raw: bytes = msgpack.packb(
+        {"v": [SCHEMA_MAJOR, SCHEMA_MINOR], "kind": _NAMES[type(message)], "body": body}, use_bin_type=True
+    )
+    if len(raw) > MAX_BYTES:
+        raise MessageTooLarge(f"a {_NAMES[type(message)]} of {len(raw)} bytes is beyond the limit of {MAX_BYTES}")
+    return raw
+
+
+def decode(raw: bytes, *, max_bytes: int = MAX_BYTES) -> Message:
+    """The message in `raw`; raises a ProtocolError (MessageTooLarge, CorruptMessage, ...) and nothing else."""
+    if len(raw) > max_bytes:
+        raise MessageTooLarge(f"{len(raw)} bytes are beyond the limit of {max_bytes}")
+    envelope = unpack(raw)
+    if not isinstance(envelope, dict) or not {"v", "kind", "body"} <= envelope.keys():
+        raise CorruptMessage("not an envelope of v, kind and body")
+    version, name = envelope["v"], envelope["kind"]
+    if not (isinstance(version, list) and len(version) == 2 and all(isinstance(n, int) for n in version)):
+        raise CorruptMessage("the schema version is not a pair of integers")
+    if version[0] != SCHEMA_MAJOR:
+        raise UnsupportedVersion(f"schema {version[0]}.{version[1]}: this reader knows {SCHEMA_MAJOR}.x, upgrade it")
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise UnknownKind(f"unknown kind {str(name)[:64]!r}")
+    try:
+        return kind.model_validate(envelope["body"])
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidBody(f"{name}.{where}: {first['msg']} ({error.error_count()} errors)") from None
+    except (RecursionError, OverflowError, ValueError) as error:
+        raise InvalidBody(f"{name}: {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def decode_as(kind: type[M], raw: bytes) -> M:
+    """The message in `raw`, which must be of `kind`; raises ProtocolError."""
+    message = decode(raw)
+    if not isinstance(message, kind):
+        raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
+    return message
+
+
+def pack(value: Any) -> bytes:
+    """Plain values (a stream header) to bytes."""
+    raw: bytes = msgpack.packb(value, use_bin_type=True)
+    return raw
+
+
+def unpack(raw: bytes) -> Any:
+    """Plain values from bytes; raises CorruptMessage. The limits leave msgpack nothing to amplify."""
+    try:
+        return msgpack.unpackb(
+            raw,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=65536,
+            max_map_len=65536,
+            max_bin_len=len(raw),
+            max_str_len=len(raw),
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+        raise CorruptMessage(f"not msgpack: {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def checksum(raw: bytes) -> int:
+    """CRC-32 of a message, carried in its stream header."""
+    return zlib.crc32(raw)

@@ -1,0 +1,15 @@
+"""The source of Foray's Redis functions and the names they are called by."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+LIBRARY = "foray"
+ACQUIRE, RENEW, RELEASE = "foray_acquire", "foray_renew", "foray_release"
+ISSUE, REISSUE, RETRY = "foray_issue", "foray_reissue", "foray_retry"
+BEAT, PUBLISH, ACK, TARGET = "foray_beat", "foray_publish", "foray_ack", "foray_target"
+
+
+def source() -> str:
+    """The Lua library, for FUNCTION LOAD REPLACE."""
+    return (files("protocol") / "functions.lua").read_text()

@@ -1,0 +1,93 @@
+"""The small header `h` beside each entry of the trajectory stream.
+
+Rank 0 plans a batch from headers alone (lengths, rewards, versions); the ranks then read only their own bodies.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from protocol.codec import checksum, encode, pack, unpack
+from protocol.errors import CorruptMessage, InvalidBody
+from protocol.messages import Count, GroupFailed, Message, Name, Number, TrajectoryGroup
+from protocol.versions import PolicyVersion
+
+MAX_HEADER_BYTES = 1 << 20
+
+
+class EntryHeader(Message):
+    """What the learner must know of an entry before it reads the body.
+
+    lengths   tokens of each trajectory, prompt and observations included
+    sampled   tokens the policy sampled, of each trajectory
+    rewards   reward of each trajectory
+    votes     whether each trajectory counts in the baseline
+    first, last  oldest and newest version (epoch, step), (0, 0) where nothing was sampled
+    crc       CRC-32 of the body
+    """
+
+    kind: Name
+    run: Name
+    seq: Count
+    attempt: Count
+    num_bytes: Count
+    crc: Count
+    lengths: tuple[Count, ...] = ()
+    sampled: tuple[Count, ...] = ()
+    rewards: tuple[Number, ...] = ()
+    votes: tuple[bool, ...] = ()
+    first: Annotated[tuple[int, int], Field()] = (0, 0)
+    last: Annotated[tuple[int, int], Field()] = (0, 0)
+
+    @property
+    def first_version(self) -> PolicyVersion:
+        return PolicyVersion(*self.first)
+
+
+def seal(message: TrajectoryGroup | GroupFailed) -> tuple[bytes, bytes]:
+    """(header bytes, body bytes) of an entry for the trajectory stream."""
+    body = encode(message)
+    if isinstance(message, GroupFailed):
+        header = EntryHeader(
+            kind="failed",
+            run=message.run,
+            seq=message.seq,
+            attempt=message.attempt,
+            num_bytes=len(body),
+            crc=checksum(body),
+        )
+    else:
+        header = EntryHeader(
+            kind="group",
+            run=message.run,
+            seq=message.seq,
+            attempt=message.attempt,
+            num_bytes=len(body),
+            crc=checksum(body),
+            lengths=tuple(len(t.ids) for t in message.trajectories),
+            sampled=tuple(t.num_sampled for t in message.trajectories),
+            rewards=tuple(t.reward for t in message.trajectories),
+            votes=tuple(t.status.votes for t in message.trajectories),
+            first=message.first_version() or (0, 0),
+            last=message.last_version() or (0, 0),
+        )
+    return pack(header.model_dump(mode="python")), body
+
+
+def read_header(raw: bytes) -> EntryHeader:
+    """The header in `raw`; raises CorruptMessage or InvalidBody."""
+    if len(raw) > MAX_HEADER_BYTES:
+        raise CorruptMessage(f"a header of {len(raw)} bytes")
+    try:
+        return EntryHeader.model_validate(unpack(raw))
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise InvalidBody(f"header.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
+
+
+def check_body(header: EntryHeader, body: bytes) -> None:
+    """Raises CorruptMessage when the body is not the one that the header was made for."""
+    if len(body) != header.num_bytes or checksum(body) != header.crc:
+        raise CorruptMessage(f"seq {header.seq}: the checksum of the body does not fit its header")

@@ -1,0 +1,91 @@
+"""Every Redis key, as a function of the run id. The braces keep a run in one slot of a Redis Cluster.
+
+key                 type     owner      lost?
+tasks               stream   learner    reissued from the sampler (group `rollout`)
+traj                stream   rollouts   generated again (group `learner`)
+issued              string   learner    its floor is the ledger's watermark
+learner:epoch       string   learner    max with the checkpoint
+learner:lease       hash     learner    re-acquired; TTL
+wv:target           hash     learner    published again
+engine:{id}         string   node       registers again; TTL
+engines             zset     node       id -> expiry in Redis seconds, for listing without KEYS
+metrics:{p}:{id}    string   process    TTL
+processes           zset     process    "{p}:{id}" -> expiry, for listing without KEYS
+dlq                 stream   anyone     bounded evidence; the files of the learner are the record
+events              stream   anyone     bounded, informational
+meta                hash     learner    written again
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import UserError
+from protocol.settings import RUN_ID
+
+TASK_GROUP = "rollout"
+TRAJ_GROUP = "learner"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Key names of run `run` (letters, digits and hyphens; raises UserError otherwise)."""
+
+    run: str
+
+    def __post_init__(self) -> None:
+        if not RUN_ID.match(self.run):
+            raise UserError(f"run id {self.run!r} is not usable as a key", todo="use a-z, 0-9 and '-', at most 63")
+
+    def _key(self, name: str) -> str:
+        return f"{{{self.run}}}:{name}"
+
+    @property
+    def tasks(self) -> str:
+        return self._key("tasks")
+
+    @property
+    def traj(self) -> str:
+        return self._key("traj")
+
+    @property
+    def issued(self) -> str:
+        return self._key("issued")
+
+    @property
+    def epoch(self) -> str:
+        return self._key("learner:epoch")
+
+    @property
+    def lease(self) -> str:
+        return self._key("learner:lease")
+
+    @property
+    def target(self) -> str:
+        return self._key("wv:target")
+
+    @property
+    def engines(self) -> str:
+        return self._key("engines")
+
+    def engine(self, engine_id: str) -> str:
+        return self._key(f"engine:{engine_id}")
+
+    @property
+    def processes(self) -> str:
+        return self._key("processes")
+
+    def metrics(self, process: str, process_id: str) -> str:
+        return self._key(f"metrics:{process}:{process_id}")
+
+    @property
+    def dlq(self) -> str:
+        return self._key("dlq")
+
+    @property
+    def events(self) -> str:
+        return self._key("events")
+
+    @property
+    def meta(self) -> str:
+        return self._key("meta")

@@ -1,0 +1,89 @@
+"""The ledger: what became of every seq. It lives in the learner's checkpoint, and only there it is the truth.
+
+A seq is settled once, as trained, filtered, stale or dead. `watermark` is the highest seq up to which everything is
+settled; `above` holds the settled ones beyond it, and the credit gate keeps it small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from protocol.errors import ForayError
+
+
+class Outcome(StrEnum):
+    """What became of a seq."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    STALE = "stale"
+    DEAD = "dead"
+
+
+class AlreadySettled(ForayError):
+    """A seq was about to be settled a second time: a bug that must never reach the optimiser."""
+
+
+@dataclass
+class Ledger:
+    """Mutable books of one learner; `to_state` and `from_state` are what the checkpoint holds."""
+
+    watermark: int = 0
+    above: set[int] = field(default_factory=set)
+    counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    notes: list[tuple[int, Outcome, str]] = field(default_factory=list)
+    """(seq, outcome, reason) of every seq that was not trained."""
+
+    def __contains__(self, seq: int) -> bool:
+        return seq <= self.watermark or seq in self.above
+
+    @property
+    def settled(self) -> int:
+        """Number of seqs settled."""
+        return self.watermark + len(self.above)
+
+    def settle(self, seq: int, outcome: Outcome, reason: str = "") -> None:
+        """Book `seq`; raises AlreadySettled when it is in the books, ValueError below 1."""
+        if seq < 1:
+            raise ValueError(f"seq {seq} is below 1")
+        if seq in self:
+            raise AlreadySettled(f"seq {seq} is already settled; refusing to book it as {outcome}")
+        self.above.add(seq)
+        self.counts[outcome] += 1
+        if outcome is not Outcome.TRAINED:
+            self.notes.append((seq, outcome, reason))
+        while self.watermark + 1 in self.above:
+            self.watermark += 1
+            self.above.remove(self.watermark)
+
+    def missing(self, issued: int) -> list[int]:
+        """Seqs in [1, issued] that are not settled, ascending."""
+        return [seq for seq in range(self.watermark + 1, issued + 1) if seq not in self.above]
+
+    def closes(self) -> bool:
+        """Conservation: the counts by outcome add up to the number of settled seqs."""
+        return sum(self.counts.values()) == self.settled
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "watermark": self.watermark,
+            "above": sorted(self.above),
+            "counts": {str(k): v for k, v in self.counts.items()},
+            "notes": [[seq, str(outcome), reason] for seq, outcome, reason in self.notes],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Ledger:
+        """Inverse of `to_state`; raises ForayError when the books do not close."""
+        ledger = cls(
+            watermark=int(state["watermark"]),
+            above={int(seq) for seq in state["above"]},
+            counts=dict.fromkeys(Outcome, 0) | {Outcome(k): int(v) for k, v in state["counts"].items()},
+            notes=[(int(seq), Outcome(outcome), str(reason)) for seq, outcome, reason in state["notes"]],
+        )
+        if not ledger.closes() or any(seq <= ledger.watermark + 1 for seq in ledger.above):
+            raise ForayError("the ledger in the checkpoint does not close: refusing to resume from it")
+        return ledger

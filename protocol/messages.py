@@ -1,0 +1,297 @@
+"""The messages: frozen facts, with the shape of every array beside it.
+
+How they may change (a reader of schema 1.x reads every 1.y):
+  1. add a field only with a default; 2. never change the meaning or type of a field; 3. never reuse a name;
+  4. anything else is a new major. `tests/golden/` holds the bytes of every kind and makes the rules executable.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cached_property
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from protocol.arrays import Float32Array, Int32Array
+from protocol.versions import PolicyVersion
+
+Scalar = str | int | float | bool | None
+Text = Annotated[str, Field(max_length=1 << 20)]
+Name = Annotated[str, Field(max_length=256)]
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+MAX_SEGMENTS = 1024
+MAX_GROUP = 4096
+
+
+class Message(BaseModel):
+    """Base of everything on the wire. Unknown fields are ignored: a newer minor may have added them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants", arbitrary_types_allowed=True)
+
+
+class Question(Message):
+    """A question with its gold answers. Example: Question(id="nq-7", text="who wrote Emma?", answers=("Jane Austen",))."""
+
+    id: Name
+    text: Text
+    answers: tuple[Text, ...] = ()
+    meta: dict[Name, Scalar] = Field(default_factory=dict, max_length=64)
+
+
+class Sampling(Message):
+    """What the sampler did, so that the learner knows what the log-probs mean: they are of softmax(logits / T)."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+
+
+class Task(Message):
+    """Permission to roll out one occurrence of a question: seq `seq`, for the `attempt`-th time."""
+
+    seq: Count
+    attempt: Count = 1
+    question: Question
+    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP)]
+    sampling: Sampling = Sampling()
+
+
+class Owner(StrEnum):
+    """Who wrote a segment. Mask, reward spans and provenance follow from it, never from searching text for tags."""
+
+    PROMPT = "prompt"
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+
+
+class VersionSpan(Message):
+    """Tokens [start, end) of a segment were sampled by policy version (epoch, step)."""
+
+    epoch: Count
+    step: Count
+    start: Count
+    end: Count
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.epoch, self.step)
+
+
+class Segment(Message):
+    """A run of tokens with one owner.
+
+    ids       [n] int32
+    logprobs  [n] float32 behaviour log-probs for the policy's tokens, [0] for the others
+    spans     versions that cover [0, n) without a gap for the policy's tokens, empty for the others
+    query, passage_ids, latency_s and error belong to an observation: what was searched, what came back, how long it
+    took, and why it failed ("" when it did not).
+    """
+
+    owner: Owner
+    ids: Int32Array
+    logprobs: Float32Array = Field(default_factory=lambda: np.zeros(0, np.float32))
+    spans: tuple[VersionSpan, ...] = Field(default=(), max_length=4096)
+    finish_reason: Name = ""
+    engine: Name = ""
+    query: Text = ""
+    passage_ids: tuple[Name, ...] = Field(default=(), max_length=1000)
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    error: Name = ""
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Segment:
+        expected = len(self.ids) if self.owner is Owner.POLICY else 0
+        if len(self.logprobs) != expected:
+            raise ValueError(f"{len(self.logprobs)} log-probs for {len(self.ids)} {self.owner} tokens")
+        if expected and float(self.logprobs.max()) > 1e-3:
+            raise ValueError("a log-prob is above zero")
+        position = 0
+        for span in self.spans:
+            if span.start != position or span.end <= span.start:
+                raise ValueError(f"version spans leave a gap or overlap at token {position}")
+            position = span.end
+        if position != expected:
+            raise ValueError(f"version spans end at {position} of {expected} tokens")
+        if len(self.ids) and int(self.ids.min()) < 0:
+            raise ValueError("a token id is negative")
+        return self
+
+
+class Status(StrEnum):
+    """How a trajectory ended."""
+
+    ANSWERED = "answered"
+    OUT_OF_TURNS = "out_of_turns"
+    TRUNCATED = "truncated"
+    """The token budget ended it."""
+    STALE = "stale"
+    """The rollout server ended it because its first version fell too far behind: infrastructure, not behaviour."""
+    FAILED = "failed"
+    """An engine or the search gave up: infrastructure, not behaviour."""
+
+    @property
+    def votes(self) -> bool:
+        """Whether the trajectory says something about the policy, so that it counts in its group's baseline."""
+        return self not in (Status.STALE, Status.FAILED)
+
+
+class Trajectory(Message):
+    """One attempt at a question. The first segment is the prompt."""
+
+    status: Status
+    cause: Name = ""
+    segments: tuple[Segment, ...] = Field(max_length=MAX_SEGMENTS)
+    reward: Number = 0.0
+    rewards: dict[Name, Number] = Field(default_factory=dict, max_length=64)
+    answer: Text = ""
+    turns: Count = 0
+    searches: Count = 0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    @cached_property
+    def ids(self) -> npt.NDArray[np.int32]:
+        """[T] int32: every token, in order."""
+        return np.concatenate([s.ids for s in self.segments] or [np.zeros(0, np.int32)])
+
+    @cached_property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """[T] bool: True where the policy sampled the token."""
+        parts = [np.full(len(s.ids), s.owner is Owner.POLICY) for s in self.segments]
+        return np.concatenate(parts or [np.zeros(0, bool)])
+
+    @cached_property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """[T] float32: behaviour log-probs, 0 where the policy did not sample."""
+        parts = [s.logprobs if s.owner is Owner.POLICY else np.zeros(len(s.ids), np.float32) for s in self.segments]
+        return np.concatenate(parts or [np.zeros(0, np.float32)])
+
+    @cached_property
+    def versions(self) -> npt.NDArray[np.int64]:
+        """[T, 2] int64: (epoch, step) that sampled each token, (-1, -1) where the policy did not."""
+        out = np.full((len(self.ids), 2), -1, np.int64)
+        base = 0
+        for segment in self.segments:
+            for span in segment.spans:
+                out[base + span.start : base + span.end] = (span.epoch, span.step)
+            base += len(segment.ids)
+        return out
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(len(s.ids) for s in self.segments if s.owner is Owner.POLICY)
+
+    def first_version(self) -> PolicyVersion | None:
+        """Oldest version among the sampled tokens."""
+        return min((span.version for s in self.segments for span in s.spans), default=None)
+
+    def last_version(self) -> PolicyVersion | None:
+        """Newest version among the sampled tokens."""
+        return max((span.version for s in self.segments for span in s.spans), default=None)
+
+
+class TrajectoryGroup(Message):
+    """All attempts at one occurrence of a question: the unit on the wire, published once per seq."""
+
+    run: Name
+    seq: Count
+    attempt: Count = 1
+    question: Question
+    trajectories: tuple[Trajectory, ...] = Field(min_length=1, max_length=MAX_GROUP)
+    sampling: Sampling = Sampling()
+    template: Name = ""
+    escape_version: Count = 1
+    producer: Name = ""
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    def first_version(self) -> PolicyVersion | None:
+        """Oldest version among all sampled tokens: decides how stale the group is."""
+        return min((v for t in self.trajectories if (v := t.first_version()) is not None), default=None)
+
+    def last_version(self) -> PolicyVersion | None:
+        """Newest version among all sampled tokens."""
+        return max((v for t in self.trajectories if (v := t.last_version()) is not None), default=None)
+
+
+class GroupFailed(Message):
+    """The last attempt at a seq failed: the learner settles it as dead, with this reason."""
+
+    run: Name
+    seq: Count
+    attempt: Count
+    question_id: Name = ""
+    reason: Name
+    detail: Text = ""
+    generated_tokens: Count = 0
+    producer: Name = ""
+
+
+class WeightUpdate(Message):
+    """A published policy version: what a node must load. `path` is a directory with model.safetensors and manifest."""
+
+    run: Name
+    epoch: Count
+    step: Count
+    digest: Name
+    transport: Literal["disk"] = "disk"
+    path: Text
+    num_bytes: Count = 0
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.epoch, self.step)
+
+
+class NodeState(StrEnum):
+    """Where an engine stands. Only READY takes traffic."""
+
+    JOINING = "joining"
+    SYNCING = "syncing"
+    READY = "ready"
+    LOADING = "loading"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+    GONE = "gone"
+
+
+class EngineInfo(Message):
+    """What a node says of its engine; renewed with each heartbeat, gone when its lease ends."""
+
+    id: Name
+    url: Name
+    state: NodeState
+    epoch: Count = 0
+    step: Count = 0
+    tokenizer: Name = ""
+    incarnation: Name = ""
+    role: Literal["rollout", "eval"] = "rollout"
+    kind: Name = ""
+    max_running: Count = 0
+    running: Count = 0
+    waiting: Count = 0
+    tokens_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    token_usage: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    updates: Count = 0
+    pause_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    detail: Annotated[str, Field(max_length=2000)] = ""
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.epoch, self.step)
+
+
+class MetricsSnapshot(Message):
+    """What one process measured: gauges and counters since its start. `waits` are seconds it stood waiting, by cause."""
+
+    process: Name
+    id: Name
+    uptime_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    values: dict[Name, Number] = Field(default_factory=dict, max_length=1024)
+    waits: dict[Name, Number] = Field(default_factory=dict, max_length=64)
+    text: dict[Name, Text] = Field(default_factory=dict, max_length=64)
