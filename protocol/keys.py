@@ -13,6 +13,7 @@ metrics:{p}:{id}    string   process    TTL
 processes           zset     process    "{p}:{id}" -> expiry, for listing without KEYS
 dlq                 stream   anyone     bounded evidence; the files of the learner are the record
 events              stream   anyone     bounded, informational
+evaluation          string   evaluator  weight swaps wait while it is there; TTL
 meta                hash     learner    written again
 """
 
@@ -85,6 +86,10 @@ class Keys:
     @property
     def events(self) -> str:
         return self._key("events")
+
+    @property
+    def evaluation(self) -> str:
+        return self._key("evaluation")
 
     @property
     def meta(self) -> str:

@@ -35,7 +35,7 @@ class Message(BaseModel):
 
 
 class Question(Message):
-    """A question with its gold answers. Example: Question(id="nq-7", text="who wrote Emma?", answers=("Jane Austen",))."""
+    """A question with its gold answers, e.g. Question(id="nq-7", text="who wrote Emma?", answers=("Jane Austen",))."""
 
     id: Name
     text: Text
@@ -287,7 +287,7 @@ class EngineInfo(Message):
 
 
 class MetricsSnapshot(Message):
-    """What one process measured: gauges and counters since its start. `waits` are seconds it stood waiting, by cause."""
+    """What one process measured: gauges, and counters since its start. `waits`: seconds stood waiting, by cause."""
 
     process: Name
     id: Name
