@@ -1,0 +1,1 @@
+"""Engines: the seam, the HTTP client, the router, the scripted fake."""

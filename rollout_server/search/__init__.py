@@ -1,0 +1,1 @@
+"""Search: the seam, the client of the retriever, the fake."""
