@@ -48,7 +48,7 @@ class GenerateRequest:
     session: str
     group: str
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling
     stop: Sequence[str] = ()
     pinned: bool = False
     seed: int | None = None
