@@ -1,0 +1,187 @@
+"""A generated world: persons, cities and companies, six facts about them, passages that state the facts, questions.
+
+All names are pairs from one small pool of name words, whatever they name, and every world deals them anew. That is
+on purpose: a word then says nothing about the kind or the facts of what it names, so that a model can answer about a
+world it has not seen only by finding and copying, never from what it learned of another world.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+NAME_WORDS = tuple(
+    "alba boren calix dorin elsa fenno garva hilde ivor jaro kona lumen mira nevis orla pavo quill rosta sola tolan "
+    "ulma vesta wendel xanto yoren zelda brask corin delva ember frost gwyn harlo isken juno keld larch mosel norva "
+    "oskar pella rudo silva torv umber valen wyra zorin".split()
+)
+"""Every name is two of these, in order."""
+
+KINDS = ("person", "city", "company")
+
+RELATIONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "person": (("birthplace", "city"), ("employer", "company")),
+    "city": (("mayor", "person"), ("twin", "city")),
+    "company": (("home", "city"), ("founder", "person")),
+}
+"""Kind of a subject -> its relations, each with the kind of its value."""
+
+RELATION_NAMES = tuple(name for pairs in RELATIONS.values() for name, _ in pairs)
+
+TEXT = "{name} is a {kind} with {first} {first_value} and {second} {second_value} ."
+"""A passage's text: both facts about one subject."""
+
+ONE_HOP = "what is the {relation} of {name} ?"
+TWO_HOP = "what is the {outer} of the {inner} of {name} ?"
+
+Hops = Literal[1, 2]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """`relation` of `subject` is `value`."""
+
+    subject: str
+    relation: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """A question with the facts that answer it, in the order in which they must be looked up."""
+
+    question: str
+    chain: tuple[Fact, ...]
+
+    @property
+    def answer(self) -> str:
+        """Value of the last fact."""
+        return self.chain[-1].value
+
+
+class World:
+    """Everything true in one world, a pure function of its arguments.
+
+    `avoid` holds names that must not occur (those of another world whose passages go into the same index).
+    """
+
+    def __init__(
+        self, seed: int, persons: int = 96, cities: int = 32, companies: int = 32, avoid: frozenset[str] = frozenset()
+    ) -> None:
+        self.seed = seed
+        rng = random.Random(f"foray demo world {seed}")
+        pairs = [f"{a} {b}" for a in NAME_WORDS for b in NAME_WORDS if a != b]
+        free = [name for name in pairs if name not in avoid]
+        names = rng.sample(free, persons + cities + companies)
+        self.members: dict[str, list[str]] = {
+            "person": names[:persons],
+            "city": names[persons : persons + cities],
+            "company": names[persons + cities :],
+        }
+        self.kind_of = {name: kind for kind, members in self.members.items() for name in members}
+        self.facts: dict[tuple[str, str], str] = {}
+        for kind, members in self.members.items():
+            for relation, value_kind in RELATIONS[kind]:
+                for name in members:
+                    self.facts[name, relation] = rng.choice([v for v in self.members[value_kind] if v != name])
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all that exists here."""
+        return frozenset(self.kind_of)
+
+    def text(self, name: str, flipped: bool = False) -> str:
+        """What the passage about `name` says. `flipped` states its second fact first."""
+        kind = self.kind_of[name]
+        (first, _), (second, _) = RELATIONS[kind][::-1] if flipped else RELATIONS[kind]
+        return TEXT.format(
+            name=name,
+            kind=kind,
+            first=first,
+            first_value=self.facts[name, first],
+            second=second,
+            second_value=self.facts[name, second],
+        )
+
+    def passage_id(self, name: str) -> str:
+        """Id of the passage about `name`, unique among worlds of different seeds."""
+        return f"world{self.seed}:{name.replace(' ', '-')}"
+
+    def passages(self) -> list[dict[str, str]]:
+        """The corpus, one passage a name: `{"id", "contents"}`, contents being the quoted title, a newline, the text."""
+        return [{"id": self.passage_id(n), "contents": f'"{n}"\n{self.text(n)}'} for n in self.kind_of]
+
+    def fact(self, name: str, relation: str) -> Fact:
+        """The fact itself; KeyError when `name` has no such relation."""
+        return Fact(name, relation, self.facts[name, relation])
+
+    def puzzles(self, hops: Hops) -> list[Puzzle]:
+        """Every question of so many hops, in a fixed order. Two-hop chains that lead back to their start are left out."""
+        found = []
+        for name, kind in self.kind_of.items():
+            for relation, value_kind in RELATIONS[kind]:
+                first = self.fact(name, relation)
+                if hops == 1:
+                    found.append(Puzzle(ONE_HOP.format(relation=relation, name=name), (first,)))
+                    continue
+                for outer, _ in RELATIONS[value_kind]:
+                    second = self.fact(first.value, outer)
+                    if second.value != name:
+                        text = TWO_HOP.format(outer=outer, inner=relation, name=name)
+                        found.append(Puzzle(text, (first, second)))
+        return found
+
+    def questions(self, hops: Hops) -> list[dict[str, Any]]:
+        """`puzzles` as records `{"id", "question", "answers", "hops", "supporting_ids"}`."""
+        return [
+            {
+                "id": f"world{self.seed}:{hops}hop:{number}",
+                "question": puzzle.question,
+                "answers": [puzzle.answer],
+                "hops": hops,
+                "supporting_ids": [self.passage_id(fact.subject) for fact in puzzle.chain],
+            }
+            for number, puzzle in enumerate(self.puzzles(hops))
+        ]
+
+
+def write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """One JSON object a line, UTF-8."""
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+
+
+def write_world(seed: int, directory: Path, per_hops: int | None = None, avoid: frozenset[str] = frozenset()) -> World:
+    """Write `corpus.jsonl` and `questions.jsonl` (one- and two-hop, shuffled) of `World(seed)` into `directory`.
+
+    per_hops  how many questions of each number of hops, drawn without replacement; None: all one-hop questions and as
+              many two-hop questions
+    """
+    world = World(seed, avoid=avoid)
+    rng = random.Random(f"foray demo questions {seed}")
+    one, two = world.questions(1), world.questions(2)
+    wanted = min(len(one), len(two)) if per_hops is None else per_hops
+    chosen = rng.sample(one, min(wanted, len(one))) + rng.sample(two, min(wanted, len(two)))
+    rng.shuffle(chosen)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_jsonl(directory / "corpus.jsonl", world.passages())
+    write_jsonl(directory / "questions.jsonl", chosen)
+    return world
+
+
+def main() -> None:
+    """Command line: `python -m deploy.demo.world --seed 7 --out DIR`."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo.world", description="Write a generated world.")
+    parser.add_argument("--seed", type=int, default=0, help="which world")
+    parser.add_argument("--out", type=Path, required=True, help="directory for corpus.jsonl and questions.jsonl")
+    options = parser.parse_args()
+    world = write_world(options.seed, options.out)
+    print(f"{options.out}: {len(world.kind_of)} passages of world {options.seed}")
+
+
+if __name__ == "__main__":
+    main()
