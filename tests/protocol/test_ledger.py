@@ -1,0 +1,53 @@
+"""The ledger keeps its law under any order of settling."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import ForayError
+from protocol.ledger import AlreadySettled, Ledger, Outcome
+
+outcomes = st.sampled_from(list(Outcome))
+
+
+@given(st.permutations(range(1, 25)), st.lists(outcomes, min_size=24, max_size=24), st.integers(0, 24))
+def test_any_order_settles_each_seq_once_and_the_books_close(
+    order: list[int], results: list[Outcome], cut: int
+) -> None:
+    ledger = Ledger()
+    done = order[:cut]
+    for seq, outcome in zip(done, results, strict=False):
+        ledger.settle(seq, outcome, "because")
+        with pytest.raises(AlreadySettled):
+            ledger.settle(seq, Outcome.TRAINED)
+        assert ledger.closes()
+    contiguous = next(n for n in range(26) if n + 1 not in done)
+    assert ledger.watermark == contiguous
+    assert ledger.settled == cut
+    assert ledger.missing(24) == sorted(set(order) - set(done))
+    assert all((seq in ledger) == (seq in done) for seq in range(1, 25))
+    again = Ledger.from_state(ledger.to_state())
+    assert again == ledger
+
+
+def test_the_reason_of_what_was_not_trained_is_kept() -> None:
+    ledger = Ledger()
+    ledger.settle(2, Outcome.DEAD, "no_engine")
+    ledger.settle(1, Outcome.TRAINED)
+    assert ledger.notes == [(2, Outcome.DEAD, "no_engine")] and ledger.watermark == 2
+
+
+@pytest.mark.parametrize("change", [{"watermark": 7}, {"above": [1]}, {"counts": {"trained": 9}}])
+def test_books_that_do_not_close_are_refused(change: dict[str, object]) -> None:
+    ledger = Ledger()
+    for seq in (1, 2, 5):
+        ledger.settle(seq, Outcome.TRAINED)
+    with pytest.raises(ForayError, match="does not close"):
+        Ledger.from_state({**ledger.to_state(), **change})
+
+
+def test_seq_starts_at_one() -> None:
+    with pytest.raises(ValueError, match="below 1"):
+        Ledger().settle(0, Outcome.TRAINED)

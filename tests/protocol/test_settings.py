@@ -1,0 +1,99 @@
+"""Settings: overrides, suggestions, and errors that a person can act on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from protocol.errors import UserError
+from protocol.keys import Keys
+from protocol.settings import RunSettings, Settings, read_tree, section
+
+
+class Left(Settings):
+    type: Literal["left"] = "left"
+    speed: float = Field(default=1.0, gt=0)
+
+
+class Right(Settings):
+    type: Literal["right"] = "right"
+    height: int = 3
+
+
+class Nested(Settings):
+    side: Annotated[Left | Right, Field(discriminator="type")] = Left()
+    lr: float = 0.1
+
+
+def test_overrides_reach_into_the_tree(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("run:\n  id: mine\nlearner:\n  side: {type: left}\n")
+    tree = read_tree(path, ["run.max_lag=4", "learner.side.speed=2.5", "learner.lr=1e-4"])
+    assert section(tree, "run", RunSettings).max_lag == 4
+    nested = section(tree, "learner", Nested)
+    assert isinstance(nested.side, Left) and nested.side.speed == 2.5 and nested.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"run": {"max_lagg": 1}}, "did you mean 'max_lag'?"),
+        ({"run": {"id": "../x"}}, "run.id"),
+        ({"run": {"group_size": 0}}, "greater than or equal to 1"),
+    ],
+)
+def test_wrong_values_are_named_with_a_suggestion(tree: dict[str, object], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        section(tree, "run", RunSettings)
+    assert expected in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [
+        ({"type": "left", "sped": 2}, "did you mean 'speed'?"),
+        ({"type": "up"}, "'left', 'right'"),
+        ({"type": "right", "heigth": 2}, "did you mean 'height'?"),
+    ],
+)
+def test_keys_inside_a_union_are_suggested_too(side: dict[str, object], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        section({"learner": {"side": side}}, "learner", Nested)
+    assert expected in caught.value.render()
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "demo.yaml").write_text("run: {}\n")
+    with pytest.raises(UserError) as caught:
+        read_tree(tmp_path / "demmo.yaml")
+    assert "demo.yaml" in caught.value.todo
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [(["nonsense"], "key=value"), (["runn.id=x"], "did you mean 'run'?"), (["run.id.x.y=1"], "single value")],
+)
+def test_bad_overrides_are_explained(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("run: {id: x}\n")
+    with pytest.raises(UserError) as caught:
+        read_tree(path, overrides)
+    assert expected in caught.value.render()
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n"])
+def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError):
+        read_tree(path)
+
+
+def test_run_ids_cannot_leave_their_key_space() -> None:
+    assert Keys("a-1").tasks == "{a-1}:tasks"
+    for bad in ("", "A", "a b", "a}:x", "-a", "a" * 64):
+        with pytest.raises(UserError):
+            Keys(bad)

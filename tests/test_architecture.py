@@ -1,0 +1,98 @@
+"""The walls of docs/architecture.md, executable."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy"]
+
+# framework -> the only places that may import it (a file or a folder)
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("learner/engine.py",),
+    "faiss": ("retriever/index/faiss_",),
+    "bm25s": ("retriever/index/bm25",),
+    "torch": ("rollout_server/cpu_engine/", "learner/", "deploy/demo/"),
+    "transformers": ("learner/", "deploy/demo/"),
+    "sglang": (),
+    "pickle": (),
+}
+PURE = {
+    "learner/advantages.py": {"torch", "numpy", "protocol", "learner"},
+    "learner/losses.py": {"torch", "numpy", "protocol", "learner"},
+    "learner/kl.py": {"torch", "numpy", "protocol", "learner"},
+    "learner/batch.py": {"torch", "numpy", "protocol", "learner"},
+}
+HEAVY = {"torch", "transformers", "deepspeed", "faiss", "aiohttp", "bm25s"}
+
+
+def sources() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Top-level names that the file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+def test_layers_hold() -> None:
+    done = subprocess.run([Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("framework", ONLY_IN)
+def test_a_framework_is_imported_only_where_it_belongs(framework: str) -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if framework in imports(path) and not str(path.relative_to(ROOT)).startswith(ONLY_IN[framework] or ("-",))
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("file", PURE)
+def test_math_imports_torch_and_nothing_else(file: str) -> None:
+    foreign = {n for n in imports(ROOT / file) if n not in PURE[file] and n not in sys.stdlib_module_names}
+    assert not foreign
+
+
+def loaded_by(*argv: str) -> set[str]:
+    """Which of the heavy frameworks `python argv` has imported when it ends."""
+    code = (
+        "import sys, runpy\nsys.argv = sys.argv[1:]\n"
+        "try:\n    runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as e:\n    assert not e.code, e.code\n"
+        f"print('LOADED', *sorted(set(sys.modules) & set({sorted(HEAVY)!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout.lower()
+    return set(done.stdout.rsplit("LOADED", 1)[1].split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["learner", "rollout_server", "rollout_server.node", "rollout_server.cpu_engine", "retriever", "deploy"],
+)
+def test_help_answers_without_a_framework(module: str) -> None:
+    assert loaded_by(module, "--help") == set()
+
+
+def test_configuration_is_parsed_without_a_framework() -> None:
+    code = (
+        "import sys, deploy.config, rollout_server.config, learner.config, retriever.config\n"
+        f"assert not set(sys.modules) & set({sorted(HEAVY)!r}), set(sys.modules) & set({sorted(HEAVY)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
