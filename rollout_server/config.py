@@ -1,0 +1,41 @@
+"""Settings of the rollout server: section `rollout` of the tree. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from protocol.settings import Settings
+from rollout_server.config_episode import EpisodeSettings, SearchSettings
+
+
+class RolloutSettings(Settings):
+    """One rollout server. Several of them may share one run: each leases tasks of its own."""
+
+    id: str = Field(default="", max_length=200)
+    """Name in metrics and on the trajectories it produces. Empty: `<hostname>-<pid>`."""
+    host: str = "127.0.0.1"
+    """Address to listen on (health, status, metrics, episodes)."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    concurrency_groups: int = Field(default=32, ge=1)
+    """Trajectory groups in flight at once, those that wait to be published included."""
+    task_idle_ms: int = Field(default=60_000, ge=300)
+    """A task whose lease was not renewed for so long is taken over by another server. Renewed three times as often."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """After SIGTERM: seconds that groups in flight may take to finish before they are handed back."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Attempts at one task before it is given up (the learner books its seq as dead)."""
+    max_engine_lag: int | None = Field(default=None, ge=0)
+    """An engine more steps behind the target takes no training traffic. None: `run.max_lag`."""
+    generate_timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of one turn on one engine; after it the turn is generated again elsewhere."""
+    generate_attempts: int = Field(default=4, ge=1)
+    """Times one turn is tried after time-outs, errors or bad output. An unreachable engine does not count."""
+    engine_wait_s: float = Field(default=600.0, gt=0)
+    """Seconds one turn may stand waiting for an engine that may take it before its trajectory fails."""
+    fleet_poll_s: float = Field(default=0.5, gt=0)
+    """How often the engine table and the target version are read."""
+    episode: EpisodeSettings = EpisodeSettings()
+    """The multi-turn episode: template, budgets, rewards."""
+    search: SearchSettings = SearchSettings()
+    """Where searches go."""

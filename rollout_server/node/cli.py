@@ -1,0 +1,38 @@
+"""`python -m rollout_server.node --config FILE [engine.kind.type=cpu ...]`: parse, then run the agent."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocol.errors import UserError
+from protocol.settings import RunSettings, read_tree, section
+from rollout_server.cli import LOG_FORMAT, require_redis
+from rollout_server.node.config import NodeSettings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after SIGTERM or SIGINT, 2 when something needs a person."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout_server.node",
+        description="Run one inference engine: launch it, register it in Redis, keep its weights at the target version.",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `engine` are read")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. engine.kind.threads=2")
+    args = parser.parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    try:
+        tree = read_tree(args.config, args.overrides)
+        run = require_redis(section(tree, "run", RunSettings))
+        settings = section(tree, "engine", NodeSettings)
+        from rollout_server.node.serve import serve
+
+        asyncio.run(serve(run, settings))
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        return 2
+    return 0
