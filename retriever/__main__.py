@@ -1,0 +1,7 @@
+"""`python -m retriever`."""
+
+import sys
+
+from retriever.cli import main
+
+sys.exit(main())

@@ -1,0 +1,39 @@
+"""`python -m retriever --config FILE [retriever.port=8001 ...]`: parse, then serve.
+
+Nothing heavy is imported before the settings have been read: `--help` and a misspelt key answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocol.errors import UserError
+from protocol.settings import read_tree, section
+from retriever.config import RetrieverSettings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after SIGTERM or SIGINT, 2 when the settings, the corpus or the index need a person."""
+    parser = argparse.ArgumentParser(
+        prog="python -m retriever",
+        description="Serve a corpus and its index over HTTP: Search-R1's POST /retrieve, /health, /ready, /metrics.",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file; the section `retriever` is read")
+    parser.add_argument("--port-file", type=Path, help="write the port here, atomically, once requests are answered")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. retriever.port=8001")
+    args = parser.parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        settings = section(read_tree(args.config, args.overrides), "retriever", RetrieverSettings)
+        from retriever.serve import serve
+
+        asyncio.run(serve(settings, port_file=args.port_file))
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,77 @@
+"""Text to vectors. Real models come later behind the same protocol; `hashed` is lexical and needs nothing.
+
+HashedEncoder: every word and every character n-gram of it is hashed (CRC-32, the same on every machine) to one
+of `dim` coordinates and a sign ("hashing trick", Weinberger et al. 2009, arXiv 0902.2206); a word weighs 1, its
+n-grams share a weight of 1, so that inflected forms and misspellings still meet. It knows no synonyms.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from retriever.config import HashedEncoderSettings
+
+Vectors = npt.NDArray[np.float32]
+
+_WORD = re.compile(r"\w+")
+_WORD_CACHE = 200_000
+
+
+class Encoder(Protocol):
+    """Passages and queries to L2-normalised float32 rows. One thread at a time.
+
+    A text's vector does not depend on what else is in the batch, so that cached and fresh answers agree.
+    """
+
+    @property
+    def dim(self) -> int:
+        """Width of a vector."""
+
+    def encode_passages(self, texts: Sequence[str]) -> Vectors:
+        """float32 [len(texts), dim]."""
+
+    def encode_queries(self, texts: Sequence[str]) -> Vectors:
+        """float32 [len(texts), dim]."""
+
+
+class HashedEncoder:
+    """See the module's docstring. A text without a word has the zero vector."""
+
+    def __init__(self, settings: HashedEncoderSettings) -> None:
+        self.dim = settings.dim
+        self._ngram = settings.ngram
+        self._features = lru_cache(_WORD_CACHE)(self._word_features)
+
+    def encode_passages(self, texts: Sequence[str]) -> Vectors:
+        """float32 [len(texts), dim], rows of length 1 (or 0 for a text without a word)."""
+        vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
+        for row, text in enumerate(texts):
+            features = [self._features(word) for word in _WORD.findall(text.lower())]
+            if not features:
+                continue
+            places = np.concatenate([places for places, _ in features])
+            weights = np.concatenate([weights for _, weights in features])
+            total = np.bincount(places, weights=weights, minlength=self.dim)
+            norm = float(np.sqrt(np.square(total).sum()))
+            if norm > 0:
+                vectors[row] = total / norm
+        return vectors
+
+    encode_queries = encode_passages
+
+    def _word_features(self, word: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Coordinates and signed weights of one word and its n-grams."""
+        padded = f"#{word}#"
+        grams = [padded[i : i + self._ngram] for i in range(len(padded) - self._ngram + 1)]
+        hashes = np.array([zlib.crc32(item.encode()) for item in [f"w:{word}", *grams]], dtype=np.int64)
+        weights = np.full(len(hashes), 1.0 / max(len(grams), 1))
+        weights[0] = 1.0
+        # the top bit gives the sign: the coordinate must not decide it
+        return (hashes & 0x7FFFFFFF) % self.dim, np.where(hashes >> 31, -weights, weights)

@@ -1,0 +1,1 @@
+"""Indexes: one file each, all behind `base.Index`."""
