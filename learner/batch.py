@@ -1,0 +1,268 @@
+"""Trajectory groups to packed micro-batches (pure numpy): who is trained on, with which weight, in which row.
+
+A token is trained when the policy sampled it, its version belongs to the living branch and is at most `max_lag` steps
+old, and its trajectory votes (did not end for reasons of infrastructure). Everything that spans the batch
+(advantages, denominators) is decided here, once, so that a micro-batch needs to know nothing of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from learner.advantages import Outcomes
+from learner.aggregation import Aggregation, trajectory_weights
+from learner.packing import cut_rows, deal, pack_rows
+from protocol.messages import Trajectory, TrajectoryGroup
+from protocol.settings import Settings
+from protocol.staleness import lag
+from protocol.versions import PolicyVersion, is_orphan
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+class BatchSettings(Settings):
+    """How groups become micro-batches."""
+
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens, padding included, in one forward pass; a longer trajectory goes alone."""
+    row_tokens: int = Field(default=0, ge=0)
+    """Trajectories are packed into rows of so many tokens (or of the longest one); 0 = each has a row of its own."""
+    on_stale: Literal["mask", "drop"] = "mask"
+    """Tokens beyond run.max_lag: mask only them, or drop their whole group (its seq is then in `Batch.dropped`)."""
+
+
+class Plan(Protocol):
+    """What a batch needs to know of an algorithm; `learner.algorithms.base.Algorithm` has it."""
+
+    aggregation: Aggregation
+    aggregation_length: int
+
+    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
+        """[n] float64, one for each trajectory."""
+        ...
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass: R rows of L tokens and the N trained tokens in them.
+
+    ids        [R, L] int64, 0 where padding
+    positions  [R, L] int64, from 0 in each trajectory
+    documents  [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding
+    index      [N] int64, row * L + t of the input whose logits predict the trained token
+    targets    [N] int64, the trained token
+    behaviour  [N] float32, its log-prob when it was sampled
+    advantages [N] float32
+    weights    [N] float32, its share in the loss; 0 only in the dummies that fill up a rank
+    lags       [N] int64, steps between the version that sampled it and the one being trained
+    trajectory [N] int64, its trajectory's number in the batch
+    """
+
+    ids: IntArray
+    positions: IntArray
+    documents: IntArray
+    index: IntArray
+    targets: IntArray
+    behaviour: FloatArray
+    advantages: FloatArray
+    weights: FloatArray
+    lags: IntArray
+    trajectory: IntArray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one training step takes. `stats` are numbers for the metrics; `dropped` are seqs left out as stale."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    temperature: float
+    num_tokens: int
+    stats: dict[str, float]
+    dropped: tuple[int, ...] = ()
+
+
+@dataclass
+class _Row:
+    """A trajectory that will be trained: inputs [L], and positions [n] of its trained tokens in the ids."""
+
+    ids: IntArray
+    trained: IntArray
+    targets: IntArray
+    behaviour: FloatArray
+    lags: IntArray
+    number: int
+
+
+@dataclass
+class _Tally:
+    """Tokens by what became of them."""
+
+    sampled: int = 0
+    stale: int = 0
+    orphan: int = 0
+    unvoted: int = 0
+
+
+def build_batch(
+    groups: Sequence[TrajectoryGroup],
+    algorithm: Plan,
+    *,
+    now_step: int,
+    lineage: Sequence[PolicyVersion],
+    max_lag: int,
+    settings: BatchSettings,
+    temperature: float,
+) -> Batch:
+    """The batch made of `groups`, whatever their order.
+
+    now_step  step of the policy that is about to be updated
+    lineage   first version of each learner start, for `is_orphan`
+    """
+    groups = sorted(groups, key=lambda g: (g.seq, g.attempt))
+    dropped = _stale_seqs(groups, now_step, max_lag) if settings.on_stale == "drop" else ()
+    kept = [g for g in groups if g.seq not in dropped]
+    outcomes = Outcomes.of(kept)
+    tally = _Tally()
+    rows: list[_Row] = []
+    for number, trajectory in enumerate(t for g in kept for t in g.trajectories):
+        row = _trained_part(trajectory, number, tally, now_step, lineage, max_lag)
+        if row is not None:
+            rows.append(row)
+    advantages = algorithm.advantages(outcomes)
+    counts = np.zeros(len(advantages), np.int64)
+    for row in rows:
+        counts[row.number] = len(row.trained)
+    weights = trajectory_weights(counts.tolist(), algorithm.aggregation, algorithm.aggregation_length)
+    packed = pack_rows([len(r.ids) for r in rows], _capacity(rows, settings))
+    widths = [sum(len(rows[i].ids) for i in row) for row in packed]
+    micro_batches = tuple(
+        _assemble([[rows[i] for i in packed[r]] for r in cut], advantages, weights)
+        for cut in cut_rows(widths, settings.micro_batch_tokens)
+    )
+    stats = _statistics(rows, micro_batches, tally, outcomes, advantages)
+    return Batch(micro_batches, temperature, int(counts.sum()), stats, tuple(sorted(dropped)))
+
+
+def cut_for_ranks(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
+    """Micro-batches of each rank, equally many for all: ranks that are short of one get a dummy of weight 0."""
+    hands = deal([m.ids.size for m in batch.micro_batches], ranks)
+    longest = max(len(hand) for hand in hands)
+    dealt = [[batch.micro_batches[i] for i in hand] for hand in hands]
+    return [hand + [_dummy()] * (longest - len(hand)) for hand in dealt]
+
+
+def _capacity(rows: Sequence[_Row], settings: BatchSettings) -> int:
+    return max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
+
+
+def _stale_seqs(groups: Sequence[TrajectoryGroup], now_step: int, max_lag: int) -> frozenset[int]:
+    spans = ((g.seq, s.version) for g in groups for t in g.trajectories for seg in t.segments for s in seg.spans)
+    return frozenset(seq for seq, version in spans if lag(now_step, version) > max_lag)
+
+
+def _trained_part(
+    trajectory: Trajectory,
+    number: int,
+    tally: _Tally,
+    now_step: int,
+    lineage: Sequence[PolicyVersion],
+    max_lag: int,
+) -> _Row | None:
+    tally.sampled += trajectory.num_sampled
+    if not trajectory.status.votes:
+        tally.unvoted += trajectory.num_sampled
+        return None
+    trained = trajectory.mask.copy()
+    trained[:1] = False  # nothing predicts the first token
+    lags = np.zeros(len(trained), np.int64)
+    base = 0
+    for segment in trajectory.segments:
+        for span in segment.spans:
+            place = slice(base + span.start, base + span.end)
+            lags[place] = lag(now_step, span.version)
+            orphan = is_orphan(span.version, lineage)
+            if orphan or lag(now_step, span.version) > max_lag:
+                trained[place] = False
+                tally.orphan += orphan * (span.end - span.start)
+                tally.stale += (not orphan) * (span.end - span.start)
+        base += len(segment.ids)
+    at = np.flatnonzero(trained)
+    if not len(at):
+        return None
+    ids = trajectory.ids.astype(np.int64)
+    # Attention is causal: what follows the last trained token, and that token itself, need not be read.
+    return _Row(ids[: at[-1]], at, ids[at], trajectory.logprobs[at], lags[at], number)
+
+
+def _assemble(
+    rows: Sequence[Sequence[_Row]], advantages: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
+) -> MicroBatch:
+    width = max(sum(len(r.ids) for r in row) for row in rows)
+    shape = (len(rows), width)
+    ids, positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    index: list[IntArray] = []
+    for y, row in enumerate(rows):
+        x = 0
+        for document, part in enumerate(row):
+            n = len(part.ids)
+            ids[y, x : x + n] = part.ids
+            positions[y, x : x + n] = np.arange(n)
+            documents[y, x : x + n] = document
+            index.append(y * width + x + part.trained - 1)
+            x += n
+        positions[y, x:] = np.arange(width - x)
+    parts = [part for row in rows for part in row]
+    numbers = np.repeat([p.number for p in parts], [len(p.trained) for p in parts])
+    return MicroBatch(
+        ids=ids,
+        positions=positions,
+        documents=documents,
+        index=np.concatenate(index),
+        targets=np.concatenate([p.targets for p in parts]),
+        behaviour=np.concatenate([p.behaviour for p in parts]),
+        advantages=advantages[numbers].astype(np.float32),
+        weights=weights[numbers].astype(np.float32),
+        lags=np.concatenate([p.lags for p in parts]),
+        trajectory=numbers,
+    )
+
+
+def _dummy() -> MicroBatch:
+    one, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+    nothing = np.zeros(1, np.float32)
+    return MicroBatch(one, one, one, zero, zero, nothing, nothing, nothing, zero, zero)
+
+
+def _statistics(
+    rows: Sequence[_Row],
+    micro_batches: Sequence[MicroBatch],
+    tally: _Tally,
+    outcomes: Outcomes,
+    advantages: npt.NDArray[np.float64],
+) -> dict[str, float]:
+    lags = np.concatenate([r.lags for r in rows]) if rows else np.zeros(1, np.int64)
+    room = sum(m.ids.size for m in micro_batches)
+    read = sum(len(r.ids) for r in rows)
+    voting = outcomes.rewards[outcomes.votes]
+    return {
+        "lag_mean": float(lags.mean()),
+        "lag_max": float(lags.max()),
+        "reward_mean": float(voting.mean()) if len(voting) else 0.0,
+        "trajectories": float(len(advantages)),
+        "trajectories_trained": float(len(rows)),
+        "zero_advantage_share": float((advantages == 0).mean()) if len(advantages) else 0.0,
+        "tokens_sampled": float(tally.sampled),
+        "tokens_stale": float(tally.stale),
+        "tokens_orphan": float(tally.orphan),
+        "tokens_unvoted": float(tally.unvoted),
+        "tokens_read": float(read),
+        "padding_share": 1.0 - read / room if room else 0.0,
+        "micro_batches": float(len(micro_batches)),
+    }
