@@ -1,0 +1,74 @@
+"""`python -m learner --config FILE [learner.checkpoint_every=5 ...]`: parse, then train.
+
+Nothing heavy is imported before the settings have been read: `--help` and a misspelt key answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from learner.config import LearnerSettings
+from protocol.errors import Fenced, UserError
+from protocol.settings import RunSettings, read_tree, section
+
+REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+EXIT_BOOKS, EXIT_USER, EXIT_FENCED = 1, 2, 75
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 at the end of the run or after SIGTERM, 1 when the books do not close, 2 when something needs a
+    person, 75 when another learner took over.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m learner",
+        description="Train the policy on the trajectory groups that arrive in Redis, and publish its weights.",
+        epilog="Started again with the same command, it goes on from its last checkpoint.",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `learner` are read")
+    parser.add_argument("--takeover", action="store_true", help="take the run from a learner that still holds it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. learner.checkpoint_every=5")
+    args = parser.parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    try:
+        tree = read_tree(args.config, args.overrides)
+        run = require_redis(section(tree, "run", RunSettings))
+        settings = section(tree, "learner", LearnerSettings)
+        refuse_ranks()
+        from learner.serve import serve
+
+        return serve(run, settings, takeover=args.takeover)
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        return EXIT_USER
+    except Fenced as error:
+        print(f"fenced: {error}", file=sys.stderr)
+        return EXIT_FENCED
+
+
+def require_redis(run: RunSettings) -> RunSettings:
+    """`run` with a Redis URL, from the environment where the setting is empty; raises UserError without one."""
+    url = run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
+    if not url:
+        raise UserError(
+            "no Redis to talk to",
+            why="run.redis_url is empty; only `foray up` starts a Redis of its own",
+            todo=f"set run.redis_url=redis://127.0.0.1:6379/0 or {REDIS_URL_VARIABLE}, or use `foray up`",
+        )
+    return run.model_copy(update={"redis_url": url})
+
+
+def refuse_ranks() -> None:
+    """Raises UserError when a launcher started more than one rank: rank 0 would read, and the rest do nothing."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise UserError(
+            f"the learner was started with {ranks} ranks and can only use one",
+            why="groups are read and packed by rank 0; sharing them among ranks is not built yet",
+            todo="start it with one process: `python -m learner --config FILE`",
+        )

@@ -1,0 +1,67 @@
+"""Settings of the learner: section `learner` of the tree. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from protocol.settings import RunSettings, Settings
+
+if TYPE_CHECKING:
+    from learner.publish.base import Publisher
+
+
+class DiskPublishSettings(Settings):
+    """Weights reach the engines as files on a path that learner and nodes share."""
+
+    type: Literal["disk"] = "disk"
+    """Transport."""
+    keep_versions: int = Field(default=4, ge=1)
+    """Newest published versions that are kept, besides those that a live engine still reports."""
+    fsync: bool = True
+    """Flush weights to the device before they are announced. Off: a power cut may leave a torn version behind."""
+
+    def build(self, run: RunSettings) -> Publisher:
+        """The publisher; imports torch and safetensors."""
+        from learner.publish.disk import DiskPublisher
+
+        return DiskPublisher(run, self)
+
+
+PublishSettings = DiskPublishSettings
+"""Union of the transports; a second member makes it `Annotated[A | B, Field(discriminator="type")]`."""
+
+
+class LearnerSettings(Settings):
+    """The learner's service half: what it reads, what it keeps, how often it writes."""
+
+    questions: Path = Path("questions.jsonl")
+    """JSON lines of training questions: `question`, `answers` | `golden_answers` | `answer`, optionally `id`."""
+    checkpoint_every: int = Field(default=25, ge=1)
+    """Steps between checkpoints. Redis holds the groups trained since the last one."""
+    checkpoint_s: float = Field(default=600.0, gt=0)
+    """A checkpoint is also due when the last one is this many seconds old."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept; the committed one always is."""
+    on_stale: Literal["mask", "drop"] = "mask"
+    """Group that began more than `run.max_lag` steps ago: mask its tokens beyond max_lag, or drop the whole group."""
+    reconcile_s: float = Field(default=10.0, gt=0)
+    """How often seqs that are issued but found nowhere are looked for; missing twice in a row, they are reissued."""
+    lease_s: float = Field(default=15.0, ge=0.3)
+    """Lifetime of the learner's lease; renewed three times as often. A successor waits at most this long."""
+    prefetch_steps: int = Field(default=2, ge=1)
+    """Groups read ahead of training, in batches. The rest stay in Redis."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Attempts at a seq whose group arrives unreadable before it is booked as dead."""
+    max_skipped: int = Field(default=3, ge=1)
+    """Batches in a row with a loss or gradient that is not finite before the learner stops."""
+    journal: bool = True
+    """Keep every trained group in `run.dir/journal` for replay."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the Prometheus endpoint `/metrics`; 0: none."""
+    threads: int = Field(default=0, ge=0)
+    """Threads of torch; 0 leaves the choice to torch."""
+    publish: PublishSettings = PublishSettings()
+    """How new weights reach the engines."""
