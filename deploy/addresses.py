@@ -1,0 +1,57 @@
+"""Decide where everything listens, once a run, and write that into the configuration the processes read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from deploy.config import RunConfig
+from deploy.plan import Addresses
+from deploy.ports import free_port
+from deploy.redis_child import URL_VARIABLE, child_url, find_server
+from protocol.errors import UserError
+
+ANY = ("0.0.0.0", "::", "")
+"""Hosts that mean "every interface": others on this machine are told the loopback address."""
+
+
+def choose(
+    config: RunConfig, *, environ: Mapping[str, str] = os.environ, port: Callable[[], int] = free_port
+) -> Addresses:
+    """Where the processes of `config` shall listen; `port` gives a free one. Raises UserError without a Redis."""
+    url, server = _redis(config, environ)
+    first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
+    retrievers = _urls(config.retriever.host, first, config.num_retrievers, port)
+    rollouts = _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, port)
+    return Addresses(url, server, retrievers, rollouts)
+
+
+def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
+    """`config` with the addresses in it. A Redis URL from the environment may hold a password: it stays out."""
+    own = {"redis_url": addresses.redis_url} if addresses.server is not None else {}
+    settled = config.model_copy(update={"run": config.run.model_copy(update=own)})
+    if addresses.retrievers and config.rollout.search.type == "http":
+        search = config.rollout.search.model_copy(update={"urls": addresses.retrievers})
+        settled = settled.model_copy(update={"rollout": config.rollout.model_copy(update={"search": search})})
+    return settled
+
+
+def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | None]:
+    wanted, url = config.launch.redis, config.run.redis_url or environ.get(URL_VARIABLE, "")
+    if wanted == "configured" and not url:
+        raise UserError(
+            "launch.redis is `configured`, but no Redis is configured",
+            todo=f"set run.redis_url or the environment variable {URL_VARIABLE}, or launch.redis=auto",
+        )
+    if url and wanted != "own":
+        return url, None
+    directory = config.run.dir / "redis"
+    directory.mkdir(parents=True, exist_ok=True)
+    server = find_server()
+    return child_url(directory), server.path
+
+
+def _urls(host: str, first: int, count: int, port: Callable[[], int]) -> tuple[str, ...]:
+    name = "127.0.0.1" if host in ANY else host
+    return tuple(f"http://{name}:{first if first and index == 0 else port()}" for index in range(count))

@@ -1,0 +1,226 @@
+"""All processes of a run on one machine: start them in order, watch, stop them in order.
+
+    with Launcher(load(Path("run.yaml"))) as launcher:
+        launcher.start()                      # or start("redis", "retriever", ...), then the rest later
+        score = launcher.during(evaluate)     # anything that takes time, with the processes watched meanwhile
+        launcher.wait()                       # until the learner has done its last step
+
+No thread watches in the background: `wait`, `during` and `check` do. Whatever ends the `with` block stops everything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from deploy.addresses import choose, settle
+from deploy.child import Child
+from deploy.config import RunConfig
+from deploy.plan import KINDS, Addresses, ProcessSpec, Ready, plan
+from deploy.progress import StepTail, format_step
+from deploy.readiness import Readiness
+from deploy.redis_child import check_server, redact
+from deploy.rundir import RESOLVED, hold, write_atomically, write_record
+from deploy.supervisor import POLL_S, Say, Supervisor
+from protocol.errors import ForayError
+
+T = TypeVar("T")
+STAGES = (("redis",), ("retriever",), ("engine", "rollout", "learner"))
+"""Kinds that start together: later stages may need the earlier ones, within a stage all find each other."""
+
+
+class Stopped(ForayError):
+    """A person (or `foray down`) asked the run to end. `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+class Launcher:
+    """One run. `say` gets the lines a person should see."""
+
+    def __init__(self, config: RunConfig, *, say: Say = lambda line: None, python: str = sys.executable) -> None:
+        self._given, self._say, self._python = config, say, python
+        self.directory = config.run.dir
+        self._exits = ExitStack()
+        self._stop_signal: int | None = None
+        self._started = time.time()
+        self._state = "starting"
+
+    def __enter__(self) -> Launcher:
+        """Take the run directory, find a Redis, choose addresses, write resolved.yaml, make the model if need be."""
+        self._exits.enter_context(hold(self.directory))
+        try:
+            self._prepare()
+        except BaseException:
+            self._exits.close()
+            raise
+        return self
+
+    def _prepare(self) -> None:
+        self.addresses: Addresses = choose(self._given)
+        if self.addresses.server is None:
+            self._say(f"redis: {check_server(self.addresses.redis_url)} at {redact(self.addresses.redis_url)}")
+        self.config = settle(self._given, self.addresses)
+        self.resolved = self.directory / RESOLVED
+        write_atomically(self.resolved, self.config.to_yaml())
+        self.specs = plan(self.config, self.addresses, python=self._python, resolved=self.resolved)
+        self._steps = StepTail(self.directory / "metrics.jsonl")
+        launch = self.config.launch
+        readiness = Readiness(self.addresses.redis_url, self.config.run.id)
+        self.supervisor = Supervisor(
+            is_ready=readiness,
+            ready_s=launch.ready_s,
+            shutdown_s=launch.shutdown_s,
+            say=self._say,
+            interrupted=self._raise_if_stopped,
+        )
+        self._catch_signals()
+        if not self.config.run.model.exists():
+            self._make_model()
+
+    @property
+    def redis_url(self) -> str:
+        """Where Redis is."""
+        return self.addresses.redis_url
+
+    @property
+    def rollout_urls(self) -> tuple[str, ...]:
+        """Base URLs of the rollout servers (`POST /v1/episodes`)."""
+        return self.addresses.rollouts
+
+    def start(self, *kinds: str) -> None:
+        """Start the processes of `kinds` (default: all) that do not run yet, and wait until they are ready.
+
+        Raises ProcessFailed when one dies or is not ready within launch.ready_s.
+        """
+        for stage in STAGES:
+            chosen = [s for s in self.specs if s.kind in stage and s.kind in (kinds or KINDS)]
+            fresh = [spec for spec in chosen if spec.name not in self.supervisor.children]
+            for spec in fresh:
+                if spec.kind == "redis":
+                    (self.directory / "redis").mkdir(parents=True, exist_ok=True)
+                self.supervisor.spawn(spec)
+            self._record()
+            self.supervisor.await_ready([spec.name for spec in fresh])
+        self._state = "running"
+        self._record()
+
+    def check(self) -> None:
+        """One look: restart what may be restarted, print the learner's new steps. Raises ProcessFailed or Stopped."""
+        before = {name: child.pid for name, child in self.supervisor.children.items()}
+        self.supervisor.check()
+        for record in self._steps.read():
+            self._say(format_step(record, steps=self.config.run.steps))
+        if before != {name: child.pid for name, child in self.supervisor.children.items()}:
+            self._record()
+
+    def wait(self) -> None:
+        """Until the learner has ended with code 0 (without a learner: until stopped)."""
+        while not ("learner" in self.supervisor.children and self.supervisor.ended("learner")):
+            self.check()
+            time.sleep(POLL_S * 2)
+        self.check()
+
+    def during(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which runs in a thread while the processes are watched; raises what it raises."""
+        result: list[T] = []
+        failure: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                result.append(work())
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=call, name="during", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.check()
+            thread.join(POLL_S)
+        if failure:
+            raise failure[0]
+        return result[0]
+
+    def stop(self, state: str = "stopped") -> None:
+        """Stop everything that was started, in order; may be called twice."""
+        if self.supervisor.children:
+            self._say("stopping")
+        self.supervisor.stop()
+        self._state = state
+        self._record()
+
+    def run_until_done(self) -> None:
+        """Start everything, wait for the learner's last step, stop everything."""
+        with self:
+            self.start()
+            self.wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = "done" if error is None else "stopped" if isinstance(error, Stopped) else "failed"
+        try:
+            self.stop(state)
+        finally:
+            self._exits.close()
+
+    def _make_model(self) -> None:
+        words = {"{python}": self._python, "{model}": str(self.config.run.model), "{config}": str(self.resolved)}
+        for number, command in enumerate(self.config.launch.prepare, start=1):
+            argv = tuple(words.get(word, word) for word in command)
+            name = f"prepare-{number}"
+            self._say(f"{name}: {self.config.run.model} does not exist, running {' '.join(argv)}")
+            log = self.directory / "logs" / f"{name}.log"
+            child = Child(ProcessSpec(name, "prepare", argv, log, Ready.RUNNING))
+            try:
+                while child.poll() is None:
+                    self._raise_if_stopped()
+                    time.sleep(POLL_S)
+            finally:
+                child.kill()
+                child.wait(10.0)
+            if child.poll():
+                raise child.failed(f"exited with code {child.poll()}")
+
+    def _catch_signals(self) -> None:
+        """Ctrl-C and SIGTERM become `Stopped` at the next look; a second one shortens the stop to a kill."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self._stop_signal is not None:
+                self.supervisor.hurry()
+            self._stop_signal = number
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._exits.callback(signal.signal, number, signal.signal(number, note))
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop_signal is not None:
+            raise Stopped(self._stop_signal)
+
+    def _record(self) -> None:
+        children = self.supervisor.children
+        record: dict[str, Any] = {
+            "id": self.config.run.id,
+            "pid": os.getpid(),
+            "state": self._state,
+            "started": self._started,
+            "updated": time.time(),
+            "config": str(self.resolved),
+            "redis_url": redact(self.redis_url),
+            "retrievers": list(self.addresses.retrievers),
+            "rollouts": list(self.addresses.rollouts),
+            "restarts": dict(self.supervisor.restarts),
+            "processes": [s.to_json() | {"pid": children[s.name].pid} for s in self.specs if s.name in children],
+        }
+        write_record(self.directory, record)
