@@ -1,0 +1,26 @@
+"""`python -m rollout_server.cpu_engine --model-path DIR`: parse first, import torch only afterwards."""
+
+from __future__ import annotations
+
+import sys
+
+from protocol.errors import UserError
+from rollout_server.cpu_engine.config import parse, read_keys
+
+
+def main() -> int:
+    """Exit code: 0 after a clean stop, 2 for an error of the user's."""
+    settings = parse()
+    try:
+        keys = read_keys(settings)
+        from rollout_server.cpu_engine.serve import serve
+
+        serve(settings, *keys)
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Who may call which route, by SGLang's rules, and how errors are answered."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from protocol.errors import UserError
+from rollout_server.cpu_engine.contract import BadRequest
+from rollout_server.cpu_engine.engine import Refused
+from rollout_server.cpu_engine.weights import WeightsError
+
+log = logging.getLogger(__name__)
+
+OPEN = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
+ADMIN = frozenset(
+    {
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/update_weight_version",
+        "/weights_checker",
+    }
+)
+
+
+def guard(api_key: str, admin_key: str) -> Middleware:
+    """Middleware. OPEN never needs a key; ADMIN takes only the admin key where there is one; the rest the API key."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        key = "" if request.path in OPEN else admin_key if admin_key and request.path in ADMIN else api_key
+        if key and not _matches(request.headers.get("Authorization", ""), key):
+            return problem(401, "Unauthorized")
+        try:
+            return await handler(request)
+        except (BadRequest, Refused, WeightsError) as error:
+            return problem(400, str(error))
+        except UserError as error:
+            return problem(400, f"{error.what}: {error.why}" if error.why else error.what)
+        except web.HTTPException as error:
+            return problem(error.status, error.reason)
+        except Exception as error:
+            log.exception("%s %s failed", request.method, request.path)
+            return problem(500, f"{type(error).__name__}: {error}")
+
+    return middleware
+
+
+def problem(status: int, message: str) -> web.Response:
+    """An error in SGLang's form; `success` is there for callers of the control routes."""
+    return web.json_response({"success": False, "message": message, "error": {"message": message}}, status=status)
+
+
+def _matches(header: str, key: str) -> bool:
+    return secrets.compare_digest(header.encode(), f"Bearer {key}".encode())

@@ -1,0 +1,255 @@
+"""The body of POST /generate, checked by hand: every wrong value is a BadRequest (HTTP 400) that names it.
+
+Hand-written since it runs for each turn of each trajectory; a schema library costs as much as the rest of a request.
+What SGLang knows and this engine cannot do is refused where it is asked for, never quietly ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_server.cpu_engine.request import SamplingParams
+from rollout_server.cpu_engine.tokenizer import Tokenizer
+
+Body = dict[str, Any]
+
+NEUTRAL: Body = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "stop_regex": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "logit_bias": None,
+    "beam_width": None,
+    "custom_params": None,
+    "stream_interval": None,
+    "spaces_between_special_tokens": True,
+}
+"""Sampling parameters of SGLang that this engine accepts only at the value that changes nothing."""
+
+UNSUPPORTED = (
+    "input_embeds",
+    "token_ids_logprob",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "lora_path",
+    "session_params",
+    "return_hidden_states",
+    "return_routed_experts",
+    "custom_logit_processor",
+)
+"""Fields of the body that would change the answer: refused when set. All other unknown fields are ignored, as in
+SGLang."""
+
+
+class BadRequest(Exception):
+    """The request is wrong; the message says where."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. `tokens`: prompt and output together, by context and by cache."""
+
+    vocab: int
+    context: int
+    cache: int
+    batch: int = 1024
+
+
+@dataclass(frozen=True)
+class Call:
+    """One checked prompt of a body; `n` attempts are made from it."""
+
+    rids: list[str]
+    ids: list[int]
+    params: SamplingParams
+    return_logprob: bool
+    logprob_start: int
+    top_logprobs: int
+    extra_key: str
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A whole body. `single`: answer one object; otherwise a list, in order of prompts and attempts."""
+
+    calls: list[Call]
+    single: bool
+    stream: bool
+
+
+def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
+    """Check a decoded JSON body. Raises BadRequest."""
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise BadRequest(f"{name} is not supported by this engine")
+    prompts, batched = _prompts(body, tokenizer, limits)
+    params = [_sampling(p, limits) for p in _spread(body, "sampling_params", {}, len(prompts), dict)]
+    calls = []
+    names = _rids(body.get("rid"), [p.n for p in params], batched)
+    columns = (
+        _spread(body, "return_logprob", False, len(prompts), bool),
+        _spread(body, "logprob_start_len", -1, len(prompts), int),
+        _spread(body, "top_logprobs_num", 0, len(prompts), int),
+        _spread(body, "extra_key", "", len(prompts), str),
+        _spread(body, "cache_salt", "", len(prompts), str),
+    )
+    for ids, own, rids, wanted, start, top, key, salt in zip(prompts, params, names, *columns, strict=True):
+        if not -1 <= start <= len(ids):
+            raise BadRequest(f"logprob_start_len must lie between -1 and the prompt's {len(ids)} tokens, not {start}")
+        if not 0 <= top <= limits.vocab:
+            raise BadRequest(f"top_logprobs_num must lie between 0 and {limits.vocab}, not {top}")
+        if len(ids) + own.max_new_tokens > limits.context:
+            raise BadRequest(
+                f"{len(ids)} prompt tokens and max_new_tokens {own.max_new_tokens} "
+                f"exceed the context of {limits.context}"
+            )
+        if len(ids) >= limits.cache:
+            raise BadRequest(f"{len(ids)} prompt tokens do not fit in a cache of {limits.cache}")
+        calls.append(Call(rids, ids, own, wanted, start, top if wanted else 0, f"{key}\0{salt}"))
+    return Parsed(calls, not batched and params[0].n == 1, _flag(body, "stream"))
+
+
+def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[list[int]], bool]:
+    """Prompts as ids, and whether the body brought a list of them."""
+    text, ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (ids is None):
+        raise BadRequest("give either input_ids or text")
+    if text is not None:
+        batched = isinstance(text, list)
+        texts = text if batched else [text]
+        if not texts or not all(isinstance(t, str) for t in texts):
+            raise BadRequest("text must be a string or a list of strings")
+        prompts = [tokenizer.encode(t) for t in texts]
+    else:
+        if not isinstance(ids, list) or not ids:
+            raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")
+        batched = isinstance(ids[0], list)
+        prompts = ids if batched else [ids]
+    if len(prompts) > limits.batch:
+        raise BadRequest(f"a batch of {len(prompts)} prompts is larger than {limits.batch}")
+    for prompt in prompts:
+        _check_ids(prompt, limits)
+    return prompts, batched
+
+
+def _check_ids(ids: Any, limits: Limits) -> None:
+    if not isinstance(ids, list) or not ids:
+        raise BadRequest("a prompt must be a list of at least one token id")
+    if set(map(type, ids)) != {int}:  # exact: True is an int to isinstance
+        raise BadRequest("token ids must be integers")
+    if min(ids) < 0 or max(ids) >= limits.vocab:
+        wrong = next(i for i in ids if not 0 <= i < limits.vocab)
+        raise BadRequest(f"token id {wrong} is outside of the vocabulary of {limits.vocab}")
+    if len(ids) >= limits.context:
+        raise BadRequest(f"{len(ids)} prompt tokens are longer than the context of {limits.context}")
+
+
+def _spread(body: Body, name: str, default: Any, count: int, kind: type) -> list[Any]:
+    """A field as one value for each prompt: given once, or as a list of `count`."""
+    value = body.get(name)
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise BadRequest(f"{name} has {len(values)} entries for {count} prompts")
+    values = [default if v is None else v for v in values]
+    for v in values:
+        if type(v) is not kind:
+            raise BadRequest(f"{name} must be of type {kind.__name__}, not {type(v).__name__}")
+    return values
+
+
+def _rids(rid: Any, attempts: list[int], batched: bool) -> list[list[str]]:
+    """Names of the attempts at each prompt. One name for many is taken as their prefix, as in SGLang."""
+    total = sum(attempts)
+    if rid is None:
+        names = [uuid.uuid4().hex for _ in range(total)]
+    elif isinstance(rid, str) and rid:
+        names = [rid] if total == 1 and not batched else [f"{rid}_{i}" for i in range(total)]
+    elif isinstance(rid, list) and len(rid) == len(attempts) and all(isinstance(r, str) and r for r in rid):
+        names = [r if n == 1 else f"{r}_{i}" for r, n in zip(rid, attempts, strict=True) for i in range(n)]
+    else:
+        raise BadRequest("rid must be a non-empty string or a list of one for each prompt")
+    if len(set(names)) != total:
+        raise BadRequest("rids must differ")
+    rest = iter(names)
+    return [list(itertools.islice(rest, n)) for n in attempts]
+
+
+def _sampling(given: Body, limits: Limits) -> SamplingParams:
+    for name, value in given.items():
+        if name in NEUTRAL:
+            if value is not None and value != NEUTRAL[name] and value != {}:
+                raise BadRequest(f"sampling parameter {name}={value!r} is not supported by this engine")
+        elif name not in _KNOWN:
+            raise BadRequest(f"unknown sampling parameter {name!r}")
+    temperature = _number(given, "temperature", 1.0, 0, math.inf)
+    top_k = _integer(given, "top_k", -1, -1, 1 << 30)
+    stops = given.get("stop")
+    stop_ids = given.get("stop_token_ids") or []
+    if not isinstance(stop_ids, list) or not all(type(i) is int and 0 <= i < limits.vocab for i in stop_ids):
+        raise BadRequest("stop_token_ids must be a list of token ids of the vocabulary")
+    maximum = _integer(given, "max_new_tokens", 128, 0, 1 << 30)
+    return SamplingParams(
+        max_new_tokens=maximum,
+        min_new_tokens=_integer(given, "min_new_tokens", 0, 0, maximum),
+        temperature=temperature if temperature >= 1e-6 else 1.0,
+        top_p=_number(given, "top_p", 1.0, 1e-12, 1),
+        top_k=1 if temperature < 1e-6 else top_k if top_k > 0 else 1 << 30,
+        min_p=_number(given, "min_p", 0.0, 0, 1),
+        stop=_stops(stops),
+        stop_token_ids=frozenset(stop_ids),
+        ignore_eos=_flag(given, "ignore_eos"),
+        no_stop_trim=_flag(given, "no_stop_trim"),
+        skip_special_tokens=_flag(given, "skip_special_tokens", True),
+        n=_integer(given, "n", 1, 1, 512),
+        sampling_seed=None
+        if given.get("sampling_seed") is None
+        else _integer(given, "sampling_seed", 0, -(1 << 63), 1 << 63),
+    )
+
+
+_KNOWN = frozenset(SamplingParams.__dataclass_fields__)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(s, str) and len(s) <= 1000 for s in stops) or len(stops) > 64:
+        raise BadRequest("stop must be a string or a list of at most 64 strings of at most 1000 characters")
+    return tuple(s for s in stops if s)
+
+
+def _flag(given: Body, name: str, default: bool = False) -> bool:
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false")
+    return value
+
+
+def _integer(given: Body, name: str, default: int, least: int, most: int) -> int:
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not least <= value <= most:
+        raise BadRequest(f"{name} must be an integer from {least} to {most}, not {value!r:.40}")
+    return value
+
+
+def _number(given: Body, name: str, default: float, least: float, most: float) -> float:
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+        raise BadRequest(f"{name} must be a number from {least} to {most}, not {value!r:.40}")
+    return float(value)

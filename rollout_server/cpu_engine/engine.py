@@ -1,0 +1,234 @@
+"""The engine thread: the only one that touches torch. Commands come through a queue, results leave through `notify`.
+
+Loop: consumes commands (submit, abort, pause, update, ...) and, while not paused, the scheduler's requests;
+produces tokens. Waits for a command when paused or idle; is unblocked by any command, `stop` included.
+
+Without a pause a weight update waits until all requests that came before it have ended, and those that come after
+it are held back until it is done, as in SGLang. When paused it is done at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+from rollout_server.cpu_engine.model_config import read_model_config
+from rollout_server.cpu_engine.request import Request
+from rollout_server.cpu_engine.scheduler import Scheduler
+from rollout_server.cpu_engine.weights import Weights, WeightsError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class Refused(Exception):
+    """The engine's state does not allow a command (HTTP 400). Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One weight update from a directory; `version` None keeps the label."""
+
+    directory: Path
+    version: str | None
+    flush_cache: bool
+    abort_all: bool
+
+
+class Engine:
+    """Thread-safe face of the scheduler. Each public method may be called from any thread and returns a Future."""
+
+    def __init__(self, scheduler: Scheduler, weights: Weights, model_path: Path, threads: int) -> None:
+        self.scheduler, self.weights, self.model_path = scheduler, weights, model_path
+        self.paused: PauseMode | None = None
+        self._threads = threads
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._held: list[Request] = []
+        self._update: tuple[Update, Future[int]] | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait, those held back by an update included."""
+        return len(self.scheduler.waiting) + len(self._held)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the present step; requests in flight get no answer."""
+
+        def stop() -> None:
+            self._stopping = True
+
+        self._commands.put(stop)
+        self._thread.join()
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queue requests together; each one's `notify` is called on the engine thread."""
+        self._commands.put(lambda: self._submit(requests))
+
+    def abort(self, chosen: Callable[[Request], bool]) -> Future[None]:
+        """End the chosen requests with what they have."""
+        return self._call(lambda: self._abort(chosen))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop stepping; running requests are ended, put back or frozen."""
+
+        def pause() -> None:
+            if mode == "abort":
+                self._abort(lambda _: True)
+            elif mode == "retract":
+                self.scheduler.retract_all()
+            self.paused = mode
+
+        return self._call(pause)
+
+    def resume(self) -> Future[None]:
+        """Go on after `pause`."""
+
+        def resume() -> None:
+            self.paused = None
+
+        return self._call(resume)
+
+    def flush_cache(self) -> Future[None]:
+        """Forget kept prefixes. Raises Refused while requests run, or wait and nothing is paused."""
+
+        def flush() -> None:
+            s = self.scheduler
+            if s.running or (s.waiting and self.paused is None):
+                raise Refused(f"cache not flushed: {len(s.running)} running and {len(s.waiting)} waiting requests")
+            s.cache.clear()
+
+        return self._call(flush)
+
+    def update(self, update: Update) -> Future[int]:
+        """Replace the weights; the number of requests paused meanwhile. Raises Refused or WeightsError, weights
+        untouched."""
+        result: Future[int] = Future()
+
+        def begin() -> None:
+            if self._update is not None:
+                result.set_exception(Refused("another weight update is waiting"))
+                return
+            if update.abort_all:
+                self._abort(lambda _: True)
+            self._update = update, result
+            self._try_update()
+
+        self._commands.put(begin)
+        return result
+
+    def relabel(self, version: str, abort_all: bool) -> Future[None]:
+        """Give the present weights another label."""
+
+        def relabel() -> None:
+            if abort_all:
+                self._abort(lambda _: True)
+            self.scheduler.version = version
+
+        return self._call(relabel)
+
+    def checksums(self) -> Future[dict[str, str]]:
+        """sha256 by tensor name, between two steps."""
+        return self._call(self.weights.checksums)
+
+    def _call(self, action: Callable[[], T]) -> Future[T]:
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(action())
+            except Exception as error:
+                result.set_exception(error)
+
+        self._commands.put(run)
+        return result
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # holds for the calling thread only
+        with torch.inference_mode():
+            while not self._stopping:
+                self._take_commands()
+                if self.paused is None and not self._stopping:
+                    self._step()
+                self._try_update()
+
+    def _take_commands(self) -> None:
+        s = self.scheduler
+        idle = self.paused is not None or not (s.running or s.waiting)
+        try:
+            while True:
+                self._commands.get(block=idle)()
+                idle = False
+        except queue.Empty:
+            pass
+
+    def _step(self) -> None:
+        try:
+            self.scheduler.step()
+        except Exception as error:
+            # one request's misfortune must not end the others' engine; what ran is answered with status 500
+            log.exception("a step failed; its requests are ended")
+            self.scheduler.counters.step_errors += 1
+            self.scheduler.drop_everything(f"{type(error).__name__} in the engine: {error}")
+
+    def _submit(self, requests: list[Request]) -> None:
+        if self._update is not None:
+            self._held += requests
+            return
+        for request in requests:
+            self.scheduler.submit(request)
+
+    def _abort(self, chosen: Callable[[Request], bool]) -> None:
+        for request in self._held:
+            if chosen(request):
+                self.scheduler.submit(request)
+        self._held = [r for r in self._held if not chosen(r)]
+        self.scheduler.abort(chosen)
+
+    def _try_update(self) -> None:
+        """Do the update that waits, once nothing runs or everything is paused."""
+        s = self.scheduler
+        if self._update is None or (self.paused is None and (s.running or s.waiting)):
+            return
+        (update, result), self._update = self._update, None
+        try:
+            self._load(update)
+            result.set_result(len(s.running) + len(s.waiting) if self.paused else 0)
+        except Exception as error:
+            result.set_exception(error)
+        held, self._held = self._held, []
+        self._submit(held)
+
+    def _load(self, update: Update) -> None:
+        s = self.scheduler
+        if update.flush_cache and s.running:
+            raise Refused(
+                f"the cache cannot be flushed while {len(s.running)} requests are paused in place: "
+                "the weights were left as they are; send flush_cache=false or pause with retract"
+            )
+        if (update.directory / "config.json").is_file() and read_model_config(update.directory) != self.weights.config:
+            raise WeightsError(f"{update.directory / 'config.json'} describes another architecture")
+        self.weights.load(update.directory)
+        s.weights_changed()
+        s.counters.weight_updates += 1
+        self.model_path = update.directory
+        if update.version is not None:
+            s.version = update.version

@@ -1,0 +1,148 @@
+"""The forward pass: a decoder of the Llama family over dense rows of keys and values.
+
+    tokens [T] = decode tokens (one per running row, rows 0..B-1), then prompt tokens of N new rows (B..B+N-1), packed
+       embed -> { norm -> qkv -> rotate -> write keys, values -> attend -> out -> + -> norm -> gate, up -> down ->
+       + } * L -> norm
+
+Everything but attention runs on packed tokens, so that padding costs nothing there. Attention runs in two parts: decode
+rows as plain batched products, prompt rows padded to the longest new part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from rollout_server.cpu_engine.kv_rows import KvRows
+from rollout_server.cpu_engine.model_config import ModelConfig, Rope
+from rollout_server.cpu_engine.weights import Weights
+
+
+@dataclass(frozen=True)
+class DecodePart:
+    """The first `count` tokens: one for each row 0..count-1."""
+
+    count: int
+    width: int
+    mask: torch.Tensor  # [count, 1, 1, width]: 0, or -inf where the row has no token
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """The other tokens: new parts of rows first..first+count-1, of uneven length."""
+
+    first: int
+    count: int
+    longest: int
+    width: int
+    row: torch.Tensor  # int64 [T']: row of each token, counted from `first`
+    offset: torch.Tensor  # int64 [T']: its place within the row's new part
+    mask: torch.Tensor  # [count, 1, longest, width]
+
+
+class Model:
+    """Weights plus forward pass. Not thread-safe: the engine thread owns it."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config, self.weights = config, weights
+        self.rotation = rotation_table(config.rope, config.head_dim, config.context)
+        self.scale = 1 / math.sqrt(config.head_dim)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        kv: KvRows,
+        decode: DecodePart | None,
+        prompts: PromptPart | None,
+    ) -> torch.Tensor:
+        """Hidden states [T, E] after the last norm; keys and values are written to `kv`. ids, positions, rows:
+        int64 [T]."""
+        c = self.config
+        rotation = self.rotation[positions][:, None]
+        address = kv.address(rows, positions)
+        rotated = (c.heads + c.kv_heads) * c.head_dim
+        x = self.weights.embed[ids]
+        for number, layer in enumerate(self.weights.layers):
+            qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qk = qkv[:, :rotated].view(len(ids), -1, c.head_dim)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q_part, k_part = qk[:, : c.heads], qk[:, c.heads :]
+                qk = torch.cat((self._norm(q_part, layer.q_norm), self._norm(k_part, layer.k_norm)), 1)
+            qk = rotate(qk, rotation)
+            kv.write(number, address, qk[:, c.heads :], qkv[:, rotated:])
+            mixed = self._attend(qk[:, : c.heads], kv.keys[number], kv.values[number], decode, prompts)
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            gate_up = F.linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+            inner = F.silu(gate_up[:, : c.intermediate]).mul_(gate_up[:, c.intermediate :])
+            x = x + F.linear(inner, layer.down, layer.down_bias)
+        return self._norm(x, self.weights.norm)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [T, V]."""
+        return F.linear(hidden, self.weights.head).float()
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.eps)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        decode: DecodePart | None,
+        prompts: PromptPart | None,
+    ) -> torch.Tensor:
+        """q [T, H, D], keys and values [rows, K, width, D] -> [T, H * D]."""
+        parts = []
+        if decode is not None:
+            c, n = self.config, decode.count
+            # queries of one key/value head stand together as the rows of one small product
+            grouped = (q[:n] * self.scale).view(n, c.kv_heads, c.group, c.head_dim)
+            scores = torch.matmul(grouped, keys[:n, :, : decode.width].transpose(-1, -2))
+            scores += decode.mask
+            parts.append(torch.matmul(torch.softmax(scores, -1), values[:n, :, : decode.width]).view(n, -1))
+            q = q[n:]
+        if prompts is not None:
+            parts.append(self._attend_prompts(q, keys, values, prompts))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_prompts(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p: PromptPart) -> torch.Tensor:
+        padded = q.new_zeros(p.count, p.longest, *q.shape[1:])
+        padded[p.row, p.offset] = q
+        mixed = F.scaled_dot_product_attention(
+            padded.transpose(1, 2),
+            keys[p.first : p.first + p.count, :, : p.width],
+            values[p.first : p.first + p.count, :, : p.width],
+            attn_mask=p.mask.to(q.dtype),
+            scale=self.scale,
+            enable_gqa=self.config.group > 1,
+        )
+        return mixed.transpose(1, 2)[p.row, p.offset].view(len(q), -1)
+
+
+def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of [T, heads, D] whose pairs lie side by side; rotation complex64 [T, 1, D/2]. Keeps the
+    dtype."""
+    pairs = heads.float().reshape(*heads.shape[:-1], -1, 2)
+    return torch.view_as_real(torch.view_as_complex(pairs) * rotation).flatten(-2).to(heads.dtype)
+
+
+def rotation_table(rope: Rope, head_dim: int, context: int) -> torch.Tensor:
+    """e^(i * position * frequency), complex64 [context, D/2]. RoFormer (Su et al. 2021) section 3.2; Llama 3 scaling
+    as in transformers' `_compute_llama3_parameters`."""
+    inverse = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if rope.kind == "linear":
+        inverse = inverse / rope.factor
+    if rope.kind == "llama3":
+        wave = 2 * math.pi / inverse
+        low, high = rope.original_length / rope.low_freq_factor, rope.original_length / rope.high_freq_factor
+        blend = (rope.original_length / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        middle = (1 - blend) * inverse / rope.factor + blend * inverse
+        inverse = torch.where(wave > low, inverse / rope.factor, torch.where(wave < high, inverse, middle))
+    angle = torch.arange(context).float()[:, None] * inverse
+    return torch.polar(torch.ones_like(angle), angle)

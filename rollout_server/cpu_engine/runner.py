@@ -1,0 +1,188 @@
+"""One engine step on tensors: decode tokens of the running rows and prompts of new rows in a single forward pass,
+then sampling.
+
+Row i belongs to the i-th running request of the scheduler. Per-row numbers are kept in arrays, so that a step
+does no Python work for each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rollout_server.cpu_engine.kv_rows import KvRows
+from rollout_server.cpu_engine.model import DecodePart, Model, PromptPart
+from rollout_server.cpu_engine.request import SamplingParams
+from rollout_server.cpu_engine.sampling import Rules, draw, mix
+
+CHUNK = 1024
+"""Most new tokens of one prompt in one forward pass: bounds the attention mask and scores."""
+SCORE_CHUNK = 256
+"""Prompt positions whose logits are held at once when a prompt is scored."""
+
+
+@dataclass
+class Prompt:
+    """New tokens for the next free row: ids[start:] are to be computed, ids[:start] are there already.
+
+    score_from  with a number s, `scores` receives the log-probs (T = 1) of ids[s + 1:] given what precedes each
+    """
+
+    ids: list[int]
+    start: int
+    params: SamplingParams
+    seed: int
+    score_from: int | None = None
+    scores: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ban:
+    """Tokens that row `row` must not draw in this step."""
+
+    row: int
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Per row: the token, its log-prob (NaN: the logits were not finite), and the `top` best (log-prob, token)
+    pairs."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: dict[int, list[tuple[float, int]]]
+
+
+class Runner:
+    """Owns model, rows and the per-row numbers. `length` counts the tokens of a row whose keys and values are
+    stored."""
+
+    def __init__(self, model: Model, kv: KvRows, max_running: int) -> None:
+        self.model, self.kv = model, kv
+        self.length = np.zeros(max_running, np.int64)
+        self._newest = np.zeros(max_running, np.int64)
+        self._temperature = np.ones(max_running, np.float32)
+        self._top_k = np.ones(max_running, np.int64)
+        self._top_p = np.ones(max_running, np.float32)
+        self._min_p = np.zeros(max_running, np.float32)
+        self._seed = np.zeros(max_running, np.uint64)
+        columns = (self.length, self._newest, self._temperature, self._top_k, self._top_p, self._min_p, self._seed)
+        self._columns = columns
+
+    def move(self, source: int, target: int) -> None:
+        """Row `source` becomes row `target`."""
+        self.kv.copy(source, target, int(self.length[source]))
+        for column in self._columns:
+            column[target] = column[source]
+
+    def step(self, active: int, prompts: Sequence[Prompt], bans: Sequence[Ban], top: dict[int, int]) -> Sampled:
+        """Advance rows 0..active-1 by one token and start `prompts` in the rows after them.
+
+        top  row -> how many of its best tokens to report. The caller has reserved the memory in `kv`.
+        """
+        for number, prompt in enumerate(prompts):
+            self._start_row(active + number, prompt)
+        hidden = self._forward(active, prompts)
+        logits = self.model.logits(hidden)
+        for ban in bans:
+            logits[ban.row, ban.ids] = -torch.inf
+        n = active + len(prompts)
+        self.length[:active] += 1
+        for number, prompt in enumerate(prompts):
+            self.length[active + number] = len(prompt.ids)
+        rules = Rules(
+            temperature=self._temperature[:n],
+            top_k=self._top_k[:n],
+            top_p=self._top_p[:n],
+            min_p=self._min_p[:n],
+            seed=self._seed[:n],
+            position=self.length[:n],
+        )
+        drawn = draw(logits, rules)
+        self._newest[:n] = drawn.tokens.numpy()
+        return Sampled(drawn.tokens.tolist(), drawn.logprobs.tolist(), _best(drawn.all_logprobs, top))
+
+    def _start_row(self, row: int, prompt: Prompt) -> None:
+        p = prompt.params
+        self._temperature[row], self._top_k[row], self._top_p[row], self._min_p[row] = (
+            p.temperature,
+            p.top_k,
+            p.top_p,
+            p.min_p,
+        )
+        self._seed[row] = mix(np.array([prompt.seed], np.uint64))[0]
+        while len(prompt.ids) - prompt.start > CHUNK:
+            end = prompt.start + CHUNK
+            hidden = self._run(0, [(row, prompt.ids[prompt.start : end], prompt.start)])
+            self._score(prompt, prompt.start, hidden)
+            prompt.start = end
+
+    def _forward(self, active: int, prompts: Sequence[Prompt]) -> torch.Tensor:
+        """Hidden states [active + prompts, E] from which the next tokens are drawn."""
+        parts = [(active + i, p.ids[p.start :], p.start) for i, p in enumerate(prompts)]
+        hidden = self._run(active, parts)
+        if not parts:
+            return hidden
+        ends = active + np.cumsum([len(ids) for _, ids, _ in parts])
+        for prompt, (_, ids, start), end in zip(prompts, parts, ends, strict=True):
+            self._score(prompt, start, hidden[end - len(ids) : end])
+        last = torch.from_numpy(np.concatenate((np.arange(active), ends - 1)))
+        return hidden[last]
+
+    def _run(self, active: int, parts: Sequence[tuple[int, list[int], int]]) -> torch.Tensor:
+        """Forward pass over the decode tokens of rows 0..active-1 and over `parts` (row, new ids, start) of
+        adjacent rows."""
+        past = torch.from_numpy(self.length[:active])
+        ids, positions, rows = [torch.from_numpy(self._newest[:active])], [past], [torch.arange(active)]
+        prompts = _prompt_part(parts) if parts else None
+        if prompts is not None:
+            starts = torch.tensor([start for _, _, start in parts])
+            ids.append(torch.tensor([token for _, new, _ in parts for token in new]))
+            positions.append(starts[prompts.row] + prompts.offset)
+            rows.append(prompts.row + prompts.first)
+        decode = _decode_part(past) if active else None
+        return self.model.forward(torch.cat(ids), torch.cat(positions), torch.cat(rows), self.kv, decode, prompts)
+
+    def _score(self, prompt: Prompt, start: int, hidden: torch.Tensor) -> None:
+        """Append log-probs of the tokens that follow positions start..start+len(hidden)-1, as far as asked for."""
+        if prompt.score_from is None:
+            return
+        first = max(start, prompt.score_from)
+        last = min(start + len(hidden), len(prompt.ids) - 1)
+        for at in range(first, last, SCORE_CHUNK):
+            end = min(at + SCORE_CHUNK, last)
+            logprobs = torch.log_softmax(self.model.logits(hidden[at - start : end - start]), -1)
+            following = torch.tensor(prompt.ids[at + 1 : end + 1])[:, None]
+            prompt.scores.extend(logprobs.gather(1, following)[:, 0].tolist())
+
+
+def _decode_part(past: torch.Tensor) -> DecodePart:
+    width = int(past.max()) + 1
+    hidden_from_row = torch.arange(width) > past[:, None]
+    mask = torch.zeros(len(past), width).masked_fill_(hidden_from_row, -torch.inf)
+    return DecodePart(len(past), width, mask[:, None, None])
+
+
+def _prompt_part(parts: Sequence[tuple[int, list[int], int]]) -> PromptPart:
+    lengths = torch.tensor([len(ids) for _, ids, _ in parts])
+    starts = torch.tensor([start for _, _, start in parts])
+    longest, width = int(lengths.max()), int((starts + lengths).max())
+    row = torch.repeat_interleave(lengths)
+    offset = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+    # padded queries see what a real one at their place would see: something, so that softmax stays finite
+    seen_to = starts[:, None] + torch.arange(longest)
+    mask = torch.zeros(len(parts), longest, width)
+    mask.masked_fill_(torch.arange(width) > seen_to[..., None], -torch.inf)
+    return PromptPart(parts[0][0], len(parts), longest, width, row, offset, mask[:, None])
+
+
+def _best(logprobs: torch.Tensor, top: dict[int, int]) -> dict[int, list[tuple[float, int]]]:
+    found = {}
+    for row, count in top.items():
+        values, tokens = logprobs[row].topk(min(count, logprobs.shape[1]))
+        found[row] = list(zip(values.tolist(), tokens.tolist(), strict=True))
+    return found

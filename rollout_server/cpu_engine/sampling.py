@@ -1,0 +1,95 @@
+"""From logits to tokens and log-probs, all rows at once.
+
+Each request draws by inverting its distribution at one uniform number that is a pure function of (its seed, its
+position): no generator state, so a request draws the same numbers whatever runs beside it and after a retraction.
+Reported log-probs are log softmax(logits / T), not renormalised for top-k, top-p or min-p, as SGLang reports them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How each of B rows samples, as arrays [B]. `top_k` 1 is greedy; a very large `top_k` filters nothing."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    seed: U64
+    position: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """tokens int64 [B], logprobs float32 [B] (NaN where the logits were not finite), all_logprobs float32 [B, V]."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    all_logprobs: torch.Tensor
+
+
+def draw(logits: torch.Tensor, rules: Rules) -> Drawn:
+    """One token for each row of `logits` (float32 [B, V]); `logits` may be overwritten."""
+    if (rules.temperature != 1).any():
+        logits = logits.div_(torch.from_numpy(rules.temperature)[:, None])
+    logprobs = torch.log_softmax(logits, -1)
+    greedy = rules.top_k == 1
+    if greedy.all():
+        tokens = logprobs.argmax(-1)
+    else:
+        at = torch.from_numpy(uniform(rules.seed, rules.position))
+        tokens = invert(logprobs.exp(), at)
+        filtered = ~greedy & ((rules.top_k < logits.shape[1]) | (rules.top_p < 1) | (rules.min_p > 0))
+        if filtered.any():
+            rows = torch.from_numpy(np.flatnonzero(filtered))
+            tokens[rows] = _filtered(logprobs[rows].exp(), at[rows], rules, filtered)
+        if greedy.any():
+            rows = torch.from_numpy(np.flatnonzero(greedy))
+            tokens[rows] = logprobs[rows].argmax(-1)
+    return Drawn(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
+
+
+def invert(weights: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Index whose share of the cumulated `weights` (>= 0, [B, V]) holds the point `at` (in [0, 1), [B]). int64 [B].
+
+    Never an index of weight zero: the target stays below the total, and the first index beyond it has weight.
+    """
+    cumulated = weights.cumsum(-1, dtype=torch.float64 if weights.shape[1] > 4096 else None)
+    total = cumulated[:, -1:]
+    target = torch.minimum(at[:, None].to(total.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
+
+
+def _filtered(probs: torch.Tensor, at: torch.Tensor, rules: Rules, chosen: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """Draw among the tokens that top-k, top-p and min-p leave, in that order."""
+    ordered, index = probs.sort(dim=-1, descending=True)
+    top_k = torch.from_numpy(rules.top_k[chosen])[:, None]
+    top_p = torch.from_numpy(rules.top_p[chosen])[:, None]
+    min_p = torch.from_numpy(rules.min_p[chosen])[:, None]
+    drop = torch.arange(probs.shape[1]) >= top_k
+    drop |= ordered.cumsum(-1) - ordered > top_p
+    drop |= ordered < min_p * ordered[:, :1]
+    drop[:, 0] = False
+    return index.gather(1, invert(ordered.masked_fill_(drop, 0), at)[:, None])[:, 0]
+
+
+def uniform(seed: U64, position: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """float32 [B] in [0, 1): splitmix64 (Steele, Lea, Flood 2014) of seed and position, its top 24 bits."""
+    x = mix(seed + np.uint64(0x9E3779B97F4A7C15) * (position.astype(np.uint64) + np.uint64(1)))
+    return (x >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
+
+
+def mix(x: U64) -> U64:
+    """splitmix64's finaliser, a bijection on 64-bit numbers."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
