@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from protocol.errors import ForayError
 from protocol.messages import Question, Status
 
 
 @dataclass(frozen=True)
 class TurnText:
-    """One turn as text: what the policy wrote and, when it searched, what came back."""
+    """One turn as text: what the policy wrote and, when it searched, what came back (tags of the observation too)."""
 
     policy: str
     observation: str = ""
@@ -18,17 +19,21 @@ class TurnText:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a reward may look at. `answer` was read from policy-owned tokens only; "" when there is none."""
+    """What a reward may look at. `answer` was read from policy-owned tokens only; None when it gave none."""
 
     question: Question
     status: Status
-    answer: str
+    answer: str | None
     turns: tuple[TurnText, ...]
     searches: int
 
 
+class RewardError(ForayError):
+    """A reward could not be computed (a judge is down, a score is not finite): the trajectory fails, it gets no 0."""
+
+
 class Reward(Protocol):
-    """A named score of one trajectory. `name` is its key in `Trajectory.rewards`."""
+    """A named score of one trajectory. `name` is its key in `Trajectory.rewards`. Raises RewardError."""
 
     name: str
 

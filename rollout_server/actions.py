@@ -1,0 +1,92 @@
+"""What a turn of the policy means, and what the environment answers. Pure.
+
+Parsing sees the text of one policy-owned segment and nothing else, so neither the prompt's examples nor a passage can
+act. Passages are neutralised before they are shown: whatever they say, they cannot spell one of the protocol's tags.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.search import Passage
+from rollout_server.prompts.base import PromptTemplate
+
+ESCAPE_VERSION = 1
+"""Stored on every group: a change of `neutralise` changes the training distribution."""
+MAX_CHARS_PER_TOKEN = 64
+"""Passages are cut to this many characters a token of their budget before they are tokenised: a passage of megabytes
+must not cost seconds."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The policy searches for `query`."""
+
+    query: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The policy answers `text`, which may be empty."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """Neither. `reason`: no_action or empty_query."""
+
+    reason: str
+
+
+Action = Search | Answer | Invalid
+
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+
+
+def parse(text: str) -> Action:
+    """The first complete action in the text of one turn, whatever follows it (Search-R1's rule).
+
+    Search-R1 first cuts at `</search>`, so that a search after an answer loses the answer; here the first one counts.
+    """
+    found = _ACTION.search(text)
+    if found is None:
+        return Invalid("no_action")
+    body = found[2].strip()
+    if found[1] == "answer":
+        return Answer(body)
+    return Search(body) if body else Invalid("empty_query")
+
+
+# Zero-width and bidirectional controls, soft hyphen, byte-order mark, the Unicode tag block: what a reader does not
+# see may split a tag for the pattern below and not for the model.
+_INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    "\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff]"
+)
+_TAG = re.compile(r"<(?=\s*/?\s*(?:think|search|information|answer|result|tool_call|tool_response)\b)", re.IGNORECASE)
+
+
+def neutralise(text: str) -> str:
+    """Escape version 1: NFKC without invisible characters, and `‹` for the `<` of anything like a protocol tag."""
+    visible = _INVISIBLE.sub("", text)
+    return _TAG.sub("\u2039", _INVISIBLE.sub("", unicodedata.normalize("NFKC", visible)))
+
+
+def passages_text(template: PromptTemplate, passages: Sequence[Passage], max_tokens: int) -> str:
+    """What stands between the tags of an observation: the passages, cut roughly, neutralised."""
+    return neutralise(template.list_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN])
+
+
+def enclose(before: Sequence[int], body: Sequence[int], after: Sequence[int], limit: int) -> list[int]:
+    """`before + body + after` in at most `limit` tokens: the body is cut, the tags never are.
+
+    Raises ValueError when the tags alone are longer than the limit.
+    """
+    room = limit - len(before) - len(after)
+    if room < 0:
+        raise ValueError(f"an observation's tags take {limit - room} tokens, more than the limit of {limit}")
+    return [*before, *body[:room], *after]

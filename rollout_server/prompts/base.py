@@ -1,0 +1,67 @@
+"""What makes an episode's protocol in words: the prompt, the shape of an observation, the tags, the stop strings.
+
+A template is a value, not code: everything that the policy will ever read besides questions and passages stands in
+one dataclass, so that it can be stored beside a checkpoint and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.search import Passage
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """The texts of one protocol.
+
+    name           what settings and `TrajectoryGroup.template` call it
+    prompt         first text, holds `{question}`
+    chat           wrap the prompt as ONE user message by the tokenizer's chat template, when it has one
+    question_mark  append "?" to a question that lacks it
+    passage        one passage: `{i}` from 1, `{heading}` (title line as it stands), `{title}` (no quotes), `{text}`
+    separator      between two passages
+    observation    answer to a search, holds `{passages}`; what stands around it is the environment's own
+    empty          in the place of the passages when the search found none
+    failed         in the place of the passages when the search failed and the setting is to say so
+    invalid        answer to a turn that neither searched nor answered
+    stops          strings that end a turn, kept in its tokens
+    """
+
+    name: str
+    prompt: str
+    chat: bool
+    question_mark: bool
+    passage: str
+    separator: str
+    observation: str
+    empty: str
+    failed: str
+    invalid: str
+    stops: tuple[str, ...] = ("</search>", "</answer>")
+
+    def wording(self, question: str) -> str:
+        """The question as it stands in the prompt."""
+        text = question.strip()
+        return text + "?" if self.question_mark and not text.endswith("?") else text
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        """What stands before and after the question."""
+        before, _, after = self.prompt.partition("{question}")
+        return before, after
+
+    @property
+    def around(self) -> tuple[str, str]:
+        """What stands before and after the passages of an observation, tags included."""
+        before, _, after = self.observation.partition("{passages}")
+        return before, after
+
+    def list_passages(self, passages: Sequence[Passage]) -> str:
+        """The passages in order, as they come from the index: nothing is escaped here."""
+        shown = (
+            self.passage.format(i=i, title=p.title, heading=p.contents.partition("\n")[0], text=p.text)
+            for i, p in enumerate(passages, 1)
+        )
+        return self.separator.join(shown).strip()

@@ -1,0 +1,11 @@
+"""Every prompt template by name. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from rollout_server.prompts import demo_template, search_r1
+from rollout_server.prompts.base import PromptTemplate
+
+TEMPLATES: dict[str, PromptTemplate] = {
+    search_r1.TEMPLATE.name: search_r1.TEMPLATE,
+    demo_template.TEMPLATE.name: demo_template.TEMPLATE,
+}

@@ -1,0 +1,83 @@
+"""Search-R1's outcome-and-format reward (`qa_em_format.py`, settings of its v0.3 scripts), on policy-owned text only.
+
+A whole reward by itself, exact match included, so it usually stands alone with weight 1:
+
+    exact match, well-formed    score                      1.0
+    exact match, ill-formed     score - structure          0.8
+    wrong, well-formed          structure (+ retrieval when a gold answer was in an observation)   0.2
+    wrong, ill-formed           final                      0.1
+    no answer                   0
+
+Well-formed: every turn but the last is <think>..</think><search>..</search>, the last is <think>..</think>
+<answer>..</answer>, with white space between and no other tag anywhere: an <information> that the policy wrote itself
+is ill-formed. What follows a turn's closing tag is ignored: the turn had ended, and a token may reach past it.
+
+Search-R1 reads the prompt and the documents too, so its "no answer" is scored as the prompt's example "Beijing", and
+an answer inside a document counts as the policy's. Neither can happen here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field
+
+from protocol.settings import Settings
+from rollout_server.reward.base import Outcome, Reward, TurnText
+from rollout_server.reward.cover_em import covers
+from rollout_server.reward.exact_match import ExactMatch
+
+_TAGS = r"think|search|information|answer"
+_INSIDE = rf"(?:(?!</?(?:{_TAGS})>).)*"
+_SEARCH = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<search>{_INSIDE}</search>", re.DOTALL)
+_ANSWER = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>", re.DOTALL)
+
+
+def well_formed(turns: tuple[TurnText, ...]) -> bool:
+    """Whether the policy's turns follow the protocol; see the module."""
+    if not turns:
+        return False
+    *searches, last = turns
+    return all(_SEARCH.match(turn.policy) for turn in searches) and _ANSWER.match(last.policy) is not None
+
+
+class Format:
+    """The table of the module."""
+
+    name = "format"
+
+    def __init__(self, settings: FormatSettings) -> None:
+        self._settings = settings
+        self._exact = ExactMatch()
+
+    async def __call__(self, outcome: Outcome) -> float:
+        symbols = self._settings
+        if outcome.answer is None:
+            return 0.0
+        formed = well_formed(outcome.turns)
+        if await self._exact(outcome):
+            return symbols.score if formed else symbols.score - symbols.structure
+        if not formed:
+            return symbols.final
+        found = any(covers(turn.observation, outcome.question.answers) for turn in outcome.turns)
+        return symbols.structure + (symbols.retrieval if found else 0.0)
+
+
+class FormatSettings(Settings):
+    """Exact match and protocol in one number (Search-R1 v0.3)."""
+
+    type: Literal["format"] = "format"
+    weight: float = 1.0
+    """Factor in the trajectory's reward."""
+    score: float = 1.0
+    """A right answer in a well-formed trajectory."""
+    structure: float = Field(default=0.2, ge=0)
+    """Worth of being well-formed."""
+    final: float = Field(default=0.1, ge=0)
+    """A wrong answer in an ill-formed trajectory."""
+    retrieval: float = Field(default=0.0, ge=0)
+    """Added to a wrong, well-formed trajectory that had a gold answer in front of it."""
+
+    def build(self) -> Reward:
+        return Format(self)

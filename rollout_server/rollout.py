@@ -1,0 +1,206 @@
+"""The multi-turn loop: one trajectory from a question to its end.
+
+    generate -> parse -> answer?  done
+                      -> search?  search -> observe -> generate ...
+                      -> neither? say so -> generate ...
+
+At most `max_turns` actions are answered; then the policy writes once more, and a search in that turn is ignored (that
+is Search-R1's loop). Everything that can go wrong outside becomes a status with a cause, never an exception: siblings
+in the group go on. Cancelling is safe at every await: a trajectory owns nothing but memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.messages import Question, Sampling, Segment, Status, Trajectory
+from protocol.versions import PolicyVersion
+from rollout_server.actions import Action, Answer, Invalid, parse
+from rollout_server.actions import Search as SearchAction
+from rollout_server.engine.base import Completion, EngineError, Generate, GenerateRequest
+from rollout_server.episode import Episode
+from rollout_server.reward.base import Outcome, RewardError, TurnText
+from rollout_server.search.base import Search
+from rollout_server.transcript import Transcript
+
+log = logging.getLogger(__name__)
+
+ShouldStop = Callable[[PolicyVersion], bool]
+"""Whether a trajectory (in a group: the group) whose first version is this one is too old to go on."""
+OnProgress = Callable[[Segment | Trajectory], None]
+"""Told of each segment as it is appended and of each trajectory as it ends: feeds the metrics. Must not raise."""
+
+
+def never_stop(first_version: PolicyVersion) -> bool:
+    """Evaluation and tests: no trajectory is too old."""
+    return False
+
+
+def ignore_progress(event: Segment | Trajectory) -> None:
+    """Nobody counts."""
+
+
+@dataclass(frozen=True)
+class _End:
+    status: Status
+    cause: str = ""
+
+
+@dataclass
+class _Play:
+    """One trajectory in progress."""
+
+    episode: Episode
+    generate: Generate
+    search: Search
+    sampling: Sampling
+    session: str
+    group: str
+    pinned: bool
+    should_stop: ShouldStop
+    on_progress: OnProgress
+    transcript: Transcript
+    turns: list[TurnText] = field(default_factory=list)
+    answer: str | None = None
+    searches: int = 0
+
+    async def run(self) -> _End:
+        """Play to the end. Consumes completions and search results; waits for nothing else."""
+        limits = self.episode.settings
+        if self.transcript.room < limits.reserve_tokens:
+            return _End(Status.FAILED, "prompt_too_long")
+        for turn in range(limits.max_turns + 1):
+            first = self.transcript.first_version
+            if first is not None and self.should_stop(first):
+                return _End(Status.STALE, "max_lag")
+            completion = await self._write()
+            if completion.finish_reason == "abort":
+                return _End(Status.FAILED, "aborted")
+            text = self.episode.tokens.decode_turn(completion.ids)
+            self.turns.append(TurnText(text))
+            end = await self._act(parse(text), last=turn == limits.max_turns)
+            if end is not None:
+                return end
+        raise AssertionError("the last turn always ends a trajectory")
+
+    async def _write(self) -> Completion:
+        """One turn of the policy, appended. Raises EngineError."""
+        limit = min(self.episode.settings.max_new_tokens, self.transcript.room)
+        request = GenerateRequest(
+            ids=self.transcript.ids,
+            session=self.session,
+            group=self.group,
+            max_new_tokens=limit,
+            sampling=self.sampling,
+            stop=self.episode.template.stops,
+            pinned=self.pinned,
+        )
+        completion = await self.generate(request)
+        if not 0 < len(completion.ids) <= limit:
+            detail = f"{len(completion.ids)} tokens of at most {limit}"
+            raise EngineError("bad_output", completion.engine, detail)
+        try:
+            segment = self.transcript.write(completion)
+        except ValueError as error:
+            raise EngineError("bad_output", completion.engine, str(error)[:500]) from error
+        self.on_progress(segment)
+        return completion
+
+    async def _act(self, action: Action, *, last: bool) -> _End | None:
+        """Carry out a turn's action and append what the environment says; an _End when the trajectory is over."""
+        if isinstance(action, Answer):
+            self.answer = action.text
+            return _End(Status.ANSWERED)
+        room = self.transcript.room - self.episode.settings.reserve_tokens
+        if last:
+            return _End(Status.OUT_OF_TURNS) if self.transcript.room else _End(Status.TRUNCATED, "context")
+        if isinstance(action, Invalid):
+            if room < len(self.episode.invalid):
+                return _End(Status.TRUNCATED, "context")
+            self.on_progress(self.transcript.observe(self.episode.invalid))
+            return None
+        if room < self.episode.least_observation:
+            return _End(Status.TRUNCATED, "context")
+        return await self._look_up(action, min(room, self.episode.settings.max_obs_tokens))
+
+    async def _look_up(self, action: SearchAction, limit: int) -> _End | None:
+        """Search, and append the observation in at most `limit` tokens."""
+        result = await self.search(action.query)
+        self.searches += 1
+        told = not result.error or self.episode.settings.on_search_error == "observe"
+        # A failed search that ends the trajectory is recorded as an observation without tokens.
+        ids = self.episode.observation(result.passages, limit, failed=bool(result.error)) if told else []
+        segment = self.transcript.observe(
+            ids,
+            query=action.query,
+            passage_ids=[passage.id for passage in result.passages],
+            latency_s=result.latency_s,
+            error=result.error,
+        )
+        self.on_progress(segment)
+        if not told:
+            return _End(Status.FAILED, f"search_{result.error}"[:256])
+        self.turns[-1] = TurnText(self.turns[-1].policy, self.episode.tokens.decode(ids))
+        return None
+
+
+async def run_trajectory(
+    episode: Episode,
+    question: Question,
+    generate: Generate,
+    search: Search,
+    sampling: Sampling,
+    *,
+    session: str,
+    group: str,
+    pinned: bool = False,
+    should_stop: ShouldStop = never_stop,
+    on_progress: OnProgress = ignore_progress,
+) -> Trajectory:
+    """One attempt at a question, played to its end and scored.
+
+    session      id of this trajectory, of fixed length (engines match ids by prefix): a uuid's hex
+    group        id shared by the trajectories of one question
+    pinned       evaluation: any READY engine will do
+    should_stop  asked before every turn but the first
+
+    Raises nothing but CancelledError: an error is status FAILED with its cause (an engine's word, `search_<word>`,
+    `prompt_too_long`, `reward`, or `error_<type>` for a fault of ours, which is logged with its traceback).
+    Only trajectories that vote are scored.
+    """
+    started = time.monotonic()
+    play: _Play | None = None
+    reward, rewards = 0.0, dict[str, float]()
+    try:
+        transcript = Transcript(episode.prompt(question.text), episode.settings.max_context)
+        play = _Play(episode, generate, search, sampling, session, group, pinned, should_stop, on_progress, transcript)
+        end = await play.run()
+        if end.status.votes:
+            outcome = Outcome(question, end.status, play.answer, tuple(play.turns), play.searches)
+            reward, rewards = await episode.score(outcome)
+    except EngineError as error:
+        log.warning("trajectory %s: %s", session, error)
+        end = _End(Status.FAILED, error.cause)
+    except RewardError as error:
+        log.warning("trajectory %s: %s", session, error)
+        end = _End(Status.FAILED, "reward")
+    except Exception as error:
+        # A fault of ours on one question must not take its siblings and the server along; it is counted as FAILED.
+        log.exception("trajectory %s broke", session)
+        end = _End(Status.FAILED, f"error_{type(error).__name__}")
+    trajectory = Trajectory(
+        status=end.status,
+        cause=end.cause[:256],
+        segments=play.transcript.segments if play else (),
+        reward=reward,
+        rewards=rewards,
+        answer=(play.answer or "") if play else "",
+        turns=len(play.turns) if play else 0,
+        searches=play.searches if play else 0,
+        seconds=time.monotonic() - started,
+    )
+    on_progress(trajectory)
+    return trajectory

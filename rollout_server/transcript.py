@@ -1,0 +1,90 @@
+"""A trajectory while it grows: segments with their owner, appended and never changed. Pure.
+
+Ids are kept as they were sampled or encoded; nothing is ever tokenised again. Mask, log-probs and versions follow from
+the segments, so they cannot fall out of step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from protocol.messages import Owner, Segment
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import Completion
+
+
+class Transcript:
+    """The tokens of one trajectory. `max_context` bounds them all, prompt included."""
+
+    def __init__(self, prompt: Sequence[int], max_context: int) -> None:
+        self._ids: list[int] = []
+        self._segments: list[Segment] = []
+        self._max_context = max_context
+        self._append(Segment(owner=Owner.PROMPT, ids=np.asarray(prompt, np.int32)))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(self._segments)
+
+    @property
+    def ids(self) -> list[int]:
+        """[T] a copy of all ids: what the next turn is conditioned on."""
+        return list(self._ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the context; never negative."""
+        return max(0, self._max_context - len(self._ids))
+
+    @property
+    def first_version(self) -> PolicyVersion | None:
+        """Oldest policy version among the sampled tokens, None before the first turn."""
+        return min((span.version for s in self._segments for span in s.spans), default=None)
+
+    def write(self, completion: Completion) -> Segment:
+        """Append a turn of the policy, ids and log-probs as the engine sampled them.
+
+        Raises ValueError when the completion contradicts itself: lengths, gaps between spans, positive log-probs.
+        """
+        segment = Segment(
+            owner=Owner.POLICY,
+            ids=np.asarray(completion.ids, np.int32),
+            logprobs=np.asarray(completion.logprobs, np.float32),
+            spans=completion.spans,
+            finish_reason=completion.finish_reason,
+            engine=completion.engine,
+        )
+        return self._append(segment)
+
+    def observe(
+        self,
+        ids: Sequence[int],
+        *,
+        query: str = "",
+        passage_ids: Sequence[str] = (),
+        latency_s: float = 0.0,
+        error: str = "",
+    ) -> Segment:
+        """Append what the environment says. `query` and what follows it belong to a search.
+
+        Raises ValueError when it does not fit: the caller cuts an observation to `room`.
+        """
+        if len(ids) > self.room:
+            raise ValueError(f"an observation of {len(ids)} tokens does not fit into the {self.room} left")
+        segment = Segment(
+            owner=Owner.ENVIRONMENT,
+            ids=np.asarray(ids, np.int32),
+            query=query,
+            # Names of a stranger: longer ones than the wire takes are cut, not refused.
+            passage_ids=tuple(name[:256] for name in passage_ids[:1000]),
+            latency_s=latency_s,
+            error=error[:256],
+        )
+        return self._append(segment)
+
+    def _append(self, segment: Segment) -> Segment:
+        self._segments.append(segment)
+        self._ids.extend(segment.ids.tolist())
+        return segment
