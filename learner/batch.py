@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,6 @@ class BatchSettings(Settings):
     """Most tokens, padding included, in one forward pass; a longer trajectory goes alone."""
     row_tokens: int = Field(default=0, ge=0)
     """Trajectories are packed into rows of so many tokens (or of the longest one); 0 = each has a row of its own."""
-    on_stale: Literal["mask", "drop"] = "mask"
-    """Tokens beyond run.max_lag: mask only them, or drop their whole group (its seq is then in `Batch.dropped`)."""
 
 
 class Plan(Protocol):
@@ -79,13 +77,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one training step takes. `stats` are numbers for the metrics; `dropped` are seqs left out as stale."""
+    """What one training step takes. `stats` are numbers for the metrics."""
 
     micro_batches: tuple[MicroBatch, ...]
     temperature: float
     num_tokens: int
     stats: dict[str, float]
-    dropped: tuple[int, ...] = ()
 
 
 @dataclass
@@ -126,12 +123,10 @@ def build_batch(
     lineage   first version of each learner start, for `is_orphan`
     """
     groups = sorted(groups, key=lambda g: (g.seq, g.attempt))
-    dropped = _stale_seqs(groups, now_step, max_lag) if settings.on_stale == "drop" else ()
-    kept = [g for g in groups if g.seq not in dropped]
-    outcomes = Outcomes.of(kept)
+    outcomes = Outcomes.of(groups)
     tally = _Tally()
     rows: list[_Row] = []
-    for number, trajectory in enumerate(t for g in kept for t in g.trajectories):
+    for number, trajectory in enumerate(t for g in groups for t in g.trajectories):
         row = _trained_part(trajectory, number, tally, now_step, lineage, max_lag)
         if row is not None:
             rows.append(row)
@@ -147,7 +142,7 @@ def build_batch(
         for cut in cut_rows(widths, settings.micro_batch_tokens)
     )
     stats = _statistics(rows, micro_batches, tally, outcomes, advantages)
-    return Batch(micro_batches, temperature, int(counts.sum()), stats, tuple(sorted(dropped)))
+    return Batch(micro_batches, temperature, int(counts.sum()), stats)
 
 
 def cut_for_ranks(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
@@ -160,11 +155,6 @@ def cut_for_ranks(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
 
 def _capacity(rows: Sequence[_Row], settings: BatchSettings) -> int:
     return max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
-
-
-def _stale_seqs(groups: Sequence[TrajectoryGroup], now_step: int, max_lag: int) -> frozenset[int]:
-    spans = ((g.seq, s.version) for g in groups for t in g.trajectories for seg in t.segments for s in seg.spans)
-    return frozenset(seq for seq, version in spans if lag(now_step, version) > max_lag)
 
 
 def _trained_part(

@@ -123,8 +123,6 @@ class EngineSettings(Settings):
 
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What is partitioned over the ranks: nothing, optimiser, and gradients, and parameters."""
-    threads: int = Field(default=0, ge=0)
-    """Threads torch computes with on a CPU; 0 = its own choice. The same bits come only of the same number."""
 
 
 class TrainerSettings(Settings):

@@ -1,0 +1,17 @@
+"""REINFORCE leave-one-out (arXiv 2402.14740): the baseline of a trajectory is the mean of the others in its group."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.advantages import Outcomes, rloo_advantages
+from learner.algorithms.surrogate import ClippedSurrogate
+
+
+class Rloo(ClippedSurrogate):
+    """Advantage: the reward against the mean of the others; the baseline does not depend on the trajectory itself."""
+
+    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
+        """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        return rloo_advantages(outcomes)
