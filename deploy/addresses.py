@@ -11,6 +11,7 @@ from deploy.plan import Addresses
 from deploy.ports import free_port
 from deploy.redis_child import URL_VARIABLE, child_url, find_server
 from protocol.errors import UserError
+from protocol.settings import Settings
 
 ANY = ("0.0.0.0", "::", "")
 """Hosts that mean "every interface": others on this machine are told the loopback address."""
@@ -27,14 +28,30 @@ def choose(
     return Addresses(url, server, retrievers, rollouts)
 
 
+def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Addresses:
+    """What `choose` would decide, without looking for a Redis or a port: those that are chosen late are 0."""
+    url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(URL_VARIABLE, "")
+    first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
+    return Addresses(
+        url or f"unix://{(config.run.dir / 'redis' / 'redis.sock').absolute()}",
+        None if url else Path("redis-server"),
+        _urls(config.retriever.host, first, config.num_retrievers, lambda: 0),
+        _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, lambda: 0),
+    )
+
+
 def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
     """`config` with the addresses in it. A Redis URL from the environment may hold a password: it stays out."""
-    own = {"redis_url": addresses.redis_url} if addresses.server is not None else {}
-    settled = config.model_copy(update={"run": config.run.model_copy(update=own)})
-    if addresses.retrievers and config.rollout.search.type == "http":
-        search = config.rollout.search.model_copy(update={"urls": addresses.retrievers})
-        settled = settled.model_copy(update={"rollout": config.rollout.model_copy(update={"search": search})})
-    return settled
+    update: dict[str, Settings] = {}
+    if addresses.server is not None:
+        update["run"] = config.run.model_copy(update={"redis_url": addresses.redis_url})
+    if addresses.retrievers:
+        port = int(addresses.retrievers[0].rpartition(":")[2])
+        update["retriever"] = config.retriever.model_copy(update={"port": port})
+        if config.rollout.search.type == "http":
+            search = config.rollout.search.model_copy(update={"urls": addresses.retrievers})
+            update["rollout"] = config.rollout.model_copy(update={"search": search})
+    return config.model_copy(update=update)
 
 
 def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | None]:

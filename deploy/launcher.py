@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from deploy.addresses import choose, settle
 from deploy.child import Child
 from deploy.config import RunConfig
+from deploy.inputs import missing
 from deploy.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.progress import StepTail, format_step
 from deploy.readiness import Readiness
@@ -54,6 +55,7 @@ class Launcher:
         self._stop_signal: int | None = None
         self._started = time.time()
         self._state = "starting"
+        self._steps = StepTail(config.run.dir / "metrics.jsonl")
 
     def __enter__(self) -> Launcher:
         """Take the run directory, find a Redis, choose addresses, write resolved.yaml, make the model if need be."""
@@ -73,7 +75,6 @@ class Launcher:
         self.resolved = self.directory / RESOLVED
         write_atomically(self.resolved, self.config.to_yaml())
         self.specs = plan(self.config, self.addresses, python=self._python, resolved=self.resolved)
-        self._steps = StepTail(self.directory / "metrics.jsonl")
         launch = self.config.launch
         readiness = Readiness(self.addresses.redis_url, self.config.run.id)
         self.supervisor = Supervisor(
@@ -86,6 +87,8 @@ class Launcher:
         self._catch_signals()
         if not self.config.run.model.exists():
             self._make_model()
+        for gap in missing(self.config):
+            raise gap.error()
 
     @property
     def redis_url(self) -> str:
@@ -96,6 +99,11 @@ class Launcher:
     def rollout_urls(self) -> tuple[str, ...]:
         """Base URLs of the rollout servers (`POST /v1/episodes`)."""
         return self.addresses.rollouts
+
+    @property
+    def last_step(self) -> dict[str, Any]:
+        """The learner's newest line of metrics.jsonl, {} before the first."""
+        return self._steps.last
 
     def start(self, *kinds: str) -> None:
         """Start the processes of `kinds` (default: all) that do not run yet, and wait until they are ready.

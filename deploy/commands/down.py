@@ -1,0 +1,35 @@
+"""Stop the run of a directory: learner first (it writes a checkpoint), Redis last."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+from deploy.rundir import is_held, read_record, require, wait_until_free
+from protocol.errors import ForayError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray down`."""
+    parser.add_argument("run_dir", type=Path, nargs="?", help="run directory (default: the latest below ./runs)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="longest wait in seconds (default: 120)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when nothing runs there (any more); raises ForayError when the launcher does not end in time."""
+    directory = require(args.run_dir)
+    was_running = is_held(directory)
+    if was_running:
+        pid = int(read_record(directory)["pid"])
+        os.kill(pid, signal.SIGTERM)
+        if not wait_until_free(directory, args.timeout):
+            raise ForayError(f"the launcher (process {pid}) of {directory} did not end within {args.timeout:g} s")
+    if args.json:
+        print(json.dumps({"run_dir": str(directory), "was_running": was_running}))
+    else:
+        print(f"{directory}: {'stopped' if was_running else 'nothing was running'}")
+    return 0

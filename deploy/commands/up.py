@@ -1,0 +1,95 @@
+"""Start every process of a run on this machine, in order, and watch over them until the learner has finished.
+
+One line a step says what the run does. The first failure ends the run and is shown with the end of its log; Ctrl-C
+stops everything in order. The same command, given again, goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from deploy.config import RunConfig, load
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray up`."""
+    parser.add_argument("config", type=Path, help="YAML file with the sections run, rollout, engine, learner, ...")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. run.steps=20 launch.engines=2")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved settings and processes, start nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end (progress on stderr)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the learner did its last step (or SIGTERM stopped the run), 1 when a process failed, 130 after Ctrl-C."""
+    config = load(args.config, args.overrides)
+    if args.dry_run:
+        print_plan(config, as_json=args.json)
+        return 0
+    out = sys.stderr if args.json else sys.stdout
+
+    def say(line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {line}", file=out, flush=True)
+
+    code, summary = up(config, say)
+    if args.json:
+        print(json.dumps(summary))
+    return code
+
+
+def up(config: RunConfig, say: Any) -> tuple[int, dict[str, Any]]:
+    """(exit code, what is to be said of the run); prints a failure on stderr."""
+    from deploy.child import ProcessFailed
+    from deploy.launcher import Launcher, Stopped
+
+    began = time.monotonic()
+    launcher = Launcher(config, say=say)
+    say(f"run {config.run.id} in {config.run.dir}")
+    state, code, error = "done", 0, ""
+    try:
+        launcher.run_until_done()
+    except Stopped as stopped:
+        state, code = "stopped", 130 if stopped.number == signal.SIGINT else 0
+    except ProcessFailed as failure:
+        state, code, error = "failed", failure.exit_code, str(failure)
+        print(failure.render(), file=sys.stderr, flush=True)
+    seconds = time.monotonic() - began
+    say(f"{state} after {seconds:.0f} s; logs, weights and checkpoints are in {config.run.dir}")
+    if state == "done":
+        say(f"next: foray replay {config.run.dir} --show 3")
+    return code, {
+        "run": config.run.id,
+        "dir": str(config.run.dir),
+        "state": state,
+        "error": error,
+        "seconds": round(seconds, 1),
+        "last_step": launcher.last_step,
+    }
+
+
+def print_plan(config: RunConfig, *, as_json: bool) -> None:
+    """What would be started and with which settings; needs nothing that a run needs."""
+    from deploy.addresses import preview, settle
+    from deploy.plan import plan
+    from deploy.rundir import RESOLVED
+
+    addresses = preview(config)
+    specs = plan(config, addresses, python=sys.executable, resolved=config.run.dir / RESOLVED)
+    settled = settle(config, addresses)
+    if as_json:
+        print(json.dumps({"settings": settled.model_dump(mode="json"), "processes": [s.to_json() for s in specs]}))
+        return
+    print(settled.to_yaml(), end="")
+    print("# processes, in start order:")
+    for spec in specs:
+        print(f"#   {spec.name}: {shlex.join(spec.argv)}")
+        print(f"#     log {spec.log}; ready when: {spec.ready}; restarts: {spec.restarts}")
+    print("# ports shown as 0 and a Redis shown as `redis-server` are chosen at the start")

@@ -1,0 +1,50 @@
+"""Print the versions of Foray, Python and the packages that decide how a run behaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from deploy.cli import foray_version
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "aiohttp",
+    "redis",
+    "pydantic",
+    "msgpack",
+    "faiss-cpu",
+    "bm25s",
+    "sglang",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray version`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Always 0. Reads metadata only: no package is imported."""
+    found = versions()
+    if args.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:<14} {value or '-'}")
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """Name -> version, "" where a package is not installed."""
+    found = {"foray": foray_version(), "python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found

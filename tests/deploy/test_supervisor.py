@@ -1,0 +1,166 @@
+"""Starting, restarting and stopping, with tiny real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.child import Child, ProcessFailed
+from deploy.plan import ProcessSpec, Ready
+from deploy.supervisor import Supervisor
+
+SLEEP = "import time; time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+ORDERLY = (
+    "import signal, sys, time\n"
+    "def stop(*_):\n    open(sys.argv[1], 'a').write(sys.argv[2] + ' '); sys.exit(0)\n"
+    "signal.signal(signal.SIGTERM, stop); print('up', flush=True); time.sleep(60)"
+)
+
+
+def spec(tmp_path: Path, name: str, code: str, *args: str, kind: str = "rollout", restarts: int = 0) -> ProcessSpec:
+    return ProcessSpec(
+        name, kind, (sys.executable, "-c", code, *args), tmp_path / f"{name}.log", Ready.RUNNING, restarts=restarts
+    )
+
+
+def has_spoken(given: ProcessSpec) -> bool:
+    return given.log.exists() and "up" in given.log.read_text()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, what: str, seconds: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out waiting until {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    made = Supervisor(is_ready=has_spoken, ready_s=10, shutdown_s=0.5)
+    yield made
+    made.hurry()
+    made.stop()
+
+
+def test_a_failure_is_reported_with_name_exit_code_and_log_tail(tmp_path: Path, supervisor: Supervisor) -> None:
+    supervisor.spawn(spec(tmp_path, "engine-1", "print('up', flush=True); print('no such model'); raise SystemExit(3)"))
+    with pytest.raises(ProcessFailed) as failure:
+        wait_until(lambda: supervisor.check() is not None, "the death is seen")
+    text = failure.value.render()
+    assert "engine-1 exited with code 3" in text and "| no such model" in text and "engine-1.log" in text
+    assert failure.value.exit_code == 1
+
+
+def test_the_tail_shows_only_what_this_process_wrote(tmp_path: Path, supervisor: Supervisor) -> None:
+    (tmp_path / "x.log").write_text("an older run's words\n")
+    child = supervisor.spawn(spec(tmp_path, "x", "print('mine')"))
+    assert child.wait(10) and child.tail() == "mine"
+
+
+def test_a_user_error_of_a_process_is_not_tried_again_and_keeps_its_code(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    supervisor.spawn(spec(tmp_path, "rollout-1", "raise SystemExit(2)", restarts=5))
+    with pytest.raises(ProcessFailed) as failure:
+        wait_until(lambda: supervisor.check() is not None, "the death is seen")
+    assert failure.value.exit_code == 2 and not supervisor.restarts
+
+
+def test_a_process_is_started_again_as_often_as_it_may_and_then_ends_the_run(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    supervisor.spawn(spec(tmp_path, "engine-1", "print('up', flush=True); raise SystemExit(1)", restarts=2))
+    with pytest.raises(ProcessFailed, match="after 2 restarts"):
+        wait_until(lambda: supervisor.check() is not None, "restarts are used up")
+    assert (tmp_path / "engine-1.log").read_text().count("up") == 3
+
+
+def test_a_killed_process_is_replaced_by_a_new_one(tmp_path: Path, supervisor: Supervisor) -> None:
+    child = supervisor.spawn(spec(tmp_path, "engine-1", SLEEP, restarts=1))
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: supervisor.check() is None and supervisor.restarts, "it is started again")
+    assert supervisor.children["engine-1"].pid != child.pid and supervisor.children["engine-1"].poll() is None
+
+
+def test_a_learner_that_ends_with_code_0_is_done_and_not_a_failure(tmp_path: Path, supervisor: Supervisor) -> None:
+    child = supervisor.spawn(spec(tmp_path, "learner", "print('up')", kind="learner"))
+    assert child.wait(10)
+    supervisor.check()
+    assert supervisor.ended("learner")
+
+
+def test_a_process_that_is_never_ready_is_reported(tmp_path: Path) -> None:
+    supervisor = Supervisor(is_ready=lambda given: False, ready_s=0.3, shutdown_s=1)
+    supervisor.spawn(spec(tmp_path, "retriever-1", SLEEP, kind="retriever"))
+    try:
+        with pytest.raises(ProcessFailed, match=r"retriever-1 was not ready after 0.3 s"):
+            supervisor.await_ready(["retriever-1"])
+    finally:
+        supervisor.stop()
+
+
+def test_the_stop_goes_from_the_learner_to_redis(tmp_path: Path, supervisor: Supervisor) -> None:
+    for kind in ("redis", "retriever", "engine", "rollout", "learner"):
+        supervisor.spawn(spec(tmp_path, kind, ORDERLY, str(tmp_path / "order"), kind, kind=kind))
+    supervisor.await_ready(list(supervisor.children))
+    assert supervisor.stop() == []
+    assert (tmp_path / "order").read_text().split() == ["learner", "rollout", "engine", "retriever", "redis"]
+    assert not supervisor.children
+
+
+def test_what_does_not_stop_in_time_is_killed_with_all_that_it_started(tmp_path: Path, supervisor: Supervisor) -> None:
+    grandchild = "import subprocess, sys; print('pid', subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)\n"
+    child = supervisor.spawn(spec(tmp_path, "engine-1", grandchild + STUBBORN, SLEEP, kind="engine"))
+    supervisor.await_ready(["engine-1"])
+    below = int((tmp_path / "engine-1.log").read_text().split()[1])
+    assert is_alive(below)
+    assert supervisor.stop() == ["engine-1"]
+    wait_until(lambda: not is_alive(child.pid) and not is_alive(below), "both are gone")
+
+
+def test_what_a_killed_process_started_does_not_outlive_it(tmp_path: Path, supervisor: Supervisor) -> None:
+    grandchild = "import subprocess, sys; print('pid', subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)\n"
+    child = supervisor.spawn(spec(tmp_path, "engine-1", grandchild + STUBBORN, SLEEP, kind="engine"))
+    supervisor.await_ready(["engine-1"])
+    below = int((tmp_path / "engine-1.log").read_text().split()[1])
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait(5)
+    wait_until(lambda: not is_alive(below), "the grandchild is gone")
+
+
+def test_children_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from deploy.child import Child; from deploy.plan import ProcessSpec, Ready\n"
+        f"argv = (sys.executable, '-c', {SLEEP!r})\n"
+        "child = Child(ProcessSpec('x', 'engine', argv, Path(sys.argv[1]), Ready.RUNNING))\n"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "x.log")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        assert is_alive(pid)
+        launcher.kill()
+    wait_until(lambda: not is_alive(pid), "the kernel has ended the child")
+
+
+def test_a_ctrl_c_in_the_terminal_does_not_reach_the_children(tmp_path: Path, children: list[Child]) -> None:
+    child = Child(spec(tmp_path, "x", SLEEP))
+    children.append(child)
+    assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
