@@ -1,14 +1,16 @@
 """Text to vectors. Real models come later behind the same protocol; `hashed` is lexical and needs nothing.
 
 HashedEncoder: every word and every character n-gram of it is hashed (CRC-32, the same on every machine) to one
-of `dim` coordinates and a sign ("hashing trick", Weinberger et al. 2009, arXiv 0902.2206); a word weighs 1, its
-n-grams share a weight of 1, so that inflected forms and misspellings still meet. It knows no synonyms.
+of `dim` coordinates and a sign ("hashing trick", Weinberger et al. 2009, arXiv 0902.2206). A word and all its n-grams
+together have equal length, so that inflected forms and misspellings still meet; words of up to three letters count
+less, since most of them are function words, and repetitions count by their square root. It knows no synonyms.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
@@ -22,6 +24,7 @@ Vectors = npt.NDArray[np.float32]
 
 _WORD = re.compile(r"\w+")
 _WORD_CACHE = 200_000
+_SHORT, _SHORT_WEIGHT = 3, 0.3
 
 
 class Encoder(Protocol):
@@ -53,11 +56,12 @@ class HashedEncoder:
         """float32 [len(texts), dim], rows of length 1 (or 0 for a text without a word)."""
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for row, text in enumerate(texts):
-            features = [self._features(word) for word in _WORD.findall(text.lower())]
-            if not features:
+            counts = Counter(_WORD.findall(text.lower()))
+            if not counts:
                 continue
+            features = [self._features(word) for word in counts]
             places = np.concatenate([places for places, _ in features])
-            weights = np.concatenate([weights for _, weights in features])
+            weights = np.concatenate([w * n**0.5 for (_, w), n in zip(features, counts.values(), strict=True)])
             total = np.bincount(places, weights=weights, minlength=self.dim)
             norm = float(np.sqrt(np.square(total).sum()))
             if norm > 0:
@@ -71,7 +75,8 @@ class HashedEncoder:
         padded = f"#{word}#"
         grams = [padded[i : i + self._ngram] for i in range(len(padded) - self._ngram + 1)]
         hashes = np.array([zlib.crc32(item.encode()) for item in [f"w:{word}", *grams]], dtype=np.int64)
-        weights = np.full(len(hashes), 1.0 / max(len(grams), 1))
-        weights[0] = 1.0
+        weight = 1.0 if len(word) > _SHORT else _SHORT_WEIGHT
+        weights = np.full(len(hashes), weight / max(len(grams), 1) ** 0.5)
+        weights[0] = weight
         # the top bit gives the sign: the coordinate must not decide it
         return (hashes & 0x7FFFFFFF) % self.dim, np.where(hashes >> 31, -weights, weights)

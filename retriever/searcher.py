@@ -84,7 +84,12 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
                 f"--index {settings.index.type}",
             )
         log.info("no index at %s yet: building it", directory)
-        build_index(settings.corpus, directory, settings.index, progress=log.info)
+        try:
+            build_index(settings.corpus, directory, settings.index, progress=log.info)
+        except UserError:
+            if not directory.exists():
+                raise
+            # another replica was faster; whether its index fits is checked below like any other
     manifest = read_manifest(directory)
     check_manifest(
         manifest, directory, settings.index.identity(), settings.corpus, verify_corpus=settings.verify_corpus

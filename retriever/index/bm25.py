@@ -44,7 +44,8 @@ def build(settings: Bm25Settings, texts: Iterable[str], directory: Path) -> None
     # a corpus without a single word must still give a well-formed index
     vocabulary = vocabulary or {"": 0}
     model = bm25s.BM25(k1=settings.k1, b=settings.b, method="lucene", backend="numpy", csc_backend="numpy")
-    model.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+    with np.errstate(invalid="ignore"):  # the mean length of blank passages alone is 0
+        model.index((rows, vocabulary), create_empty_token=False, show_progress=False)
     model.save(directory, show_progress=False)
 
 
@@ -53,6 +54,9 @@ class Bm25Index:
 
     def __init__(self, settings: Bm25Settings, directory: Path) -> None:
         self._model = bm25s.BM25.load(directory, mmap=True, show_progress=False)
+        for name in ("data", "indices", "indptr"):
+            # plain views of the maps: numpy's memmap class makes every slice dearer (a sixth of a query)
+            self._model.scores[name] = np.asarray(self._model.scores[name])
         self._vocabulary: dict[str, int] = self._model.vocab_dict
         self._ignored = _stopwords(settings)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import faiss
 import numpy as np
 
 from retriever.encoder import Encoder, Vectors
 from retriever.index.base import Hits, Rows, Scores
 from retriever.index.dense import encode_in_chunks, search_candidates
+
+# faiss reports every instruction set that its wheel does not hold
+logging.getLogger("faiss.loader").setLevel(logging.WARNING)
+import faiss  # noqa: E402
 
 _FILE = "index.faiss"
 
@@ -38,7 +42,7 @@ class FaissFlatVectors:
     def __init__(self, directory: Path, *, threads: int) -> None:
         faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
         faiss.omp_set_num_threads(threads or os.cpu_count() or 1)
-        self._index: Any = faiss.read_index(str(directory / _FILE))
+        self._index = cast(Any, faiss.read_index(str(directory / _FILE)))
         shape = (self._index.ntotal, self._index.d)
         # a view of FAISS's own memory: the candidates are scored again from it
         self._vectors: Vectors = faiss.rev_swig_ptr(self._index.get_xb(), shape[0] * shape[1]).reshape(shape)

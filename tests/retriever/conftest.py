@@ -1,0 +1,148 @@
+"""A small corpus, and a service in this process whose index calls can be counted and held."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from retriever.app import Service, create_app
+from retriever.batcher import Batcher
+from retriever.cache import Answer, AnswerCache
+from retriever.config import RetrieverSettings
+from retriever.metrics import Metrics
+from retriever.searcher import Searcher, open_searcher
+
+TITLES = ("Ada", "Brontë", "Curie", "東京", "Émile", "Fermat", "Gödel", "Hopper")
+
+
+def write_corpus(path: Path, contents: Iterable[str]) -> Path:
+    """Lines {"id": "d<row>", "contents"}."""
+    lines = [json.dumps({"id": f"d{row}", "contents": text}) for row, text in enumerate(contents)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """40 passages, five each about eight titles; each has a number word of its own."""
+    return write_corpus(
+        tmp_path / "corpus.jsonl",
+        (f'"{TITLES[i % 8]}"\n{TITLES[i % 8]} wrote number{i} to {TITLES[(i + 1) % 8]} city.' for i in range(40)),
+    )
+
+
+@pytest.fixture
+def settings(corpus: Path) -> Callable[..., RetrieverSettings]:
+    """RetrieverSettings over the corpus on a free port; keyword arguments override."""
+
+    def make(**fields: Any) -> RetrieverSettings:
+        return RetrieverSettings.model_validate({"corpus": corpus, "port": 0, **fields})
+
+    return make
+
+
+@dataclass
+class Watched:
+    """A searcher whose calls are recorded; while `gate` is clear they wait in the owner thread."""
+
+    searcher: Searcher
+    calls: list[tuple[list[str], int]] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    poison: str = "\0"
+    entered: int = 0
+
+    def search(self, queries: Sequence[str], k: int) -> list[Answer]:
+        """As Searcher.search; raises where the poison is among the queries."""
+        self.entered += 1
+        assert self.gate.wait(20)
+        self.calls.append((list(queries), k))
+        if self.poison in queries:
+            raise ValueError("poisoned")
+        return self.searcher.search(queries, k)
+
+
+@dataclass
+class Bench:
+    """A running batcher over real search, and the HTTP address of the service around it."""
+
+    watched: Watched
+    batcher: Batcher
+    metrics: Metrics
+    url: str
+
+    def count(self, name: str, **labels: str) -> float:
+        """A metric's value now; `name` without its prefix."""
+        (value,) = [
+            float(line.rpartition(" ")[2])
+            for line in self.metrics.render().decode().splitlines()
+            if line.startswith(f"foray_retriever_{name}") and line.rpartition(" ")[0] == _series(name, labels)
+        ]
+        return value
+
+
+def _series(name: str, labels: dict[str, str]) -> str:
+    inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    return f"foray_retriever_{name}" + (f"{{{inside}}}" if inside else "")
+
+
+@pytest.fixture
+def bench(settings: Callable[..., RetrieverSettings]) -> Callable[..., AbstractAsyncContextManager[Bench]]:
+    """`async with bench(queue_limit=2) as b:` the gate is open at first; keyword arguments are settings."""
+
+    @asynccontextmanager
+    async def start(**fields: Any) -> AsyncIterator[Bench]:
+        chosen = settings(**fields)
+        service = Service(chosen)
+        with ThreadPoolExecutor(1) as owner:
+            loop = asyncio.get_running_loop()
+            watched = Watched(await loop.run_in_executor(owner, open_searcher, chosen))
+            watched.gate.set()
+            service.searcher = watched.searcher
+            service.batcher = Batcher(
+                watched.search,
+                owner=owner,
+                fingerprint=watched.searcher.fingerprint,
+                window_s=chosen.window_ms / 1000,
+                max_batch=chosen.max_batch,
+                queue_limit=chosen.queue_limit,
+                cache=AnswerCache(int(chosen.cache_mb * 2**20)),
+                metrics=service.metrics,
+            )
+            runner = web.AppRunner(create_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            batching = asyncio.create_task(service.batcher.run())
+            try:
+                port = runner.addresses[0][1]
+                yield Bench(watched, service.batcher, service.metrics, f"http://127.0.0.1:{port}")
+            finally:
+                watched.gate.set()
+                batching.cancel()
+                await asyncio.gather(batching, return_exceptions=True)
+                await runner.cleanup()
+
+    return start
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool], str], Awaitable[None]]:
+    """`await until(condition, what)` polls until the condition holds; AssertionError with `what` after 10 s."""
+
+    async def wait(condition: Callable[[], bool], what: str) -> None:
+        for _ in range(1000):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"not within 10 s: {what}")
+
+    return wait

@@ -1,0 +1,125 @@
+"""Offsets, ids and odd lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import UserError
+from protocol.search import Passage
+from retriever.corpus import Corpus, CorpusScan
+
+ROWS = [
+    {"id": "0", "contents": '"東京"\n東京 は日本の首都。', "source": "x"},
+    {"id": 1, "contents": "naïve café 🦊 \u2028 line\nseparators\r\n inside"},
+    {"contents": "", "id": "empty"},
+    {"id": "é", "contents": "last"},
+]
+
+
+def scanned(path: Path, directory: Path) -> Corpus:
+    scan = CorpusScan(path)
+    texts = list(scan.texts())
+    scan.save(directory)
+    corpus = Corpus(path, directory)
+    assert [corpus.passage(row).contents for row in range(len(corpus))] == texts
+    return corpus
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n  \n"])
+@pytest.mark.parametrize("head", ["", "\ufeff", "\n"])
+def test_every_line_is_found_by_row_and_by_id(tmp_path: Path, ascii_only: bool, end: str, head: str) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes((head + end.join(json.dumps(row, ensure_ascii=ascii_only) for row in ROWS)).encode())
+    corpus = scanned(path, tmp_path)
+    assert len(corpus) == 4
+    for number, row in enumerate(ROWS):
+        expected = Passage(id=str(row["id"]), contents=str(row["contents"]))
+        assert corpus.passage(number) == expected
+        assert corpus.find(str(row["id"])) == expected
+    assert corpus.find("absent") is None
+
+
+def test_a_row_outside_is_an_error_and_never_the_last_passage(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps(ROWS[0]))
+    corpus = scanned(path, tmp_path)
+    for row in (-1, 1):
+        with pytest.raises(IndexError):
+            corpus.passage(row)
+
+
+def test_of_equal_ids_the_first_passage_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(json.dumps({"id": "same", "contents": str(i)}) for i in range(5)))
+    found = scanned(path, tmp_path).find("same")
+    assert found is not None
+    assert found.contents == "0"
+
+
+def test_ids_whose_hashes_collide_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ROWS))
+    scanned(path, tmp_path)
+    hashes = np.load(tmp_path / "id_hashes.npy")
+    wanted = int(np.load(tmp_path / "id_rows.npy").tolist().index(3))
+    np.save(tmp_path / "id_hashes.npy", np.full_like(hashes, hashes[wanted]))
+    found = Corpus(path, tmp_path).find("é")
+    assert found is not None
+    assert found.contents == "last"
+
+
+def test_a_lone_surrogate_becomes_a_question_mark(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b'{"id": "\\ud800", "contents": "a\\udfffb"}')
+    assert scanned(path, tmp_path).passage(0) == Passage(id="?", contents="a?b")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{not json}", "Expecting property name"),
+        ("[1]", "a list where an object is needed"),
+        ('{"id": "1", "text": "x"}', "no contents; it has ['id', 'text']"),
+        ('{"id": "1", "contents": null}', "must be a string"),
+        ('{"id": [], "contents": "x"}', "must be a string"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
+    with pytest.raises(UserError) as caught:
+        list(CorpusScan(path).texts())
+    assert "line 2 of" in caught.value.what
+    assert complaint in caught.value.why
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b'{"id": "1", "contents": "\xff"}')
+    with pytest.raises(UserError, match="line 1"):
+        list(CorpusScan(path).texts())
+
+
+def test_a_missing_corpus_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the corpus"):
+        CorpusScan(tmp_path / "absent.jsonl")
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(st.characters(exclude_categories=("Cs",))), min_size=1, max_size=8))
+def test_any_text_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    directory = tmp_path_factory.mktemp("corpus")
+    path = directory / "c.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"id": text, "contents": text}, ensure_ascii=False) for text in texts), newline=""
+    )
+    corpus = scanned(path, directory)
+    assert [corpus.passage(row).contents for row in range(len(texts))] == texts
+    assert all(corpus.find(text) == Passage(id=text, contents=text) for text in texts)

@@ -1,0 +1,106 @@
+"""FAISS and the numpy oracle agree bit for bit, and both with brute force in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retriever.config import FaissFlatSettings, HashedEncoderSettings, MemorySettings
+from retriever.encoder import Vectors
+from retriever.index import faiss_flat, memory
+from retriever.index.base import Rows, Scores, top_rows
+from retriever.index.dense import exact_search, search_candidates
+from retriever.index.faiss_flat import FaissFlatVectors
+from retriever.index.memory import MemoryVectors
+
+DIM = 64
+
+
+class Planted:
+    """An encoder of numbers: text `i` is vector i of a fixed matrix. Lets a test choose the vectors."""
+
+    dim = DIM
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = vectors
+
+    def encode_passages(self, texts: list[str]) -> Vectors:
+        return self._vectors[[int(text) for text in texts]]
+
+    encode_queries = encode_passages
+
+
+def unit(rng: np.random.Generator, n: int) -> Vectors:
+    vectors = rng.standard_normal((n, DIM))
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+def brute(vectors: Vectors, query: Vectors, k: int) -> list[int]:
+    scores = np.float32([sum(float(a) * float(b) for a, b in zip(row, query, strict=True)) for row in vectors])
+    return sorted(range(len(vectors)), key=lambda row: (-scores[row], row))[:k]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 64])
+def test_faiss_equals_the_oracle_exactly(tmp_path: Path, batch: int) -> None:
+    rng = np.random.default_rng(batch)
+    vectors = unit(rng, 3000)
+    vectors[1000:1050] = vectors[500]  # a tie that straddles FAISS's candidate list
+    texts = [str(i) for i in range(len(vectors))]
+    faiss_flat.build(Planted(vectors), texts, tmp_path)
+    memory.build(Planted(vectors), texts, tmp_path)
+    queries = np.concatenate([vectors[500:501], unit(rng, 63)])[:batch]
+    ours, oracle = FaissFlatVectors(tmp_path, threads=1), MemoryVectors(tmp_path)
+    for k in (1, 3, 10, 100):
+        found, expected = ours.search(queries, k), oracle.search(queries, k)
+        assert (found.rows == expected.rows).all()
+        assert found.scores.tobytes() == expected.scores.tobytes()
+
+
+def test_the_oracle_equals_brute_force() -> None:
+    rng = np.random.default_rng(5)
+    vectors, queries = unit(rng, 300), unit(rng, 6)
+    vectors[100:140] = vectors[7]
+    vectors[200] = np.nextafter(vectors[7], 1)  # differs in the last bits only
+    queries[0] = vectors[7]
+    hits = exact_search(vectors, queries, 20)
+    assert [rows.tolist() for rows in hits.rows] == [brute(vectors, query, 20) for query in queries]
+
+
+def test_queries_beyond_one_block_are_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    vectors, queries = unit(rng, 50), unit(rng, 17)
+    whole = exact_search(vectors, queries, 5)
+    monkeypatch.setattr("retriever.index.dense._MAX_SCORES", 200)
+    assert (exact_search(vectors, queries, 5).rows == whole.rows).all()
+
+
+def test_a_rough_search_that_ends_inside_a_tie_is_done_again_in_full() -> None:
+    vectors = np.zeros((100, DIM), dtype=np.float32)
+    vectors[:, 0] = 1
+
+    def last_rows(queries: Vectors, count: int) -> tuple[Scores, Rows]:
+        return np.ones((len(queries), count), np.float32), np.tile(np.arange(100 - count, 100), (len(queries), 1))
+
+    assert search_candidates(last_rows, vectors, vectors[:1], 3, spare=2).rows.tolist() == [[0, 1, 2]]
+
+
+def test_faiss_and_memory_agree_on_text(tmp_path: Path) -> None:
+    texts = [f"passage {i} about topic{i % 7} and place{i % 11}" for i in range(500)]
+    encoder = HashedEncoderSettings(dim=48)
+    indexes = []
+    for settings in (FaissFlatSettings(encoder=encoder), MemorySettings(encoder=encoder)):
+        settings.build(texts, tmp_path)
+        indexes.append(settings.open(tmp_path, threads=1))
+    queries = [f"topic{i} place{i}" for i in range(20)]
+    first, second = (index.search(queries, 10) for index in indexes)
+    assert (first.rows == second.rows).all()
+    assert first.scores.tobytes() == second.scores.tobytes()
+
+
+def test_top_rows_takes_the_lowest_positions_of_a_tie() -> None:
+    scores = np.array([0.0, 2.0, 1.0, 2.0, 1.0, 1.0], dtype=np.float32)
+    assert [top_rows(scores, k).tolist() for k in range(1, 7)] == [
+        [1], [1, 3], [1, 3, 2], [1, 3, 2, 4], [1, 3, 2, 4, 5], [1, 3, 2, 4, 5, 0],
+    ]  # fmt: skip
