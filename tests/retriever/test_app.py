@@ -13,9 +13,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from protocol.search import SearchResponse
-from retriever.app import render
+from retriever.app import Service, create_app, render
 from retriever.cache import Answer
 from retriever.config import RetrieverSettings
 from retriever.serve import running
@@ -230,6 +231,31 @@ async def test_many_clients_at_once_all_get_their_own_answers(settings: Settings
                 return (await response.json())["result"][0][0]["id"] == f"d{i % 40}"
 
         assert all(await asyncio.gather(*(ask(i) for i in range(300))))
+
+
+async def test_requests_in_flight_are_answered_when_the_service_ends(settings: Settings) -> None:
+    async with running(settings(window_ms=400)) as port:
+        asked = asyncio.create_task(apost(port, {"queries": ["number7"]}))
+        await asyncio.sleep(0.1)
+    status, answer, _ = await asked
+    assert (status, answer["result"][0][0]["id"]) == (200, "d7")
+
+
+async def test_before_the_index_is_open_the_service_is_healthy_and_not_ready(settings: Settings) -> None:
+    runner = web.AppRunner(create_app(Service(settings())), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        status, answer, headers = await apost(port, {"queries": ["number7"]})
+        assert (status, answer, headers["Retry-After"]) == (503, {"error": "the index is not open"}, "1")
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            expectations = {"/health": 200, "/metrics": 200, "/ready": 503, "/info": 503, "/passages/d1": 503}
+            for path, expected in expectations.items():
+                async with session.get(path) as response:
+                    assert response.status == expected, path
+    finally:
+        await runner.cleanup()
 
 
 def test_rendered_bodies_are_the_json_that_they_should_be() -> None:

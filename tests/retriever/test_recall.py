@@ -34,8 +34,12 @@ def data() -> Path:
 @pytest.fixture(scope="module")
 def questions(data: Path) -> list[dict[str, Any]]:
     """Questions that say which passages support them."""
-    lines = [line for name in ("train", "dev") for line in (data / f"questions_{name}.jsonl").open()]
+    lines = [line for name in ("train", "dev") for line in _lines(data / f"questions_{name}.jsonl")]
     return [question for line in lines if (question := json.loads(line)).get("supporting_ids")]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().strip().split("\n")
 
 
 def recall(found: list[list[str]], questions: list[dict[str, Any]], k: int) -> float:
@@ -54,7 +58,7 @@ def test_recall_is_the_known_one_and_that_of_plain_bm25s(
     texts = [question["question"] for question in questions]
     ours = [[json.loads(doc)["id"] for doc in answer.documents] for answer in searcher.search(texts, max(KS))]
 
-    passages = [json.loads(line) for line in corpus.open()]
+    passages = [json.loads(line) for line in _lines(corpus)]
     reference = bm25s.BM25(k1=1.5, b=0.75)
     tokens = bm25s.tokenize([passage["contents"] for passage in passages], stopwords=None, show_progress=False)
     reference.index(tokens, show_progress=False)
