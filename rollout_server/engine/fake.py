@@ -12,7 +12,6 @@ from protocol.messages import VersionSpan
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 
-
 FIRST = PolicyVersion(1, 0)
 
 

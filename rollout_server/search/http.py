@@ -83,7 +83,8 @@ class HttpSearch:
             # Shielded: one rollout that is cancelled must not take the answer from another that waits for it.
             passages, error = await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled() and self._closed:
+            caller = asyncio.current_task()
+            if task.cancelled() and not (caller and caller.cancelling()):
                 return SearchResult((), time.monotonic() - started, "closed")
             raise
         return SearchResult(passages, time.monotonic() - started, error)
