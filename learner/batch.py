@@ -30,8 +30,8 @@ IntArray = npt.NDArray[np.int64]
 class BatchSettings(Settings):
     """How groups become micro-batches."""
 
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens, padding included, in one forward pass; a longer trajectory goes alone."""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Most tokens, padding included, in one forward pass; a longer trajectory goes alone. GPUs like many more."""
     row_tokens: int = Field(default=0, ge=0)
     """Trajectories are packed into rows of so many tokens (or of the longest one); 0 = each has a row of its own."""
 

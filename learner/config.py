@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from learner.config_algorithm import TrainerSettings
 from protocol.settings import RunSettings, Settings
 
 if TYPE_CHECKING:
@@ -23,19 +25,19 @@ class DiskPublishSettings(Settings):
     fsync: bool = True
     """Flush weights to the device before they are announced. Off: a power cut may leave a torn version behind."""
 
-    def build(self, run: RunSettings) -> Publisher:
-        """The publisher; imports torch and safetensors."""
+    def build(self, run: RunSettings, model_files: Sequence[Path]) -> Publisher:
+        """The publisher; imports torch and safetensors. `model_files`: what of `run.model` is not weights."""
         from learner.publish.disk import DiskPublisher
 
-        return DiskPublisher(run, self)
+        return DiskPublisher(run, self, model_files)
 
 
 PublishSettings = DiskPublishSettings
 """Union of the transports; a second member makes it `Annotated[A | B, Field(discriminator="type")]`."""
 
 
-class LearnerSettings(Settings):
-    """The learner's service half: what it reads, what it keeps, how often it writes."""
+class LearnerSettings(TrainerSettings):
+    """The whole section: what is computed (`TrainerSettings`), what is read, kept and written, and how often."""
 
     questions: Path = Path("questions.jsonl")
     """JSON lines of training questions: `question`, `answers` | `golden_answers` | `answer`, optionally `id`."""
@@ -45,8 +47,8 @@ class LearnerSettings(Settings):
     """A checkpoint is also due when the last one is this many seconds old."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept; the committed one always is."""
-    on_stale: Literal["mask", "drop"] = "mask"
-    """Group that began more than `run.max_lag` steps ago: mask its tokens beyond max_lag, or drop the whole group."""
+    on_orphan: Literal["train", "mask"] = "train"
+    """Tokens of a crashed predecessor's lost steps, replayed: train on them as on any within max_lag, or mask them."""
     reconcile_s: float = Field(default=10.0, gt=0)
     """How often seqs that are issued but found nowhere are looked for; missing twice in a row, they are reissued."""
     lease_s: float = Field(default=15.0, ge=0.3)
@@ -61,7 +63,5 @@ class LearnerSettings(Settings):
     """Keep every trained group in `run.dir/journal` for replay."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint `/metrics`; 0: none."""
-    threads: int = Field(default=0, ge=0)
-    """Threads of torch; 0 leaves the choice to torch."""
     publish: PublishSettings = PublishSettings()
     """How new weights reach the engines."""

@@ -27,6 +27,7 @@ class PolicyModel(torch.nn.Module):
     def __init__(self, causal: Any, settings: ModelSettings) -> None:
         super().__init__()
         self.causal = causal
+        self.vocabulary: int = causal.config.vocab_size
         self.chunk_bytes = settings.logit_chunk_bytes
 
     def forward(
@@ -54,7 +55,7 @@ class PolicyModel(torch.nn.Module):
             targets,
             self.causal.get_output_embeddings(),
             temperature=temperature,
-            vocabulary=self.causal.config.vocab_size,
+            vocabulary=self.vocabulary,
             chunk_bytes=self.chunk_bytes,
             entropy_gradient=entropy_gradient,
         )
@@ -75,7 +76,9 @@ def load_policy(directory: Path, settings: ModelSettings) -> PolicyModel:
             todo="give run.model=DIR",
         )
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # a bar in a log file is noise
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     _refuse_other_attention(directory, config)
     config.attention_dropout = 0.0  # dropout would make the ratio to the sampler's policy noise

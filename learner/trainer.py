@@ -17,6 +17,7 @@ from learner.config_algorithm import TrainerSettings
 from learner.engine import DeepSpeedEngine, Update
 from learner.model import load_policy
 from learner.reference import FrozenReference
+from protocol.errors import UserError
 from protocol.settings import RunSettings
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -69,8 +70,10 @@ class Trainer:
     def __init__(self, run: RunSettings, settings: TrainerSettings) -> None:
         self.algorithm: Algorithm = settings.algorithm.build()
         self._directory = run.model
+        policy = load_policy(run.model, settings.model)
+        self._vocabulary = policy.vocabulary
         self._engine = DeepSpeedEngine(
-            load_policy(run.model, settings.model),
+            policy,
             settings,
             total_updates=run.steps * settings.algorithm.epochs,
             seed=run.seed,
@@ -105,6 +108,7 @@ class Trainer:
         start = time.perf_counter()
         if not batch.num_tokens:
             return StepReport(0.0, 0.0, True, "no tokens", dict(batch.stats), 0, time.perf_counter() - start)
+        self._refuse_other_vocabulary(batch)
         micro_batches = cut_for_ranks(batch, self.world_size)[self.rank]
         old = self._old_logprobs(micro_batches, batch.temperature)
         update, totals = Update(0.0, False), _Totals()
@@ -122,6 +126,16 @@ class Trainer:
             tokens_trained=batch.num_tokens if update.applied else 0,
             seconds=time.perf_counter() - start,
         )
+
+    def _refuse_other_vocabulary(self, batch: Batch) -> None:
+        # On a GPU the embedding would fail asynchronously, naming nothing, and leave the process unusable.
+        largest = max(int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches)
+        if largest >= self._vocabulary:
+            raise UserError(
+                f"a trajectory holds token {largest}, and the model has {self._vocabulary}",
+                why="an engine serves another model than the learner trains",
+                todo="start every process with the same run.model",
+            )
 
     def _epoch(
         self, micro_batches: list[MicroBatch], old: list[torch.Tensor] | None, temperature: float

@@ -1,0 +1,151 @@
+"""What the learner knows of every seq: ledger, entries that are not acknowledged, seqs to be issued again.
+
+Pure bookkeeping under one lock, shared by the training thread and the I/O threads. Nothing here talks to Redis or to
+a disk, so that the delivery rules can be read, and tested, in one place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from protocol.ledger import Ledger, Outcome
+from protocol.staleness import issue_limit
+
+
+@dataclass
+class Tally:
+    """Counters of one run; they live in the checkpoint and so survive a restart.
+
+    taken       groups that completed steps have trained, counted apart from the ledger to check it
+    duplicates  entries whose seq was already here; redelivered: entries taken over or read a second time
+    reissued    tasks issued a second time; dead_letters: entries that could not be read
+    tokens_sampled   tokens the policy sampled in the groups trained; tokens_trained: those of them with a gradient
+    """
+
+    taken: int = 0
+    duplicates: int = 0
+    redelivered: int = 0
+    reissued: int = 0
+    dead_letters: int = 0
+    surplus: int = 0
+    skipped_steps: int = 0
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+
+
+@dataclass
+class Books:
+    """State of delivery in memory. `lock` guards all of it and may be taken twice by one thread.
+
+    step       optimiser steps done
+    issued     highest seq with a task in Redis, now or once
+    held       seqs that arrived and are not settled: buffered or being trained
+    unacked    stream entry id -> its seq, for every entry read and not acknowledged
+    committed  the ledger as the last durable checkpoint has it
+    due        seqs that must be issued again as soon as Redis allows
+    attempts   seq -> attempts known of, where more than one
+    """
+
+    step: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    committed: Ledger = field(default_factory=Ledger)
+    tally: Tally = field(default_factory=Tally)
+    issued: int = 0
+    held: set[int] = field(default_factory=set)
+    unacked: dict[bytes, int] = field(default_factory=dict)
+    due: set[int] = field(default_factory=set)
+    attempts: dict[int, int] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def limit(self, *, max_lag: int, groups_per_step: int, steps: int) -> int:
+        """Highest seq that may be issued now.
+
+        Beyond the credit gate, at most as many seqs may be open as the remaining steps need: a run so ends with
+        nothing in flight. A seq settled without training makes room for another one.
+        """
+        with self.lock:
+            credit = issue_limit(
+                settled=self.ledger.settled,
+                watermark=self.ledger.watermark,
+                max_lag=max_lag,
+                groups_per_step=groups_per_step,
+            )
+            return min(credit, self.ledger.settled + max(0, steps - self.step) * groups_per_step)
+
+    def settle(self, seqs: Iterable[int], outcome: Outcome, reason: str = "") -> None:
+        """Books seqs; raises AlreadySettled."""
+        with self.lock:
+            for seq in seqs:
+                self.ledger.settle(seq, outcome, reason)
+                self.held.discard(seq)
+                self.due.discard(seq)
+                self.attempts.pop(seq, None)
+
+    def finish_step(self, seqs: Iterable[int], *, sampled: int, trained: int) -> None:
+        """Books the groups of a completed step, in one piece: a checkpoint sees all of it or nothing."""
+        with self.lock:
+            seqs = list(seqs)
+            self.settle(seqs, Outcome.TRAINED)
+            self.step += 1
+            self.tally.taken += len(seqs)
+            self.tally.tokens_sampled += sampled
+            self.tally.tokens_trained += trained
+
+    def failed_attempt(self, seq: int, attempt: int, most: int, reason: str) -> None:
+        """The group of `seq` arrived unusable: it becomes due again, or dead after `most` attempts."""
+        with self.lock:
+            if seq in self.ledger or seq in self.held or seq in self.due:
+                return
+            tried = max(attempt, self.attempts.get(seq, 0))
+            if tried >= most:
+                self.settle([seq], Outcome.DEAD, reason)
+                return
+            self.attempts[seq] = tried + 1
+            self.due.add(seq)
+
+    def in_flight(self) -> list[int]:
+        """Seqs that are issued and not settled, ascending."""
+        with self.lock:
+            return self.ledger.missing(self.issued)
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain JSON values for the checkpoint."""
+        with self.lock:
+            return {"step": self.step, "ledger": self.ledger.to_state(), "tally": asdict(self.tally)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of `to_state`, for books that are still empty; raises ForayError when the ledger does not close."""
+        known = {f.name for f in fields(Tally)}
+        with self.lock:
+            self.step = int(state["step"])
+            self.ledger = Ledger.from_state(state["ledger"])
+            self.committed = Ledger.from_state(state["ledger"])
+            self.tally = Tally(**{k: int(v) for k, v in state["tally"].items() if k in known})
+
+    def commit(self, state: dict[str, Any]) -> list[bytes]:
+        """A checkpoint with `state` is durable: the entries that may now be acknowledged."""
+        with self.lock:
+            self.committed = Ledger.from_state(state["ledger"])
+            return [id_ for id_, seq in self.unacked.items() if seq in self.committed]
+
+    def forget(self, ids: Iterable[bytes]) -> None:
+        """These entries are acknowledged."""
+        with self.lock:
+            for id_ in ids:
+                self.unacked.pop(id_, None)
+
+    def check(self) -> str:
+        """Where the books do not close, in words; "" when they do."""
+        with self.lock:
+            counts, settled = self.ledger.counts, self.ledger.settled
+            flying = len(self.in_flight())
+            if not self.ledger.closes():
+                return f"the outcomes add up to {sum(counts.values())}, not to the {settled} seqs settled"
+            if counts[Outcome.TRAINED] != self.tally.taken:
+                return f"{counts[Outcome.TRAINED]} seqs are booked as trained, {self.tally.taken} groups were trained"
+            if self.issued != settled + flying:
+                return f"{self.issued} issued, but {settled} settled + {flying} in flight"
+            return ""

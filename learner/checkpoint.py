@@ -1,0 +1,161 @@
+"""Checkpoints: policy, optimiser and books in one directory, renamed into place, named by `CURRENT`.
+
+The order that makes it safe: write into a temporary directory, manifest last, flush, confirm the lease, rename,
+replace CURRENT. Only when `write` has returned may entries be acknowledged. A crash between any two lines leaves the
+previous checkpoint in force, and every entry since then pending.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.durable import flush, sha256, write_text
+from protocol.errors import ForayError, UserError
+from protocol.versions import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+CURRENT = "CURRENT"
+MANIFEST = "manifest.json"
+STATE = "state"
+_NAME = re.compile(r"^step_(\d+)\.e(\d+)$")
+
+
+class CheckpointFailed(ForayError):
+    """Nothing was committed; the previous checkpoint is still in force."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed and verified checkpoint.
+
+    path     its directory; `path / "state"` is the train engine's
+    epoch    learner start that wrote it
+    lineage  first version of each learner start
+    facts    the whole manifest: ledger, tally, step and what the learner added
+    """
+
+    path: Path
+    epoch: int
+    lineage: tuple[PolicyVersion, ...]
+    facts: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run. keep: how many of the newest remain."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+
+    def current_epoch(self) -> int:
+        """Epoch of the committed checkpoint, 0 when there is none: the floor of the next one."""
+        name = self._current()
+        return int(name[2]) if name else 0
+
+    def load(self) -> Checkpoint | None:
+        """The committed checkpoint, every file checked. Raises UserError that names the file that is damaged."""
+        found = self._current()
+        if found is None:
+            return None
+        path = self._folder / found[0]
+        facts = self._manifest(path)
+        for name, expected in facts["files"].items():
+            file = path / name
+            if not file.is_file() or file.stat().st_size != expected["bytes"] or sha256(file) != expected["sha256"]:
+                raise self._damaged(file, "it is missing, cut short or altered: its sha256 is not the manifest's")
+        lineage = tuple(PolicyVersion(*pair) for pair in facts["lineage"])
+        return Checkpoint(path, int(facts["epoch"]), lineage, facts)
+
+    def write(
+        self,
+        facts: dict[str, Any],
+        *,
+        step: int,
+        epoch: int,
+        lineage: Sequence[PolicyVersion],
+        save: Callable[[Path], None],
+        confirm: Callable[[], None],
+    ) -> Path:
+        """Commits a checkpoint and returns its directory.
+
+        save     writes the train engine's state into a directory that exists and is empty
+        confirm  raises Fenced when this learner may no longer commit
+        Raises CheckpointFailed when the disk is full or fails.
+        """
+        name = f"step_{step}.e{epoch}"
+        part, final = self._folder / f".{name}.tmp", self._folder / name
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / STATE).mkdir(parents=True)
+            save(part / STATE)
+            files = {str(p.relative_to(part)): p for p in sorted(part.rglob("*")) if p.is_file()}
+            listed = {n: {"bytes": p.stat().st_size, "sha256": sha256(p)} for n, p in files.items()}
+            versions = [list(version) for version in lineage]
+            manifest = {"format": FORMAT, "step": step, "epoch": epoch, "lineage": versions, **facts, "files": listed}
+            write_text(part / MANIFEST, json.dumps(manifest, indent=1))
+            for path in [*files.values(), *(p for p in part.rglob("*") if p.is_dir()), part]:
+                flush(path)
+            confirm()
+            part.rename(final)
+            flush(self._folder)
+            write_text(self._folder / CURRENT, name + "\n")
+        # torch reports a full disk as RuntimeError
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise CheckpointFailed(f"checkpoint {name} could not be written: {error}") from error
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self._collect(name)
+        return final
+
+    def exists(self, step: int, epoch: int) -> bool:
+        """Whether this very checkpoint was committed."""
+        return (self._folder / f"step_{step}.e{epoch}").is_dir()
+
+    def _current(self) -> re.Match[str] | None:
+        try:
+            name = (self._folder / CURRENT).read_text().strip()
+        except FileNotFoundError:
+            return None
+        found = _NAME.match(name)
+        if found is None:
+            raise self._damaged(self._folder / CURRENT, f"it names {name[:80]!r}, which is no checkpoint")
+        return found
+
+    def _manifest(self, path: Path) -> dict[str, Any]:
+        try:
+            facts: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise self._damaged(path / MANIFEST, str(error)) from None
+        if facts.get("format") != FORMAT:
+            raise self._damaged(
+                path / MANIFEST, f"format {facts.get('format')} is not {FORMAT}, which this version reads"
+            )
+        return facts
+
+    def _damaged(self, file: Path, why: str) -> UserError:
+        others = sorted(p.name for p in self._folder.glob("step_*") if p.is_dir() and p not in file.parents)
+        older = f", or write the name of an older one into {self._folder / CURRENT}: {', '.join(others)}"
+        return UserError(
+            f"the checkpoint cannot be resumed from: {file} is damaged",
+            why=why,
+            todo="restore the file" + (older if others else ""),
+        )
+
+    def _collect(self, current: str) -> None:
+        found = [(int(m[2]), int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.match(p.name))]
+        newest = {p for _, _, p in sorted(found)[-self._keep :]}
+        for _, _, path in found:
+            if path not in newest and path.name != current:
+                shutil.rmtree(path, ignore_errors=True)
+        for left in self._folder.glob(".step_*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)

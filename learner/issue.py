@@ -1,0 +1,84 @@
+"""Issuing tasks: the credit gate. No task, no rollout: this is the back-pressure and the first staleness bound."""
+
+from __future__ import annotations
+
+import threading
+
+from learner.books import Books
+from learner.redis_client import RunStore
+from learner.sampler import Sampler
+from protocol.codec import encode
+from protocol.messages import Sampling, Task
+from protocol.settings import RunSettings
+
+
+class Issuer:
+    """Turns credit into tasks. `open` is the valve: closed until the first weights are published, and while
+    checkpoints fail (what is trained could not be acknowledged, so Redis would fill up).
+    """
+
+    def __init__(self, store: RunStore, books: Books, sampler: Sampler, run: RunSettings) -> None:
+        self._store, self._books, self._sampler, self._run = store, books, sampler, run
+        self.open = threading.Event()
+
+    def task(self, seq: int, attempt: int = 1) -> bytes:
+        """The encoded task of `seq`: made from nothing but the questions and the seed."""
+        return encode(
+            Task(
+                seq=seq,
+                attempt=attempt,
+                question=self._sampler.question(seq),
+                group_size=self._run.group_size,
+                sampling=Sampling(temperature=self._run.temperature),
+            )
+        )
+
+    def recount(self) -> None:
+        """Takes `issued` from Redis, which may have lost it or know more than the checkpoint.
+
+        Its floor is the watermark. Whatever lies between it and the limit is then issued again, but for what is
+        settled or already here.
+        """
+        issued = self._store.issued()
+        with self._books.lock:
+            self._books.issued = max(issued, self._books.ledger.watermark)
+
+    def turn(self) -> int:
+        """Issues as far as credit reaches, and again what is due; returns how many tasks were added.
+
+        Raises RedisUnavailable, StateLost or Fenced; calling it again then is safe.
+        """
+        if not self.open.is_set():
+            return 0
+        return self._again() + self._onward()
+
+    def _onward(self) -> int:
+        books, run = self._books, self._run
+        with books.lock:
+            limit = books.limit(max_lag=run.max_lag, groups_per_step=run.groups_per_step, steps=run.steps)
+            floor = books.ledger.watermark
+            first = max(books.issued, floor) + 1
+            seqs = [s for s in range(first, limit + 1) if s not in books.ledger and s not in books.held]
+        if not seqs:
+            with books.lock:
+                # Seqs that arrived before Redis lost count of them are issued too.
+                books.issued = max(books.issued, min(limit, max(books.held | books.ledger.above, default=0)))
+            return 0
+        issued = self._store.issue(floor, [(seq, self.task(seq)) for seq in seqs])
+        with books.lock:
+            books.issued = max(books.issued, issued)
+        return len(seqs)
+
+    def _again(self) -> int:
+        books = self._books
+        with books.lock:
+            due = sorted(books.due)
+            attempts = [books.attempts.get(seq, 1) for seq in due]
+        if not due:
+            return 0
+        pairs = [(seq, self.task(seq, attempt)) for seq, attempt in zip(due, attempts, strict=True)]
+        self._store.reissue(pairs)
+        with books.lock:
+            books.due.difference_update(due)
+            books.tally.reissued += len(due)
+        return len(due)

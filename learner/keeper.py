@@ -1,0 +1,74 @@
+"""The keeper: what must happen on time however long a training step takes.
+
+An I/O thread. It renews the lease, issues tasks as credit allows, reconciles, and publishes the metrics of each
+second. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled, there is credit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from learner.issue import Issuer
+from learner.lease import Lease
+from learner.reconcile import Reconciler
+from learner.redis_client import RunStore
+from protocol.messages import MetricsSnapshot
+
+TICK_S = 0.2
+METRICS_S = 1.0
+
+
+class Every:
+    """True once in `seconds`. Starts due."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._next = seconds, 0.0
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + self._seconds
+        return True
+
+    def again(self) -> None:
+        """What was due has failed: it is due at once."""
+        self._next = 0.0
+
+
+class Keeper:
+    """One turn of the I/O thread; see the module. Raises what its parts raise, and may be called again."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        lease: Lease,
+        issuer: Issuer,
+        reconciler: Reconciler,
+        snapshot: Callable[[], MetricsSnapshot],
+        *,
+        lease_s: float,
+        reconcile_s: float,
+    ) -> None:
+        self._store, self._lease, self._issuer, self._reconciler = store, lease, issuer, reconciler
+        self._snapshot = snapshot
+        self._renewal, self._reconciling, self._metrics = Every(lease_s / 3), Every(reconcile_s), Every(METRICS_S)
+        self._reconciling.due()  # not before the first interval has passed
+        self.wake = threading.Event()
+
+    def turn(self) -> None:
+        self.wake.wait(TICK_S)
+        self.wake.clear()
+        if self._renewal.due():
+            try:
+                self._lease.renew()
+            except BaseException:
+                self._renewal.again()
+                raise
+        if self._issuer.open.is_set() and self._reconciling.due():
+            self._reconciler.turn()
+        self._issuer.turn()
+        if self._metrics.due():
+            self._store.report(self._snapshot())

@@ -1,0 +1,133 @@
+"""The lease: at most one learner at a time writes to a run. Every write that matters is refused without it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from learner.redis_client import Holder, RedisUnavailable, RunStore
+from protocol.errors import Fenced, UserError
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+
+
+class Lease:
+    """Who may write. `epoch` is 0 until the lease is acquired, and one more at each acquisition.
+
+    ttl_s      the lease lapses so long after its last renewal
+    epochs_dir  a file for every epoch ever used, made exclusively: a Redis that rolled back cannot repeat one
+    """
+
+    def __init__(self, store: RunStore, ttl_s: float, epochs_dir: Path) -> None:
+        self._store, self._ttl_ms, self._epochs_dir = store, int(ttl_s * 1000), epochs_dir
+        self.token = f"{_place()}:{os.getpid()}:{_started(os.getpid())}:{uuid.uuid4().hex[:8]}"
+        self.epoch = 0
+
+    def acquire(self, floor: int, *, takeover: bool = False) -> int:
+        """The new epoch, above `floor`. Waits for the lease of a dead predecessor to lapse.
+
+        Raises UserError when the holder renews it, so is alive.
+        """
+        told, deadline = False, 0.0
+        while True:
+            answer = self._store.acquire(self.token, floor, self._ttl_ms, takeover=takeover)
+            if isinstance(answer, int):
+                if self._claim_epoch(answer):
+                    self.epoch = answer
+                    self._store.own(answer, self.token)
+                    return answer
+                floor = max(floor, answer)
+                continue
+            if not told:
+                told, deadline = True, time.monotonic() + answer.ttl_s + 1.0
+                log.warning(
+                    "run is held by %s, waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
+                )
+            if _is_dead(answer.token):
+                log.warning("that process is gone: taking over")
+                takeover = True
+            elif time.monotonic() > deadline:
+                raise UserError(
+                    f"the run is held by {describe(answer)}, which is alive",
+                    why="two learners must not train one run",
+                    todo="stop the other one, or start this one with --takeover",
+                )
+            else:
+                time.sleep(POLL_S)
+
+    def _claim_epoch(self, epoch: int) -> bool:
+        self._epochs_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            with (self._epochs_dir / f"e{epoch}").open("x") as file:
+                file.write(self.token + "\n")
+        except FileExistsError:
+            return False
+        return True
+
+    def renew(self) -> None:
+        """Extends the lease; raises Fenced when it is not ours any more, RedisUnavailable when nobody knows."""
+        if not self._store.renew(self._ttl_ms):
+            raise Fenced("the lease of this learner lapsed or was taken")
+
+    def lost_to(self) -> Holder | None:
+        """The other learner that holds the lease, if there is one."""
+        holder = self._store.holder()
+        return holder if holder and holder.token != self.token else None
+
+    def confirm(self) -> None:
+        """Raises Fenced unless this learner may move the run's state on disk.
+
+        While Redis does not answer, the files of the epochs decide: a successor would have made a higher one.
+        """
+        try:
+            self.renew()
+        except RedisUnavailable:
+            newest = max((int(p.name[1:]) for p in self._epochs_dir.glob("e*") if p.name[1:].isdigit()), default=0)
+            if newest > self.epoch:
+                raise Fenced(f"epoch {newest} has begun, this learner is epoch {self.epoch}") from None
+
+    def release(self) -> None:
+        """Frees the lease, so that a successor need not wait."""
+        try:
+            self._store.release()
+        except RedisUnavailable as error:
+            log.warning("the lease could not be released and will lapse by itself: %s", error)
+
+
+def describe(holder: Holder) -> str:
+    """A holder in words."""
+    parts = holder.token.split(":")
+    who = f"process {parts[1]} on {parts[0].split('/')[0]}" if len(parts) > 1 else holder.token
+    return f"epoch {holder.epoch}, {who}"
+
+
+def _place() -> str:
+    # Host and process namespace: a pid says something only to those who share both.
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = "?"
+    return f"{socket.gethostname()}/{namespace}".replace(":", "")
+
+
+def _started(pid: int) -> str:
+    # Start time in clock ticks since boot: tells a process from another one that was given its number.
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _is_dead(token: str) -> bool:
+    """Whether the holder is a process of this machine that has ended; False where that cannot be known."""
+    parts = token.split(":")
+    if len(parts) != 4 or parts[0] != _place() or not parts[2] or not parts[1].isdigit():
+        return False
+    return _started(int(parts[1])) != parts[2]

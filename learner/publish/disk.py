@@ -1,0 +1,112 @@
+"""Weights as files: `weights/v{epoch}.{step}/`, a directory that Hugging Face's loaders can open.
+
+Written beside its place, flushed, manifest last, renamed: a directory under its final name is whole. Nodes check the
+manifest's sha256 before they load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from learner.config import DiskPublishSettings
+from learner.durable import flush, sha256
+from learner.publish.base import BadWeights
+from protocol.messages import WeightUpdate
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
+
+
+class DiskPublisher:
+    """Publishes into `run.weights_dir`. `model_files`: configuration and tokenizer, put into every version."""
+
+    def __init__(self, run: RunSettings, settings: DiskPublishSettings, model_files: Sequence[Path]) -> None:
+        self._run, self._settings = run.id, settings
+        self._folder = run.weights_dir.absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(".v*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+        self._files = {p.name: (p, p.stat().st_size, sha256(p)) for p in model_files}
+
+    def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
+        """Writes the version and returns what to announce. Raises BadWeights and OSError; neither leaves a trace."""
+        tensors, digest = _checked(weights)
+        final = self._folder / f"v{version.label}"
+        part = self._folder / f".v{version.label}.{os.getpid()}.tmp"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        try:
+            save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
+            files = {WEIGHTS: {"bytes": (part / WEIGHTS).stat().st_size, "sha256": sha256(part / WEIGHTS)}}
+            for name, (source, size, digest_of_file) in self._files.items():
+                _place(source, part / name)
+                files[name] = {"bytes": size, "sha256": digest_of_file}
+            self._flush(part / WEIGHTS)
+            manifest = {"version": version.label, "digest": digest, "files": files, "tensors": len(tensors)}
+            (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            self._flush(part / MANIFEST)
+            self._flush(part)
+            shutil.rmtree(final, ignore_errors=True)  # what a learner left that died before it announced it
+            part.rename(final)
+            self._flush(self._folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        return WeightUpdate(
+            run=self._run,
+            epoch=version.epoch,
+            step=version.step,
+            digest=digest,
+            path=str(final),
+            num_bytes=int(str(files[WEIGHTS]["bytes"])),
+        )
+
+    def collect(self, in_use: Collection[PolicyVersion]) -> None:
+        """Removes versions but for the newest `keep_versions` and those in use."""
+        found = {p: v for p in self._folder.glob("v*") if (v := PolicyVersion.parse(p.name[1:])) is not None}
+        newest = sorted(found.values())[-self._settings.keep_versions :]
+        for path, version in found.items():
+            if version not in newest and version not in in_use:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _flush(self, path: Path) -> None:
+        if self._settings.fsync:
+            flush(path)
+
+
+def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], str]:
+    """Tensors that safetensors can write, and the sha256 hex over their bytes in order of name."""
+    tensors: dict[str, torch.Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in weights:
+        tensor = tensor.detach().cpu().contiguous()
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadWeights(f"tensor {name} holds a number that is not finite")
+        # Two names for one tensor (tied embeddings) are refused by safetensors.
+        tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor
+        places.add(tensor.data_ptr())
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return tensors, digest.hexdigest()
+
+
+def _place(source: Path, target: Path) -> None:
+    # A tokenizer of 10 MB need not be written again for every step.
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

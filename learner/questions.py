@@ -1,0 +1,112 @@
+"""The training questions: JSON lines of any of the usual shapes in, `Question`s and a fingerprint out.
+
+Known shapes: FlashRAG / Search-R1 {"id", "question", "golden_answers"}, NQ-open {"question", "answer": [..]}, HotpotQA
+{"_id", "question", "answer": ".."}, and our own {"id", "question", "answers", "supporting_ids", "hops"}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from protocol.errors import UserError
+from protocol.messages import Question, Scalar
+
+ANSWER_FIELDS = ("answers", "golden_answers", "answer")
+META_FIELDS = ("dataset", "hops", "type", "level", "supporting_ids")
+"""What is kept of a record beside the question; a list becomes a comma-separated string."""
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions in file order, never empty. `fingerprint`: sha256 hex over id, text and answers of all of them."""
+
+    questions: tuple[Question, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+
+def load_questions(path: Path) -> QuestionSet:
+    """Reads a JSON-lines file. Raises UserError that names the file, and the line where one is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(
+            f"cannot read the questions {path}",
+            why=error.strerror or str(error),
+            todo="set learner.questions to a file of JSON lines with `question` and `answers`",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"the questions {path} are not UTF-8 text", why=str(error)) from None
+    questions = tuple(_question(line, number, path) for number, line in enumerate(lines, 1) if line.strip())
+    if not questions:
+        raise UserError(f"the questions {path} are empty", todo="give a file with at least one question")
+    return QuestionSet(questions, fingerprint(questions))
+
+
+def fingerprint(questions: tuple[Question, ...]) -> str:
+    """sha256 hex over what the sampler's promise rests on: which question has which number."""
+    digest = hashlib.sha256()
+    for question in questions:
+        record = [question.id, question.text, list(question.answers)]
+        digest.update(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _question(line: str, number: int, path: Path) -> Question:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise _bad(path, number, f"not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise _bad(path, number, f"a {type(record).__name__}, not an object")
+    text = record.get("question")
+    if not isinstance(text, str) or not text.strip():
+        raise _bad(path, number, "no `question`")
+    try:
+        return Question(
+            id=str(record.get("id", record.get("_id", f"line-{number}"))),
+            text=text,
+            answers=_answers(record, path, number),
+            meta=_meta(record),
+        )
+    except ValidationError as error:
+        raise _bad(path, number, error.errors()[0]["msg"]) from None
+
+
+def _answers(record: dict[str, Any], path: Path, number: int) -> tuple[str, ...]:
+    for name in ANSWER_FIELDS:
+        if name not in record:
+            continue
+        value = record[name]
+        answers = [value] if isinstance(value, str) else value
+        if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
+            raise _bad(path, number, f"`{name}` is not a text or a list of texts")
+        return tuple(answers)
+    raise _bad(path, number, f"no answer: none of {', '.join(ANSWER_FIELDS)}")
+
+
+def _meta(record: dict[str, Any]) -> dict[str, Scalar]:
+    meta: dict[str, Scalar] = {}
+    for name in META_FIELDS:
+        value = record.get(name)
+        if isinstance(value, list):
+            value = ",".join(str(item) for item in value)
+        if isinstance(value, str | int | float | bool):
+            meta[name] = value
+    return meta
+
+
+def _bad(path: Path, number: int, why: str) -> UserError:
+    return UserError(
+        f"line {number} of the questions {path} is not a question",
+        why=why,
+        todo='each line reads {"id": "q1", "question": "who ..?", "answers": ["..."]}',
+    )

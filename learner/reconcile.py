@@ -1,0 +1,45 @@
+"""The reconciler: any seq that is issued but found nowhere is issued again.
+
+It closes the holes nobody thought of: a task deleted by hand, a Redis that lost its last second, an entry given to a
+learner that died. Being wrong costs one rollout, never a second training: the ledger sees to that.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from learner.books import Books
+from learner.redis_client import RunStore
+from learner.source import Source
+
+log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Compares what was issued with where it is. `turn` is called every `reconcile_s` seconds."""
+
+    def __init__(self, store: RunStore, books: Books, source: Source) -> None:
+        self._store, self._books, self._source = store, books, source
+        self._suspects: frozenset[int] = frozenset()
+
+    def turn(self) -> list[int]:
+        """Seqs that were missing twice in a row and are now due again."""
+        found = self._store.snapshot()
+        if found.strays:
+            # Read by a learner that lost the lease after it had asked: it will never acknowledge them.
+            self._source.reclaim.set()
+        if found.unread or found.strays or not self._source.caught_up:
+            # Entries nobody has looked at may be any seq. While there are some, training does not starve either.
+            self._suspects = frozenset()
+            return []
+        books = self._books
+        with books.lock:
+            missing = frozenset(books.in_flight()) - books.held - books.due - found.tasks
+            again = sorted(missing & self._suspects)
+            for seq in again:
+                books.attempts[seq] = books.attempts.get(seq, 1) + 1
+                books.due.add(seq)
+        self._suspects = missing - frozenset(again)
+        if again:
+            log.warning("%d seqs were issued and found nowhere, issuing them again: %s", len(again), again[:10])
+        return again

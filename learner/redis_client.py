@@ -1,0 +1,295 @@
+"""The learner's only door to Redis: typed calls in, and every way they may fail as one of four errors.
+
+RedisUnavailable  no answer, or Redis is loading, full or read-only: wait and try again
+StateLost         streams, groups or functions are gone: the learner re-creates them
+Fenced            the lease is not ours (any more)
+UserError         a password or an address that only a person can mend
+
+Two clients, as redis-py 8 needs it: its own retries would duplicate an XADD whose reply was lost, and a blocking read
+needs a socket time-out longer than its block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from protocol import functions
+from protocol.codec import decode_as, encode
+from protocol.errors import Fenced, ForayError, ProtocolError, StateLost, UserError
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.messages import EngineInfo, MetricsSnapshot, WeightUpdate
+
+BLOCK_MS = 500
+DEAD_LETTERS = 1000
+METRICS_TTL_MS = 10_000
+CHUNK = 256
+
+# Sought anywhere in the message: in a pipeline redis-py puts the command before the error.
+_LOST = ("NOGROUP", "NOSTREAM", "UNBLOCKED", "Function not found", "no such key")
+_BUSY = ("OOM", "MISCONF", "READONLY", "LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")
+
+Fields = dict[bytes, bytes]
+
+
+class RedisUnavailable(ForayError):
+    """Redis does not answer or refuses writes at the moment."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds the lease: epoch, token, and seconds until it lapses."""
+
+    epoch: int
+    token: str
+    ttl_s: float
+
+
+@dataclass(frozen=True)
+class InRedis:
+    """Where seqs are at one moment (atomic).
+
+    tasks     seqs with a task that is undelivered or leased
+    unread    trajectory entries wait that no learner was given: their seqs are unknown
+    strays    trajectory entries were given to a learner that is not this one
+    """
+
+    tasks: frozenset[int]
+    unread: bool
+    strays: bool
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """redis-py's errors as the four above."""
+    try:
+        yield
+    except (redis.AuthenticationError, redis.exceptions.AuthorizationError) as error:
+        raise UserError("Redis refuses this user or password", why=str(error), todo="check run.redis_url") from error
+    except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError) as error:
+        raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
+    except redis.exceptions.OutOfMemoryError as error:
+        raise RedisUnavailable(f"Redis is full (maxmemory): {error}") from error
+    except redis.ResponseError as error:
+        text = str(error)
+        if text.startswith("FENCED"):
+            raise Fenced(text) from error
+        if any(word in text for word in _LOST):
+            raise StateLost(text) from error
+        if any(word in text for word in _BUSY):
+            raise RedisUnavailable(text) from error
+        raise
+
+
+def without_password(url: str) -> str:
+    """`url` as it may be shown."""
+    return re.sub(r"(//[^@/]*:)[^@/]*@", r"\1***@", url)
+
+
+class RunStore:
+    """One run in one Redis, as the learner sees it. Thread-safe but for `read`, which belongs to one thread."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.keys = Keys(run)
+        self.url = without_password(url)
+        self._owner: tuple[str, str] = ("0", "")
+        plain: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": 3, "protocol": 2}
+        try:
+            self._db = redis.Redis.from_url(url, socket_timeout=10, **plain)
+            self._reader = redis.Redis.from_url(url, socket_timeout=BLOCK_MS / 1000 + 10, **plain)
+        except ValueError as error:
+            raise UserError(f"run.redis_url={self.url!r} is not a Redis URL", why=str(error)) from None
+
+    def close(self) -> None:
+        """Closes both clients."""
+        self._db.close()
+        self._reader.close()
+
+    def own(self, epoch: int, token: str) -> None:
+        """From now on fenced calls are made in this name."""
+        self._owner = (str(epoch), token)
+
+    def prepare(self) -> None:
+        """Loads the functions and creates streams and groups where they are missing. May be called at any time."""
+        with translated():
+            self._db.function_load(functions.source(), replace=True)
+            for stream, group in ((self.keys.tasks, TASK_GROUP), (self.keys.traj, TRAJ_GROUP)):
+                try:
+                    self._db.xgroup_create(stream, group, id="0", mkstream=True)
+                except redis.ResponseError as error:
+                    if "BUSYGROUP" not in str(error):
+                        raise
+
+    def _call(self, name: str, keys: Sequence[str], *args: str | bytes | int) -> Any:
+        with translated():
+            return self._db.fcall(name, len(keys), *keys, *cast(tuple[str, ...], args))
+
+    # --- lease ---
+
+    def acquire(self, token: str, floor: int, ttl_ms: int, *, takeover: bool) -> int | Holder:
+        """The new epoch, above `floor`, or who holds the lease."""
+        keys = (self.keys.lease, self.keys.epoch)
+        reply = self._call(functions.ACQUIRE, keys, token, floor, ttl_ms, "1" if takeover else "0")
+        if int(reply[0]) == 1:
+            return int(reply[1])
+        return Holder(int(reply[1]), reply[3].decode(), max(0, int(reply[2])) / 1000)
+
+    def renew(self, ttl_ms: int) -> bool:
+        """Whether the lease is ours; if so it now lives `ttl_ms` longer."""
+        return bool(self._call(functions.RENEW, (self.keys.lease,), *self._owner, ttl_ms))
+
+    def release(self) -> None:
+        """Frees the lease if it is ours."""
+        self._call(functions.RELEASE, (self.keys.lease,), *self._owner)
+
+    def holder(self) -> Holder | None:
+        """Who holds the lease now."""
+        with translated():
+            lease = cast(Fields, self._db.hgetall(self.keys.lease))
+            ttl = self._db.pttl(self.keys.lease)
+        return Holder(int(lease[b"epoch"]), lease[b"token"].decode(), max(0, ttl) / 1000) if lease else None
+
+    # --- tasks ---
+
+    def issued(self) -> int:
+        """Highest seq ever issued, as far as Redis knows."""
+        with translated():
+            found = self._db.get(self.keys.issued)
+        return int(found or 0)
+
+    def issue(self, floor: int, pairs: Sequence[tuple[int, bytes]]) -> int:
+        """Adds tasks (seq ascending); those that were issued before are passed over. Returns the highest issued."""
+        issued = floor
+        for start in range(0, len(pairs), CHUNK):
+            flat = [item for pair in pairs[start : start + CHUNK] for item in pair]
+            keys = (self.keys.lease, self.keys.issued, self.keys.tasks)
+            issued = int(self._call(functions.ISSUE, keys, *self._owner, floor, *flat))
+        return issued
+
+    def reissue(self, pairs: Sequence[tuple[int, bytes]]) -> None:
+        """Adds tasks whatever was issued before."""
+        for start in range(0, len(pairs), CHUNK):
+            flat = [item for pair in pairs[start : start + CHUNK] for item in pair]
+            self._call(functions.REISSUE, (self.keys.lease, self.keys.tasks), *self._owner, *flat)
+
+    def snapshot(self) -> InRedis:
+        """Where seqs are: one transaction, since a task that moves while it is looked for would be seen nowhere."""
+        with translated(), self._db.pipeline(transaction=True) as pipe:
+            pipe.xinfo_groups(self.keys.tasks)
+            pipe.xpending_range(self.keys.tasks, TASK_GROUP, "-", "+", 1_000_000)
+            pipe.xrange(self.keys.tasks)
+            pipe.xinfo_groups(self.keys.traj)
+            pipe.xinfo_stream(self.keys.traj)
+            pipe.xinfo_consumers(self.keys.traj, TRAJ_GROUP)
+            groups, pending, tasks, readers, stream, consumers = pipe.execute()
+        leased = {item["message_id"] for item in pending}
+        delivered = _order(_group(groups, TASK_GROUP)["last-delivered-id"])
+        # The stream also holds acknowledged tasks until the floor passes them.
+        seqs = [fields[b"seq"] for id_, fields in tasks if id_ in leased or _order(id_) > delivered]
+        read = _order(_group(readers, TRAJ_GROUP)["last-delivered-id"])
+        mine = self.consumer.encode()
+        return InRedis(
+            tasks=frozenset(int(seq) for seq in seqs if seq.isdigit()),
+            unread=_order(stream["last-generated-id"]) > read and stream["length"] > 0,
+            strays=any(c["pending"] for c in consumers if c["name"] != mine),
+        )
+
+    # --- trajectories ---
+
+    @property
+    def consumer(self) -> str:
+        """This learner's name in the stream group: one for each epoch."""
+        return f"L{self._owner[0]}"
+
+    def read(self, count: int) -> list[tuple[bytes, Fields]]:
+        """Up to `count` entries that no learner was given yet; waits BLOCK_MS for the first."""
+        with translated():
+            reply: Any = self._reader.xreadgroup(
+                TRAJ_GROUP, self.consumer, {self.keys.traj: ">"}, count=count, block=BLOCK_MS
+            )
+        return [(id_, fields) for _, entries in reply or [] for id_, fields in entries]
+
+    def claim(self) -> list[bytes]:
+        """Makes every pending entry ours, whoever had it, and returns their ids, oldest first."""
+        ids: list[bytes] = []
+        cursor: bytes | str = "0-0"
+        while True:
+            with translated():
+                # JUSTID: K steps of groups may be pending; their bodies are fetched as the buffer has room.
+                reply: Any = self._db.execute_command(  # type: ignore[no-untyped-call]
+                    "XAUTOCLAIM", self.keys.traj, TRAJ_GROUP, self.consumer, 0, cursor, "COUNT", 500, "JUSTID"
+                )
+            cursor = reply[0]
+            ids += reply[1]
+            if cursor == b"0-0":
+                return ids
+
+    def fetch(self, ids: Sequence[bytes]) -> list[tuple[bytes, Fields]]:
+        """The entries with these ids that are still there."""
+        with translated(), self._db.pipeline(transaction=False) as pipe:
+            for id_ in ids:
+                pipe.xrange(self.keys.traj, id_, id_)
+            return [entry for found in pipe.execute() for entry in found]
+
+    def ack(self, ids: Sequence[bytes]) -> int:
+        """Acknowledges entries; returns how many were pending."""
+        done = 0
+        for start in range(0, len(ids), CHUNK):
+            part = ids[start : start + CHUNK]
+            done += int(self._call(functions.ACK, (self.keys.lease, self.keys.traj), *self._owner, *part))
+        return done
+
+    def dead_letter(self, fields: dict[str, str | int | bytes]) -> None:
+        """Bounded evidence for people; the file in the run directory is the record."""
+        with translated():
+            self._db.xadd(self.keys.dlq, cast(Any, fields), maxlen=DEAD_LETTERS, approximate=True)
+
+    # --- announcements ---
+
+    def target(self, update: WeightUpdate, state: str) -> None:
+        """Announces the version that engines must load; `state` is "ready" or "done"."""
+        self._call(functions.TARGET, (self.keys.lease, self.keys.target), *self._owner, encode(update), state)
+
+    def engines(self) -> list[EngineInfo]:
+        """Engines whose registration is alive."""
+        with translated():
+            names = cast(list[bytes], self._db.zrange(self.keys.engines, 0, -1))
+            raws = [self._db.hget(self.keys.engine(name.decode()), "b") for name in names]
+        found = []
+        for raw in raws:
+            try:
+                if raw is not None:
+                    found.append(decode_as(EngineInfo, cast(bytes, raw)))
+            except ProtocolError:
+                continue  # a registration of another version says nothing about what it loads
+        return found
+
+    def report(self, snapshot: MetricsSnapshot) -> None:
+        """Publishes this second's metrics."""
+        key = self.keys.metrics(snapshot.process, snapshot.id)
+        with translated():
+            seconds, micros = self._db.time()
+            expiry = seconds + micros / 1e6 + METRICS_TTL_MS / 1000
+            with self._db.pipeline(transaction=False) as pipe:
+                pipe.set(key, encode(snapshot), px=METRICS_TTL_MS)
+                pipe.zadd(self.keys.processes, {f"{snapshot.process}:{snapshot.id}": expiry})
+                pipe.execute()
+
+
+def _group(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    for group in groups:
+        if group["name"] == name.encode():
+            return group
+    raise StateLost(f"NOGROUP {name}")
+
+
+def _order(id_: bytes) -> tuple[int, int]:
+    ms, _, number = id_.partition(b"-")
+    return int(ms), int(number)
