@@ -1,0 +1,67 @@
+"""Print trained trajectories: what the policy wrote (trained on), and what it read (marked, not trained on)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.rundir import RESOLVED, require
+from protocol.errors import UserError
+from protocol.settings import RunSettings, read_tree, section
+
+if TYPE_CHECKING:
+    from rollout_server.tokens import Tokens
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray replay`."""
+    parser.add_argument("run_dir", type=Path, nargs="?", help="run directory (default: the latest below ./runs)")
+    parser.add_argument(
+        "--show", type=int, default=3, help="how many: the best of each of the last groups (default: 3)"
+    )
+    parser.add_argument("--seq", type=int, help="of this seq instead: its best trajectories")
+    parser.add_argument("--all", action="store_true", help="every trajectory of the groups, not the best one")
+    parser.add_argument("--model", type=Path, help="directory with the tokenizer (default: the run's own)")
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; raises UserError when there is nothing to show."""
+    from deploy.replay import choose, render, to_json
+    from learner.journal import read_journal
+
+    if args.show < 1:
+        raise UserError("--show must be at least 1")
+    directory = args.run_dir if args.run_dir and (args.run_dir / "journal").is_dir() else require(args.run_dir)
+    shown = choose(read_journal(directory / "journal"), show=args.show, seq=args.seq, every=args.all)
+    if not shown:
+        where = f"no group of seq {args.seq}" if args.seq is not None else "no trained group"
+        raise UserError(
+            f"{directory} holds {where}",
+            why="groups are written when they are trained (learner.journal)",
+            todo="wait for the first step, or see `foray status`",
+        )
+    tokens = _tokens(directory, args.model)
+    if args.json:
+        print(json.dumps([to_json(item, tokens) for item in shown], ensure_ascii=False))
+        return 0
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print("\n\n".join(render(item, tokens, colour=colour) for item in shown))
+    return 0
+
+
+def _tokens(directory: Path, model: Path | None) -> Tokens:
+    """The tokenizer of `model`, else of the run's newest published weights, else of its initial model."""
+    from rollout_server.tokens import load_tokens
+
+    candidates = [model] if model is not None else sorted((directory / "weights").glob("*/"), reverse=True)
+    if model is None and (directory / RESOLVED).is_file():
+        candidates.append(section(read_tree(directory / RESOLVED), "run", RunSettings).model)
+    for candidate in candidates:
+        if (candidate / "tokenizer.json").is_file():
+            return load_tokens(candidate)
+    raise UserError(f"no tokenizer was found for {directory}", todo="name the model's directory: --model DIR")

@@ -1,0 +1,28 @@
+"""One look at a run: processes, engines, streams, ledger, and what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from deploy import locate
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray status`."""
+    locate.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the run is healthy (or finished), 1 when something is wrong with it."""
+    from deploy.observe import observe
+    from deploy.status import problems, render, to_json, with_record
+
+    found = locate.locate(args)
+    seen = with_record(observe(found.redis_url, found.run.id, found.directory), found.record)
+    if args.json:
+        print(json.dumps(to_json(seen, max_lag=found.run.max_lag)))
+    else:
+        print(render(seen, max_lag=found.run.max_lag))
+    return 1 if problems(seen, max_lag=found.run.max_lag) else 0

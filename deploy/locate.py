@@ -1,0 +1,53 @@
+"""Which run a command means: a run directory, or a configuration file, or the latest run below ./runs."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.config import expand
+from deploy.redis_child import URL_VARIABLE
+from deploy.rundir import RESOLVED, read_record, require
+from protocol.errors import UserError
+from protocol.settings import RunSettings, read_tree, section
+
+
+@dataclass(frozen=True)
+class Located:
+    """A run: its shared settings, where its Redis is, its directory, and run.json ({} when started by hand)."""
+
+    run: RunSettings
+    redis_url: str
+    directory: Path
+    record: dict[str, Any]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """RUN_DIR and --config."""
+    parser.add_argument("run_dir", type=Path, nargs="?", help="run directory (default: the latest below ./runs)")
+    parser.add_argument(
+        "--config", type=Path, help="the run's configuration file instead, where it was started by hand"
+    )
+
+
+def locate(args: Namespace) -> Located:
+    """The run that the arguments name; raises UserError when there is none, or its Redis is not known."""
+    if args.config is not None and args.run_dir is not None:
+        raise UserError("both a run directory and --config were given", todo="give one of them")
+    if args.config is not None:
+        path = args.config
+    else:
+        path = require(args.run_dir) / RESOLVED
+    run = section(expand(read_tree(path), os.environ), "run", RunSettings)
+    directory = run.dir if args.config is not None else path.parent
+    url = run.redis_url or os.environ.get(URL_VARIABLE, "")
+    if not url:
+        raise UserError(
+            f"it is not known where the Redis of run {run.id} is",
+            why="run.redis_url is empty in its configuration (a URL with a password stays in the environment)",
+            todo=f"export {URL_VARIABLE}=redis://...",
+        )
+    return Located(run, url, directory, read_record(directory))

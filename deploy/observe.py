@@ -1,0 +1,204 @@
+"""One look at a run: what its processes say of themselves, what is in the streams, what the books say.
+
+Everything comes from Redis and the run directory, in one round trip, so `foray status`, `foray top` and the dashboard
+show the same thing and work on any host that reaches both. Nothing here is written.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from deploy.redis_child import connect, redact
+from protocol.codec import decode_as
+from protocol.errors import ForayError, ProtocolError
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.ledger import Ledger
+from protocol.messages import EngineInfo, Message, MetricsSnapshot, WeightUpdate
+
+if TYPE_CHECKING:
+    import redis
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Entries of a stream: `waiting` were not read yet, `held` were read and not acknowledged."""
+
+    waiting: int = 0
+    held: int = 0
+
+    @property
+    def total(self) -> int:
+        """Entries that nobody has acknowledged."""
+        return self.waiting + self.held
+
+
+@dataclass(frozen=True)
+class Books:
+    """The ledger of the last checkpoint: the durable truth, a few steps behind the learner's own."""
+
+    step: int
+    epoch: int
+    settled: int
+    counts: dict[str, int]
+
+    @property
+    def closes(self) -> bool:
+        """Whether the outcomes add up to the number of settled seqs."""
+        return sum(self.counts.values()) == self.settled
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A run at one moment. `error` says why Redis could not be asked, "" when it could."""
+
+    run: str
+    redis_url: str
+    error: str = ""
+    now: float = 0.0
+    processes: tuple[MetricsSnapshot, ...] = ()
+    engines: tuple[EngineInfo, ...] = ()
+    target: WeightUpdate | None = None
+    target_state: str = ""
+    learner_epoch: int = 0
+    lease_ms: int = 0
+    issued: int = 0
+    tasks: Stream = Stream()
+    traj: Stream = Stream()
+    has_streams: bool = False
+    dead_letters: int = 0
+    memory: int = 0
+    max_memory: int = 0
+    books: Books | None = None
+    unreadable: tuple[str, ...] = field(default=())
+
+    def of(self, process: str) -> tuple[MetricsSnapshot, ...]:
+        """Snapshots of all processes of one kind: learner, rollout or node."""
+        return tuple(p for p in self.processes if p.process == process)
+
+    @property
+    def learner(self) -> MetricsSnapshot | None:
+        """The learner's snapshot."""
+        return next(iter(self.of("learner")), None)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the learner has finished the run."""
+        return self.target_state == "done"
+
+
+def observe(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s: float = 3.0) -> Observation:
+    """Look at run `run`; never raises for a Redis that is away or a message that cannot be read: it says so."""
+    import redis
+
+    books = read_books(run_dir) if run_dir is not None else None
+    client = connect(redis_url, timeout_s=timeout_s)
+    try:
+        return _look(client, redis_url, run, books)
+    except (redis.RedisError, OSError) as error:
+        return Observation(run, redact(redis_url), error=f"{type(error).__name__}: {error}", books=books)
+    finally:
+        client.close()
+
+
+def read_books(run_dir: Path) -> Books | None:
+    """The ledger of the checkpoint that CURRENT names, None before the first. Raises ForayError when it is broken."""
+    root = run_dir / "checkpoints"
+    try:
+        path = root / (root / "CURRENT").read_text().strip() / "manifest.json"
+        text = path.read_text()
+    except FileNotFoundError:
+        # none yet, or one that was replaced between the two reads
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ForayError(f"{path} is not JSON: {error}") from None
+    ledger = Ledger.from_state(manifest["ledger"])
+    counts = {str(outcome): number for outcome, number in ledger.counts.items()}
+    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts)
+
+
+def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Observation:
+    keys = Keys(run)
+    seconds, micros = client.time()
+    now = seconds + micros / 1e6
+    names = _living(client, keys.processes, now)
+    engine_ids = _living(client, keys.engines, now)
+    with client.pipeline(transaction=False) as pipe:
+        for name in names:
+            process, _, process_id = name.partition(":")
+            pipe.get(keys.metrics(process, process_id))
+        for engine_id in engine_ids:
+            pipe.hget(keys.engine(engine_id), "b")
+        pipe.hgetall(keys.target)
+        pipe.get(keys.epoch)
+        pipe.pttl(keys.lease)
+        pipe.get(keys.issued)
+        pipe.xlen(keys.dlq)
+        pipe.info("memory")
+        answers: list[Any] = pipe.execute()
+    unreadable: list[str] = []
+    processes = _read_all(MetricsSnapshot, names, answers[: len(names)], unreadable)
+    engines = _read_all(EngineInfo, engine_ids, answers[len(names) : len(names) + len(engine_ids)], unreadable)
+    target, epoch, lease, issued, dead_letters, memory = answers[len(names) + len(engine_ids) :]
+    updates = _read_all(WeightUpdate, ["target"], [target.get(b"b")], unreadable)
+    tasks, traj = _stream(client, keys.tasks, TASK_GROUP), _stream(client, keys.traj, TRAJ_GROUP)
+    return Observation(
+        run=run,
+        redis_url=redact(url),
+        now=now,
+        processes=processes,
+        engines=engines,
+        target=updates[0] if updates else None,
+        target_state=target.get(b"state", b"").decode(),
+        learner_epoch=int(epoch or 0),
+        lease_ms=max(0, int(lease)),
+        issued=int(issued or 0),
+        tasks=tasks or Stream(),
+        traj=traj or Stream(),
+        has_streams=tasks is not None and traj is not None,
+        dead_letters=int(dead_letters),
+        memory=int(memory.get("used_memory", 0)),
+        max_memory=int(memory.get("maxmemory", 0)),
+        books=books,
+        unreadable=tuple(unreadable),
+    )
+
+
+def _living(client: redis.Redis, key: str, now: float) -> list[str]:
+    members: list[Any] = client.zrangebyscore(key, now, "+inf")
+    return [member.decode() for member in members]
+
+
+def _read_all(kind: type[M], names: list[str], raws: list[Any], unreadable: list[str]) -> tuple[M, ...]:
+    found: list[M] = []
+    for name, raw in zip(names, raws, strict=True):
+        if raw is None:
+            continue
+        try:
+            found.append(decode_as(kind, raw))
+        except ProtocolError as error:
+            unreadable.append(f"{name}: {error}")
+    return tuple(sorted(found, key=lambda m: str(getattr(m, "id", ""))))
+
+
+def _stream(client: redis.Redis, key: str, group: str) -> Stream | None:
+    """None where the stream or its group does not exist (the learner makes both)."""
+    import redis
+
+    try:
+        groups = client.xinfo_groups(key)
+    except redis.ResponseError:
+        return None
+    for entry in groups:
+        if entry["name"] == group.encode():
+            # Redis cannot always tell the lag (after deletions in the middle); what is there and not held then counts.
+            lag = entry.get("lag")
+            held = int(entry["pending"])
+            return Stream(int(lag) if lag is not None else max(0, client.xlen(key) - held), held)
+    return None

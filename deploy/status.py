@@ -1,0 +1,202 @@
+"""What an observation means: problems with what to do about them, the books, and the page that is printed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from deploy.observe import Observation
+from protocol.messages import NodeState
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that keeps the run from going on (or from going well), and the way out."""
+
+    what: str
+    todo: str
+
+
+@dataclass(frozen=True)
+class Conservation:
+    """Where every issued seq is. issued = settled (by outcome) + in flight, by seq; `closes` says whether it adds up.
+
+    source  "learner" (live) or "checkpoint" (durable, a few steps behind) or "" when there is neither
+    """
+
+    source: str
+    issued: int
+    trained: int
+    filtered: int
+    stale: int
+    dead: int
+    in_flight: int
+
+    @property
+    def closes(self) -> bool:
+        """Whether every issued seq is accounted for."""
+        return self.issued == self.trained + self.filtered + self.stale + self.dead + self.in_flight
+
+    def line(self) -> str:
+        """`issued 480 = trained 470 + filtered 0 + stale 0 + dead 0 + in flight 10`"""
+        sign = "=" if self.closes else "!="
+        return (
+            f"issued {self.issued} {sign} trained {self.trained} + filtered {self.filtered} + stale {self.stale} "
+            f"+ dead {self.dead} + in flight {self.in_flight}"
+        )
+
+
+def conservation(seen: Observation) -> Conservation:
+    """The law by seq: from the learner's own figures while it lives, else from the last checkpoint and the streams."""
+    learner = seen.learner
+    if learner is not None and "issued" in learner.values:
+        value = {name: int(learner.values.get(name, 0)) for name in ("issued", *_OUTCOMES, "in_flight")}
+        return Conservation("learner", **value)
+    if seen.books is None:
+        return Conservation("", seen.issued, 0, 0, 0, 0, seen.tasks.total + seen.traj.total)
+    counts = {name: seen.books.counts.get(name, 0) for name in _OUTCOMES}
+    issued = max(seen.issued, seen.books.settled)
+    # Without a learner nobody knows more of a seq that is not settled than that it will be issued again.
+    return Conservation("checkpoint", issued, **counts, in_flight=issued - seen.books.settled)
+
+
+_OUTCOMES = ("trained", "filtered", "stale", "dead")
+
+
+def with_record(seen: Observation, record: Mapping[str, Any]) -> Observation:
+    """`seen`, finished where Redis is away because the launcher stopped it after the learner's last step."""
+    if seen.error and record.get("state") == "done":
+        return replace(seen, error="", target_state="done")
+    return seen
+
+
+def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
+    """What is wrong, the worst first; nothing for a run that goes well or has been finished."""
+    if seen.error:
+        todo = "start the run (again) with `foray up`: it goes on from its checkpoint"
+        return [Problem(f"Redis does not answer: {seen.error}", todo)]
+    found = [
+        Problem(f"a message cannot be read: {text}", "are all processes of one version?") for text in seen.unreadable
+    ]
+    books = conservation(seen)
+    if seen.is_done:
+        if not books.closes or books.in_flight:
+            found.append(Problem(f"the run is over but {books.line()}", "start the learner again: it settles the rest"))
+        return found
+    if seen.learner is None:
+        held = f"; its lease lasts {seen.lease_ms / 1000:.0f} s more" if seen.lease_ms else ""
+        found.append(Problem(f"no learner reports{held}", "start it again: it goes on from its checkpoint"))
+    if not seen.of("rollout"):
+        found.append(Problem("no rollout server reports", "start one: python -m rollout_server --config ..."))
+    found += _engine_problems(seen, max_lag)
+    if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
+        found.append(
+            Problem(
+                f"Redis uses {seen.memory / 2**20:.0f} of {seen.max_memory / 2**20:.0f} MiB",
+                "raise maxmemory, or lower learner.checkpoint_every: what was trained stays until the checkpoint",
+            )
+        )
+    return found
+
+
+def _engine_problems(seen: Observation, max_lag: int) -> list[Problem]:
+    if not seen.engines:
+        return [Problem("no engine is registered", "start one: python -m rollout_server.node --config ...")]
+    found = [
+        Problem(f"engine {e.id} is {e.state}: {e.detail or 'no reason given'}", "see the log of its node")
+        for e in seen.engines
+        if e.state in (NodeState.QUARANTINED, NodeState.SUSPECT)
+    ]
+    target = seen.target
+    usable = [e for e in seen.engines if e.state is NodeState.READY]
+    if target is not None:
+        usable = [e for e in usable if e.epoch == target.epoch and target.step - e.step <= max_lag]
+    moving = any(e.state in (NodeState.JOINING, NodeState.SYNCING, NodeState.LOADING) for e in seen.engines)
+    if not usable and not moving:
+        label = target.version.label if target is not None else "any version"
+        found.append(Problem(f"no engine is ready at {label}", "see the logs of the nodes"))
+    return found
+
+
+def to_json(seen: Observation, *, max_lag: int) -> dict[str, Any]:
+    """The same, for programs. Stable: names are added, never changed."""
+    wrong, books = problems(seen, max_lag=max_lag), conservation(seen)
+    return {
+        "run": seen.run,
+        "healthy": not wrong,
+        "state": state(seen),
+        "problems": [asdict(p) for p in wrong],
+        "redis": {"url": seen.redis_url, "error": seen.error, "memory": seen.memory, "max_memory": seen.max_memory},
+        "target": {
+            "version": seen.target.version.label if seen.target else None,
+            "digest": seen.target.digest if seen.target else None,
+            "state": seen.target_state,
+        },
+        "learner_epoch": seen.learner_epoch,
+        "lease_ms": seen.lease_ms,
+        "engines": [e.model_dump(mode="json") | {"version": e.version.label} for e in seen.engines],
+        "processes": [p.model_dump(mode="json") for p in seen.processes],
+        "streams": {
+            "tasks_waiting": seen.tasks.waiting,
+            "tasks_leased": seen.tasks.held,
+            "traj_ready": seen.traj.waiting,
+            "traj_unacked": seen.traj.held,
+            "dead_letters": seen.dead_letters,
+        },
+        "ledger": asdict(books) | {"closes": books.closes},
+        "checkpoint": asdict(seen.books) | {"closes": seen.books.closes} if seen.books else None,
+    }
+
+
+def state(seen: Observation) -> str:
+    """One word: down, done, waiting (no learner yet or any more) or what the learner says: starting, training."""
+    if seen.error:
+        return "down"
+    if seen.is_done:
+        return "done"
+    return seen.learner.text.get("state", "training") if seen.learner else "waiting"
+
+
+def render(seen: Observation, *, max_lag: int) -> str:
+    """The page of `foray status`."""
+    wrong, books = problems(seen, max_lag=max_lag), conservation(seen)
+    lines = [
+        f"run {seen.run}: {state(seen)}, {'healthy' if not wrong else 'NOT healthy'}",
+        f"redis     {seen.redis_url}",
+    ]
+    if seen.target:
+        lines.append(f"target    {seen.target.version.label} ({seen.target_state}), epoch {seen.learner_epoch}")
+    learner = seen.learner
+    if learner:
+        v = learner.values
+        lines.append(
+            f"learner   step {v.get('step', 0):.0f} of {v.get('steps', 0):.0f}, lag {v.get('lag_mean', 0):.2f} "
+            f"(max {v.get('lag_max', 0):.0f}), checkpoint at step {v.get('checkpoint_step', 0):.0f}"
+        )
+    for p in seen.of("rollout"):
+        v = p.values
+        lines.append(
+            f"rollout   {p.id}: {v.get('groups_in_flight', 0):.0f} groups in flight, "
+            f"{v.get('groups_published', 0):.0f} published, {v.get('groups_failed', 0):.0f} failed"
+        )
+    for e in seen.engines:
+        lines.append(
+            f"engine    {e.id}: {e.state}, version {e.version.label}, {e.running} running, {e.waiting} waiting, "
+            f"{e.tokens_per_s:.0f} tok/s, {e.url}"
+        )
+    lines.append(
+        f"streams   tasks {seen.tasks.waiting} waiting, {seen.tasks.held} leased; "
+        f"trajectory groups {seen.traj.waiting} ready, {seen.traj.held} unacknowledged; "
+        f"dead letters {seen.dead_letters}"
+    )
+    if books.source:
+        lines.append(f"ledger    {books.line()} ({books.source})")
+    if seen.books:
+        verdict = "closes" if seen.books.closes else "DOES NOT CLOSE"
+        lines.append(
+            f"checkpoint step {seen.books.step}, epoch {seen.books.epoch}: {seen.books.settled} settled, {verdict}"
+        )
+    for problem in wrong:
+        lines += [f"problem:  {problem.what}", f"   do:    {problem.todo}"]
+    return "\n".join(lines)
