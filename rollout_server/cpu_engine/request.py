@@ -85,6 +85,6 @@ class Request:
         ends = [start for _, start in self.versions[1:]] + [length]
         return [
             {"version": label, "start": start, "end": min(end, length)}
-            for (label, start), end in zip(self.versions, ends, strict=True)
+            for (label, start), end in zip(self.versions, ends, strict=False)
             if start < length
         ]
