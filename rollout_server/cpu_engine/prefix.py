@@ -67,9 +67,9 @@ class PrefixCache:
         return None, 0
 
     def lend(self, request: Request) -> None:
-        """A running request's prompt is now in its row: others may copy it."""
+        """A running request's prompt is now in its row: others may copy what no kept sequence holds already."""
         for key in request.block_keys:
-            self._holders[key] = request
+            self._holders.setdefault(key, request)
 
     def withdraw(self, request: Request) -> None:
         """The request's row goes away."""

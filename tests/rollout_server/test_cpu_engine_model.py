@@ -1,0 +1,259 @@
+"""The engine's arithmetic against transformers', over the families, prompt lengths and cache states that it claims."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from protocol.errors import UserError
+from rollout_server.cpu_engine.config import EngineSettings
+from rollout_server.cpu_engine.request import Request, SamplingParams
+from rollout_server.cpu_engine.scheduler import Scheduler, one_of
+from rollout_server.cpu_engine.serve import build_engine
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "eos_token_id": 0,
+    "bos_token_id": 1,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2 tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2 untied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
+    "qwen3 own head size": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama without groups": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4, "attention_bias": True}),
+    "llama 3 rotary": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3, "mlp_bias": True}),
+    "linear rotary": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 12}),
+}
+
+
+def write(path: Path, family: str) -> Any:
+    """A random model in `path`, biases and norms not left at their neutral start; returns it."""
+    config, kind, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    model = kind(config(**{**SIZES, **extra})).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+    model.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return model
+
+
+def scheduler(path: Path, **settings: Any) -> Scheduler:
+    torch.set_num_threads(1)
+    return build_engine(EngineSettings(model_path=path, **settings))[0].scheduler
+
+
+def request(ids: list[int], tokens: int, seed: int = 0, **fields: Any) -> Request:
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    return Request(f"r{seed}", ids, params, seed, tokens, lambda *_: None, return_logprob=True, **fields)
+
+
+def run(s: Scheduler, requests: list[Request] = []) -> None:  # noqa: B006 (never changed)
+    for r in requests:
+        s.submit(r)
+    with torch.inference_mode():
+        while s.running or s.waiting:
+            s.step()
+
+
+def check(model: Any, requests: list[Request]) -> None:
+    for r in requests:
+        ids = r.prompt_ids + r.output_ids
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+        expected = logprobs[len(r.prompt_ids) - 1 : -1].gather(1, torch.tensor(r.output_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(r.output_logprobs), expected, atol=1e-4, rtol=0)
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(31 * i + 17 * salt + i * i) % 96 + 1 for i in range(length)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_equal_transformers_for_every_family(tmp_path: Path, family: str) -> None:
+    model = write(tmp_path, family)
+    s = scheduler(tmp_path)
+    requests = [request(prompt(length, length), 20, seed=length) for length in (1, 2, 7, 40, 130)]
+    run(s, requests)
+    assert all(len(r.output_ids) == 20 for r in requests)
+    check(model, requests)
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    model = write(tmp_path, "qwen2 tied")
+    s = scheduler(tmp_path, dtype="bfloat16")
+    requests = [request(prompt(length), 8, seed=length) for length in (3, 50)]
+    run(s, requests)
+    for r in requests:
+        ids = torch.tensor([r.prompt_ids + r.output_ids])
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(ids).logits[0], -1)
+        expected = logprobs[len(r.prompt_ids) - 1 : -1].gather(1, torch.tensor(r.output_ids)[:, None])[:, 0]
+        assert (torch.tensor(r.output_logprobs) - expected).abs().mean() < 0.2
+
+
+def test_a_prompt_longer_than_one_chunk_is_computed_and_scored_in_pieces(tmp_path: Path) -> None:
+    model = write(tmp_path, "qwen2 tied")
+    s = scheduler(tmp_path)
+    long = request(prompt(2500), 5, logprob_start=700)
+    short = request(prompt(9, 3), 12, seed=1)
+    run(s, [short, long])
+    check(model, [short, long])
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model(torch.tensor([long.prompt_ids])).logits[0], -1)
+    expected = logprobs[700:-1].gather(1, torch.tensor(long.prompt_ids[701:])[:, None])[:, 0]
+    assert long.input_logprobs is not None
+    torch.testing.assert_close(torch.tensor(long.input_logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_full_cache_puts_the_newest_back_and_every_logprob_stays_exact(tmp_path: Path) -> None:
+    model = write(tmp_path, "qwen2 tied")
+    s = scheduler(tmp_path, max_total_tokens=640)
+    requests = [request(prompt(40, i), 90, seed=i) for i in range(8)]
+    run(s, requests)
+    assert sum(r.retractions for r in requests) > 0
+    assert requests[0].retractions == 0
+    assert all(len(r.output_ids) == 90 and r.finish == {"type": "length", "length": 90} for r in requests)
+    check(model, requests)
+    assert s.runner.kv.tokens + s.cache.tokens <= 640
+
+
+def test_a_group_computes_its_common_prompt_once(tmp_path: Path) -> None:
+    model = write(tmp_path, "qwen2 tied")
+    s = scheduler(tmp_path)
+    group = [request(prompt(64), 10, seed=i) for i in range(8)]
+    run(s, group)
+    assert [r.cached_tokens for r in group] == [0] + [63] * 7
+    assert len({tuple(r.output_ids) for r in group}) > 1
+    check(model, group)
+
+
+def test_a_turn_extends_the_last_ones_keys_and_values(tmp_path: Path) -> None:
+    model = write(tmp_path, "qwen2 tied")
+    s = scheduler(tmp_path)
+    first = request(prompt(30), 20)
+    run(s, [first])
+    second = request(first.prompt_ids + first.output_ids + [5, 6, 7], 20, seed=1)
+    run(s, [second])
+    assert second.cached_tokens == 49  # the last token of the turn was sampled but never fed
+    check(model, [first, second])
+    assert len(s.cache) == 1  # the longer one has taken the shorter one's place
+
+
+def test_requests_that_end_at_different_times_do_not_disturb_each_other(tmp_path: Path) -> None:
+    model = write(tmp_path, "qwen2 untied")
+    s = scheduler(tmp_path, max_running=5)
+    requests = [request(prompt(3 + 11 * i % 60, i), 1 + 7 * i % 23, seed=i) for i in range(30)]
+    for r in requests:
+        s.submit(r)
+    with torch.inference_mode():
+        for _ in range(6):
+            s.step()
+        s.abort(one_of([requests[1], requests[3], requests[29]]))
+        s.retract_all()
+    run(s)
+    assert all(r.finish for r in requests)
+    check(model, [r for r in requests if r.output_ids])
+
+
+def test_what_was_kept_is_gone_after_new_weights(tmp_path: Path) -> None:
+    write(tmp_path, "qwen2 tied")
+    s = scheduler(tmp_path)
+    run(s, [request(prompt(30), 5)])
+    assert s.cache.tokens
+    s.weights_changed()
+    again = request(prompt(30), 5)
+    run(s, [again])
+    assert again.cached_tokens == 0
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write(tmp_path, "qwen2 tied")
+    s = scheduler(tmp_path)
+    unlucky = request(prompt(10), 5)
+    s.submit(unlucky)
+    with monkeypatch.context() as patch:
+        patch.setattr(s.runner.model, "logits", lambda _: 1 / 0)
+        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+            s.step()
+    s.drop_everything("broken")
+    assert unlucky.finish is not None and unlucky.finish["status_code"] == 500
+    lucky = request(prompt(10), 5, seed=1)
+    run(s, [lucky])
+    check(model, [lucky])
+
+
+def test_output_that_is_not_finite_ends_only_its_own_request(tmp_path: Path) -> None:
+    write(tmp_path, "qwen2 untied")
+    s = scheduler(tmp_path)
+    s.runner.model.weights.embed[96] = float("nan")
+    sick, well = request([1, 96, 2], 5), request([1, 3, 2], 5, seed=1)
+    for r in (sick, well):
+        s.submit(r)
+    with torch.inference_mode():
+        s.step()
+    assert sick.finish is not None and sick.finish["status_code"] == 500
+    run(s)
+    # tokens that `well` draws may be the sick one; before that its log-probs are numbers
+    assert well.output_logprobs and all(p == p for p in well.output_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "sliding"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"vocab_size": None}, "usable"),
+    ],
+)
+def test_a_model_that_the_engine_cannot_run_is_refused_with_its_reason(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    import json
+
+    write(tmp_path, "qwen2 tied")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=says):
+        scheduler(tmp_path)
