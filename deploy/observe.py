@@ -17,6 +17,7 @@ from protocol.errors import ForayError, ProtocolError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.ledger import Ledger
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, WeightUpdate
+from protocol.versions import PolicyVersion
 
 if TYPE_CHECKING:
     import redis
@@ -39,12 +40,16 @@ class Stream:
 
 @dataclass(frozen=True)
 class Books:
-    """The ledger of the last checkpoint: the durable truth, a few steps behind the learner's own."""
+    """The ledger of the last checkpoint: the durable truth, a few steps behind the learner's own.
+
+    lineage: first version of each learner start, which tells the steps that a crash rolled back.
+    """
 
     step: int
     epoch: int
     settled: int
     counts: dict[str, int]
+    lineage: tuple[PolicyVersion, ...] = ()
 
     @property
     def closes(self) -> bool:
@@ -120,7 +125,8 @@ def read_books(run_dir: Path) -> Books | None:
         raise ForayError(f"{path} is not JSON: {error}") from None
     ledger = Ledger.from_state(manifest["ledger"])
     counts = {str(outcome): number for outcome, number in ledger.counts.items()}
-    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts)
+    lineage = tuple(PolicyVersion(*pair) for pair in manifest.get("lineage", ()))
+    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage)
 
 
 def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Observation:

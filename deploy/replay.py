@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from protocol.messages import Owner, Segment, Trajectory, TrajectoryGroup
+from protocol.messages import Owner, Segment, Trajectory, TrajectoryGroup, VersionSpan
 from protocol.staleness import lag
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class Shown:
     def trajectory(self) -> Trajectory:
         """The trajectory."""
         return self.group.trajectories[self.index]
+
+    def lag(self, span: VersionSpan) -> int:
+        """Steps between the version that wrote the span and the one it trained: step n trains version n - 1."""
+        return lag(self.step - 1, span.version)
 
 
 def choose(entries: Iterable[Any], *, show: int, seq: int | None = None, every: bool = False) -> list[Shown]:
@@ -79,14 +83,14 @@ def _body(shown: Shown, tokens: Tokens, colour: bool) -> Iterator[str]:
     turn = 0
     for segment in shown.trajectory.segments:
         turn += segment.owner is Owner.POLICY
-        yield f"── {_label(segment, turn, shown.step)}"
+        yield f"── {_label(segment, turn, shown)}"
         style = BOLD if segment.owner is Owner.POLICY else DIM
         for line in visible(tokens.decode(segment.ids.tolist()).strip("\n"), newline=True).split("\n"):
             text = MARKS[segment.owner] + line
             yield f"{style}{text}{PLAIN}" if colour else text
 
 
-def _label(segment: Segment, turn: int, step: int) -> str:
+def _label(segment: Segment, turn: int, shown: Shown) -> str:
     count = f"{len(segment.ids)} tokens"
     if segment.owner is Owner.PROMPT:
         return f"prompt · {count}, not trained on"
@@ -97,7 +101,7 @@ def _label(segment: Segment, turn: int, step: int) -> str:
             parts.append(f"passages {', '.join(visible(i) for i in segment.passage_ids) or 'none'}")
             parts.append(f"{segment.latency_s * 1000:.0f} ms")
         return " · ".join([*parts, f"error {visible(segment.error)}"] if segment.error else parts)
-    by = ", ".join(f"{span.version.label} (lag {lag(step, span.version)})" for span in segment.spans)
+    by = ", ".join(f"{span.version.label} (lag {shown.lag(span)})" for span in segment.spans)
     ended = f" · ended by {visible(segment.finish_reason)}" if segment.finish_reason else ""
     engine = f" · {visible(segment.engine)}" if segment.engine else ""
     return f"turn {turn} · policy · {count}, trained on · version {by or 'none'}{engine}{ended}"
@@ -129,7 +133,7 @@ def to_json(shown: Shown, tokens: Tokens) -> dict[str, Any]:
                 "text": tokens.decode(s.ids.tolist()),
                 "tokens": len(s.ids),
                 "versions": [[span.version.label, span.start, span.end] for span in s.spans],
-                "lags": [lag(shown.step, span.version) for span in s.spans],
+                "lags": [shown.lag(span) for span in s.spans],
                 "query": s.query,
                 "passage_ids": list(s.passage_ids),
                 "latency_s": s.latency_s,

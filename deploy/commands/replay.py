@@ -31,13 +31,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; raises UserError when there is nothing to show."""
+    from deploy.observe import read_books
     from deploy.replay import choose, render, to_json
     from learner.journal import read_journal
 
     if args.show < 1:
         raise UserError("--show must be at least 1")
     directory = args.run_dir if args.run_dir and (args.run_dir / "journal").is_dir() else require(args.run_dir)
-    shown = choose(read_journal(directory / "journal"), show=args.show, seq=args.seq, every=args.all)
+    books = read_books(directory)
+    entries = read_journal(directory / "journal", lineage=books.lineage if books else ())
+    shown = choose(entries, show=args.show, seq=args.seq, every=args.all)
     if not shown:
         where = f"no group of seq {args.seq}" if args.seq is not None else "no trained group"
         raise UserError(

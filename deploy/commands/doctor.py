@@ -1,0 +1,33 @@
+"""Look for what would stop a run on this machine, or with this configuration, and say how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray doctor`."""
+    parser.add_argument("config", type=Path, nargs="?", help="a run's configuration; without it only the machine")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. run.model=/models/qwen")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when nothing would stop a run (warnings allowed), 1 otherwise."""
+    from deploy.config import load
+    from deploy.doctor import examine
+
+    findings = examine(load(args.config, args.overrides) if args.config else None)
+    failed = any(f.verdict == "fail" for f in findings)
+    if args.json:
+        print(json.dumps({"healthy": not failed, "findings": [asdict(f) for f in findings]}))
+        return int(failed)
+    width = max(len(f.check) for f in findings)
+    for finding in findings:
+        print(f"{finding.verdict:<4}  {finding.check:<{width}}  {finding.detail}")
+        if finding.mend:
+            print(f"{'':<4}  {'':<{width}}  do: {finding.mend}")
+    return int(failed)
