@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from protocol.settings import Settings
-from rollout_server.config_episode import EpisodeSettings, SearchSettings
+from rollout_server.config_episode import DEFAULT_SEARCH, EpisodeSettings, SearchSettings
 
 
 class RolloutSettings(Settings):
@@ -37,5 +37,5 @@ class RolloutSettings(Settings):
     """How often the engine table and the target version are read."""
     episode: EpisodeSettings = EpisodeSettings()
     """The multi-turn episode: template, budgets, rewards."""
-    search: SearchSettings = SearchSettings()
+    search: SearchSettings = DEFAULT_SEARCH
     """Where searches go."""

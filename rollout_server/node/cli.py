@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 after SIGTERM or SIGINT, 2 when something needs a person."""
     parser = argparse.ArgumentParser(
         prog="python -m rollout_server.node",
-        description="Run one inference engine: launch it, register it in Redis, keep its weights at the target version.",
+        description="Run one inference engine: launch it, register it in Redis, keep its weights up to date.",
     )
     parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `engine` are read")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. engine.kind.threads=2")

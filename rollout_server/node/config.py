@@ -55,7 +55,7 @@ EngineKind = Annotated[CpuEngine | SglangEngine | AttachedEngine, Field(discrimi
 class NodeSettings(Settings):
     """One node and its engine. Any number of nodes may be started from the same file."""
 
-    id: str = Field(default="", max_length=200)
+    id: str = Field(default="", max_length=200, pattern=r"^[A-Za-z0-9._-]*$")
     """Name of the engine. Empty: `engine-<hostname>-<port>`, unique among the nodes of one file."""
     kind: EngineKind = CpuEngine()
     """Which engine: `engine.kind.type` is cpu, sglang or attach."""

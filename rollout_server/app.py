@@ -1,0 +1,146 @@
+"""The HTTP side of a rollout server: is it well, what does it do, and episodes on request.
+
+GET  /health       200 while the event loop turns
+GET  /ready        200 when Redis answers and an engine takes requests; else 503 with the reasons
+GET  /status       JSON: target, engines as this server sees them, work in flight, counters, waits
+GET  /metrics      Prometheus
+POST /v1/episodes  see `rollout_server.episodes`
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from rollout_server.engine.router import Router, incarnation_key
+from rollout_server.episodes import Episodes, EpisodesRequest, summarise
+from rollout_server.fleet import Fleet
+from rollout_server.metrics import Stats, prometheus_text
+from rollout_server.redis_client import RedisDown, RedisFull
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+"""Ten thousand questions of a few kilobytes."""
+REDIS_SILENT_S = 5.0
+"""Without an answer from Redis for so long the server is not ready."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the handlers look at."""
+
+    run: str
+    fleet: Fleet
+    router: Router
+    stats: Stats
+    episodes: Episodes
+    stopping: Callable[[], bool]
+
+
+SERVED = web.AppKey("served", Served)
+
+
+def build_app(served: Served) -> web.Application:
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app[SERVED] = served
+    app.router.add_get("/health", _health)
+    app.router.add_get("/ready", _ready)
+    app.router.add_get("/status", _status)
+    app.router.add_get("/metrics", _metrics)
+    app.router.add_post("/v1/episodes", _episodes)
+    return app
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def _ready(request: web.Request) -> web.Response:
+    served = request.app[SERVED]
+    reasons = []
+    if served.stopping():
+        reasons.append("stopping")
+    if time.monotonic() - served.fleet.read_at > REDIS_SILENT_S:
+        reasons.append("Redis does not answer")
+    if not served.router.candidates(pinned=False):
+        reasons.append("no engine takes training requests")
+    return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+
+
+async def _status(request: web.Request) -> web.Response:
+    served = request.app[SERVED]
+    table, stats = served.fleet.table, served.stats
+    takes = {engine.id for engine in served.router.candidates(pinned=False)}
+    engines = [
+        {
+            "id": engine.id,
+            "url": engine.url,
+            "state": str(engine.state),
+            "version": engine.version.label,
+            "role": engine.role,
+            "takes_requests": engine.id in takes,
+            "strikes": round(served.router.health.strikes(incarnation_key(engine)), 3),
+            "tokens_in_flight": served.router.tokens_in_flight.get(engine.id, 0),
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "detail": engine.detail,
+        }
+        for engine in sorted(table.engines.values(), key=lambda e: e.id)
+    ]
+    return web.json_response(
+        {
+            "run": served.run,
+            "id": stats.id,
+            "stopping": served.stopping(),
+            "target": table.target.label if table.target else None,
+            "done": table.done,
+            "engines": engines,
+            "values": stats.values(),
+            "waits": stats.waits.seconds(),
+        }
+    )
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    return web.Response(body=prometheus_text(request.app[SERVED].stats), content_type="text/plain", charset="utf-8")
+
+
+async def _episodes(request: web.Request) -> web.StreamResponse:
+    served = request.app[SERVED]
+    try:
+        wanted = EpisodesRequest.model_validate_json(await request.read())
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return web.json_response({"error": f"{where}: {first['msg']}".removeprefix(": ")}, status=400)
+    try:
+        if wanted.stream:
+            return await _stream(request, served.episodes, wanted)
+        finished = [episode async for episode in served.episodes.run(wanted)]
+    except (RedisDown, RedisFull) as error:
+        return web.json_response({"error": f"the versions cannot be pinned: {error}"}, status=503)
+    order = {question.id: i for i, question in enumerate(wanted.questions)}
+    finished.sort(key=lambda e: (order[e["question_id"]], e["index"]))
+    return web.json_response({"episodes": finished} | summarise(finished))
+
+
+async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequest) -> web.StreamResponse:
+    """`data:` lines of one JSON object for each episode as it ends, then `event: summary`."""
+    finished: list[dict[str, Any]] = []
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async for episode in episodes.run(wanted):
+        if not response.prepared:
+            await response.prepare(request)
+        finished.append(episode)
+        await response.write(f"data: {json.dumps(episode)}\n\n".encode())
+    await response.write(f"event: summary\ndata: {json.dumps(summarise(finished))}\n\n".encode())
+    await response.write_eof()
+    return response

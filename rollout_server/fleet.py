@@ -1,0 +1,130 @@
+"""The fleet: which engines there are, at which version, and which version is wanted. Read from Redis, twice a second.
+
+The table is a frozen value that is replaced whole, so a reader never sees half of a change. When Redis is away the
+last table stays: the engines are still there, and generation goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from protocol.codec import decode_as
+from protocol.errors import ProtocolError
+from protocol.messages import EngineInfo, NodeState, WeightUpdate
+from protocol.versions import PolicyVersion
+from rollout_server.redis_client import Outage, RedisClient, RedisDown, typed_errors
+from rollout_server.waits import Waits
+
+log = logging.getLogger(__name__)
+M = TypeVar("M", EngineInfo, WeightUpdate)
+
+
+@dataclass(frozen=True)
+class FleetTable:
+    """What Redis said last. `target` None: no learner has published yet. `done`: the run is over."""
+
+    engines: dict[str, EngineInfo] = field(default_factory=dict)
+    target: PolicyVersion | None = None
+    done: bool = False
+
+    def routable(self, engine: EngineInfo, *, max_lag: int, tokenizer: str = "") -> bool:
+        """Whether training traffic may go to `engine`: READY, of the current epoch, at most `max_lag` steps behind.
+
+        tokenizer  fingerprint of the rollout server's own; an engine that names another would be fed other words
+        """
+        return (
+            engine.state is NodeState.READY
+            and engine.role == "rollout"
+            and self.target is not None
+            and engine.epoch == self.target.epoch
+            and self.target.step - engine.step <= max_lag
+            and same_tokenizer(engine, tokenizer)
+        )
+
+    def pinned(self, tokenizer: str = "") -> list[EngineInfo]:
+        """Engines for evaluation: those with the role, or any READY one where none has it."""
+        ready = [e for e in self.engines.values() if e.state is NodeState.READY and same_tokenizer(e, tokenizer)]
+        return [e for e in ready if e.role == "eval"] or ready
+
+
+def same_tokenizer(engine: EngineInfo, tokenizer: str) -> bool:
+    """False only where both sides name a tokenizer and the names differ."""
+    return not (engine.tokenizer and tokenizer) or engine.tokenizer == tokenizer
+
+
+class Fleet:
+    """Keeps `table` fresh. `changed()` wakes whoever waits for an engine."""
+
+    def __init__(self, redis: RedisClient, waits: Waits, *, poll_s: float) -> None:
+        self._redis, self._waits, self._poll_s = redis, waits, poll_s
+        self.table = FleetTable()
+        self.read_at = -math.inf
+        """When Redis answered last, by the monotonic clock."""
+        self._changed = asyncio.Event()
+        self._garbage: set[str] = set()
+
+    async def follow(self) -> None:
+        """Consumes registrations and the target in Redis; produces `table`; waits poll_s; ended by cancellation."""
+        outage = Outage("reading the engine table", self._waits)
+        while True:
+            try:
+                table = await self.read()
+            except RedisDown as error:
+                await outage.wait(error)
+                continue
+            outage.over()
+            self.install(table)
+            await asyncio.sleep(self._poll_s)
+
+    async def read(self) -> FleetTable:
+        """One look at Redis; raises RedisDown. Entries that do not decode are left out and logged once."""
+        commands, keys = self._redis.commands, self._redis.keys
+        with typed_errors():
+            seconds, _ = await commands.time()
+        ids, (target, state) = await self._redis.batch(
+            ("ZRANGEBYSCORE", keys.engines, seconds, "+inf"), ("HMGET", keys.target, "b", "state")
+        )
+        names = [raw.decode(errors="replace") for raw in ids]
+        bodies = await self._redis.batch(*(("HGET", keys.engine(name), "b") for name in names))
+        engines = {}
+        for name, body in zip(names, bodies, strict=True):
+            info = self._decode(EngineInfo, body, name)
+            if info is not None:
+                engines[name] = info
+        update = self._decode(WeightUpdate, target, keys.target)
+        return FleetTable(engines, update.version if update else None, state == b"done")
+
+    def install(self, table: FleetTable) -> None:
+        """Replace the table and wake those who wait when anything that routing looks at is different."""
+        before, self.table, self.read_at = self.table, table, time.monotonic()
+        if _routing(before) != _routing(table):
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns at the next change of the table, or after timeout_s."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            pass
+
+    def _decode(self, kind: type[M], raw: bytes | None, where: str) -> M | None:
+        if raw is None:
+            return None  # a registration that lapsed between the two reads, or no target yet
+        try:
+            return decode_as(kind, raw)
+        except ProtocolError as error:
+            if where not in self._garbage:
+                self._garbage.add(where)
+                log.warning("ignoring %s: %s: %s", where, error.reason, error)
+            return None
+
+
+def _routing(table: FleetTable) -> object:
+    engines = {e.id: (e.url, e.state, e.version, e.incarnation, e.role) for e in table.engines.values()}
+    return engines, table.target, table.done

@@ -1,0 +1,166 @@
+"""What this process measured, each second to Redis and on request to Prometheus.
+
+One `Stats` object is handed to whoever counts. A value is a counter since the start or a gauge read at the moment;
+nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protocol.codec import encode
+from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
+from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull, typed_errors
+from rollout_server.waits import Waits
+
+PERIOD_S = 1.0
+LIFETIME_MS = 10_000
+"""A snapshot that is not renewed is gone after so long, and with it the process in every list."""
+RATE_WINDOW_S = 10.0
+MEAN_OVER = 256
+"""Trajectories that the running means of reward and exact match look back on."""
+
+
+class Stats:
+    """Counters, gauges and waits of one process."""
+
+    def __init__(self, process: str, process_id: str) -> None:
+        self.process, self.id = process, process_id
+        self.waits = Waits()
+        self.counts: Counter[str] = Counter()
+        self.gauges: dict[str, Callable[[], float]] = {}
+        """name -> reads the value now"""
+        self.text: dict[str, Callable[[], str]] = {}
+        self._recent: dict[str, deque[float]] = {}
+        self._started = time.monotonic()
+
+    def observe(self, name: str, value: float) -> None:
+        """Adds one measurement to the running mean `name`."""
+        self._recent.setdefault(name, deque(maxlen=MEAN_OVER)).append(value)
+
+    def values(self) -> dict[str, float]:
+        """Everything by name, as of now."""
+        means = {name: sum(recent) / len(recent) for name, recent in self._recent.items()}
+        gauges = {name: float(read()) for name, read in self.gauges.items()}
+        return {name: float(n) for name, n in self.counts.items()} | means | gauges
+
+    def snapshot(self) -> MetricsSnapshot:
+        return MetricsSnapshot(
+            process=self.process,
+            id=self.id,
+            uptime_s=time.monotonic() - self._started,
+            values=self.values(),
+            waits=self.waits.seconds(),
+            text={name: read() for name, read in self.text.items()},
+        )
+
+    def count_segment(self, segment: Segment) -> None:
+        """Books one piece of a trajectory as it comes: a turn of the policy, or what the environment answered."""
+        if segment.owner is Owner.POLICY:
+            self.counts["turns"] += 1
+            self.counts["tokens_generated"] += len(segment.ids)
+        else:
+            self.counts["tokens_observed"] += len(segment.ids)
+
+    def count_trajectory(self, trajectory: Trajectory) -> None:
+        """Books the end of a trajectory."""
+        self.counts["trajectories"] += 1
+        self.counts[f"ended_{trajectory.status}"] += 1
+        if trajectory.status is Status.STALE:
+            self.counts["stale"] += 1
+        if trajectory.status.votes:
+            self.observe("reward_mean", trajectory.reward)
+            if "em" in trajectory.rewards:
+                self.observe("em_mean", trajectory.rewards["em"])
+
+
+class Rate:
+    """Growth of a counter a second, over the last RATE_WINDOW_S. `tick` is called once a period."""
+
+    def __init__(self, read: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
+        self._read, self._clock = read, clock
+        self._points: deque[tuple[float, float]] = deque([(clock(), read())])
+
+    def tick(self) -> None:
+        now = self._clock()
+        self._points.append((now, self._read()))
+        while len(self._points) > 2 and now - self._points[0][0] > RATE_WINDOW_S:
+            self._points.popleft()
+
+    def __call__(self) -> float:
+        (t0, n0), (t1, n1) = self._points[0], self._points[-1]
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+
+
+async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[Rate, ...] = ()) -> None:
+    """Consumes `stats`; produces a snapshot in Redis each second; waits for nothing else; ended by cancellation.
+
+    Also measures how late the event loop is: a blocked loop renews no lease.
+    """
+    outage = Outage("publishing metrics", stats.waits)
+    lag = 0.0
+    stats.gauges["event_loop_lag_s"] = lambda: lag
+    while True:
+        for rate in rates:
+            rate.tick()
+        try:
+            await _write(redis, stats)
+        except (RedisDown, RedisFull) as error:
+            await outage.wait(error)
+        else:
+            outage.over()
+        before = time.monotonic()
+        await asyncio.sleep(PERIOD_S)
+        lag = max(0.0, time.monotonic() - before - PERIOD_S)
+
+
+async def _write(redis: RedisClient, stats: Stats) -> None:
+    keys, raw = redis.keys, encode(stats.snapshot())
+    with typed_errors():
+        seconds, _ = await redis.commands.time()
+    await redis.batch(
+        ("SET", keys.metrics(stats.process, stats.id), raw, "PX", LIFETIME_MS),
+        ("ZADD", keys.processes, seconds + LIFETIME_MS / 1000, f"{stats.process}:{stats.id}"),
+        # whoever writes also sweeps: entries of processes that were killed
+        ("ZREMRANGEBYSCORE", keys.processes, "-inf", seconds - 60),
+    )
+
+
+async def withdraw_metrics(redis: RedisClient, stats: Stats) -> None:
+    """Take this process off the lists at an orderly stop; raises RedisDown."""
+    await redis.batch(
+        ("DEL", redis.keys.metrics(stats.process, stats.id)),
+        ("ZREM", redis.keys.processes, f"{stats.process}:{stats.id}"),
+    )
+
+
+class _Prometheus(Collector):
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        prefix = f"foray_{self._stats.process}"
+        waits = CounterMetricFamily(f"{prefix}_wait_seconds", "Seconds stood waiting, by cause.", labels=["cause"])
+        for cause, seconds in self._stats.waits.seconds().items():
+            waits.add_metric([cause], seconds)
+        yield waits
+        for name, value in self._stats.values().items():
+            family = CounterMetricFamily if name in self._stats.counts else GaugeMetricFamily
+            yield family(f"{prefix}_{name}", name.replace("_", " "), value=value)
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+def prometheus_text(stats: Stats) -> bytes:
+    """The body of `GET /metrics`."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Prometheus(stats))
+    return generate_latest(registry)

@@ -1,0 +1,219 @@
+"""The agent beside one engine: one incarnation of it after another, until the node is told to stop.
+
+             launch                healthy            target is newer and verified, no evaluation runs
+JOINING ----------------> SYNCING ---------> READY <----------------------------------+
+                             ^                 |                                      |
+    restart with back-off    |                 +--> LOADING: pause, update, read back, continue
+    (ours; an attached one   |                 |           |
+    is loaded again)         |     dies,       v           | fails after it began
+                             +--<-- silent: SUSPECT        v
+                             +--<---------------------- QUARANTINED
+SIGTERM in any state: DRAINING, then gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from protocol.errors import UserError
+from protocol.messages import NodeState, WeightUpdate
+from protocol.settings import RunSettings
+from rollout_server.engine.base import EngineError
+from rollout_server.engine.sglang import SglangClient
+from rollout_server.metrics import Stats
+from rollout_server.node.child import Child, command, environment
+from rollout_server.node.config import AttachedEngine, NodeSettings
+from rollout_server.node.manifest import WeightsCorrupt, verify
+from rollout_server.node.registry import Registry
+from rollout_server.node.standing import NO_VERSION, Standing
+from rollout_server.node.swap import EngineLost, Follower, lost
+from rollout_server.redis_client import Outage, insist
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+SOUND_AFTER_S = 60.0
+"""An engine that lived so long has earned a quick restart."""
+NOTICE_S = 1.0
+"""How long rollout servers may take to notice that an engine drains: they look twice a second."""
+
+
+class Agent:
+    """See the module. `live` runs until it is cancelled, `drain` before that makes the end an orderly one."""
+
+    def __init__(
+        self,
+        run: RunSettings,
+        settings: NodeSettings,
+        registry: Registry,
+        stats: Stats,
+        session: aiohttp.ClientSession,
+        standing: Standing,
+        *,
+        url: str,
+        port: int,
+    ) -> None:
+        self._run, self._settings, self._registry, self._stats = run, settings, registry, stats
+        self._standing, self._port = standing, port
+        self._client = SglangClient(session, url, name=standing.id)
+        self._follower = Follower(standing, registry, settings, stats)
+
+    async def live(self) -> None:
+        """Consumes incarnations of the engine; produces a READY one; waits with back-off between them.
+
+        Raises UserError when the very first launch fails: that is a person's to mend. Else ended by cancellation.
+        """
+        backoff = FIRST_BACKOFF_S
+        while True:
+            born = time.monotonic()
+            try:
+                async with self._incarnation() as child, asyncio.TaskGroup() as tasks:
+                    every_s = self._settings.heartbeat_s
+                    tasks.create_task(self._follower.follow(self._client), name="follow")
+                    tasks.create_task(self._standing.measure(self._client, every_s=every_s), name="measure")
+                    tasks.create_task(self._probe(), name="probe")
+                    tasks.create_task(self._watch(child), name="watch")
+            except* EngineLost:
+                self._stats.counts["restarts"] += 1
+            if time.monotonic() - born > SOUND_AFTER_S:
+                backoff = FIRST_BACKOFF_S
+            await asyncio.sleep(backoff)
+            backoff = min(LONGEST_BACKOFF_S, 2 * backoff)
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Take no more traffic, and let what runs finish, for drain_s or until `hurry`."""
+        deadline = time.monotonic() + self._settings.drain_s
+        try:
+            async with asyncio.timeout(self._settings.drain_s):
+                await self._follower.swapping.acquire()  # and keep it: nothing is swapped any more
+        except TimeoutError:
+            log.warning("draining in the middle of a weight update that does not end")
+        booted = self._standing.state not in (NodeState.JOINING, NodeState.SYNCING, NodeState.SUSPECT)
+        self._standing.become(NodeState.DRAINING)
+        if not booted:
+            return
+        quiet_from = time.monotonic() + NOTICE_S
+        while time.monotonic() < deadline and not hurry.is_set():
+            await asyncio.sleep(0.1)
+            try:
+                loads = await self._client.loads()
+            except EngineError as error:
+                log.info("draining ends early: %s", error)
+                return
+            if time.monotonic() > quiet_from and loads["running"] + loads["waiting"] == 0:
+                return
+        log.warning("draining ends with requests in flight: their turns are generated again elsewhere")
+
+    @asynccontextmanager
+    async def _incarnation(self) -> AsyncIterator[Child | None]:
+        """A healthy engine for the time of the block, None for an attached one. Raises EngineLost."""
+        standing, kind = self._standing, self._settings.kind
+        standing.incarnation = secrets.token_hex(4)
+        standing.loads = {}
+        # what is left of a half-loaded version must be loaded again, whatever it calls itself
+        tainted = standing.state is NodeState.QUARANTINED
+        standing.become(NodeState.SYNCING, version=NO_VERSION)
+        if isinstance(kind, AttachedEngine):
+            await self._healthy(None, paused=tainted)
+            if not tainted:
+                await self._take_stock()
+            yield None
+            return
+        model, label = await self._weights()
+        standing.become(NodeState.SYNCING, f"launching with {label}")
+        argv = command(kind, model=model, label=label, host=self._settings.host, port=self._port)
+        log_path = (self._run.dir / "logs" / f"{standing.id}.engine.log").resolve()
+        try:
+            child = await Child.start(argv, environment(kind), log_path)
+        except OSError as error:
+            raise UserError(f"cannot start {argv[0]}: {error.strerror}", todo="check engine.kind.python") from None
+        try:
+            await self._healthy(child)
+            await self._take_stock()
+            yield child
+        finally:
+            await child.stop()
+
+    async def _weights(self) -> tuple[Path, str]:
+        """(directory, label) to launch with: the target where there is a sound one, the run's model otherwise."""
+        outage = Outage("reading the target", self._stats.waits)
+        update: WeightUpdate | None = await insist(outage, self._registry.target)
+        if update is not None and self._follower.wanted(update):
+            try:
+                return (await asyncio.to_thread(verify, update)).resolve(), update.version.label
+            except WeightsCorrupt as error:
+                log.error("launching with the initial model: %s", error)
+        model = self._run.model.resolve()
+        if not (model / "config.json").is_file():
+            raise UserError(
+                f"there is no model at {self._run.model}",
+                why=f"{model / 'config.json'} does not exist",
+                todo="set run.model to a directory in Hugging Face layout",
+            )
+        return model, NO_VERSION.label
+
+    async def _healthy(self, child: Child | None, *, paused: bool = False) -> None:
+        """Waits for the engine's first sound answer; raises EngineLost at the deadline or when it exits.
+
+        paused  it was left in the middle of a swap, and would call itself unhealthy for that alone
+        """
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        while True:
+            try:
+                if paused:
+                    await self._client.model_info()
+                else:
+                    await self._client.health(timeout_s=self._settings.probe_timeout_s)
+                return
+            except EngineError as error:
+                if child is not None and child.exited.done():
+                    raise self._stillborn(child) from None
+                if child is not None and time.monotonic() > deadline:
+                    raise lost(self._standing, NodeState.SUSPECT, f"not healthy in time: {error}") from None
+            await asyncio.sleep(0.1)
+
+    def _stillborn(self, child: Child) -> Exception:
+        what = f"the engine ended with status {child.returncode} before it answered"
+        if self._stats.counts["restarts"] or self._standing.updates:
+            return lost(self._standing, NodeState.SUSPECT, what)
+        return UserError(what, why=f"the end of {child.log_path}:\n{child.tail()}", todo="mend it and start again")
+
+    async def _take_stock(self) -> None:
+        """READY at the version that the engine says it holds, or SYNCING where that is not of the living epoch."""
+        try:
+            held = await self._client.version() or NO_VERSION
+        except EngineError as error:
+            raise lost(self._standing, NodeState.SUSPECT, str(error)) from None
+        current = held.epoch == self._follower.highest_epoch
+        self._standing.become(NodeState.READY if current else NodeState.SYNCING, version=held)
+
+    async def _probe(self) -> None:
+        """Consumes the engine's health; produces EngineLost after probe_failures bad answers; waits probe_s."""
+        failures = 0
+        while True:
+            await asyncio.sleep(self._settings.probe_s)
+            if self._follower.swapping.locked():
+                continue  # a paused engine is not healthy, and should not be
+            try:
+                await self._client.health(timeout_s=self._settings.probe_timeout_s)
+                failures = 0
+            except EngineError as error:
+                failures += 1
+                self._stats.counts["strikes"] += 1
+                log.warning("the engine's health: %s (%d of %d)", error, failures, self._settings.probe_failures)
+                if failures >= self._settings.probe_failures:
+                    raise lost(self._standing, NodeState.SUSPECT, f"silent: {error}") from error
+
+    async def _watch(self, child: Child | None) -> None:
+        """Raises EngineLost when the engine exits. An attached one has only the probe."""
+        if child is not None:
+            status = await child.exited
+            raise lost(self._standing, NodeState.SUSPECT, f"the engine ended with status {status}")

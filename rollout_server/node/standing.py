@@ -1,0 +1,92 @@
+"""What a node says of its engine: one mutable record, written by the agent, registered in Redis at every change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from protocol.messages import EngineInfo, NodeState
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import EngineError
+from rollout_server.engine.sglang import SglangClient
+from rollout_server.node.registry import Registry
+from rollout_server.redis_client import Outage, RedisDown, RedisFull
+from rollout_server.waits import Waits
+
+log = logging.getLogger(__name__)
+
+NO_VERSION = PolicyVersion(0, 0)
+"""What an engine holds that was launched with the run's initial model before any version was published."""
+
+
+class Standing:
+    """State, version and load of one engine. `become` is the only way to change the first two."""
+
+    def __init__(self, fixed: EngineInfo) -> None:
+        """fixed  what does not change while the node lives: id, url, role, kind, tokenizer, max_running"""
+        self._fixed = fixed
+        self.state = NodeState.JOINING
+        self.version = NO_VERSION
+        self.detail = ""
+        self.incarnation = ""
+        self.loads: dict[str, float] = {}
+        self.pause_s = self.load_s = 0.0
+        self.updates = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self._fixed.id
+
+    def become(self, state: NodeState, detail: str = "", *, version: PolicyVersion | None = None) -> None:
+        """Change the state and say so at once. A draining engine stays so."""
+        if self.state is NodeState.DRAINING:
+            return
+        version = self.version if version is None else version
+        if (state, version, detail) != (self.state, self.version, self.detail):
+            log.info("%s: %s at %s%s", self.id, state, version.label, f": {detail}" if detail else "")
+        self.state, self.version, self.detail = state, version, detail[:2000]
+        self._changed.set()
+
+    def info(self) -> EngineInfo:
+        return self._fixed.model_copy(
+            update={
+                "state": self.state,
+                "epoch": self.version.epoch,
+                "step": self.version.step,
+                "incarnation": self.incarnation,
+                "running": int(self.loads.get("running", 0)),
+                "waiting": int(self.loads.get("waiting", 0)),
+                "tokens_per_s": max(0.0, self.loads.get("tokens_per_s", 0.0)),
+                "token_usage": max(0.0, self.loads.get("token_usage", 0.0)),
+                "updates": self.updates,
+                "pause_s": self.pause_s,
+                "detail": self.detail,
+            }
+        )
+
+    async def beat(self, registry: Registry, waits: Waits, *, every_s: float) -> None:
+        """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled."""
+        outage = Outage("registering the engine", waits, longest_s=every_s)
+        while True:
+            self._changed.clear()
+            try:
+                await registry.register(self.info())
+            except (RedisDown, RedisFull) as error:
+                await outage.wait(error)
+                continue
+            outage.over()
+            try:
+                await asyncio.wait_for(self._changed.wait(), every_s)
+            except TimeoutError:
+                pass
+
+    async def measure(self, client: SglangClient, *, every_s: float) -> None:
+        """Consumes the engine's own figures; produces `loads`; waits every_s; ended by cancellation."""
+        while True:
+            try:
+                self.loads = await client.loads()
+            except EngineError as error:
+                log.debug("no load figures: %s", error)  # the probe decides whether it is well
+                self.loads = {}
+            await asyncio.sleep(every_s)

@@ -1,0 +1,153 @@
+"""Following the target: every new policy version is verified, then loaded, then read back.
+
+Verification reads each byte of the new version while the old one still generates; only the swap pauses it. What
+fails before the swap changes nothing: the engine stays READY at its old version and it is tried again. What fails
+within the swap leaves an engine that may be half one version and half another: it is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from protocol.errors import ForayError
+from protocol.messages import NodeState, WeightUpdate
+from rollout_server.engine.base import EngineError
+from rollout_server.engine.sglang import SglangClient
+from rollout_server.metrics import Stats
+from rollout_server.node.config import NodeSettings
+from rollout_server.node.manifest import WeightsCorrupt, verify
+from rollout_server.node.registry import Registry
+from rollout_server.node.standing import Standing
+from rollout_server.redis_client import Outage, RedisDown, RedisFull
+
+log = logging.getLogger(__name__)
+
+RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
+
+
+class EngineLost(ForayError):
+    """This incarnation of the engine is over."""
+
+
+def lost(standing: Standing, state: NodeState, detail: str) -> EngineLost:
+    """The error to raise. Says so in Redis first: stopping what is left of the engine may take seconds."""
+    standing.become(state, detail)
+    return EngineLost(detail)
+
+
+class Follower:
+    """Keeps one incarnation of an engine at the target version.
+
+    highest_epoch  survives incarnations: a target of a lower epoch comes from a learner that was replaced
+    swapping       held during a swap, so that a drain does not fall into the middle of one
+    """
+
+    def __init__(self, standing: Standing, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
+        self._standing, self._registry, self._settings, self._stats = standing, registry, settings, stats
+        self.highest_epoch = 0
+        self.swapping = asyncio.Lock()
+        self._refused = ""
+
+    async def follow(self, client: SglangClient) -> None:
+        """Consumes the target in Redis; produces loaded versions; waits poll_s, longer after a failure.
+
+        Also waits for evaluations to end. Raises EngineLost when a swap failed half-way; else ended by cancellation.
+        """
+        outage = Outage("reading the target", self._stats.waits, longest_s=2.0)
+        failures = 0
+        tried: WeightUpdate | None = None
+        while True:
+            try:
+                update = await self._registry.target()
+                outage.over()
+                if update is None or not self.wanted(update):
+                    await asyncio.sleep(self._settings.poll_s)
+                    continue
+                failures, tried = (failures if update == tried else 0), update
+                failures = 0 if await self._advance(client, update, failures) else failures + 1
+            except (RedisDown, RedisFull) as error:
+                await outage.wait(error)
+                continue
+            if failures:
+                await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
+
+    def wanted(self, update: WeightUpdate) -> bool:
+        """Whether `update` is ahead of what the engine holds. Refuses epochs below the highest seen."""
+        if update.epoch < self.highest_epoch:
+            if self._refused != update.version.label:
+                self._refused = update.version.label
+                log.warning("refusing %s: epoch %d is in force", update.version.label, self.highest_epoch)
+            return False
+        self.highest_epoch = update.epoch
+        behind = update.version > self._standing.version
+        # the version we hold, but not taking traffic: a corrupt copy was mended, or it was never read back
+        return behind or (update.version == self._standing.version and self._standing.state is NodeState.SYNCING)
+
+    async def _advance(self, client: SglangClient, update: WeightUpdate, failures: int) -> bool:
+        """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisDown."""
+        label = update.version.label
+        try:
+            await asyncio.to_thread(verify, update)
+        except WeightsCorrupt as error:
+            self._stats.counts["strikes"] += 1
+            patient = failures + 1 < self._settings.verify_attempts
+            state = self._standing.state if patient else NodeState.QUARANTINED
+            self._standing.become(state, f"{label} cannot be verified: {error}")
+            return False
+        if not await self._undisturbed(update):
+            return True
+        async with self.swapping:
+            if self._standing.state is NodeState.DRAINING:
+                return True
+            return await self._swap(client, update)
+
+    async def _undisturbed(self, update: WeightUpdate) -> bool:
+        """Waits while an evaluation runs; False when the target moved on meanwhile."""
+        if not await self._registry.evaluating():
+            return True
+        log.info("%s waits for an evaluation to end", update.version.label)
+        with self._stats.waits.during("eval"):
+            while await self._registry.evaluating():  # noqa: ASYNC110 - Redis has no event for it
+                await asyncio.sleep(self._settings.poll_s)
+        return await self._registry.target() == update
+
+    async def _swap(self, client: SglangClient, update: WeightUpdate) -> bool:
+        """Pause, load, read back, continue. False: nothing has changed. Raises EngineLost: anything may have."""
+        standing, settings, label = self._standing, self._settings, update.version.label
+        before = standing.state
+        standing.become(NodeState.LOADING, label)
+        paused_at = time.monotonic()
+        try:
+            await client.pause(settings.pause_mode)
+        except EngineError as error:
+            self._stats.counts["strikes"] += 1
+            await self._resume_anyway(client)
+            standing.become(before, f"{label} is not loaded: {error}")
+            return False
+        try:
+            loading_at = time.monotonic()
+            await client.update_weights_from_disk(
+                update.path, label=label, flush=settings.pause_mode == "retract", timeout_s=settings.update_timeout_s
+            )
+            standing.load_s = time.monotonic() - loading_at
+            held = await client.version()
+            if held != update.version:
+                raise EngineError("bad_output", client.name, f"it says it holds {held and held.label}, not {label}")
+            await client.resume()
+        except EngineError as error:
+            self._stats.counts["strikes"] += 1
+            raise lost(standing, NodeState.QUARANTINED, f"{label} is loaded in part: {error}") from error
+        standing.pause_s = time.monotonic() - paused_at
+        standing.updates += 1
+        self._stats.counts["updates"] += 1
+        standing.become(NodeState.READY, version=update.version)
+        log.info("%s loaded: paused %.3f s, of which %.3f s loading", label, standing.pause_s, standing.load_s)
+        return True
+
+    async def _resume_anyway(self, client: SglangClient) -> None:
+        try:
+            await client.resume()
+        except EngineError as error:
+            log.warning("cannot continue after a failed pause: %s", error)  # the probe finds out whether it is alive

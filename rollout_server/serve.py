@@ -1,0 +1,240 @@
+"""The rollout server's composition root: every loop is named here, and this is how they hang together.
+
+                    Redis {run}:tasks                      Redis wv:target, engines
+                          | lease, reclaim                        | every 0.5 s
+                          v                                       v
+    beat_loop ---> Tasks.lease_loop                          Fleet.follow ---> FleetTable
+    (renews)              | one per lease                         |
+                          v                                       v
+                        Work ---> run_group ---> generate ---> Router ---(HTTP)---> engines
+                          |           |
+                          |           +--------> search -----(HTTP)---> retriever
+                          v
+                    Sink.publish ---> Redis {run}:traj
+
+    loop             consumes              produces            waits for              unblocked by
+    lease_loop       tasks                 a Work each         a free place, credit   a group's end, the learner
+    beat_loop        leases in flight      fresh idle times    a third of task_idle   the clock
+    Fleet.follow     engines, target       FleetTable          fleet_poll_s           the clock
+    gate             FleetTable            accept / do not     a change               Fleet.follow
+    publish_metrics  Stats                 metrics in Redis    one second             the clock
+    HTTP             requests              episodes, status    -                      clients
+
+Shutdown is the reverse: stop leasing, let groups finish for drain_s, hand the rest back, then cancel the loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from protocol.errors import StateLost, UserError
+from protocol.keys import Keys
+from protocol.messages import EngineInfo, Task, TrajectoryGroup
+from protocol.settings import RunSettings
+from rollout_server.app import Served, build_app
+from rollout_server.config import RolloutSettings
+from rollout_server.engine.router import Router
+from rollout_server.engine.sglang import SglangClient
+from rollout_server.episode import Episode, build_episode, build_search
+from rollout_server.episodes import Episodes
+from rollout_server.fleet import Fleet
+from rollout_server.group import GroupRejected, run_group
+from rollout_server.lifecycle import Stop, plain_errors, stop_on_signals, write_port_file
+from rollout_server.measured_search import MeasuredSearch
+from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
+from rollout_server.redis_client import BLOCK_MS, RedisClient, RedisDown
+from rollout_server.rollout import OnProgress, ShouldStop
+from rollout_server.search.base import Search
+from rollout_server.sink import Sink
+from rollout_server.tasks import Tasks
+from rollout_server.work import Work
+
+log = logging.getLogger(__name__)
+
+COUNTERS = (
+    *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
+    *("trajectories", "turns", "searches", "search_errors", "tokens_generated", "tokens_observed", "stale"),
+)
+"""Shown from the start, as zeros."""
+
+
+async def serve(
+    run: RunSettings, settings: RolloutSettings, *, port_file: Path | None = None, stop: Stop | None = None
+) -> None:
+    """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can mend."""
+    stop = stop or Stop()
+    episode = build_episode(settings.episode, run.model)
+    stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
+    for name in COUNTERS:
+        stats.counts[name] = 0
+    redis = RedisClient(run.redis_url, Keys(run.id))
+    search = build_search(settings.search)
+    # no limit of connections here: the engines queue by themselves, and know better what they can run together
+    connector = aiohttp.TCPConnector(limit=0)
+    try:
+        async with aiohttp.ClientSession(connector=connector) as session:
+            with stop_on_signals(stop), plain_errors():
+                server = RolloutServer(run, settings, episode, stats, redis, MeasuredSearch(search, stats), session)
+                await server.run(stop, port_file)
+    finally:
+        await search.close()
+        await redis.aclose()
+
+
+class RolloutServer:
+    """All parts of one process, and the order in which they start and stop."""
+
+    def __init__(
+        self,
+        run: RunSettings,
+        settings: RolloutSettings,
+        episode: Episode,
+        stats: Stats,
+        redis: RedisClient,
+        search: Search,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
+        self._redis, self._search = redis, search
+        self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s)
+        self._router = Router(
+            self._fleet,
+            partial(_connect, session),
+            stats.waits,
+            max_lag=run.max_lag if settings.max_engine_lag is None else settings.max_engine_lag,
+            timeout_s=settings.generate_timeout_s,
+            attempts=settings.generate_attempts,
+            wait_s=settings.engine_wait_s,
+            vocab_size=_vocab_size(run.model),
+            tokenizer=episode.tokens.fingerprint,
+        )
+        sink = Sink(redis, stats)
+        self._tasks = Tasks(
+            redis,
+            sink,
+            stats,
+            consumer=f"{stats.id}-{secrets.token_hex(4)}",
+            concurrency=settings.concurrency_groups,
+            idle_ms=settings.task_idle_ms,
+        )
+        self._work = Work(
+            self._tasks,
+            self._roll,
+            sink,
+            self._fleet,
+            stats,
+            max_lag=run.max_lag,
+            max_attempts=settings.max_attempts,
+        )
+        stats.gauges |= {
+            "groups_in_flight": lambda: len(self._tasks.in_flight),
+            "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
+            "failovers": lambda: self._router.failovers,
+            "engine_strikes": lambda: self._router.health.total,
+            "engines_routable": lambda: len(self._router.candidates(pinned=False)),
+        }
+
+    async def run(self, stop: Stop, port_file: Path | None) -> None:
+        """Start everything, wait for `stop`, end everything in order."""
+        rate = Rate(lambda: self._stats.counts["tokens_generated"])
+        self._stats.gauges["tokens_generated_per_s"] = rate
+        async with self._listening(stop, port_file), asyncio.TaskGroup() as tasks:
+            loops = [
+                tasks.create_task(self._fleet.follow(), name="fleet"),
+                tasks.create_task(self._tasks.beat_loop(), name="beat"),
+                tasks.create_task(publish_metrics(self._redis, self._stats, (rate,)), name="metrics"),
+                tasks.create_task(self._gate(), name="gate"),
+            ]
+            leasing = tasks.create_task(self._tasks.lease_loop(tasks, self._work), name="lease")
+            await stop.asked.wait()
+            self._tasks.stop()
+            # what its last read brings is still started, and so finished or handed back
+            await asyncio.wait({leasing}, timeout=2 * BLOCK_MS / 1000)
+            leasing.cancel()
+            await self._tasks.drain(self._settings.drain_s, stop.hurry)
+            for loop in loops:
+                loop.cancel()
+            await self._leave()
+
+    async def _gate(self) -> None:
+        """Consumes the engine table; produces permission to lease; waits for a change; ended by cancellation.
+
+        A run that is done has no use for more groups. A learner that starts again opens the gate.
+        """
+        while True:
+            self._tasks.accept(not self._fleet.table.done)
+            await self._fleet.changed(timeout_s=1.0)
+
+    async def _roll(
+        self, task: Task, should_stop: ShouldStop, on_progress: OnProgress
+    ) -> TrajectoryGroup | GroupRejected:
+        return await run_group(
+            self._episode,
+            task,
+            self._router,
+            self._search,
+            run=self._run.id,
+            producer=self._stats.id,
+            should_stop=should_stop,
+            on_progress=on_progress,
+        )
+
+    @asynccontextmanager
+    async def _listening(self, stop: Stop, port_file: Path | None) -> AsyncIterator[None]:
+        """The HTTP side for the time of the block. Raises UserError when the address is taken."""
+        episodes = Episodes(self._episode, self._router, self._search, self._fleet, self._redis, self._stats)
+        served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.asked.is_set)
+        # a client that leaves takes its episodes with it
+        runner = web.AppRunner(build_app(served), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        host, port = self._settings.host, self._settings.port
+        try:
+            site = web.TCPSite(runner, host, port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise UserError(
+                    f"cannot listen on {host}:{port}",
+                    why=error.strerror or str(error),
+                    todo="choose another rollout.port, or 0 for a free one",
+                ) from None
+            port = runner.addresses[0][1]
+            write_port_file(port_file, port)
+            log.info("listening on http://%s:%d", host, port)
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(3.0):
+                await self._tasks.leave()
+                await withdraw_metrics(self._redis, self._stats)
+        except (RedisDown, StateLost, TimeoutError) as error:
+            log.info("left without taking leave of Redis: %s", error)
+
+
+def _connect(session: aiohttp.ClientSession, engine: EngineInfo) -> SglangClient:
+    return SglangClient(session, engine.url, name=engine.id)
+
+
+def _vocab_size(model: Path) -> int | None:
+    """Rows of the model's output layer; None when there is no config.json (the check is then left out)."""
+    try:
+        size = json.loads((model / "config.json").read_bytes()).get("vocab_size")
+    except (OSError, ValueError) as error:
+        log.warning("token ids are not checked against the vocabulary: %s", error)
+        return None
+    return int(size) if size else None
