@@ -143,7 +143,8 @@ class _Play:
         self.on_progress(segment)
         if not told:
             return _End(Status.FAILED, f"search_{result.error}"[:256])
-        self.turns[-1] = TurnText(self.turns[-1].policy, self.episode.tokens.decode(ids))
+        read = ids[len(self.episode.before) : len(ids) - len(self.episode.after)]
+        self.turns[-1] = TurnText(self.turns[-1].policy, self.episode.tokens.decode(read))
         return None
 
 

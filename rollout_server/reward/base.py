@@ -11,7 +11,7 @@ from protocol.messages import Question, Status
 
 @dataclass(frozen=True)
 class TurnText:
-    """One turn as text: what the policy wrote and, when it searched, what came back (tags of the observation too)."""
+    """One turn as text: what the policy wrote and, when it searched, what came back, without the tags around it."""
 
     policy: str
     observation: str = ""

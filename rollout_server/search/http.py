@@ -22,7 +22,7 @@ from rollout_server.search.base import SearchResult, SearchService
 if TYPE_CHECKING:
     import aiohttp
 
-BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+BACKOFF_S, MAX_BACKOFF_S, CONNECT_S = 0.05, 1.0, 3.0
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 
 
@@ -165,7 +165,8 @@ class HttpSearch:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._settings.connections, keepalive_timeout=30),
-                timeout=aiohttp.ClientTimeout(total=None),
+                # A host that swallows packets must not use up the deadline while another could answer.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
         return self._session
 
