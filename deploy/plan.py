@@ -25,6 +25,7 @@ class Ready(StrEnum):
 
     PING = "answers PING"
     HTTP = "GET /ready is 200"
+    ALIVE = "GET /health is 200"
     ENGINE = "registered in Redis as ready"
     RUNNING = "running"
 

@@ -28,6 +28,8 @@ class Readiness:
                 return not ping(spec.url, timeout_s=ANSWER_S)
             case Ready.HTTP:
                 return answers(f"{spec.url}/ready")
+            case Ready.ALIVE:
+                return answers(f"{spec.url}/health")
             case Ready.ENGINE:
                 return self._engine_is_ready(spec.name)
             case Ready.RUNNING:
