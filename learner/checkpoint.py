@@ -88,8 +88,10 @@ class Checkpoints:
 
         save     writes the train engine's state into a directory that exists and is empty
         confirm  raises Fenced when this learner may no longer commit
-        Raises CheckpointFailed when the disk is full or fails.
+        Raises CheckpointFailed when the disk is full or fails, ValueError for the one that is committed already.
         """
+        if self.committed(step, epoch):
+            raise ValueError(f"step {step} of epoch {epoch} is committed already")
         name = f"step_{step}.e{epoch}"
         part, final = self._folder / f".{name}.tmp", self._folder / name
         try:
@@ -104,6 +106,7 @@ class Checkpoints:
             for path in [*files.values(), *(p for p in part.rglob("*") if p.is_dir()), part]:
                 flush(path)
             confirm()
+            shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier try that could not move CURRENT
             part.rename(final)
             flush(self._folder)
             write_text(self._folder / CURRENT, name + "\n")
@@ -117,9 +120,10 @@ class Checkpoints:
         self._collect(name)
         return final
 
-    def exists(self, step: int, epoch: int) -> bool:
-        """Whether this very checkpoint was committed."""
-        return (self._folder / f"step_{step}.e{epoch}").is_dir()
+    def committed(self, step: int, epoch: int) -> bool:
+        """Whether the checkpoint in force is this one."""
+        found = self._current()
+        return found is not None and (int(found[1]), int(found[2])) == (step, epoch)
 
     def _current(self) -> re.Match[str] | None:
         try:

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from learner.config import LearnerSettings
-from protocol.errors import Fenced, UserError
+from protocol.errors import Fenced, ForayError, UserError
 from protocol.settings import RunSettings, read_tree, section
 
 REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-EXIT_BOOKS, EXIT_USER, EXIT_FENCED = 1, 2, 75
+EXIT_BROKEN, EXIT_USER, EXIT_FENCED = 1, 2, 75
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 at the end of the run or after SIGTERM, 1 when the books do not close, 2 when something needs a
-    person, 75 when another learner took over.
+    """Exit status: 0 at the end of the run or after SIGTERM, 1 when the books do not close or the weights are not
+    finite, 2 when something needs a person, 75 when another learner took over.
     """
     parser = argparse.ArgumentParser(
         prog="python -m learner",
@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Fenced as error:
         print(f"fenced: {error}", file=sys.stderr)
         return EXIT_FENCED
+    except ForayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BROKEN
 
 
 def require_redis(run: RunSettings) -> RunSettings:

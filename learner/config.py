@@ -47,6 +47,8 @@ class LearnerSettings(TrainerSettings):
     """A checkpoint is also due when the last one is this many seconds old."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept; the committed one always is."""
+    on_stale: Literal["mask", "drop"] = "mask"
+    """Group that began more than `run.max_lag` steps ago: mask its tokens beyond max_lag, or drop the whole group."""
     on_orphan: Literal["train", "mask"] = "train"
     """Tokens of a crashed predecessor's lost steps, replayed: train on them as on any within max_lag, or mask them."""
     reconcile_s: float = Field(default=10.0, gt=0)

@@ -71,4 +71,8 @@ class Keeper:
             self._reconciler.turn()
         self._issuer.turn()
         if self._metrics.due():
-            self._store.report(self._snapshot())
+            self.report()
+
+    def report(self) -> None:
+        """Publishes the metrics as they are."""
+        self._store.report(self._snapshot())

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,10 @@ class Meter:
         """Seconds by cause so far."""
         with self._lock:
             return dict(self._waits)
+
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
 
     def put(self, **values: float) -> None:
         """Sets numbers; what is not finite is left out, since a snapshot may not carry it."""
@@ -104,8 +108,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def serve_prometheus(port: int, snapshot: Any) -> None:
-    """Answers `/metrics` on `port` from then on, in a daemon thread. `snapshot`: () -> MetricsSnapshot."""
+def serve_prometheus(port: int, snapshot: Callable[[], MetricsSnapshot]) -> None:
+    """Answers `/metrics` on `port` from then on, in a daemon thread."""
     from prometheus_client import CollectorRegistry, start_http_server
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -120,5 +124,5 @@ def serve_prometheus(port: int, snapshot: Any) -> None:
             yield waits
 
     registry = CollectorRegistry()
-    registry.register(Collector())  # type: ignore[arg-type]
+    registry.register(Collector())
     start_http_server(port, registry=registry)

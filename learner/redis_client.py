@@ -119,7 +119,12 @@ class RunStore:
     def prepare(self) -> None:
         """Loads the functions and creates streams and groups where they are missing. May be called at any time."""
         with translated():
-            self._db.function_load(functions.source(), replace=True)
+            try:
+                self._db.function_load(functions.source(), replace=True)
+            except redis.ResponseError as error:
+                if "unknown command" not in str(error):
+                    raise
+                raise UserError("this Redis has no functions", why="it is older than 7.0", todo="upgrade it") from error
             for stream, group in ((self.keys.tasks, TASK_GROUP), (self.keys.traj, TRAJ_GROUP)):
                 try:
                     self._db.xgroup_create(stream, group, id="0", mkstream=True)

@@ -1,0 +1,311 @@
+"""The training loop.
+
+    task -> [rollout servers] -> source -> journal <- batch -> train -> publish -> ledger -> credit -> task
+                                                                            \\-> every K steps: checkpoint -> ack
+
+It consumes buffered groups, produces policy versions. It waits for groups (`data`), and for Redis when it must
+announce or acknowledge; it is unblocked by the reader thread. Whatever kills it, the next start with the same command
+goes on from the last checkpoint, and no seq is trained twice in the lineage that survives.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from learner.batch import build_batch
+from learner.checkpoint import CheckpointFailed
+from learner.entry import Entry
+from learner.lease import describe
+from learner.parts import Parts
+from learner.progress import StepFacts, mean_reward
+from learner.redis_client import RedisUnavailable
+from learner.seams import Report
+from protocol.errors import Fenced, ForayError, StateLost, UserError
+from protocol.ledger import Outcome
+from protocol.messages import TrajectoryGroup, WeightUpdate
+from protocol.versions import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+RETRY_CHECKPOINT_S = 10.0
+FAILED_CHECKPOINTS = 3
+"""So many failures in a row close the valve: what is trained cannot be acknowledged, and Redis would fill up."""
+
+T = TypeVar("T")
+
+
+class TrainingLoop:
+    """Runs to the last step, or until `stopping()`. Everything here happens in the training thread."""
+
+    def __init__(self, parts: Parts, lineage: list[PolicyVersion], stopping: Callable[[], bool]) -> None:
+        self.parts, self.stopping = parts, stopping
+        self.lineage = lineage
+        self.policy_step = parts.books.step
+        """Optimiser steps in the weights; one ahead of `books.step` between an update and its booking."""
+        self._update: WeightUpdate | None = None
+        self._checkpoint_step, self._checkpoint_time = parts.books.step, time.monotonic()
+        self._failed_checkpoints, self._failed_time = 0, 0.0
+        self._skipped = 0
+        self._announced = False
+        self._mark = (time.monotonic(), parts.meter.seconds())
+        """Where the present step began; a checkpoint counts to the step after it."""
+
+    # --- the training step, whole ---
+
+    def run(self) -> None:
+        """Announce the weights, open the valve, train."""
+        p = self.parts
+        self.surely(self.announce)
+        self.surely(p.issuer.recount)
+        p.issuer.open.set()
+        p.start_reader()
+        p.meter.say(state="training")
+        self._mark = (time.monotonic(), p.meter.seconds())
+        while p.books.step < p.run.steps and not self.stopping():
+            entries = self._groups()
+            if entries and self._train(entries):
+                self._checkpoint_if_due()
+
+    def _train(self, entries: list[Entry]) -> bool:
+        """One step on these groups; False when the policy did not move."""
+        p, run = self.parts, self.parts.run
+        groups = [e.message for e in entries if isinstance(e.message, TrajectoryGroup)]
+        with p.meter.waiting("compute"):
+            batch = build_batch(
+                groups,
+                p.engine.algorithm,
+                now_step=self.policy_step,
+                lineage=self.lineage if p.settings.on_orphan == "mask" else (),
+                max_lag=run.max_lag,
+                settings=p.settings.batch,
+                temperature=run.temperature,
+            )
+            report = p.engine.train(batch)
+        if report.skipped:
+            self._skip(entries, report)
+            return False
+        self._skipped = 0
+        self.policy_step += 1
+        if p.journal is not None:
+            p.journal.append(self.policy_step, p.lease.epoch, ((e.raw_header, e.raw_body) for e in entries))
+        with p.meter.waiting("publish"):
+            self.surely(self.announce)
+        trained = [e.seq for e in entries]
+        p.books.finish_step(trained, sampled=_sampled(entries), trained=report.tokens_trained)
+        p.keeper.wake.set()
+        self._record(groups, trained, report)
+        return True
+
+    def _groups(self) -> list[Entry]:
+        """The next batch of groups; [] when the run was told to stop. Mends what the I/O threads report meanwhile."""
+        p, run = self.parts, self.parts.run
+        max_lag = run.max_lag if p.settings.on_stale == "drop" else None
+        with p.meter.waiting("data"):
+            while not self.stopping():
+                self._mend_if_alarmed()
+                entries = p.source.take(run.groups_per_step, self.policy_step, max_lag=max_lag, timeout_s=POLL_S)
+                if entries:
+                    return entries
+                if self._failed_checkpoints and time.monotonic() > self._failed_time + RETRY_CHECKPOINT_S:
+                    self.checkpoint()
+        return []
+
+    def _skip(self, entries: list[Entry], report: Report) -> None:
+        seqs = [e.seq for e in entries]
+        p = self.parts
+        log.warning("the batch of seqs %s was not trained: %s", seqs, report.reason)
+        if report.reason == "no tokens":
+            # Nothing to learn from, and nobody's fault: too old, or ended by failing engines and searches.
+            p.books.settle(seqs, Outcome.STALE, "no_tokens")
+            p.keeper.wake.set()
+            return
+        p.skipped_journal.append(self.policy_step + 1, p.lease.epoch, ((e.raw_header, e.raw_body) for e in entries))
+        p.books.settle(seqs, Outcome.DEAD, "nonfinite")
+        p.books.tally.skipped_steps += 1
+        self._skipped += 1
+        if self._skipped >= p.settings.max_skipped:
+            raise UserError(
+                f"{self._skipped} batches in a row were not trained: {report.reason}",
+                why="the policy has diverged or the data is broken; the last checkpoint is from before",
+                todo=f"look at {p.run.dir / 'skipped'}, lower learner.optim.lr, and start again",
+            )
+        p.keeper.wake.set()
+
+    # --- weights ---
+
+    def announce(self, state: str = "ready") -> None:
+        """Publishes the policy as it is, unless that is done, and makes it the target."""
+        p = self.parts
+        version = PolicyVersion(p.lease.epoch, self.policy_step)
+        if self._update is None or self._update.version != version:
+            try:
+                self._update = p.publisher.publish(version, p.engine.iter_weights())
+            except OSError as error:
+                raise UserError(
+                    f"the weights of version {version.label} could not be written: {error}",
+                    todo=f"make room below {p.run.dir} and start again: it goes on from the last checkpoint",
+                ) from error
+        p.store.target(self._update, state)
+        self._announced = True
+        p.publisher.collect([engine.version for engine in p.store.engines()])
+
+    # --- checkpoints ---
+
+    def _checkpoint_if_due(self) -> None:
+        p = self.parts
+        age = time.monotonic() - self._checkpoint_time
+        due = p.books.step - self._checkpoint_step >= p.settings.checkpoint_every or age >= p.settings.checkpoint_s
+        if (due or self._failed_checkpoints) and p.books.step < p.run.steps:
+            self.checkpoint()
+
+    def checkpoint(self) -> bool:
+        """Commits a checkpoint, then acknowledges; False when the disk refused it. Training may go on without."""
+        p = self.parts
+        state = p.books.to_state()
+        if p.checkpoints.committed(p.books.step, p.lease.epoch):
+            return True
+        with p.meter.waiting("checkpoint"):
+            try:
+                if p.journal is not None:
+                    p.journal.flush()
+                p.checkpoints.write(
+                    state | {"run": p.run.id, "sampler": p.sampler.fingerprint, "steps": p.run.steps},
+                    step=p.books.step,
+                    epoch=p.lease.epoch,
+                    lineage=self.lineage,
+                    save=p.engine.save_state,
+                    confirm=lambda: self.surely(p.lease.confirm),
+                )
+            except (CheckpointFailed, OSError) as error:
+                self._checkpoint_failed(error)
+                return False
+            self._failed_checkpoints = 0
+            p.issuer.open.set()
+            self._checkpoint_step, self._checkpoint_time = p.books.step, time.monotonic()
+            p.meter.put(checkpoint_step=p.books.step)
+            ids = p.books.commit(state)
+            self.surely(lambda: p.store.ack(ids))
+            p.books.forget(ids)
+        return True
+
+    def _checkpoint_failed(self, error: Exception) -> None:
+        self._failed_checkpoints += 1
+        self._failed_time = time.monotonic()
+        log.error("%s; the checkpoint of step %d stays in force", error, self._checkpoint_step)
+        if self._failed_checkpoints >= FAILED_CHECKPOINTS:
+            log.error("%d checkpoints failed: no more tasks are issued until one succeeds", self._failed_checkpoints)
+            self.parts.issuer.open.clear()
+
+    # --- the end ---
+
+    def interrupt(self) -> None:
+        """Told to stop before the end: a checkpoint now, so that nothing has to be done twice."""
+        if self.policy_step != self.parts.books.step:
+            log.warning("stopped in the middle of a step: it will be done again")
+            return
+        try:
+            self.checkpoint()
+        except RedisUnavailable as error:
+            log.warning("Redis is away; what is trained will be acknowledged after the next start: %s", error)
+
+    def finish(self) -> None:
+        """Last checkpoint, and the end of the run announced. Raises ForayError when the books do not close."""
+        p = self.parts
+        p.stop_reader()
+        p.issuer.open.clear()
+        surplus = p.books.in_flight()
+        if surplus and len(self.lineage) > 1:
+            # Issued by a predecessor to make up for seqs it had settled and the checkpoint knows nothing of.
+            log.info("%d seqs are left over from before a restart and will not be trained", len(surplus))
+            p.books.settle(surplus, Outcome.FILTERED, "surplus")
+            p.books.tally.surplus += len(surplus)
+        changed = p.books.ledger != p.books.committed
+        if changed and not self.checkpoint():
+            raise UserError("the last checkpoint could not be written", todo="make room on the disk and start again")
+        self.surely(lambda: self.announce("done"))
+        problem = p.books.check() or (f"{len(surplus)} seqs are left: {surplus[:10]}" if p.books.in_flight() else "")
+        if problem:
+            raise ForayError(f"the books do not close: {problem}")
+
+    # --- Redis that comes and goes ---
+
+    def surely(self, call: Callable[[], T]) -> T:
+        """Calls until Redis has answered. Mends lost state and a lapsed lease in between; raises Fenced for good when
+        another learner holds the lease.
+        """
+        pause = 0.1
+        while True:
+            try:
+                return call()
+            except RedisUnavailable as error:
+                if self.stopping():
+                    raise
+                if pause == 0.1:
+                    log.warning("waiting for Redis: %s", error)
+                with self.parts.meter.waiting("redis"):
+                    time.sleep(pause)
+                pause = min(2.0, pause * 2)
+            except (StateLost, Fenced) as error:
+                self._mend(error)
+
+    def _mend_if_alarmed(self) -> None:
+        try:
+            self.parts.alarm.check()
+        except (StateLost, Fenced) as error:
+            self._mend(error)
+        if not self._announced:
+            self.surely(self.announce)
+
+    def _mend(self, error: Exception) -> None:
+        """Redis lost its state, or our lease lapsed while Redis was away: make everything again, issue it again."""
+        p = self.parts
+        log.warning("mending the run in Redis: %s", error)
+        self._announced = False
+        while True:
+            try:
+                p.store.prepare()
+                other = p.lease.lost_to()
+                if other is not None:
+                    raise Fenced(f"this learner (epoch {p.lease.epoch}) gave way to {describe(other)}")
+                try:
+                    p.lease.renew()
+                except Fenced:
+                    p.lease.acquire(p.lease.epoch)
+                    self.lineage.append(PolicyVersion(p.lease.epoch, self.policy_step))
+                p.issuer.recount()
+                break
+            except RedisUnavailable:
+                if self.stopping():
+                    raise
+                time.sleep(0.5)
+        p.source.reclaim.set()
+        p.alarm.clear()
+        p.keeper.wake.set()
+
+    # --- telling ---
+
+    def _record(self, groups: list[TrajectoryGroup], trained: list[int], report: Report) -> None:
+        p = self.parts
+        (began, before), self._mark = self._mark, (time.monotonic(), p.meter.seconds())
+        seconds = {k: v - before[k] for k, v in self._mark[1].items()}
+        facts = StepFacts(
+            step=p.books.step,
+            steps=p.run.steps,
+            reward=mean_reward(groups),
+            em=mean_reward(groups, "em"),
+            lag_mean=report.metrics.get("lag_mean", 0.0),
+            lag_max=report.metrics.get("lag_max", 0.0),
+            sampled=sum(t.num_sampled for g in groups for t in g.trajectories),
+            trained=report.tokens_trained,
+            total_s=self._mark[0] - began,
+            seconds=seconds,
+        )
+        p.tell_step(facts, trained, report)
+
+
+def _sampled(entries: list[Entry]) -> int:
+    return sum(sum(e.header.sampled) for e in entries)

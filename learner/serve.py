@@ -1,0 +1,260 @@
+"""The learner, put together and run: lease, resume, publish, train, end.
+
+training thread   loop.py: take groups -> train -> publish -> book -> checkpoint -> acknowledge
+reader thread     source.py: stream entries -> buffered groups
+keeper thread     keeper.py: renew the lease, issue tasks, reconcile, metrics
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from learner.books import Books
+from learner.checkpoint import Checkpoint, Checkpoints
+from learner.config import LearnerSettings
+from learner.io_loop import Alarm, IoLoop
+from learner.issue import Issuer
+from learner.journal import Journal
+from learner.keeper import Keeper
+from learner.lease import Lease
+from learner.loop import TrainingLoop
+from learner.metrics import Meter, StepLog, serve_prometheus
+from learner.parts import Parts
+from learner.questions import load_questions
+from learner.reconcile import Reconciler
+from learner.redis_client import RedisUnavailable, RunStore
+from learner.sampler import Sampler
+from learner.seams import TrainEngine
+from learner.source import Source
+from protocol.errors import Fenced, UserError
+from protocol.ledger import Outcome
+from protocol.messages import MetricsSnapshot
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+REDIS_PATIENCE_S = 30.0
+LEARNER_ID = "0"
+"""Rank in metrics: a restarted learner takes the place of its predecessor."""
+
+MakeEngine = Callable[[RunSettings, LearnerSettings], TrainEngine]
+
+
+def build_trainer(run: RunSettings, settings: LearnerSettings) -> TrainEngine:
+    """The real train engine; imports torch and DeepSpeed."""
+    from learner.trainer import Trainer
+
+    return Trainer(run, settings)
+
+
+def serve(
+    run: RunSettings, settings: LearnerSettings, *, takeover: bool = False, make_engine: MakeEngine = build_trainer
+) -> int:
+    """Trains to the end of the run, or until SIGTERM or SIGINT; 0 in both cases.
+
+    Raises UserError, Fenced when another learner took over, ForayError when the books do not close.
+    """
+    sampler = Sampler(load_questions(settings.questions), run.seed)
+    run.dir.mkdir(parents=True, exist_ok=True)
+    store = RunStore(run.redis_url, run.id)
+    with _stop_signal() as stop:
+        _reach(store)
+        checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints)
+        lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs")
+        lease.acquire(checkpoints.current_epoch(), takeover=takeover)
+        parts: Parts | None = None
+        try:
+            parts, lineage = assemble(run, settings, sampler, store, checkpoints, lease, make_engine)
+            _train(parts, TrainingLoop(parts, lineage, stop.is_set), stop)
+        except Fenced:
+            raise
+        except BaseException:
+            lease.release()
+            raise
+        finally:
+            (store if parts is None else parts).close()
+    return 0
+
+
+def assemble(
+    run: RunSettings,
+    settings: LearnerSettings,
+    sampler: Sampler,
+    store: RunStore,
+    checkpoints: Checkpoints,
+    lease: Lease,
+    make_engine: MakeEngine,
+) -> tuple[Parts, list[PolicyVersion]]:
+    """All parts with the state of the last checkpoint, and the lineage. The lease is renewed from here on."""
+    checkpoint = checkpoints.load()
+    if checkpoint is not None and checkpoint.epoch >= lease.epoch:  # Redis rolled back while we waited
+        lease.acquire(checkpoint.epoch)
+    books, meter, alarm = Books(), Meter(), Alarm()
+    if checkpoint is not None:
+        _restore(books, checkpoint, run, sampler)
+    source = Source(
+        store,
+        books,
+        run.id,
+        room=settings.prefetch_steps * run.groups_per_step,
+        max_attempts=settings.max_attempts,
+        evidence=run.dir / "dead_letters.jsonl",
+    )
+    issuer = Issuer(store, books, sampler, run)
+    snapshot = _measure(run, books, lease, meter)
+    reconciler = Reconciler(store, books, source)
+    keeper = Keeper(
+        store, lease, issuer, reconciler, snapshot, lease_s=settings.lease_s, reconcile_s=settings.reconcile_s
+    )
+    keeping = IoLoop("keeper", keeper.turn, alarm)
+    keeping.start()
+    try:
+        engine = make_engine(run, settings)
+        if checkpoint is not None:
+            engine.load_state(checkpoint.path / "state")
+    except BaseException:
+        keeping.stop()
+        raise
+    if settings.metrics_port:
+        serve_prometheus(settings.metrics_port, snapshot)
+    parts = Parts(
+        run=run,
+        settings=settings,
+        store=store,
+        books=books,
+        meter=meter,
+        alarm=alarm,
+        lease=lease,
+        sampler=sampler,
+        checkpoints=checkpoints,
+        issuer=issuer,
+        source=source,
+        keeper=keeper,
+        engine=engine,
+        publisher=settings.publish.build(run, engine.model_files),
+        journal=Journal(run.dir / "journal") if settings.journal else None,
+        skipped_journal=Journal(run.dir / "skipped"),
+        step_log=StepLog(run.dir / "metrics.jsonl"),
+        reader=IoLoop("reader", source.turn, alarm),
+        keeping=keeping,
+    )
+    start = PolicyVersion(lease.epoch, books.step)
+    return parts, [*(checkpoint.lineage if checkpoint else ()), start]
+
+
+def _train(parts: Parts, loop: TrainingLoop, stop: threading.Event) -> None:
+    log.info("epoch %d begins at step %d of %d", parts.lease.epoch, parts.books.step, parts.run.steps)
+    try:
+        loop.run()
+        if stop.is_set():
+            loop.interrupt()
+            log.info("stopped at step %d; the same command goes on from there", parts.books.step)
+        else:
+            loop.finish()
+            parts.meter.say(state="done")
+            parts.keeper.report()
+            log.info("done: %s", _summary(parts.books))
+    except RedisUnavailable:
+        if not stop.is_set():
+            raise
+        loop.interrupt()
+    parts.keeping.stop()
+    parts.lease.release()
+
+
+def _restore(books: Books, checkpoint: Checkpoint, run: RunSettings, sampler: Sampler) -> None:
+    facts = checkpoint.facts
+    if facts["run"] != run.id:
+        raise UserError(
+            f"the checkpoint {checkpoint.path} is of run {facts['run']!r}, not of {run.id!r}",
+            why="its seqs would be taken for ours",
+            todo="give each run a run.dir of its own",
+        )
+    if facts["sampler"] != sampler.fingerprint:
+        raise UserError(
+            "the questions or run.seed are not those the run began with",
+            why="seq n would mean another question than the one that was trained",
+            todo="restore them, or start a new run with another run.id and run.dir",
+        )
+    books.restore(facts)
+    if books.step > run.steps:
+        raise UserError(f"run.steps is {run.steps} and the checkpoint has {books.step} steps", todo="raise run.steps")
+    log.info("resuming from %s", checkpoint.path)
+
+
+def _measure(run: RunSettings, books: Books, lease: Lease, meter: Meter) -> Callable[[], MetricsSnapshot]:
+    def snapshot() -> MetricsSnapshot:
+        with books.lock:
+            counts, tally = books.ledger.counts, books.tally
+            values = {
+                **{str(outcome): counts[outcome] for outcome in Outcome},
+                "step": books.step,
+                "steps": run.steps,
+                "epoch": lease.epoch,
+                "groups_trained": counts[Outcome.TRAINED],
+                "tokens_trained": tally.tokens_trained,
+                "tokens_sampled": tally.tokens_sampled,
+                "issued": books.issued,
+                "settled": books.ledger.settled,
+                "watermark": books.ledger.watermark,
+                "in_flight": len(books.in_flight()),
+                "held": len(books.held),
+                "duplicates": tally.duplicates,
+                "redelivered": tally.redelivered,
+                "reissued": tally.reissued,
+                "dead_letters": tally.dead_letters,
+            }
+        return meter.snapshot(LEARNER_ID, **values)
+
+    return snapshot
+
+
+def _summary(books: Books) -> str:
+    counts = ", ".join(f"{books.ledger.counts[outcome]} {outcome}" for outcome in Outcome)
+    return f"{books.issued} seqs issued = {counts}, 0 in flight; {books.tally.duplicates} duplicates suppressed"
+
+
+def _reach(store: RunStore) -> None:
+    """Waits for Redis and makes it ready; raises UserError when it stays away."""
+    deadline, told = time.monotonic() + REDIS_PATIENCE_S, False
+    while True:
+        try:
+            store.prepare()
+            return
+        except RedisUnavailable as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"cannot reach Redis at {store.url}", why=str(error), todo="start it, or set run.redis_url"
+                ) from None
+            if not told:
+                log.warning("waiting for Redis at %s: %s", store.url, error)
+            told = True
+            time.sleep(0.3)
+
+
+@contextmanager
+def _stop_signal() -> Iterator[threading.Event]:
+    """Set by SIGTERM and SIGINT; a second SIGINT interrupts at once. Outside the main thread: never set."""
+    stop = threading.Event()
+
+    def told(number: int, frame: FrameType | None) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
