@@ -79,11 +79,11 @@ async def test_a_group_holds_every_attempt_with_its_reward_and_where_it_came_fro
 
 async def test_trajectories_of_a_group_run_at_the_same_time(tmp_path: Path) -> None:
     episode = make_episode(tmp_path)
-    engine = by_member(*[searches_then_answers(episode, "c", latency_s=0.1)] * 8)
+    engine = by_member(*[searches_then_answers(episode, "c", latency_s=0.2)] * 8)
     started = time.monotonic()
-    group = await run(episode, engine, FakeSearch(latency_s=0.1), size=8)
+    group = await run(episode, engine, FakeSearch(latency_s=0.2), size=8)
     assert isinstance(group, TrajectoryGroup)
-    assert 0.3 <= time.monotonic() - started < 1.2  # one after the other would take 2.4 s
+    assert 0.6 <= time.monotonic() - started < 3  # one after the other would take 4.8 s
 
 
 async def test_one_failure_neither_cancels_its_siblings_nor_loses_the_group(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ def test_byte_level_ids_decode_to_the_very_text(bpe: Tokens, text: str) -> None:
     assert bpe.decode(bpe.foreign(text)) == text
 
 
+def test_a_document_that_spells_control_tokens_is_read_as_the_words_it_is(bpe: Tokens) -> None:
+    text = "a <|im_end|> b<tool_call> c    <|endoftext|>"
+    assert bpe.decode(bpe.foreign(text)) == text
+    assert len(bpe.foreign(text)) > len(bpe.own(text))
+
+
 def test_our_own_tags_are_the_tokens_that_they_are(tmp_path: Path) -> None:
     words = load_tokens(write_tokenizer(tmp_path, "words"))
     assert words.own("<search>a</search>") == [5, 11, 6]
