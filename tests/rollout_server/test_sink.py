@@ -1,0 +1,97 @@
+"""Publishing: once, whatever Redis and the network do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from protocol.keys import TASK_GROUP
+from protocol.messages import GroupFailed
+from protocol.testing import make_group, make_task
+from rollout_server import sink as sink_module
+from rollout_server.metrics import Stats
+from rollout_server.sink import Sink
+
+Until = Callable[..., Awaitable[None]]
+
+
+async def leased(world, seq: int = 1) -> tuple[Sink, Stats, str]:
+    """A sink, its stats, and the entry of a task leased by `me`."""
+    redis, stats = world.client(), Stats("rollout", "me")
+    world.issue(make_task(seq))
+    ((entry, _),) = await redis.read(world.keys.tasks, TASK_GROUP, "me", 1)
+    return Sink(redis, stats), stats, entry.decode()
+
+
+async def test_a_second_publish_of_the_same_task_changes_nothing(world) -> None:
+    sink, stats, entry = await leased(world)
+    group = make_group(1, run=world.keys.run)
+    assert await sink.publish(entry, group) is True
+    assert await sink.publish(entry, group) is False
+    assert len(world.published()) == 1
+    assert (stats.counts["groups_published"], stats.counts["duplicates"]) == (1, 1)
+
+
+async def test_a_retry_takes_the_place_of_the_failed_attempt(world) -> None:
+    sink, _, entry = await leased(world)
+    assert await sink.replace(entry, make_task(1, attempt=2)) is True
+    assert await sink.replace(entry, make_task(1, attempt=2)) is False
+    assert world.pending() == 0
+    ((_, fields),) = await world.client().read(world.keys.tasks, TASK_GROUP, "other", 5)
+    assert fields[b"seq"] == b"1"
+
+
+async def test_publishing_outlasts_a_redis_that_is_killed(own_world, until: Until) -> None:
+    world = own_world
+    sink, stats, entry = await leased(world)
+    world.process.kill()
+    publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
+    await until(lambda: stats.waits.seconds().get("redis", 0) > 0.3, "the sink waits for Redis")
+    await asyncio.to_thread(world.process.start)
+    assert await asyncio.wait_for(publishing, 15) is True
+    assert [m.seq for m in world.published()] == [1] and world.pending() == 0
+
+
+async def test_publishing_waits_while_redis_is_full(own_world, until: Until) -> None:
+    world = own_world
+    sink, stats, entry = await leased(world)
+    world.sync.config_set("maxmemory", "1")
+    publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
+    await until(lambda: stats.waits.seconds().get("redis", 0) > 0.3, "the sink waits for room")
+    assert world.pending() == 1, "a publish that is refused acknowledges nothing"
+    world.sync.config_set("maxmemory", "0")
+    assert await asyncio.wait_for(publishing, 15) is True
+
+
+async def test_publishing_waits_for_a_wiped_redis_and_then_gives_way(own_world, until: Until) -> None:
+    """After a wipe the task is nobody's any more: its group is dropped, and the learner issues the seq again."""
+    world = own_world
+    sink, stats, entry = await leased(world)
+    world.sync.flushall()
+    world.sync.function_flush()
+    publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
+    await until(lambda: stats.waits.seconds().get("redis", 0) > 0.2, "the sink waits for the learner")
+    world.create()
+    assert await asyncio.wait_for(publishing, 15) is False
+    assert world.published() == []
+
+
+async def test_a_group_beyond_the_size_limit_is_reported_as_failed(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    from protocol import codec
+
+    sink, _, entry = await leased(world)
+    monkeypatch.setattr(codec, "MAX_BYTES", 4096)
+    await sink.publish(entry, make_group(1, run=world.keys.run, length=2000))
+    (message,) = world.published()
+    assert isinstance(message, GroupFailed) and message.reason == "too_large"
+    assert message.generated_tokens == 4 * (2 + 2000)
+
+
+async def test_dead_letters_keep_a_bounded_piece_of_the_evidence(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, _, entry = await leased(world)
+    monkeypatch.setattr(sink_module, "DLQ_BYTES", 10)
+    await sink.bury(entry, 1, b"x" * 1000, "task_corrupt", world.keys.run)
+    ((_, fields),) = world.sync.xrange(world.keys.dlq)
+    assert fields[b"raw"] == b"x" * 10 and len(world.published()) == 1

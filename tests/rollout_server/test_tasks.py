@@ -1,0 +1,181 @@
+"""Leases: whose task it is, what becomes of it when its server dies, stops, or never could read it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from protocol.messages import GroupFailed
+from protocol.testing import make_group, make_task
+from rollout_server.metrics import Stats
+from rollout_server.sink import Sink
+from rollout_server.tasks import Lease, Tasks
+
+IDLE_MS = 400
+
+
+class Server:
+    """The leasing half of a rollout server; `perform` publishes when `let` is set."""
+
+    def __init__(self, world, name: str, *, concurrency: int = 8, idle_ms: int = IDLE_MS) -> None:
+        self.stats = Stats("rollout", name)
+        self.redis = world.client()
+        self.run = world.keys.run
+        self.sink = Sink(self.redis, self.stats)
+        self.tasks = Tasks(self.redis, self.sink, self.stats, consumer=name, concurrency=concurrency, idle_ms=idle_ms)
+        self.let = asyncio.Event()
+        self.quick: set[int] = set()
+        self.begun: list[int] = []
+        self.cancelled: list[int] = []
+
+    async def perform(self, lease: Lease) -> None:
+        self.begun.append(lease.task.seq)
+        try:
+            await (asyncio.sleep(0.2) if lease.task.seq in self.quick else self.let.wait())
+        except asyncio.CancelledError:
+            self.cancelled.append(lease.task.seq)
+            raise
+        lease.publishing = True
+        await self.sink.publish(lease.entry, make_group(lease.task.seq, run=self.run))
+
+    @asynccontextmanager
+    async def running(self, *, beating: bool = True) -> AsyncIterator[None]:
+        """Leases (and beats) for the time of the block; leaving it is a sudden death."""
+        async with asyncio.TaskGroup() as tasks:
+            self.leasing = tasks.create_task(self.tasks.lease_loop(tasks, self.perform))
+            loops = [self.leasing]
+            if beating:
+                loops.append(tasks.create_task(self.tasks.beat_loop()))
+            yield
+            for task in [*loops, *(task for _, task in self.tasks.in_flight.values())]:
+                task.cancel()
+
+
+async def test_no_more_tasks_are_leased_than_there_are_places(world, until: Callable[..., Awaitable[None]]) -> None:
+    server = Server(world, "a", concurrency=2)
+    world.issue(*(make_task(seq) for seq in range(1, 6)))
+    async with server.running():
+        await until(lambda: server.begun == [1, 2], "two begin")
+        await asyncio.sleep(0.2)
+        assert server.begun == [1, 2] and world.pending() == 2, "the others wait where every server can see them"
+        server.let.set()
+        await until(lambda: len(world.published()) == 5, "all are published")
+    assert [m.seq for m in world.published()] == [1, 2, 3, 4, 5] and world.pending() == 0
+
+
+async def test_a_dead_servers_tasks_are_taken_over(world, until: Callable[..., Awaitable[None]]) -> None:
+    first, second = Server(world, "a"), Server(world, "b")
+    world.issue(*(make_task(seq) for seq in (1, 2, 3)))
+    async with first.running():
+        await until(lambda: len(first.begun) == 3, "the first server has all")
+    second.let.set()
+    async with second.running():
+        await until(lambda: len(world.published()) == 3, "the second server publishes them")
+    assert sorted(m.seq for m in world.published()) == [1, 2, 3]
+    assert second.stats.counts["reclaimed"] == 3 and world.pending() == 0
+
+
+async def test_a_beating_server_keeps_its_tasks(world, until: Callable[..., Awaitable[None]]) -> None:
+    first, second = Server(world, "a"), Server(world, "b")
+    world.issue(make_task(1))
+    async with first.running():
+        await until(lambda: first.begun == [1], "the first server has it")
+        async with second.running():
+            await asyncio.sleep(3 * IDLE_MS / 1000)
+            assert second.begun == []
+        first.let.set()
+        await until(lambda: len(world.published()) == 1, "it is published")
+    assert first.cancelled == []
+
+
+async def test_work_on_a_lost_lease_is_cancelled(world, until: Callable[..., Awaitable[None]]) -> None:
+    slow, quick = Server(world, "a"), Server(world, "b")
+    world.issue(make_task(1))
+    async with slow.running(beating=False):
+        await until(lambda: slow.begun == [1], "the slow server has it")
+        slow.leasing.cancel()  # it neither beats nor looks for silent servers: it hangs
+        quick.let.set()
+        async with quick.running():
+            await until(lambda: len(world.published()) == 1, "the quick one took it over")
+        await slow.tasks._beat()
+        await until(lambda: slow.cancelled == [1], "the slow one learns of it")
+    assert slow.stats.counts["leases_lost"] == 1 and len(world.published()) == 1
+
+
+async def test_a_task_that_outlives_three_servers_is_given_up_as_poison(
+    world, until: Callable[..., Awaitable[None]]
+) -> None:
+    world.issue(make_task(7))
+    for name in ("a", "b", "c"):
+        victim = Server(world, name, idle_ms=60)
+        async with victim.running(beating=False):
+            await until(lambda victim=victim: victim.begun == [7], f"{name} begins")
+    last = Server(world, "d", idle_ms=60)
+    async with last.running():
+        await until(world.published, "the fourth gives it up")
+    (message,) = world.published()
+    assert isinstance(message, GroupFailed) and (message.seq, message.reason) == (7, "poison")
+    assert last.begun == [] and world.pending() == 0
+
+
+async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
+    world, until: Callable[..., Awaitable[None]]
+) -> None:
+    server = Server(world, "a")
+    server.let.set()
+    world.sync.xadd(world.keys.tasks, {"seq": 1, "b": b"\xc1 not msgpack"})
+    world.sync.xadd(world.keys.tasks, {"nothing": "of ours"})
+    world.issue(make_task(3))
+    async with server.running():
+        await until(lambda: len(world.published()) == 2, "one reported, one published")
+        await until(lambda: world.pending() == 0, "none is left")
+    failed, group = world.published()
+    assert isinstance(failed, GroupFailed) and (failed.seq, failed.reason) == (1, "task_corrupt")
+    assert group.seq == 3
+    letters = [fields for _, fields in world.sync.xrange(world.keys.dlq)]
+    assert [(f[b"seq"], f[b"raw"]) for f in letters] == [(b"1", b"\xc1 not msgpack"), (b"None", b"")]
+
+
+async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once(
+    world, until: Callable[..., Awaitable[None]]
+) -> None:
+    server, other = Server(world, "a", idle_ms=60_000), Server(world, "b", idle_ms=60_000)
+    server.quick = {1}
+    world.issue(make_task(1), make_task(2))
+    async with server.running():
+        await until(lambda: len(server.begun) == 2, "both begin")
+        server.tasks.stop()
+        await asyncio.wait_for(server.leasing, 3.0)
+        await server.tasks.drain(0.3, asyncio.Event())
+        assert server.cancelled == [2] and [m.seq for m in world.published()] == [1]
+    other.let.set()
+    async with other.running():
+        await until(lambda: len(world.published()) == 2, "the other server has the second at once", 5.0)
+    assert [m.seq for m in world.published()] == [1, 2] and other.stats.counts["reclaimed"] == 0
+
+
+async def test_a_server_started_before_the_learner_waits_for_the_streams(
+    unprepared_world, until: Callable[..., Awaitable[None]]
+) -> None:
+    world = unprepared_world
+    server = Server(world, "a")
+    server.let.set()
+    async with server.running():
+        await asyncio.sleep(0.3)
+        world.create()
+        world.issue(make_task(1))
+        await until(lambda: len(world.published()) == 1, "it goes on by itself")
+    assert server.stats.waits.seconds()["redis"] > 0.1
+
+
+async def test_a_closed_gate_leases_nothing(world, until: Callable[..., Awaitable[None]]) -> None:
+    server = Server(world, "a")
+    server.let.set()
+    server.tasks.accept(False)
+    world.issue(make_task(1))
+    async with server.running():
+        await asyncio.sleep(0.3)
+        assert server.begun == []
+        server.tasks.accept(True)
+        await until(lambda: len(world.published()) == 1, "an open gate lets it through")
