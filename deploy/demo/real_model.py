@@ -1,0 +1,203 @@
+"""A small policy for real questions, made on the spot: no model hub, a few minutes on one core.
+
+It is not a good reader, and is not meant to be. It has a byte-level BPE tokenizer trained on the corpus and a short
+supervised warm start on Search-R1's protocol, so that a whole run over real questions and real passages can be watched
+on a laptop: it writes well-formed turns and searches for words of the question. Point `run.model` at a real model to
+learn something.
+
+    python -m deploy.demo.real_model --config runs/hotpotqa/resolved.yaml [--seconds 150]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
+
+    from deploy.config import RunConfig
+    from rollout_server.episode import Episode
+
+VOCABULARY = 4096
+BATCH = 16
+LEARNING_RATE = 2e-3
+WARM_UP_STEPS = 30
+OBSERVATION_TOKENS = 96
+PRACTICE_SHARE = 0.5
+"""Share of demonstrations made from the corpus alone: there are thousands of titles and only hundreds of questions."""
+
+NAME = re.compile(r"(?:[A-Z0-9][\w'.\-]*)(?: (?:of|the|and|de|von|van|in)? ?[A-Z0-9][\w'.\-]*)*")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A question, what to search for, what comes back, what to answer."""
+
+    question: str
+    query: str
+    passages: tuple[dict[str, str], ...]
+    answer: str
+
+
+def salient(question: str, titles: Sequence[str] = ()) -> str:
+    """What to search for: a supporting title that the question names, else its longest run of capitalised words."""
+    named = [title for title in titles if title.lower() in question.lower()]
+    if named:
+        return max(named, key=len)
+    # the first word is capitalised whatever it is
+    rest = question.split(" ", 1)[-1]
+    return max(NAME.findall(rest), key=len, default=rest.rstrip("? "))
+
+
+def lessons(questions: Sequence[dict[str, Any]], corpus: dict[str, dict[str, str]], seed: int) -> Iterator[Lesson]:
+    """Endless demonstrations, half from questions with their gold passages, half from the corpus alone."""
+    rng = random.Random(seed)
+    everything = list(corpus.values())
+    while True:
+        if rng.random() < PRACTICE_SHARE:
+            passage = rng.choice(everything)
+            title = passage["contents"].partition("\n")[0].strip('"')
+            wording = rng.choice(("What is {}?", "Who or what is {}?", "Where does the name {} come from?", "{}?"))
+            yield Lesson(wording.format(title), title, (passage,), title)
+            continue
+        record = rng.choice(questions)
+        gold = tuple(corpus[i] for i in record.get("supporting_ids", ()) if i in corpus)
+        answers = record.get("golden_answers") or record.get("answers") or [""]
+        query = salient(record["question"], record.get("sup_titles", ()))
+        yield Lesson(record["question"], query, gold[:1] or (rng.choice(everything),), answers[0])
+
+
+def train_tokenizer(texts: Iterator[str], directory: Path) -> None:
+    """Byte-level BPE of VOCABULARY tokens in Hugging Face layout; the protocol's tags are plain text to it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": None})
+    )
+
+
+def new_model(seed: int, context: int) -> Qwen2ForCausalLM:
+    """A Qwen2 of 1.3 million parameters, half of them embeddings."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=320,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    return Qwen2ForCausalLM(config).float()
+
+
+def encode(episode: Episode, lesson: Lesson) -> tuple[list[int], list[float]]:
+    """(ids, weight of each token in the loss), made by the very code that will run the episodes."""
+    from protocol.search import Passage
+
+    own = episode.tokens.own
+    found = [Passage(id=p["id"], contents=p["contents"]) for p in lesson.passages]
+    parts = [
+        (episode.prompt(lesson.question), 0.0),
+        (own(f"<think> I should look for {lesson.query}. </think>\n<search> {lesson.query} </search>"), 1.0),
+        (episode.observation(found, OBSERVATION_TOKENS), 0.0),
+        (own(f"<think> I found something. </think>\n<answer> {lesson.answer} </answer>"), 1.0),
+    ]
+    return [i for ids, _ in parts for i in ids], [weight for ids, weight in parts for _ in ids]
+
+
+def warm_start(
+    model: Qwen2ForCausalLM, episode: Episode, stream: Iterator[Lesson], seconds: float, say: Callable[[str], None]
+) -> None:
+    """Supervised steps for `seconds`; the learning rate falls linearly with the time that has passed."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    began, step, shown = time.monotonic(), 0, 0.0
+    while (passed := time.monotonic() - began) < seconds:
+        rows = [encode(episode, next(stream)) for _ in range(BATCH)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
+        weights = torch.tensor([row + [0.0] * (width - len(row)) for _, row in rows])[:, 1:]
+        rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.05, 1.0 - passed / seconds)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        wanted = weights > 0  # logits of the other tokens would be most of the work
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), ids[:, 1:][wanted])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if passed - shown > 10:
+            shown = passed
+            say(f"warm start: {passed:.0f} of {seconds:.0f} s, step {step}, loss {loss.item():.2f}")
+
+
+def prepare(config: RunConfig, seconds: float, say: Callable[[str], None]) -> None:
+    """Write tokenizer and warm-started model to `run.model` (atomically: the directory appears when it is whole)."""
+    import torch
+
+    from rollout_server.episode import build_episode
+
+    torch.set_num_threads(1)
+    target = config.run.model
+    building = target.with_name(target.name + ".building")
+    with config.retriever.corpus.open(encoding="utf-8") as lines:
+        corpus = {record["id"]: record for record in map(json.loads, lines)}
+    questions = [json.loads(line) for line in config.learner.questions.read_text(encoding="utf-8").splitlines() if line]
+    say(f"{len(corpus)} passages, {len(questions)} questions")
+    texts = (p["contents"] for p in list(corpus.values())[::4])
+    train_tokenizer(texts, building)
+    model = new_model(config.run.seed, config.rollout.episode.max_context)
+    model.save_pretrained(building)
+    episode = build_episode(config.rollout.episode, building)
+    warm_start(model, episode, lessons(questions, corpus, config.run.seed), seconds, say)
+    model.save_pretrained(building)
+    building.rename(target)
+    say(f"wrote {target}")
+
+
+def main() -> None:
+    """Command line: see the module's text."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo.real_model", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="a run's configuration")
+    parser.add_argument("--seconds", type=float, default=150.0, help="time for the warm start (default: 150)")
+    options = parser.parse_args()
+    from deploy.config import load
+
+    prepare(load(options.config), options.seconds, lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    main()
