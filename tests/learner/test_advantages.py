@@ -1,0 +1,87 @@
+"""Advantages against values worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from learner.advantages import Outcomes, grpo_advantages, rloo_advantages
+from protocol.messages import Status, TrajectoryGroup
+from protocol.testing import make_group, make_question, make_trajectory
+
+
+def outcomes(rewards, group=None, votes=None) -> Outcomes:
+    n = len(rewards)
+    return Outcomes(
+        np.asarray(rewards, np.float64),
+        np.ones(n, bool) if votes is None else np.asarray(votes, bool),
+        np.zeros(n, np.int64) if group is None else np.asarray(group, np.int64),
+    )
+
+
+def grpo(given: Outcomes, *, normalize_std=True, ddof=1, epsilon=0.0):
+    return grpo_advantages(given, normalize_std=normalize_std, ddof=ddof, epsilon=epsilon)
+
+
+def test_one_right_of_four_by_hand():
+    # mean 1/4; sum of squares 9/16 + 3/16 = 3/4; variance 1/4 (n - 1) or 3/16 (n)
+    np.testing.assert_allclose(grpo(outcomes([1, 0, 0, 0])), [1.5, -0.5, -0.5, -0.5], rtol=1e-12)
+    np.testing.assert_allclose(grpo(outcomes([1, 0, 0, 0]), ddof=0), np.array([3, -1, -1, -1]) / np.sqrt(3), rtol=1e-12)
+
+
+def test_epsilon_is_added_to_the_deviation():
+    np.testing.assert_allclose(grpo(outcomes([1, 0, 0, 0]), epsilon=0.5), [0.75, -0.25, -0.25, -0.25], rtol=1e-12)
+
+
+def test_without_the_deviation_it_is_the_centred_reward():
+    np.testing.assert_allclose(grpo(outcomes([1, 0, 0, 0]), normalize_std=False), [0.75, -0.25, -0.25, -0.25])
+
+
+def test_groups_interleaved_and_of_unequal_size_do_not_mix():
+    given = outcomes([1, 10, 0, 20, 30], group=[7, 3, 7, 3, 3])
+    np.testing.assert_allclose(grpo(given), [2**-0.5, -1, -(2**-0.5), 0, 1], atol=1e-12)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e6])
+def test_a_group_of_equal_rewards_gets_exactly_zero(reward):
+    assert grpo(outcomes([reward] * 5)).tolist() == [0.0] * 5
+
+
+def test_rewards_that_differ_by_rounding_only_are_equal():
+    assert grpo(outcomes([0.1 + 0.2, 0.3, 0.3, 0.3])).tolist() == [0.0] * 4
+    assert rloo_advantages(outcomes([0.1 + 0.2, 0.3, 0.3, 0.3])).tolist() == [0.0] * 4
+
+
+def test_a_group_of_one_gets_zero():
+    assert grpo(outcomes([5.0])).tolist() == [0.0]
+    assert rloo_advantages(outcomes([5.0])).tolist() == [0.0]
+
+
+def test_who_does_not_vote_gets_zero_and_moves_nobody():
+    given = outcomes([1, 0, 99, 0, 0], votes=[1, 1, 0, 1, 1])
+    np.testing.assert_allclose(grpo(given), [1.5, -0.5, 0, -0.5, -0.5], rtol=1e-12)
+    assert grpo(outcomes([1, 0, 0], votes=[1, 0, 0])).tolist() == [0.0] * 3, "one voter has no one to compare with"
+    assert grpo(outcomes([1, 0], votes=[0, 0])).tolist() == [0.0] * 2
+
+
+def test_leave_one_out_is_the_reward_against_the_mean_of_the_others():
+    rewards = [1.0, 0.2, 0.0, 0.7]
+    expected = [r - (sum(rewards) - r) / 3 for r in rewards]
+    np.testing.assert_allclose(rloo_advantages(outcomes(rewards)), expected, rtol=1e-12)
+
+
+def test_a_batch_without_trajectories_has_no_advantages():
+    assert grpo(outcomes([])).shape == (0,)
+
+
+def test_outcomes_are_read_from_groups_in_order():
+    stale = TrajectoryGroup(
+        run="r",
+        seq=2,
+        question=make_question(2),
+        trajectories=(make_trajectory(0.5, status=Status.STALE), make_trajectory(0.25)),
+    )
+    read = Outcomes.of([make_group(1, (1.0, 0.0)), stale])
+    assert read.rewards.tolist() == [1.0, 0.0, 0.5, 0.25]
+    assert read.votes.tolist() == [True, True, False, True]
+    assert read.group.tolist() == [0, 0, 1, 1]

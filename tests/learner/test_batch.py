@@ -1,0 +1,226 @@
+"""Which tokens are trained, where they lie, and what they weigh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.aggregation import trajectory_weights
+from learner.batch import Batch, BatchSettings, MicroBatch, build_batch, cut_for_ranks
+from learner.config_algorithm import GrpoSettings
+from learner.packing import cut_rows, deal, pack_rows
+from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
+from protocol.testing import (
+    make_group,
+    make_question,
+    make_trajectory,
+    observation_segment,
+    policy_segment,
+    prompt_segment,
+)
+from protocol.versions import PolicyVersion
+
+FIRST_START = (PolicyVersion(1, 0),)
+
+
+def build(groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, budget=4096, **algorithm):
+    return build_batch(
+        groups,
+        GrpoSettings(**algorithm).build(),
+        now_step=now_step,
+        lineage=lineage,
+        max_lag=max_lag,
+        settings=BatchSettings(micro_batch_tokens=budget, row_tokens=row_tokens),
+        temperature=1.0,
+    )
+
+
+def group_of(*trajectories: Trajectory, seq: int = 1) -> TrajectoryGroup:
+    return TrajectoryGroup(run="test", seq=seq, question=make_question(seq), trajectories=trajectories)
+
+
+def tokens_of(batch: Batch) -> list[tuple[float, ...]]:
+    """Every trained token as (trajectory, position, input before it, target, behaviour, advantage, weight, lag)."""
+    out = []
+    for m in batch.micro_batches:
+        columns = (m.trajectory, m.positions.flat[m.index], m.ids.flat[m.index], m.targets, m.behaviour)
+        out += zip(*columns, m.advantages, m.weights, m.lags, strict=True)
+    return sorted(tuple(float(x) for x in token) for token in out)
+
+
+def test_a_trajectory_becomes_inputs_and_the_tokens_that_they_predict():
+    first, last = policy_segment([4, 5], [-0.1, -0.2]), policy_segment([9, 10], [-0.3, -0.4])
+    segments = (prompt_segment([1, 2, 3]), first, observation_segment([6, 7, 8]), last)
+    good = Trajectory(status=Status.ANSWERED, segments=segments, reward=1.0)
+    batch = build([group_of(good, make_trajectory(0.0))], std_ddof=0, epsilon=0.0)
+    (m,) = batch.micro_batches
+    assert m.ids[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9], "the last token is only predicted"
+    assert m.positions[0].tolist() == list(range(9))
+    assert m.index[:4].tolist() == [2, 3, 7, 8], "logits at t predict t + 1; observations are predicted by nobody"
+    assert m.targets[:4].tolist() == [4, 5, 9, 10]
+    np.testing.assert_allclose(m.behaviour[:4], [-0.1, -0.2, -0.3, -0.4], rtol=1e-6)
+    np.testing.assert_allclose(m.advantages, [1, 1, 1, 1, -1, -1, -1, -1], rtol=1e-6)
+    np.testing.assert_allclose(m.weights, 1 / 8)
+    assert batch.num_tokens == 8
+
+
+def test_what_follows_the_last_trained_token_is_not_read():
+    segments = (prompt_segment([1, 2]), policy_segment([3, 4]), observation_segment([5, 6, 7]))
+    cut = Trajectory(status=Status.TRUNCATED, segments=segments, reward=0.0)
+    (m,) = build([group_of(cut, make_trajectory(1.0))], row_tokens=0, budget=9).micro_batches[1:]
+    assert m.ids.tolist() == [[1, 2, 3]]
+
+
+def test_positions_and_documents_restart_in_each_trajectory_of_a_row():
+    batch = build([make_group(1, (1.0, 0.0))], row_tokens=20)
+    (m,) = batch.micro_batches
+    assert m.ids.shape == (1, 18)
+    assert m.positions.tolist() == [[*range(9), *range(9)]]
+    assert m.documents.tolist() == [[0] * 9 + [1] * 9]
+    assert m.index.tolist() == [2, 3, 7, 8, 11, 12, 16, 17]
+
+
+def test_padding_belongs_to_no_document():
+    batch = build([make_group(1, (1.0, 0.0)), make_group(2, (1.0, 0.0), length=5)])
+    (m,) = batch.micro_batches
+    assert (m.documents == -1).sum() == 2 * 3
+    assert batch.stats["padding_share"] == pytest.approx(6 / 48)
+
+
+def test_first_fit_decreasing_packs_the_textbook_example():
+    assert pack_rows([4, 8, 1, 4, 2, 1], 10) == [[0, 3, 2, 5], [1, 4]], "4 4 1 1 and 8 2"
+    assert pack_rows([3, 5], 0) == [[1], [0]], "capacity 0: a row each"
+    assert pack_rows([12, 3], 10) == [[0], [1]], "longer than the capacity: a row of its own"
+    assert pack_rows([], 10) == []
+
+
+def test_micro_batches_keep_to_the_budget_with_padding():
+    assert cut_rows([10, 9, 8, 3, 3], 20) == [[0, 1], [2, 3], [4]]
+    assert cut_rows([30, 5, 5], 20) == [[0], [1, 2]]
+
+
+def test_the_order_of_groups_changes_nothing():
+    groups = [make_group(s, (1.0, 0.0, 0.5), length=s) for s in (1, 2, 3, 4)]
+    straight, shuffled = build(groups, row_tokens=40), build([groups[i] for i in (2, 0, 3, 1)], row_tokens=40)
+    for a, b in zip(straight.micro_batches, shuffled.micro_batches, strict=True):
+        for name in MicroBatch.__dataclass_fields__:
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+@pytest.mark.parametrize(("row_tokens", "budget"), [(0, 1), (0, 4096), (30, 30), (64, 128), (1000, 1000)])
+def test_packing_and_cutting_change_no_trained_token(row_tokens, budget):
+    groups = [make_group(s, (1.0, 0.0, 0.5), length=7 * s) for s in (1, 2, 3)]
+    assert tokens_of(build(groups, row_tokens=row_tokens, budget=budget)) == tokens_of(build(groups))
+
+
+def test_tokens_beyond_max_lag_are_masked_and_counted():
+    mixed = Segment(
+        owner=Owner.POLICY,
+        ids=[4, 5, 6, 7],
+        logprobs=np.zeros(4, np.float32),
+        spans=(VersionSpan(epoch=1, step=1, start=0, end=1), VersionSpan(epoch=1, step=3, start=1, end=4)),
+    )
+    t = Trajectory(status=Status.ANSWERED, segments=(prompt_segment([1, 2]), mixed), reward=1.0)
+    fresh = make_trajectory(0.0, version=PolicyVersion(1, 4))
+    batch = build([group_of(t, fresh)], now_step=4, max_lag=2)
+    assert batch.num_tokens == 3 + 4
+    assert batch.stats["tokens_stale"] == 1
+    assert batch.stats["lag_max"] == 1
+    assert batch.stats["lag_mean"] == pytest.approx(3 / 7)
+    stale = [m.targets[m.trajectory == 0].tolist() for m in batch.micro_batches]
+    assert stale == [[5, 6, 7]]
+
+
+def test_a_token_at_max_lag_is_trained():
+    batch = build([make_group(1, (1.0, 0.0), version=PolicyVersion(1, 2))], now_step=4, max_lag=2)
+    assert batch.num_tokens == 8
+    assert batch.stats["lag_max"] == 2
+
+
+def test_tokens_of_an_abandoned_branch_are_masked_and_counted():
+    lineage = (PolicyVersion(1, 0), PolicyVersion(2, 3))  # the second learner resumed at step 3
+    lost, kept = (
+        make_group(1, (1.0, 0.0), version=PolicyVersion(1, 4)),
+        make_group(2, (1.0, 0.0), version=PolicyVersion(1, 3)),
+    )
+    batch = build([lost, kept], now_step=4, lineage=lineage)
+    assert batch.num_tokens == 8
+    assert batch.stats["tokens_orphan"] == 8
+    assert batch.stats["tokens_stale"] == 0
+
+
+def test_a_trajectory_that_does_not_vote_is_masked_whole_and_counts_in_no_baseline():
+    failed = make_trajectory(1.0, status=Status.FAILED)
+    batch = build([group_of(make_trajectory(1.0), make_trajectory(0.0), failed)], std_ddof=0, epsilon=0.0)
+    assert batch.num_tokens == 8
+    assert batch.stats["tokens_unvoted"] == 4
+    assert sorted(set(np.concatenate([m.advantages for m in batch.micro_batches]).tolist())) == [-1.0, 1.0]
+
+
+def test_a_batch_in_which_nothing_is_trained_has_no_micro_batches():
+    batch = build([group_of(make_trajectory(1.0, status=Status.STALE))])
+    assert batch.micro_batches == ()
+    assert batch.num_tokens == 0
+    assert build([]).num_tokens == 0
+
+
+def test_the_first_token_of_a_trajectory_is_never_trained():
+    t = Trajectory(status=Status.ANSWERED, segments=(policy_segment([5, 6, 7]),), reward=1.0)
+    batch = build([group_of(t, make_trajectory(0.0))])
+    assert [token[3] for token in tokens_of(batch) if token[0] == 0] == [6, 7]
+
+
+def test_token_weights_follow_their_formulas():
+    assert trajectory_weights([3, 1], "token_mean").tolist() == [0.25, 0.25]
+    assert trajectory_weights([4, 1, 0], "seq_mean_token_mean").tolist() == [1 / 8, 1 / 2, 0.0]
+    assert trajectory_weights([4, 1, 0], "seq_mean_token_sum", 100).tolist() == [1 / 200, 1 / 200, 0.0]
+    assert trajectory_weights([4, 1], "seq_mean_token_sum").tolist() == [1 / 2, 1 / 2]
+    assert trajectory_weights([0, 0], "token_mean").tolist() == [0.0, 0.0]
+
+
+def test_every_rank_gets_as_many_micro_batches_and_each_real_one_goes_to_one_rank():
+    batch = build([make_group(s, (1.0, 0.0), length=s) for s in range(1, 6)], budget=1)
+    hands = cut_for_ranks(batch, 4)
+    assert [len(hand) for hand in hands] == [3, 3, 3, 3]
+    real = [id(m) for hand in hands for m in hand if m.weights.any()]
+    assert sorted(real) == sorted(id(m) for m in batch.micro_batches)
+    dummies = [m for hand in hands for m in hand if not m.weights.any()]
+    assert len(dummies) == 2
+
+
+def test_work_is_dealt_evenly():
+    costs = [9, 1, 1, 1, 8, 7, 2, 3]
+    hands = deal(costs, 2)
+    assert sorted(i for hand in hands for i in hand) == list(range(8))
+    assert sorted(sum(costs[i] for i in hand) for hand in hands) == [15, 17]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    row_tokens=st.sampled_from([0, 16, 64]),
+    budget=st.integers(1, 300),
+)
+def test_every_sampled_token_is_trained_once_in_a_sound_row(lengths, row_tokens, budget):
+    group = group_of(
+        *(
+            Trajectory(
+                status=Status.ANSWERED,
+                segments=(prompt_segment([1, 2]), policy_segment(range(3, 3 + n))),
+                reward=float(i % 2),
+            )
+            for i, n in enumerate(lengths)
+        )
+    )
+    batch = build([group], row_tokens=row_tokens, budget=budget)
+    assert batch.num_tokens == sum(lengths)
+    assert sorted((t[0], t[3]) for t in tokens_of(batch)) == [
+        (i, 3 + k) for i, n in enumerate(lengths) for k in range(n)
+    ]
+    for m in batch.micro_batches:
+        assert m.ids.size <= budget or len(m.ids) == 1
+        starts = np.diff(m.documents, axis=1, prepend=-2) != 0
+        assert ((m.positions == 0) == starts).all(), "positions restart where documents do, and nowhere else"
+        assert (m.documents.flat[m.index] >= 0).all()

@@ -1,0 +1,211 @@
+"""GRPO's whole loss against a loop in plain Python, gradients included."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from learner.algorithms.base import TokenInputs
+from learner.batch import BatchSettings, build_batch
+from learner.config_algorithm import GrpoSettings
+from protocol.messages import Status, Trajectory, TrajectoryGroup
+from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
+from protocol.versions import PolicyVersion
+
+
+def inputs(n: int = 12, *, seed: int = 0, dtype=torch.float64, **given) -> TokenInputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> torch.Tensor:
+        return torch.rand(n, generator=generator, dtype=dtype)
+
+    behaviour = -3 * draw()
+    tensors = {
+        "logprobs": behaviour + draw() - 0.5,
+        "entropy": draw(),
+        "behaviour": behaviour,
+        "old": behaviour,
+        "reference": behaviour + draw() - 0.5,
+        "advantages": 2 * draw() - 1,
+        "weights": draw() / n,
+        "mask": torch.ones(n, dtype=torch.bool),
+        "trajectory": torch.arange(n) // 4,
+    } | given
+    tensors["logprobs"] = tensors["logprobs"].detach().clone().requires_grad_()
+    tensors["entropy"] = tensors["entropy"].detach().clone().requires_grad_()
+    return TokenInputs(**tensors)
+
+
+def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[float]]:
+    """Loss, gradient to log-probs, gradient to entropies; one token at a time, derivatives by hand."""
+    total, to_logprobs, to_entropy = 0.0, [], []
+    columns = [t.tolist() for t in (x.logprobs, x.entropy, x.behaviour, x.old, x.reference, x.advantages, x.weights)]
+    for lp, h, b, old, ref, a, w in zip(*columns, strict=True):
+        ratio = math.exp(lp - old)
+        bounded = min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
+        iw = min(math.exp(old - b), s.importance_cap) if s.old_logprobs == "recompute" and s.importance_cap else 1.0
+        value = iw * max(-a * ratio, -a * bounded)
+        slope = iw * (-a * ratio if -a * ratio >= -a * bounded else 0.0)
+        k3 = math.exp(ref - lp) - (ref - lp) - 1
+        total += w * (value + s.kl_coefficient * k3 - s.entropy_coefficient * h)
+        to_logprobs.append(w * (slope + s.kl_coefficient * (1 - math.exp(ref - lp))))
+        to_entropy.append(-w * s.entropy_coefficient)
+    return total, to_logprobs, to_entropy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clip_low": 0.1, "clip_high": 0.1},
+        {"kl_coefficient": 0.3},
+        {"entropy_coefficient": 0.2, "kl_coefficient": 0.1},
+        {"old_logprobs": "recompute", "importance_cap": 1.1},
+        {"old_logprobs": "recompute", "importance_cap": 0.0},
+    ],
+)
+def test_the_loss_is_that_of_a_slow_loop(settings):
+    s = GrpoSettings(**settings)
+    x = inputs(old=inputs(seed=5).behaviour - 0.7) if s.old_logprobs == "recompute" else inputs()
+    out = s.build().loss(x)
+    out.loss.backward()
+    total, to_logprobs, to_entropy = slow(x, s)
+    assert out.loss.item() == pytest.approx(total, rel=1e-9)
+    assert x.logprobs.grad.tolist() == pytest.approx(to_logprobs, rel=1e-9, abs=1e-12)
+    if s.entropy_coefficient:
+        assert x.entropy.grad.tolist() == pytest.approx(to_entropy, rel=1e-9)
+
+
+def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():
+    behaviour = inputs().behaviour
+    out = GrpoSettings().build().loss(inputs(logprobs=behaviour))
+    n = len(behaviour)
+    assert out.sums["ratio_mean"].item() == n
+    assert out.sums["clip_fraction"].item() == 0
+    assert out.sums["kl_behaviour"].item() == 0
+    assert out.sums["logprob_gap"].item() == 0
+    assert out.maxima["ratio_max"].item() == 1
+
+
+def test_on_policy_the_gradient_is_that_of_reinforce():
+    x = inputs(logprobs=inputs().behaviour)
+    GrpoSettings().build().loss(x).loss.backward()
+    torch.testing.assert_close(x.logprobs.grad, -x.weights * x.advantages)
+
+
+def test_without_advantages_there_is_no_gradient():
+    x = inputs(advantages=torch.zeros(12, dtype=torch.float64))
+    out = GrpoSettings().build().loss(x)
+    out.loss.backward()
+    assert out.loss.item() == 0
+    assert x.logprobs.grad.tolist() == [0.0] * 12
+
+
+def test_the_metrics_are_sums_over_tokens():
+    behaviour = torch.log(torch.tensor([0.5, 0.5], dtype=torch.float64))
+    logprobs = torch.log(torch.tensor([0.75, 0.25], dtype=torch.float64))
+    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    x = inputs(2, behaviour=behaviour, old=behaviour, logprobs=logprobs, advantages=advantages)
+    out = GrpoSettings().build().loss(x)
+    assert out.sums["clip_fraction"].item() == 2
+    assert out.sums["ratio_mean"].item() == pytest.approx(1.5 + 0.5)
+    assert out.maxima["ratio_max"].item() == pytest.approx(1.5)
+    k3 = (1.5 - math.log(1.5) - 1) + (0.5 - math.log(0.5) - 1)  # of behaviour against trainer
+    assert out.sums["kl_behaviour"].item() == pytest.approx(k3)
+    assert out.maxima["logprob_gap_max"].item() == pytest.approx(math.log(2))
+    assert out.sums["entropy"].item() == pytest.approx(x.entropy.sum().item())
+
+
+def test_a_reference_is_asked_for_only_when_it_counts():
+    assert not GrpoSettings().build().needs_reference
+    assert GrpoSettings(kl_coefficient=0.01).build().needs_reference
+    assert not GrpoSettings().build().needs_entropy_gradient
+    assert GrpoSettings(entropy_coefficient=0.01).build().needs_entropy_gradient
+
+
+def groups() -> list[TrajectoryGroup]:
+    rng = np.random.default_rng(3)
+
+    def trajectory(status: Status) -> Trajectory:
+        b, d = (policy_segment(rng.integers(1, 50, n), (-rng.random(n)).tolist()) for n in rng.integers(1, 12, 2))
+        segments = (prompt_segment([1, 2]), b, observation_segment([3, 4]), d)
+        return Trajectory(status=status, segments=segments, reward=float(rng.random()))
+
+    ends = (Status.ANSWERED, Status.ANSWERED, Status.FAILED, Status.TRUNCATED)
+    return [
+        TrajectoryGroup(run="t", seq=s, question=make_question(s), trajectories=tuple(map(trajectory, ends)))
+        for s in range(1, 6)
+    ]
+
+
+def batch_loss(settings: GrpoSettings, **layout: int) -> tuple[float, dict[tuple[int, int], float]]:
+    """Loss of the batch and its gradient to the log-prob of each trained token, for a policy made up per token."""
+    algorithm = settings.build()
+    batch = build_batch(
+        groups(),
+        algorithm,
+        now_step=0,
+        lineage=(PolicyVersion(1, 0),),
+        max_lag=0,
+        settings=BatchSettings(**layout),
+        temperature=1.0,
+    )
+    total, gradients = 0.0, {}
+    for m in batch.micro_batches:
+        behaviour = torch.from_numpy(m.behaviour).double()
+        keys = list(zip(m.trajectory.tolist(), m.positions.flat[m.index].tolist(), strict=True))
+        drift = torch.tensor([math.sin(7.0 * a + 3.0 * b) / 2 for a, b in keys])
+        x = inputs(
+            len(keys),
+            behaviour=behaviour,
+            old=behaviour,
+            logprobs=behaviour + drift,
+            reference=None,
+            advantages=torch.from_numpy(m.advantages).double(),
+            weights=torch.from_numpy(m.weights).double(),
+        )
+        out = algorithm.loss(x)
+        out.loss.backward()
+        total += out.loss.item()
+        gradients.update(zip(keys, x.logprobs.grad.tolist(), strict=True))
+    return total, gradients
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+def test_the_loss_does_not_depend_on_how_the_batch_is_cut(aggregation):
+    settings = GrpoSettings(aggregation=aggregation, aggregation_length=64)
+    whole, gradients = batch_loss(settings)
+    for layout in ({"micro_batch_tokens": 1}, {"micro_batch_tokens": 60}, {"row_tokens": 40, "micro_batch_tokens": 80}):
+        total, cut = batch_loss(settings, **layout)
+        assert total == pytest.approx(whole, rel=1e-6)
+        assert cut == pytest.approx(gradients, rel=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+def test_the_loss_of_a_batch_is_that_of_a_slow_loop_over_groups(aggregation):
+    s = GrpoSettings(aggregation=aggregation, aggregation_length=64)
+    losses: list[list[float]] = []
+    number = -1
+    for group in groups():
+        voters = [t.reward for t in group.trajectories if t.status.votes]
+        mean = sum(voters) / len(voters)
+        std = math.sqrt(sum((r - mean) ** 2 for r in voters) / (len(voters) - 1))
+        for t in group.trajectories:
+            number += 1
+            if not t.status.votes:
+                continue
+            a = (t.reward - mean) / (std + s.epsilon)
+            tokens = []
+            for at in np.flatnonzero(t.mask).tolist():
+                ratio = math.exp(math.sin(7.0 * number + 3.0 * (at - 1)) / 2)
+                tokens.append(max(-a * ratio, -a * min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)))
+            losses.append(tokens)
+    expected = {
+        "token_mean": sum(map(sum, losses)) / sum(map(len, losses)),
+        "seq_mean_token_mean": sum(sum(x) / len(x) for x in losses) / len(losses),
+        "seq_mean_token_sum": sum(sum(x) / 64 for x in losses) / len(losses),
+    }[aggregation]
+    assert batch_loss(s)[0] == pytest.approx(expected, rel=1e-5)
