@@ -1,6 +1,20 @@
 """An inference engine for small models on CPUs, embedded so that the whole ring runs without a GPU.
 
-It speaks the part of SGLang's HTTP API that Foray uses, with SGLang's answers and most of its traps, so that everything
-outside this package treats both engines alike. `serve.py` draws how the parts hang together; the deviations from
-SGLang are noted where they are made (`control.py`, `answer.py`).
+It speaks the part of SGLang's HTTP API that Foray uses, so that everything outside this package treats both engines
+alike. `serve.py` draws how the parts hang together. Where it differs from SGLang 0.5.21-0.5.23:
+
+* `/health` answers at once while paused (SGLang: 503 after 20 s); `/health_generate` is 503 at once then.
+* A weight update is verified whole (names, shapes, finite numbers, architecture) before any tensor is touched.
+SGLang takes
+  unknown names silently and dies of a wrong shape.
+* `in_place` + `flush_cache=true` is 400 before any weight changes (SGLang: after). Version spans after an
+`in_place` update
+  begin at the right token (SGLang: one late).
+* A request that arrives during a pause can be aborted (SGLang: runs after the pause). An abort of a waiting
+request returns
+  all of its tokens.
+* `weight_versions` is in every answer and stream chunk (SGLang: the last one, when the version changed).
+* `sampling_seed` always holds. Non-finite output ends one request with status 500. No request ends the process.
+* The prefix cache is dropped at every weight update, with or without `flush_cache`. `/flush_cache` does not wait.
+* Listening beyond loopback needs an API key; keys come from environment variables only.
 """

@@ -45,6 +45,8 @@ def guard(api_key: str, admin_key: str) -> Middleware:
             return problem(400, f"{error.what}: {error.why}" if error.why else error.what)
         except web.HTTPException as error:
             return problem(error.status, error.reason)
+        except ConnectionError:
+            raise  # the client went away: aiohttp knows how to end that quietly
         except Exception as error:
             log.exception("%s %s failed", request.method, request.path)
             return problem(500, f"{type(error).__name__}: {error}")

@@ -50,6 +50,10 @@ UNSUPPORTED = (
 SGLang."""
 
 
+MOST_ATTEMPTS = 4096
+"""Prompts times `n` of one call."""
+
+
 class BadRequest(Exception):
     """The request is wrong; the message says where."""
 
@@ -61,7 +65,6 @@ class Limits:
     vocab: int
     context: int
     cache: int
-    batch: int = 1024
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,6 @@ def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[lis
             raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")
         batched = isinstance(ids[0], list)
         prompts = ids if batched else [ids]
-    if len(prompts) > limits.batch:
-        raise BadRequest(f"a batch of {len(prompts)} prompts is larger than {limits.batch}")
     for prompt in prompts:
         _check_ids(prompt, limits)
     return prompts, batched
@@ -171,6 +172,8 @@ def _spread(body: Body, name: str, default: Any, count: int, kind: type) -> list
 def _rids(rid: Any, attempts: list[int], batched: bool) -> list[list[str]]:
     """Names of the attempts at each prompt. One name for many is taken as their prefix, as in SGLang."""
     total = sum(attempts)
+    if total > MOST_ATTEMPTS:
+        raise BadRequest(f"{total} attempts in one call are more than {MOST_ATTEMPTS}")
     if rid is None:
         names = [uuid.uuid4().hex for _ in range(total)]
     elif isinstance(rid, str) and rid:

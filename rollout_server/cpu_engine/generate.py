@@ -54,10 +54,8 @@ class Generation:
     async def probe(self) -> bool:
         """Whether one token comes back within 20 seconds."""
         progress: asyncio.Queue[Progress] = asyncio.Queue()
-        call = parse({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}, self._tokenizer, self._limits).calls[
-            0
-        ]
-        requests = self._requests([call], False, progress)
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+        requests = self._requests(parse(body, self._tokenizer, self._limits).calls, False, progress)
         self._engine.submit(requests)
         try:
             await asyncio.wait_for(progress.get(), 20)

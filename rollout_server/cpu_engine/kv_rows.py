@@ -83,5 +83,6 @@ class KvRows:
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
     def scrub(self, row: int) -> None:
-        """Zero a row that may hold NaN."""
-        self.data[:, :, row] = 0
+        """Zero a row that may hold NaN; a row that was never laid out holds none."""
+        if row < self.rows:
+            self.data[:, :, row] = 0

@@ -88,6 +88,8 @@ class Scheduler:
 
     def drop_everything(self, message: str) -> None:
         """After an error inside a step: end what ran with status 500 and forget all keys and values."""
+        if not self.running and self.waiting:  # not even the first could start: it would fail again for ever
+            self._end(self.waiting.popleft(), failed(message))
         for request in list(self.running):
             self.cache.withdraw(request)
             self.runner.kv.scrub(request.row)
@@ -121,49 +123,56 @@ class Scheduler:
         A request that shares a longer prefix with another newcomer of this very step than with anything known waits one
         step: then it copies that newcomer's row instead of computing the same again.
         """
-        if not self.waiting:
-            return []
         kv, lengths = self.runner.kv, self.runner.length
-        longest = int(lengths[: len(self.running)].max()) if self.running else 0
-        budget, prompts, put_off = WAVE_TOKENS, [], []
+        # one more than what is stored: the step writes the next token of every running row
+        longest = int(lengths[: len(self.running)].max()) + 1 if self.running else 0
+        budget = WAVE_TOKENS
+        prompts: list[Prompt] = []
+        put_off: list[Request] = []
         newcomers: set[int] = set()
-        while self.waiting and len(self.running) < self.max_running and budget > 0:
-            request = self.waiting[0]
-            ids = request.prompt_ids + request.output_ids
-            longest = max(longest, len(ids))
-            roomy = min(longest + HEADROOM, kv.budget) if self.running else longest
-            if not kv.fits(len(self.running) + 1, roomy):
-                break
-            self.waiting.popleft()
-            if request.generation != self.generation:
-                request.block_keys = chain(request.prompt_ids, request.extra_key, self.generation)
-                request.generation = self.generation
-            most = min(len(ids) - 1, request.logprob_start) if request.scores_prompt else len(ids) - 1
-            keys = request.block_keys
-            if request.output_ids:  # it was put back: its own output may still be known
-                keys = chain(ids, request.extra_key, self.generation)
-            holder, shared = self.cache.find(ids, keys, most)
-            if any(key in newcomers for key in keys[shared // BLOCK : most // BLOCK]):
-                put_off.append(request)
-                continue
-            newcomers.update(request.block_keys)
-            prompts.append(self._take_row(request, ids, holder, shared, longest))
-            budget -= len(ids) - shared
-        self.waiting.extendleft(reversed(put_off))
+        try:
+            while self.waiting and len(self.running) < self.max_running and budget > 0:
+                request = self.waiting[0]
+                ids = request.prompt_ids + request.output_ids
+                needed = max(longest, len(ids))
+                roomy = min(needed + HEADROOM, kv.budget) if self.running else needed
+                if not kv.fits(len(self.running) + 1, roomy):
+                    break
+                self.waiting.popleft()
+                keys = self._keys(request, ids)
+                most = min(len(ids) - 1, request.logprob_start) if request.scores_prompt else len(ids) - 1
+                holder, shared = self.cache.find(ids, keys, most)
+                if any(key in newcomers for key in keys[shared // BLOCK : most // BLOCK]):
+                    put_off.append(request)
+                    continue
+                newcomers.update(request.block_keys)
+                longest = needed
+                prompts.append(self._take_row(request, ids, holder, shared, longest))
+                budget -= len(ids) - shared
+        finally:
+            self.waiting.extendleft(reversed(put_off))
         return prompts
+
+    def _keys(self, request: Request, ids: list[int]) -> list[int]:
+        """The chain of `ids` under the present weights; the prompt's own is remembered with the request."""
+        if request.generation != self.generation:
+            request.block_keys = chain(request.prompt_ids, request.extra_key, self.generation)
+            request.generation = self.generation
+        # one that was put back may find its own output again
+        return chain(ids, request.extra_key, self.generation) if request.output_ids else request.block_keys
 
     def _take_row(
         self, request: Request, ids: list[int], holder: Kept | Request | None, shared: int, longest: int
     ) -> Prompt:
         kv, row = self.runner.kv, len(self.running)
+        request.row = row
+        self.running.append(request)  # before anything can fail, so that it is answered then
         kv.reserve(row + 1, longest)
         if isinstance(holder, Kept):
             kv.restore(row, holder.payload, shared)
         elif holder is not None:
             kv.copy(holder.row, row, shared)
         self.cache.trim(kv.budget - kv.tokens)
-        request.row = row
-        self.running.append(request)
         if not request.retractions:
             request.cached_tokens = shared
         self.counters.prompt_tokens += len(ids)

@@ -103,12 +103,12 @@ def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
     app = build_app(engine, tokenizer, config, settings, (api_key, admin_key))
     engine.start()
     try:
-        asyncio.run(_serve(app, listener, settings.host))
+        asyncio.run(_serve(app, engine, listener, settings.host))
     finally:
         engine.stop()
 
 
-async def _serve(app: web.Application, listener: socket.socket, host: str) -> None:
+async def _serve(app: web.Application, engine: Engine, listener: socket.socket, host: str) -> None:
     """Waits for a signal; unblocked by SIGINT and SIGTERM."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -121,6 +121,8 @@ async def _serve(app: web.Application, listener: socket.socket, host: str) -> No
     print(f"listening on http://{shown}:{listener.getsockname()[1]}", flush=True)
     await stop.wait()
     await runner.cleanup()
+    # while the loop still runs: the engine's last words go through it
+    await asyncio.to_thread(engine.stop)
 
 
 def _listen(settings: EngineSettings) -> socket.socket:

@@ -36,16 +36,14 @@ class Tokenizer:
 
 
 def _eos_ids(directory: Path, rust: Any) -> frozenset[int]:
-    """End tokens named by generation_config.json and config.json together, as SGLang takes them, else by the
-    tokenizer's."""
+    """End tokens of generation_config.json, config.json and the tokenizer together, as SGLang takes them."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
-    if not found:
-        token = _read_json(directory / "tokenizer_config.json").get("eos_token")
-        number = rust.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
-        found.update([] if number is None else [number])
+    token = _read_json(directory / "tokenizer_config.json").get("eos_token")
+    number = rust.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
+    found.update([] if number is None else [number])
     return frozenset(found)
 
 

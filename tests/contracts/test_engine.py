@@ -656,6 +656,14 @@ async def test_a_client_that_goes_away_frees_its_slot(client: Client) -> None:
     await asyncio.wait_for(client.until_running(0), 3)
 
 
+async def test_a_stream_that_is_left_frees_its_slot(client: Client) -> None:
+    async with aiohttp.ClientSession() as other:
+        body = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
+        async with other.post(client.server.url + "/generate", json=body) as response:
+            await response.content.readline()
+    await asyncio.wait_for(client.until_running(0), 3)
+
+
 WRONG = {
     "no prompt": {"sampling_params": {}},
     "empty prompt": {"input_ids": []},
@@ -675,6 +683,7 @@ WRONG = {
     "stop of a wrong type": {"input_ids": [1], "sampling_params": {"stop": 3}},
     "a feature we lack": {"input_ids": [1], "sampling_params": {"json_schema": "{}"}},
     "sampling_params of a wrong type": {"input_ids": [1], "sampling_params": 3},
+    "too many attempts": {"input_ids": [[1]] * 100, "sampling_params": {"n": 100}},
     "a list as body": [1, 2],
 }
 
@@ -713,6 +722,16 @@ async def test_loads_and_server_info_name_the_load_and_the_version(client: Clien
     assert {"num_running_reqs", "num_waiting_reqs", "num_used_tokens", "token_usage"} <= loads["loads"][0].keys()
     _, info = await client.get("/server_info")
     assert info["weight_version"] == "1.0"
+
+
+@pytest.mark.usefixtures("embedded")
+async def test_a_signal_ends_the_engine_cleanly_while_a_request_runs(server: Server) -> None:
+    body = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(launched(server.first))
+        async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
+            await response.content.readline()
+            await asyncio.to_thread(stack.close)  # sends SIGTERM and asserts exit code 0
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,38 @@ def test_a_full_cache_puts_the_newest_back_and_every_logprob_stays_exact(tmp_pat
     assert s.runner.kv.tokens + s.cache.tokens <= 640
 
 
+def test_a_newcomer_leaves_room_for_the_next_token_of_rows_that_are_full_to_the_brim(tmp_path: Path) -> None:
+    model = write(tmp_path, "qwen2 tied")
+    s = scheduler(tmp_path, max_total_tokens=3 * 288)  # three rows of 288 fit, three of the roomier 320 do not
+    running = [request(prompt(250, i), 20, seed=i) for i in range(2)]
+    for r in running:
+        s.submit(r)
+    with torch.inference_mode():
+        while s.runner.length[0] < 256:
+            s.step()
+    newcomer = request(prompt(5), 20, seed=2)
+    run(s, [newcomer])
+    check(model, [*running, newcomer])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_every_length_fit_in_a_tight_cache(tmp_path: Path, seed: int) -> None:
+    model = write(tmp_path, "qwen2 tied")
+    draw = random.Random(seed)
+    s = scheduler(tmp_path, max_total_tokens=draw.choice([160, 256, 352]), max_running=draw.choice([3, 8]))
+    waiting = [
+        request(prompt(draw.choice([1, 31, 32, 33, 63, 64, 90]), i % 5), draw.randrange(1, 60), i) for i in range(24)
+    ]
+    for r in waiting:
+        s.submit(r)
+        if draw.random() < 0.5:
+            with torch.inference_mode():
+                s.step()
+    run(s)
+    check(model, waiting)
+    assert s.runner.kv.tokens + s.cache.tokens <= s.runner.kv.budget
+
+
 def test_a_group_computes_its_common_prompt_once(tmp_path: Path) -> None:
     model = write(tmp_path, "qwen2 tied")
     s = scheduler(tmp_path)
@@ -211,11 +245,11 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
     s = scheduler(tmp_path)
     unlucky = request(prompt(10), 5)
     s.submit(unlucky)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(s.runner.model, "logits", lambda _: 1 / 0)
-        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError):
             s.step()
-    s.drop_everything("broken")
+        s.drop_everything("broken")
     assert unlucky.finish is not None and unlucky.finish["status_code"] == 500
     lucky = request(prompt(10), 5, seed=1)
     run(s, [lucky])
@@ -250,8 +284,6 @@ def test_output_that_is_not_finite_ends_only_its_own_request(tmp_path: Path) -> 
 def test_a_model_that_the_engine_cannot_run_is_refused_with_its_reason(
     tmp_path: Path, change: dict[str, Any], says: str
 ) -> None:
-    import json
-
     write(tmp_path, "qwen2 tied")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
