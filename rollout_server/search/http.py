@@ -119,7 +119,8 @@ class HttpSearch:
                     await asyncio.sleep(wait)
                     pause = min(2 * pause, MAX_BACKOFF_S)
         except TimeoutError:
-            return (), "timeout"
+            # An earlier attempt's error says more than that time ran out during the next one.
+            return (), last.error
 
     async def _attempt(self, body: bytes) -> tuple[Passage, ...]:
         """One request. Raises _Failed."""
