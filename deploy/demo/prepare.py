@@ -1,0 +1,134 @@
+"""What must be there before the demo's processes start: two worlds, their passages, a warm-started model, a config.
+
+Two worlds share the index: the one whose questions are trained on, and the one that is only asked about before and
+after. No name of the one occurs in the other.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.config import RunConfig, from_tree
+from deploy.demo.world import World, write_jsonl
+from protocol.errors import UserError
+from protocol.settings import read_tree
+
+CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
+MARKER = "demo.yaml"
+HELD_OUT_SEED = 1_000_000
+"""Worlds from here on are never trained on."""
+HELD_OUT_PER_HOPS = 128
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the person chose."""
+
+    directory: Path
+    seed: int
+    shuffled_reward: bool = False
+    model: Path | None = None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that `run_demo` needs. `seconds` by phase."""
+
+    options: DemoOptions
+    config: RunConfig
+    config_path: Path
+    held_out: list[dict[str, Any]]
+    warm_start: dict[str, Any]
+    seconds: dict[str, float]
+
+
+def prepare(options: DemoOptions, say: Say) -> Prepared:
+    """Make the run directory anew and fill it. Raises UserError when it holds something that is not a demo."""
+    directory = options.directory
+    _clear(directory)
+    directory.mkdir(parents=True)
+    tree = demo_tree(options)
+    (directory / MARKER).write_text(yaml.safe_dump(tree, sort_keys=False))
+    config = from_tree(tree)
+    began = time.monotonic()
+    held_out = write_worlds(options.seed, directory / "world")
+    worlds_s = time.monotonic() - began
+    say(f"two worlds in {directory / 'world'}: one to train on, one to be asked about")
+    began = time.monotonic()
+    report = _model(options, config, say)
+    seconds = {"worlds": worlds_s, "warm_start": time.monotonic() - began}
+    return Prepared(options, config, directory / MARKER, held_out, report, seconds)
+
+
+def demo_tree(options: DemoOptions) -> dict[str, Any]:
+    """The demo's configuration with this run's paths and seed; overrides last."""
+    directory = options.directory
+    chosen = [
+        f"run.dir={directory}",
+        f"run.model={directory / 'model'}",
+        f"run.seed={options.seed}",
+        f"retriever.corpus={directory / 'world' / 'corpus.jsonl'}",
+        f"learner.questions={directory / 'world' / 'questions.jsonl'}",
+        *(["learner.batch.shuffle_rewards=true"] if options.shuffled_reward else []),
+    ]
+    return read_tree(CONFIG, [*chosen, *options.overrides])
+
+
+def write_worlds(seed: int, directory: Path) -> list[dict[str, Any]]:
+    """Write corpus, training questions and held-out questions; returns the latter, one-hop first."""
+    import random
+
+    train = World(seed)
+    held_out = World(HELD_OUT_SEED + seed, avoid=train.names)
+    rng = random.Random(f"foray demo questions {seed}")
+    one, two = train.questions(1), train.questions(2)
+    questions = one + rng.sample(two, min(len(one), len(two)))
+    rng.shuffle(questions)
+    asked = [q for hops in (1, 2) for q in rng.sample(held_out.questions(hops), HELD_OUT_PER_HOPS)]  # type: ignore[arg-type]
+    directory.mkdir(parents=True, exist_ok=True)
+    write_jsonl(directory / "corpus.jsonl", train.passages() + held_out.passages())
+    write_jsonl(directory / "questions.jsonl", questions)
+    write_jsonl(directory / "held_out.jsonl", asked)
+    return asked
+
+
+def _model(options: DemoOptions, config: RunConfig, say: Say) -> dict[str, Any]:
+    """The warm-started model at `run.model`, new or copied; returns what is to be said of it."""
+    if options.model is not None:
+        if not (options.model / "model.safetensors").exists():
+            raise UserError(f"{options.model} holds no model.safetensors", todo="give the model folder of a demo")
+        shutil.copytree(options.model, config.run.model)
+        say(f"model: a copy of {options.model}")
+        return {"copied_from": str(options.model)}
+    from deploy.demo.warmstart import warm_start
+
+    report = warm_start(config.run.model, options.seed, say)
+    return report.to_json()
+
+
+def _clear(directory: Path) -> None:
+    if not directory.exists():
+        return
+    from deploy.rundir import is_held
+
+    if not (directory / MARKER).exists():
+        raise UserError(f"{directory} exists and is not a demo", todo="choose another --dir")
+    if is_held(directory):
+        raise UserError(f"a demo is running in {directory}", todo=f"foray down {directory}, or another --dir")
+    shutil.rmtree(directory)
+
+
+def read_questions(path: Path) -> Sequence[Mapping[str, Any]]:
+    """The records of a questions file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,159 @@
+"""The demo itself: start the ring, ask, train, ask again.
+
+    start redis, retriever, engine, rollout server -> ask the held-out questions (sampled, greedy)
+    start the learner -> its steps -> done -> wait until the engine holds the last version
+    -> ask again (sampled, greedy, and with every search empty) -> stop
+
+Every question is asked through the running rollout server and engine, by the code that also makes training data.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from deploy.demo.prepare import Prepared
+from deploy.evaluate import Score, evaluate
+from deploy.launcher import Launcher
+from deploy.observe import Observation, observe, read_books
+from protocol.errors import ForayError
+from protocol.messages import NodeState, Question
+
+Say = Callable[[str], None]
+LAST_VERSION_S = 60.0
+SAMPLED, GREEDY = 1.0, 0.0
+
+
+def run_demo(prepared: Prepared, began: float, say: Say) -> dict[str, Any]:
+    """Everything after the preparation; returns the summary. Raises ProcessFailed or Stopped as the launcher does."""
+    seconds = dict(prepared.seconds)
+    questions = [Question(id=q["id"], text=q["question"], answers=tuple(q["answers"])) for q in prepared.held_out]
+    hops = [int(q["hops"]) for q in prepared.held_out]
+    with Launcher(prepared.config, say=say) as launcher:
+        mark = time.monotonic()
+        launcher.start("redis", "retriever", "engine", "rollout")
+        seconds["start"] = time.monotonic() - mark
+        mark = time.monotonic()
+        say(f"asking {len(questions)} questions about a world that is never trained on")
+        before = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]))
+        say(describe("before", before, hops))
+        seconds["ask_before"] = time.monotonic() - mark
+        mark = time.monotonic()
+        launcher.start("learner")
+        launcher.wait()
+        seconds["training"] = time.monotonic() - mark
+        mark = time.monotonic()
+        seen = launcher.during(lambda: await_last_version(launcher))
+        after = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]))
+        blind = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED], search=False))
+        say(describe("after", after, hops))
+        seconds["ask_after"] = time.monotonic() - mark
+    summary = scores(before, after, blind, hops) | books(prepared.config.run.dir, seen)
+    summary["examples"] = example(prepared.held_out, before[0], after[0])
+    summary["seconds"] = round(time.monotonic() - began, 1)
+    summary["seconds_by_phase"] = {name: round(value, 1) for name, value in seconds.items()}
+    summary["warm_start"] = prepared.warm_start
+    summary["seed"] = prepared.options.seed
+    summary["control"] = "shuffled-reward" if prepared.options.shuffled_reward else "none"
+    return summary
+
+
+def ask(url: str, questions: Sequence[Question], temperatures: Sequence[float], *, search: bool = True) -> list[Score]:
+    """One score for each temperature, asked at the same time so that all are about one version of the policy."""
+    with ThreadPoolExecutor(len(temperatures)) as pool:
+        return list(
+            pool.map(
+                lambda t: evaluate(url, questions, temperature=t, search=search, block=len(questions)), temperatures
+            )
+        )
+
+
+def await_last_version(launcher: Launcher) -> Observation:
+    """What Redis says once every ready engine holds the target version; raises ForayError when that takes too long."""
+    deadline = time.monotonic() + LAST_VERSION_S
+    while True:
+        seen = observe(launcher.redis_url, launcher.config.run.id, launcher.directory)
+        ready = [e for e in seen.engines if e.state is NodeState.READY]
+        if seen.target is not None and ready and all(e.version == seen.target.version for e in ready):
+            return seen
+        if time.monotonic() > deadline:
+            states = ", ".join(f"{e.id} {e.state} {e.version.label} {e.detail}" for e in seen.engines) or "no engine"
+            raise ForayError(f"the engines do not hold the last version after {LAST_VERSION_S:.0f} s: {states}")
+        time.sleep(0.2)
+
+
+def exact_match(score: Score, hops: Sequence[int], wanted: int) -> float:
+    """Mean exact match of the questions of so many hops. An episode that failed counts as wrong."""
+    values = [float(e["rewards"].get("em", 0.0)) for e, h in zip(score.episodes, hops, strict=True) if h == wanted]
+    return sum(values) / len(values)
+
+
+def both(score: Score, hops: Sequence[int]) -> float:
+    """Mean of one- and two-hop exact match."""
+    return (exact_match(score, hops, 1) + exact_match(score, hops, 2)) / 2
+
+
+def describe(when: str, asked: Sequence[Score], hops: Sequence[int]) -> str:
+    """One line for the terminal."""
+    sampled, greedy = asked
+    return (
+        f"{when}: exact match {both(sampled, hops):.3f} sampled ({exact_match(sampled, hops, 1):.3f} one-hop, "
+        f"{exact_match(sampled, hops, 2):.3f} two-hop), {both(greedy, hops):.3f} greedy, "
+        f"{sampled.mean('searches'):.2f} searches a question"
+    )
+
+
+def scores(
+    before: Sequence[Score], after: Sequence[Score], blind: Sequence[Score], hops: Sequence[int]
+) -> dict[str, Any]:
+    """The part of the summary that is about answers."""
+    found: dict[str, Any] = {"questions": len(hops)}
+    for when, (sampled, greedy) in (("before", before), ("after", after)):
+        found[f"em_{when}"] = round(both(sampled, hops), 4)
+        found[f"em_greedy_{when}"] = round(both(greedy, hops), 4)
+        for wanted in (1, 2):
+            found[f"em_{wanted}hop_{when}"] = round(exact_match(sampled, hops, wanted), 4)
+            found[f"em_greedy_{wanted}hop_{when}"] = round(exact_match(greedy, hops, wanted), 4)
+        found[f"searches_{when}"] = round(sampled.mean("searches"), 3)
+        found[f"failed_{when}"] = sampled.failed + greedy.failed
+    found["em_after_without_search"] = round(both(blind[0], hops), 4)
+    return found
+
+
+def books(directory: Path, seen: Observation) -> dict[str, Any]:
+    """The part of the summary that is about the run: steps, delivery, lag, tokens."""
+    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    ledger = read_books(directory)
+    rollouts, learner = seen.of("rollout"), seen.learner
+    trained = sum(step["tokens_trained"] for step in steps)
+    return {
+        "steps": steps[-1]["step"],
+        "groups_trained": ledger.counts["trained"] if ledger else 0,
+        "groups_published": int(sum(r.values.get("groups_published", 0) for r in rollouts)),
+        "duplicates": int(sum(r.values.get("duplicates", 0) for r in rollouts))
+        + int(learner.values.get("duplicates", 0) if learner else 0),
+        "settled": ledger.counts if ledger else {},
+        "lag_mean": round(sum(s["lag_mean"] * s["tokens_trained"] for s in steps) / max(trained, 1), 3),
+        "lag_max": max(s["lag_max"] for s in steps),
+        "tokens_generated": int(sum(r.values.get("tokens_generated", 0) for r in rollouts)),
+        "tokens_trained": trained,
+        "weight_updates": sum(e.updates for e in seen.engines),
+        "curve": [round(s["em_mean"], 3) for s in steps],
+    }
+
+
+def example(held_out: Sequence[dict[str, Any]], before: Score, after: Score) -> dict[str, Any]:
+    """The same question before and after: one that was missed and is now answered, two hops if there is one."""
+    rows = list(zip(held_out, before.episodes, after.episodes, strict=True))
+    cured = [r for r in rows if not r[1]["rewards"].get("em") and r[2]["rewards"].get("em")]
+    question, was, now = max(cured or rows, key=lambda row: int(row[0]["hops"]))
+    return {
+        "question": question["question"],
+        "answers": question["answers"],
+        "before": was["text"],
+        "after": now["text"],
+    }
