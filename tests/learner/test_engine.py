@@ -1,0 +1,257 @@
+"""DeepSpeed does what plain torch does: at every ZeRO stage, however the batch is cut, over ranks, after a restart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.config_algorithm import OptimSettings, TrainerSettings
+from learner.engine import DeepSpeedEngine
+from learner.schedule import learning_rate
+
+STAGES = (0, 1, 2, 3)
+LINEAR = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1, "clip_norm": 0.0}
+"""With eps 1 a step is nearly proportional to the gradient: a wrong scale shows. With a small eps Adam hides it."""
+
+
+class Toy(torch.nn.Module):
+    """A matrix and vectors, so that there are two groups of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x))).squeeze(-1)
+
+
+def data(count: int = 8) -> torch.Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(3))
+
+
+def settings(stage: int, **optim) -> TrainerSettings:
+    return TrainerSettings(optim=OptimSettings(**(LINEAR | optim)), engine={"zero_stage": stage})
+
+
+def start(stage: int, **optim) -> DeepSpeedEngine:
+    return DeepSpeedEngine(Toy(), settings(stage, **optim), total_updates=10, seed=0)
+
+
+def update(engine: DeepSpeedEngine, x: torch.Tensor, cuts: int):
+    """One update with the mean of the squares of all outputs, given in `cuts` micro-batches."""
+    for part in x.split(math.ceil(len(x) / cuts)):
+        engine.backward(engine.forward(part).square().sum() / len(x))
+    return engine.step()
+
+
+def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    return dict(engine.iter_weights())
+
+
+def plain(updates: int, **optim) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same in torch alone: all at once, weights and the norms of the gradients."""
+    s, model, norms = OptimSettings(**(LINEAR | optim)), Toy(), []
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=s.lr,
+        betas=(s.beta1, s.beta2),
+        eps=s.eps,
+    )
+    for _ in range(updates):
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip_norm or math.inf).item())
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cuts", [1, 3])
+def test_updates_are_those_of_plain_torch(stage, cuts):
+    expected, norms = plain(2)
+    engine = start(stage)
+    found = [update(engine, data(), cuts) for _ in range(2)]
+    assert [u.grad_norm for u in found] == pytest.approx(norms, rel=1e-5)
+    assert all(u.applied for u in found)
+    assert_same(weights(engine), expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_acts(stage):
+    expected, norms = plain(2, clip_norm=0.01)
+    assert norms[0] > 0.1, "there is something to clip"
+    engine = start(stage, clip_norm=0.01)
+    found = [update(engine, data(), 2) for _ in range(2)]
+    assert [u.grad_norm for u in found] == pytest.approx(norms, rel=1e-5), "the norm is that before clipping"
+    assert_same(weights(engine), expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(stage):
+    engine, untouched = start(stage), start(stage)
+    spoiled = data()
+    spoiled[3, 1] = math.nan
+    before = weights(engine)
+    skipped = update(engine, spoiled, 3)
+    assert not skipped.applied
+    assert not math.isfinite(skipped.grad_norm)
+    assert_same(weights(engine), before, tolerance=0)
+    assert engine.updates == 0
+    assert update(engine, data(), 2) == update(untouched, data(), 2)
+    assert_same(weights(engine), weights(untouched), tolerance=0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_learning_rate_follows_the_schedule(stage):
+    engine = start(stage, weight_decay=0.0, warmup_steps=2, beta1=0.0, beta2=0.0, eps=1e-12)
+    moves = []
+    for _ in range(3):
+        before = weights(engine)["last.bias"]
+        update(engine, data(), 1)
+        moves.append(float((weights(engine)["last.bias"] - before).abs()))
+    # without moments a step is lr * sign(gradient)
+    assert moves == pytest.approx([0.05, 0.1, 0.1], rel=1e-4)
+
+
+def test_the_schedule_by_hand():
+    s = OptimSettings(lr=1.0, warmup_steps=2, schedule="linear", final_fraction=0.2)
+    assert [learning_rate(s, n, 7) for n in (0, 1, 2, 4, 6, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2])
+    s = OptimSettings(lr=1.0, schedule="cosine", final_fraction=0.0)
+    assert [learning_rate(s, n, 5) for n in range(5)] == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0])
+    assert learning_rate(OptimSettings(lr=0.3), 1000, 10) == 0.3
+
+
+def test_the_weights_are_copies():
+    engine = start(0)
+    for tensor in weights(engine).values():
+        tensor.zero_()
+    assert any(tensor.abs().sum() > 0 for tensor in weights(engine).values())
+
+
+def test_nothing_is_written_to_stdout(capfd):
+    update(start(1), data(), 2)
+    assert capfd.readouterr().out == ""
+
+
+def test_a_checkpoint_that_holds_code_is_refused(tmp_path):
+    engine = start(0)
+    engine.save_state(tmp_path)
+    (file,) = tmp_path.rglob("*.pt")
+    torch.save({"module": os.system}, file)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        engine.load_state(tmp_path)
+
+
+# What runs in processes of its own: this file is started with a role and writes what it found as JSON.
+
+
+def run_role(role: str, directory: Path, stage: int, **env: str) -> subprocess.Popen[bytes]:
+    with (directory / f"{role}{env.get('RANK', '')}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, __file__, role, str(directory), str(stage)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
+
+
+def finish(processes: list[subprocess.Popen[bytes]], directory: Path) -> None:
+    try:
+        codes = [process.wait(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * len(processes), "\n".join(log.read_text()[-2000:] for log in directory.glob("*.log"))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_another_process_goes_on_bit_for_bit(stage, tmp_path):
+    engine = start(stage)
+    for _ in range(2):
+        update(engine, data(), 2)
+    torch.rand(5)
+    engine.save_state(tmp_path / "state")
+    finish([run_role("resume", tmp_path, stage)], tmp_path)
+    resumed = json.loads((tmp_path / "resume.json").read_text())
+    norm = update(engine, data(), 2).grad_norm
+    assert resumed["updates"] == engine.updates == 3
+    assert resumed["norm"] == norm.hex()
+    assert resumed["random"] == float(torch.rand(1)).hex()
+    assert resumed["weights"] == {name: [x.hex() for x in t.flatten().tolist()] for name, t in engine.iter_weights()}
+
+
+def test_two_ranks_do_what_one_does(tmp_path):
+    expected, norms = plain(2)
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    finish([run_role("ranks", tmp_path, 0, RANK=str(r), LOCAL_RANK=str(r), **env) for r in range(2)], tmp_path)
+    found = [json.loads((tmp_path / f"ranks{rank}.json").read_text()) for rank in range(2)]
+    for stage in STAGES:
+        for rank in range(2):
+            of = found[rank][str(stage)]
+            assert of["norms"] == pytest.approx(norms, rel=1e-5), (stage, rank)
+            flat = {name: torch.tensor(values) for name, values in of["weights"].items()}
+            assert_same(flat, {name: t.flatten() for name, t in expected.items()})
+            assert of["skipped"] == [False, False], "a NaN on one rank skips the update on both"
+            assert of["sums"] == [3.0, 1.0]
+            assert of["maxima"] == [2.0]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _resume(directory: Path, stage: int) -> dict[str, object]:
+    torch.manual_seed(99)
+    engine = start(stage)
+    update(engine, data(3), 1)  # a state of its own, to be replaced whole
+    engine.load_state(directory / "state")
+    norm = update(engine, data(), 2).grad_norm
+    found = {name: [x.hex() for x in t.flatten().tolist()] for name, t in engine.iter_weights()}
+    return {"updates": engine.updates, "norm": norm.hex(), "random": float(torch.rand(1)).hex(), "weights": found}
+
+
+def _ranks(directory: Path) -> dict[str, object]:
+    rank, found = int(os.environ["RANK"]), {}
+    mine = data()[rank::2]  # the two hold different data
+    for stage in STAGES:
+        engine = start(stage)
+
+        def one(x: torch.Tensor, engine: DeepSpeedEngine = engine) -> tuple[float, bool]:
+            for part in x.split(2):
+                engine.backward(engine.forward(part).square().sum() / len(data()))
+            return engine.step()
+
+        norms = [one(mine)[0] for _ in range(2)]
+        flat = {name: t.flatten().tolist() for name, t in engine.iter_weights()}
+        sums, maxima = engine.reduce([1.0 + rank, 0.5], [2.0 * rank])
+        skipped = [one(mine * (math.nan if rank == 1 else 1.0)).applied for _ in range(2)]
+        found[str(stage)] = {"norms": norms, "weights": flat, "skipped": skipped, "sums": sums, "maxima": maxima}
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    role, where = sys.argv[1], Path(sys.argv[2])
+    result = _resume(where, int(sys.argv[3])) if role == "resume" else _ranks(where)
+    (where / f"{role}{os.environ.get('RANK', '')}.json").write_text(json.dumps(result))
