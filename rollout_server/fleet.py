@@ -17,7 +17,7 @@ from protocol.codec import decode_as
 from protocol.errors import ProtocolError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.versions import PolicyVersion
-from rollout_server.redis_client import Outage, RedisClient, RedisDown, typed_errors
+from rollout_server.redis_client import Outage, RedisClient, RedisDown
 from rollout_server.waits import Waits
 
 log = logging.getLogger(__name__)
@@ -83,11 +83,10 @@ class Fleet:
 
     async def read(self) -> FleetTable:
         """One look at Redis; raises RedisDown. Entries that do not decode are left out and logged once."""
-        commands, keys = self._redis.commands, self._redis.keys
-        with typed_errors():
-            seconds, _ = await commands.time()
+        keys = self._redis.keys
+        now = await self._redis.now()
         ids, (target, state) = await self._redis.batch(
-            ("ZRANGEBYSCORE", keys.engines, seconds, "+inf"), ("HMGET", keys.target, "b", "state")
+            ("ZRANGEBYSCORE", keys.engines, now, "+inf"), ("HMGET", keys.target, "b", "state")
         )
         names = [raw.decode(errors="replace") for raw in ids]
         bodies = await self._redis.batch(*(("HGET", keys.engine(name), "b") for name in names))
@@ -109,7 +108,8 @@ class Fleet:
     async def changed(self, timeout_s: float) -> None:
         """Returns at the next change of the table, or after timeout_s."""
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
         except TimeoutError:
             pass
 

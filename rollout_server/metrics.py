@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from protocol.codec import encode
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
-from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull, typed_errors
+from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull
 from rollout_server.waits import Waits
 
 PERIOD_S = 1.0
@@ -123,13 +123,12 @@ async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[Rate, .
 
 async def _write(redis: RedisClient, stats: Stats) -> None:
     keys, raw = redis.keys, encode(stats.snapshot())
-    with typed_errors():
-        seconds, _ = await redis.commands.time()
+    now = await redis.now()
     await redis.batch(
         ("SET", keys.metrics(stats.process, stats.id), raw, "PX", LIFETIME_MS),
-        ("ZADD", keys.processes, seconds + LIFETIME_MS / 1000, f"{stats.process}:{stats.id}"),
+        ("ZADD", keys.processes, now + LIFETIME_MS / 1000, f"{stats.process}:{stats.id}"),
         # whoever writes also sweeps: entries of processes that were killed
-        ("ZREMRANGEBYSCORE", keys.processes, "-inf", seconds - 60),
+        ("ZREMRANGEBYSCORE", keys.processes, "-inf", now - 60),
     )
 
 

@@ -3,6 +3,9 @@
 The library retries by itself up to ten times and gives a blocked read five seconds; the first may duplicate a write
 whose reply was lost, the second makes BLOCK useless. So both are set here: nothing is retried that was not asked
 to be, and a reader that blocks has a connection of its own.
+
+Deadlines are ours too. The library bounds its sends with asyncio.wait_for, which in Python 3.11 swallows a
+cancellation that arrives together with the result: a loop that was told to end would go on.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -38,8 +41,12 @@ class RedisFull(ForayError):
     """At maxmemory: nothing was written. The learner's acknowledgements will make room."""
 
 
+COMMAND_S = 10.0
+"""Deadline of a command that does not block."""
+
+
 @contextmanager
-def typed_errors() -> Iterator[None]:
+def _typed_errors() -> Iterator[None]:
     """Turns the library's errors into RedisDown, RedisFull and StateLost; the rest is a bug and passes."""
     try:
         yield
@@ -65,43 +72,55 @@ class RedisClient:
 
     def __init__(self, url: str, keys: Keys) -> None:
         try:
-            self.commands = _connect(url, timeout=10.0)
-            self._reader = _connect(url, timeout=BLOCK_MS / 1000 + 10.0)
+            self._commands, self._reader = _connect(url), _connect(url)
         except ValueError as error:
             raise UserError(f"run.redis_url = {url!r} is not a Redis URL", why=str(error)) from None
         self.keys = keys
 
     async def aclose(self) -> None:
-        await self.commands.aclose()
+        await self._commands.aclose()
         await self._reader.aclose()
 
     async def call(self, function: str, keys: Sequence[str], *args: str | bytes | int) -> Any:
         """FCALL; raises RedisDown, RedisFull or StateLost."""
-        with typed_errors():
-            return await self.commands.fcall(function, len(keys), *keys, *args)
+        async with self.commands() as commands:
+            return await commands.fcall(function, len(keys), *keys, *args)
+
+    @asynccontextmanager
+    async def commands(self) -> AsyncIterator[redis.asyncio.Redis]:
+        """The library's client, for a few commands that together take COMMAND_S at most; the errors are ours."""
+        with _typed_errors():
+            async with asyncio.timeout(COMMAND_S):
+                yield self._commands
 
     async def batch(self, *commands: tuple[Any, ...], atomic: bool = False) -> list[Any]:
         """Replies to `commands`, each as it is written in Redis' manual, sent together; raises RedisDown, RedisFull."""
-        with typed_errors():
-            async with self.commands.pipeline(transaction=atomic) as pipe:
-                for command in commands:
-                    await pipe.execute_command(*command)  # queues it; the reply comes with execute
-                return await pipe.execute() if commands else []
+        async with self.commands() as client, client.pipeline(transaction=atomic) as pipe:
+            for command in commands:
+                await pipe.execute_command(*command)  # queues it; the reply comes with execute
+            return await pipe.execute() if commands else []
+
+    async def now(self) -> float:
+        """Seconds by the clock of Redis, which all hosts share; raises RedisDown."""
+        async with self.commands() as client:
+            seconds, micros = await client.time()
+        return float(seconds) + float(micros) / 1e6
 
     async def read(self, stream: str, group: str, consumer: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """XREADGROUP of new entries, blocking up to BLOCK_MS; raises RedisDown or StateLost."""
-        with typed_errors():
-            reply: Any = await self._reader.xreadgroup(group, consumer, {stream: ">"}, count=count, block=BLOCK_MS)
+        with _typed_errors():
+            async with asyncio.timeout(BLOCK_MS / 1000 + COMMAND_S):
+                reply: Any = await self._reader.xreadgroup(group, consumer, {stream: ">"}, count=count, block=BLOCK_MS)
         return [entry for _, entries in reply or [] for entry in entries]
 
 
-def _connect(url: str, *, timeout: float) -> redis.asyncio.Redis:
+def _connect(url: str) -> redis.asyncio.Redis:
     return redis.asyncio.Redis.from_url(
         url,
         protocol=2,
         decode_responses=False,
         retry=Retry(NoBackoff(), 0),
-        socket_timeout=timeout,
+        socket_timeout=None,
         socket_connect_timeout=3.0,
         health_check_interval=0,
     )

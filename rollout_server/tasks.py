@@ -20,7 +20,7 @@ from protocol.functions import BEAT
 from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed, Task
 from rollout_server.metrics import Stats
-from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull, typed_errors
+from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull
 from rollout_server.sink import Sink
 
 log = logging.getLogger(__name__)
@@ -139,8 +139,8 @@ class Tasks:
 
     async def leave(self) -> None:
         """Remove our consumer from the group, when nothing is pending under its name; raises RedisDown, StateLost."""
-        commands, tasks = self._redis.commands, self._redis.keys.tasks
-        with typed_errors():
+        tasks = self._redis.keys.tasks
+        async with self._redis.commands() as commands:
             if not await commands.xpending_range(tasks, TASK_GROUP, "-", "+", 1, consumername=self._consumer):
                 await commands.xgroup_delconsumer(tasks, TASK_GROUP, self._consumer)
 
@@ -163,8 +163,10 @@ class Tasks:
         """Tasks whose server fell silent, now ours; looked for a few times within each idle time."""
         if time.monotonic() < self._next_reclaim:
             return []
-        commands, tasks = self._redis.commands, self._redis.keys.tasks
-        with typed_errors():
+        # our own first: after an outage of Redis they are idle too, and being claimed counts as a delivery
+        await self._beat()
+        tasks = self._redis.keys.tasks
+        async with self._redis.commands() as commands:
             cursor, entries, *_ = await commands.xautoclaim(
                 tasks, TASK_GROUP, self._consumer, self._idle_ms, start_id=self._cursor, count=self.free
             )
@@ -181,8 +183,8 @@ class Tasks:
         return sound
 
     async def _poisonous(self, entry: str, fields: dict[bytes, bytes]) -> bool:
-        commands, tasks = self._redis.commands, self._redis.keys.tasks
-        with typed_errors():
+        tasks = self._redis.keys.tasks
+        async with self._redis.commands() as commands:
             pending: list[dict[str, Any]] = await commands.xpending_range(tasks, TASK_GROUP, entry, entry, 1)
         deliveries = int(pending[0]["times_delivered"]) if pending else 0
         if deliveries <= MAX_DELIVERIES:

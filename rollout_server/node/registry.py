@@ -10,7 +10,7 @@ import logging
 from protocol.codec import decode_as, encode
 from protocol.errors import ProtocolError
 from protocol.messages import EngineInfo, WeightUpdate
-from rollout_server.redis_client import RedisClient, typed_errors
+from rollout_server.redis_client import RedisClient
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +24,8 @@ class Registry:
 
     async def register(self, info: EngineInfo) -> None:
         """Write or renew the registration. Its end is reckoned by Redis' clock: hosts need not agree on the time."""
-        commands, keys = self._redis.commands, self._redis.keys
-        with typed_errors():
-            seconds, micros = await commands.time()
-            now = seconds + micros / 1e6
+        keys = self._redis.keys
+        now = await self._redis.now()
         await self._redis.batch(
             ("HSET", keys.engine(info.id), "b", encode(info)),
             ("PEXPIRE", keys.engine(info.id), int(self._lease_s * 1000)),

@@ -77,7 +77,8 @@ class Standing:
                 continue
             outage.over()
             try:
-                await asyncio.wait_for(self._changed.wait(), every_s)
+                async with asyncio.timeout(every_s):
+                    await self._changed.wait()
             except TimeoutError:
                 pass
 
