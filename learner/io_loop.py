@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from learner.redis_client import RedisUnavailable
@@ -12,6 +13,8 @@ from protocol.errors import Fenced, StateLost
 log = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 2.0
+SILENCE_S = 15.0
+"""Complaints about Redis come at most so often: some calls may work while others do not (a full Redis)."""
 
 
 class Alarm:
@@ -65,19 +68,18 @@ class IoLoop:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        failures = 0
+        failures, told = 0, -SILENCE_S
         while not self._stop.is_set():
             if not self._alarm.quiet.wait(0.2):
                 continue
             try:
                 self._turn()
-                if failures:
-                    log.info("Redis answers again")
                 failures = 0
             except RedisUnavailable as error:
                 failures += 1
-                if failures == 1:
-                    log.warning("Redis is not available, trying again: %s", error)
+                if time.monotonic() > told + SILENCE_S:
+                    told = time.monotonic()
+                    log.warning("Redis is not available to the %s, trying again: %s", self._thread.name, error)
                 self._stop.wait(min(MAX_PAUSE_S, 0.1 * 2**failures))
             except (StateLost, Fenced) as error:
                 self._alarm.sound(error)

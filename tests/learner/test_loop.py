@@ -1,0 +1,487 @@
+"""The whole service half on a real Redis: exactly once in the lineage that survives, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import redis
+import yaml
+
+from learner.checkpoint import Checkpoints
+from learner.config import LearnerSettings
+from learner.journal import read_journal
+from learner.redis_client import RunStore
+from protocol.codec import decode_as
+from protocol.errors import Fenced, UserError
+from protocol.header import seal
+from protocol.keys import Keys
+from protocol.messages import EngineInfo, MetricsSnapshot, Task, WeightUpdate
+from protocol.settings import RunSettings
+from protocol.testing import make_group
+
+Serve = Callable[..., int]
+
+
+def manifest(run: RunSettings) -> dict[str, Any]:
+    """The manifest of the committed checkpoint."""
+    found = Checkpoints(run.checkpoint_dir, 2).load()
+    assert found
+    return found.facts
+
+
+def assert_exactly_once(tiny: ModuleType, run: RunSettings, extra: int = 0) -> dict[str, Any]:
+    """Every step trained a batch, no seq twice; the books hold every seq and nothing is in flight."""
+    batches = tiny.surviving(run.dir)
+    seqs = [seq for batch in batches.values() for seq in batch]
+    assert list(batches) == list(range(1, run.steps + 1))
+    assert len(seqs) == len(set(seqs)) == run.steps * run.groups_per_step
+    facts = manifest(run)
+    total = run.steps * run.groups_per_step + extra
+    assert facts["ledger"]["counts"]["trained"] == len(seqs)
+    assert (facts["ledger"]["watermark"], facts["ledger"]["above"]) == (total, [])
+    assert {seq for seq, _, _ in facts["ledger"]["notes"]} == set(range(1, total + 1)) - set(seqs)
+    return facts
+
+
+def test_a_run_ends_with_every_seq_trained_once_and_nothing_in_flight(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    with tiny.Player(address, run.id) as player:
+        assert serve(run, settings) == 0
+    keys = Keys(run.id)
+    assert_exactly_once(tiny, run)
+    assert len(player.seen) == len(set(player.seen)) == 32
+    assert db.hget(keys.target, "state") == b"done"
+    update = decode_as(WeightUpdate, db.hget(keys.target, "b"))
+    assert update.version == (1, 8) and Path(update.path, "model.safetensors").is_file()
+    assert db.xpending(keys.traj, "learner")["pending"] == 0 and db.xlen(keys.traj) == 0
+    assert db.exists(keys.lease) == 0
+    told = decode_as(MetricsSnapshot, db.get(keys.metrics("learner", "0")))
+    assert told.text["state"] == "done"
+    assert (told.values["issued"], told.values["trained"], told.values["in_flight"]) == (32, 32, 0)
+    journalled = list(read_journal(run.dir / "journal"))
+    assert [e.group.seq for e in journalled] == [s for batch in tiny.surviving(run.dir).values() for s in batch]
+    line = tiny.step_lines(run.dir)[-1]
+    assert line["step"] == 8 and line["lag_max"] <= run.max_lag and line["em_mean"] == 0.5
+    assert {"wait", "compute", "publish", "checkpoint"} <= set(line["seconds"])
+
+
+def test_a_crash_between_step_and_checkpoint_rolls_back_and_trains_nothing_twice(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+) -> None:
+    def die(updates: int) -> None:
+        if updates == 5:
+            raise tiny.Crash
+
+    with tiny.Player(address, run.id) as player:
+        with pytest.raises(tiny.Crash):
+            serve(run, settings, before=die)
+        assert manifest(run)["step"] == 3
+        assert serve(run, settings) == 0
+    facts = assert_exactly_once(tiny, run)
+    assert facts["lineage"] == [[1, 0], [2, 3]]
+    assert facts["tally"]["redelivered"] >= 8, "steps 4 and 5 were replayed, not generated again"
+    assert len({seq for seq, _ in player.seen}) == 32 and max(seq for seq, _ in player.seen) == 32
+    abandoned = [line for line in tiny.step_lines(run.dir) if line["epoch"] == 1 and line["step"] > 3]
+    assert [line["step"] for line in abandoned] == [4, 5]
+    lineage = Checkpoints(run.checkpoint_dir, 2).load().lineage
+    kept = [(e.step, e.group.seq) for e in read_journal(run.dir / "journal", lineage=lineage)]
+    assert kept == [(step, seq) for step, batch in tiny.surviving(run.dir).items() for seq in batch]
+
+
+def test_a_resumed_learner_has_the_weights_of_its_checkpoint_and_publishes_them_first(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    def die(updates: int) -> None:
+        if updates == 4:
+            raise tiny.Crash
+
+    seen: list[tuple[int, int]] = []
+
+    def look(updates: int) -> None:
+        seen.append(decode_as(WeightUpdate, db.hget(Keys(run.id).target, "b")).version)
+
+    with tiny.Player(address, run.id):
+        with pytest.raises(tiny.Crash):
+            serve(run, settings, before=die)
+        serve(run, settings, before=look)
+    assert seen[0] == (2, 3), "the engines were told the resumed version before the first step"
+    saved = json.loads((Checkpoints(run.checkpoint_dir, 2).load().path / "state" / "tiny.json").read_text())
+    assert saved[0] == run.steps
+
+
+def test_publishing_twice_and_redelivery_are_suppressed(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    def replay(updates: int) -> None:
+        # Somebody adds groups that were trained, or are buffered, past the publishing function.
+        for seq in (1, 2, 4 * updates + 6):
+            header, body = seal(make_group(seq, run=run.id))
+            db.xadd(Keys(run.id).traj, {"seq": seq, "h": header, "b": body})
+
+    with tiny.Player(address, run.id, twice=True) as player:
+        serve(run, settings, before=replay)
+    facts = assert_exactly_once(tiny, run)
+    assert player.replies["DUP"] == player.replies["published"] == 32
+    assert facts["tally"]["duplicates"] > 8
+
+
+def test_groups_that_arrive_corrupt_are_generated_again_and_dead_after_three_attempts(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    def spoil(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+        if task.seq == 3 and task.attempt == 1:
+            return header, body[:-1] + b"\x00\x00"
+        if task.seq == 5:
+            return b"\xc1", body
+        if task.seq == 6 and task.attempt == 1:
+            return seal(make_group(6, run="other"))
+        if task.seq == 7 and task.attempt < 3:
+            return header, b""
+        return header, body
+
+    with tiny.Player(address, run.id, spoil=spoil) as player:
+        serve(run, settings)
+    facts = assert_exactly_once(tiny, run, extra=1)
+    assert facts["ledger"]["notes"] == [[5, "dead", "corrupt"]]
+    assert [attempt for seq, attempt in player.seen if seq == 5] == [1, 2, 3]
+    assert [attempt for seq, attempt in player.seen if seq == 7] == [1, 2, 3]
+    evidence = [json.loads(line) for line in (run.dir / "dead_letters.jsonl").read_text().splitlines()]
+    assert len(evidence) == db.xlen(Keys(run.id).dlq) == facts["tally"]["dead_letters"] == 7
+    assert {line["reason"] for line in evidence if line["seq"] == 6} == {"foreign_run"}
+
+
+def test_failed_groups_are_dead_and_make_room_for_others(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+) -> None:
+    with tiny.Player(address, run.id, fails={2, 9, 10}):
+        serve(run, settings)
+    facts = assert_exactly_once(tiny, run, extra=3)
+    assert sorted(facts["ledger"]["notes"]) == [[s, "dead", "engine"] for s in (2, 9, 10)]
+
+
+def test_flushing_redis_in_the_middle_costs_only_rollouts(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    def wipe(updates: int) -> None:
+        if updates in (2, 5):
+            db.flushall()
+            db.function_flush()
+
+    with tiny.Player(address, run.id):
+        serve(run, settings, before=wipe, pace_s=0.05)
+    facts = assert_exactly_once(tiny, run)
+    assert [epoch for epoch, _ in facts["lineage"]] == [1, 2, 3], "a lapsed lease is taken again with a new epoch"
+
+
+def test_flushing_redis_while_the_learner_waits_is_mended_at_once(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    with tiny.Player(address, run.id) as player:
+
+        def wipe(updates: int) -> None:
+            if updates == 3:
+                player.paused.set()
+                time.sleep(0.1)
+                db.flushall()
+                player.paused.clear()
+
+        serve(run, settings, before=wipe)
+    assert_exactly_once(tiny, run)
+
+
+def test_losing_redis_and_the_learner_at_once_costs_only_the_steps_since_the_checkpoint(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    def die(updates: int) -> None:
+        if updates == 5:
+            raise tiny.Crash
+
+    with tiny.Player(address, run.id):
+        with pytest.raises(tiny.Crash):
+            serve(run, settings, before=die)
+        db.flushall()
+        serve(run, settings)
+    facts = assert_exactly_once(tiny, run)
+    assert facts["lineage"] == [[1, 0], [2, 3]], "the epoch does not run backwards with Redis"
+
+
+def test_a_full_redis_is_waited_for(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    relief = threading.Timer(1.5, lambda: db.config_set("maxmemory", 0))
+
+    def fill(updates: int) -> None:
+        if updates == 2:
+            db.config_set("maxmemory", "1mb")
+            relief.start()
+
+    with tiny.Player(address, run.id):
+        serve(run, settings, before=fill)
+    relief.join()
+    facts = assert_exactly_once(tiny, run)
+    assert facts["lineage"] == [[1, 0]], "the lease is renewed while Redis refuses writes"
+
+
+def test_a_second_learner_fences_the_first(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    rival = RunStore(run.redis_url, run.id)
+
+    def lose(updates: int) -> None:
+        if updates == 4:
+            assert rival.acquire("rival:1:2:3", 1, 60_000, takeover=True) == 2
+
+    with tiny.Player(address, run.id), pytest.raises(Fenced, match="epoch 2, process 1 on rival"):
+        serve(run, settings, before=lose)
+    assert manifest(run)["step"] == 3, "the fenced learner committed nothing more"
+    assert rival.holder().token == "rival:1:2:3", "nor did it free the other's lease"
+    rival.close()
+
+
+def test_batches_that_are_not_finite_are_dead_and_three_in_a_row_stop_the_run(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+) -> None:
+    calls: list[int] = []
+
+    def verdict(updates: int) -> str:
+        calls.append(updates)
+        return "not finite" if len(calls) in (3, 4, 6) else ""
+
+    with tiny.Player(address, run.id):
+        serve(run, settings, verdict=verdict)
+        facts = assert_exactly_once(tiny, run, extra=12)
+        assert {reason for _, _, reason in facts["ledger"]["notes"]} == {"nonfinite"}
+        more = run.model_copy(update={"steps": 12})
+        with pytest.raises(UserError, match="3 batches in a row"):
+            serve(more, settings, verdict=lambda n: "not finite")
+    assert manifest(run)["step"] == 8
+    assert len({e.group.seq for e in read_journal(run.dir / "skipped")}) == 12 + 12
+
+
+def test_groups_too_old_are_dropped_when_told_so(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    def spoil(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+        if task.seq in (30, 31):  # began at version 0
+            return seal(make_group(task.seq, run=run.id))
+        return header, body
+
+    with tiny.Player(address, run.id, spoil=spoil):
+        serve(run, settings.model_copy(update={"on_stale": "drop"}))
+    facts = assert_exactly_once(tiny, run, extra=2)
+    assert sorted(facts["ledger"]["notes"]) == [[30, "stale", "too_old"], [31, "stale", "too_old"]]
+
+
+def test_a_deleted_task_is_found_and_issued_again(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    keys = Keys(run.id)
+    with tiny.Player(address, run.id) as player:
+
+        def delete(updates: int) -> None:
+            if updates == 1:
+                time.sleep(0.3)  # all that could be issued has been rolled out
+                player.paused.set()
+            if updates == 2:  # the credit of the second step has become tasks that nobody leased
+                time.sleep(0.3)
+                assert db.xdel(keys.tasks, *[id_ for id_, _ in db.xrange(keys.tasks)]) >= 4
+                player.paused.clear()
+
+        serve(run, settings, before=delete)
+    facts = assert_exactly_once(tiny, run)
+    assert facts["tally"]["reissued"] >= 4
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    real, tries = tiny.TinyEngine.save_state, []
+
+    def full(self: Any, directory: Path) -> None:
+        tries.append(self.updates)
+        if self.updates in (4, 5, 6):
+            raise OSError(28, "No space left on device")
+        real(self, directory)
+
+    monkeypatch.setattr(tiny.TinyEngine, "save_state", full)
+    with tiny.Player(address, run.id), caplog.at_level(logging.ERROR):
+        serve(run, settings.model_copy(update={"checkpoint_every": 2}))
+    assert tries == [2, 4, 5, 6, 7, 8]
+    assert "step 2 stays in force" in caplog.text and "no more tasks are issued" in caplog.text
+    assert_exactly_once(tiny, run)
+
+
+def test_a_finished_run_started_again_ends_at_once_and_can_be_made_longer(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    with tiny.Player(address, run.id):
+        serve(run, settings)
+        assert serve(run, settings) == 0
+        assert len(tiny.step_lines(run.dir)) == 8
+        longer = run.model_copy(update={"steps": 10})
+        serve(longer, settings)
+    assert_exactly_once(tiny, longer)
+    with pytest.raises(UserError, match=r"run\.steps is 8"):
+        serve(run, settings)
+
+
+def test_other_questions_or_another_seed_are_refused_on_resume(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    with tiny.Player(address, run.id):
+        serve(run, settings)
+    with pytest.raises(UserError, match=r"questions or run\.seed"):
+        serve(run.model_copy(update={"seed": 7, "steps": 9}), settings)
+    assert not db.exists(Keys(run.id).lease), "a refused start leaves no lease behind"
+
+
+def test_versions_that_an_engine_still_serves_are_not_collected(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    from protocol.codec import encode
+
+    keys = Keys(run.id)
+    db.hset(keys.engine("slow"), "b", encode(EngineInfo(id="slow", url="x", state="ready", epoch=1, step=1)))
+    db.zadd(keys.engines, {"slow": 1e12})
+    with tiny.Player(address, run.id):
+        serve(run, settings)
+    assert {p.name for p in run.weights_dir.iterdir()} == {"v1.1", "v1.5", "v1.6", "v1.7", "v1.8"}
+
+
+# --- real processes ---
+
+
+@pytest.fixture
+def launch(run: RunSettings, settings: LearnerSettings, tmp_path: Path) -> Callable[[int], subprocess.Popen[str]]:
+    """Starts a learner process for so many steps."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(steps: int) -> subprocess.Popen[str]:
+        tree = {
+            "run": json.loads(run.model_copy(update={"steps": steps}).model_dump_json()),
+            "learner": {"questions": str(settings.questions), "checkpoint_every": 4, "reconcile_s": 0.3},
+        }
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+        argv = [sys.executable, str(Path(__file__).parent / "tiny.py"), "--config", str(tmp_path / "c.yaml")]
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+    return start
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    for line in process.stdout:
+        if line.split()[:1] == ["step"] and int(line.split()[1].split("/")[0]) >= step:
+            return
+    raise AssertionError(process.stderr.read())
+
+
+def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(
+    launch: Callable[[int], subprocess.Popen[str]], run: RunSettings, tiny: ModuleType, address: dict[str, Any]
+) -> None:
+    with tiny.Player(address, run.id):
+        process = launch(20)
+        wait_for_step(process, 7)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=10)
+        process = launch(20)
+        wait_for_step(process, 14)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 0 and "the same command goes on" in log, log
+        stopped_at = manifest(run)["step"]
+        assert stopped_at >= 14, "SIGTERM writes a checkpoint"
+        process = launch(20)
+        _, log = process.communicate(timeout=40)
+        assert process.returncode == 0, log
+    done = run.model_copy(update={"steps": 20})
+    facts = assert_exactly_once(tiny, done, extra=facts_extra(run))
+    assert [epoch for epoch, _ in facts["lineage"]] == [1, 2, 3]
+    assert facts["lineage"][1:] == [[2, 4], [3, stopped_at]]
+
+
+def facts_extra(run: RunSettings) -> int:
+    return len(manifest(run)["ledger"]["notes"])
