@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from deploy.config import RunConfig
 from deploy.plan import Addresses
@@ -42,8 +43,11 @@ def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Ad
 
 def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
     """`config` with the addresses in it. A Redis URL from the environment may hold a password: it stays out."""
+    launch: dict[str, Any] = {"retrievers": len(addresses.retrievers)}
     update: dict[str, Settings] = {}
     if addresses.server is not None:
+        # so that `foray up` of the resolved file starts it again
+        launch["redis"] = "own"
         update["run"] = config.run.model_copy(update={"redis_url": addresses.redis_url})
     if addresses.retrievers:
         port = int(addresses.retrievers[0].rpartition(":")[2])
@@ -51,6 +55,7 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
         if config.rollout.search.type == "http":
             search = config.rollout.search.model_copy(update={"urls": addresses.retrievers})
             update["rollout"] = config.rollout.model_copy(update={"search": search})
+    update["launch"] = config.launch.model_copy(update=launch)
     return config.model_copy(update=update)
 
 

@@ -48,8 +48,8 @@ class Stopped(ForayError):
 class Launcher:
     """One run. `say` gets the lines a person should see."""
 
-    def __init__(self, config: RunConfig, *, say: Say = lambda line: None, python: str = sys.executable) -> None:
-        self._given, self._say, self._python = config, say, python
+    def __init__(self, config: RunConfig, *, say: Say = lambda line: None, python: str = "") -> None:
+        self._given, self._say, self._python = config, say, python or sys.executable
         self.directory = config.run.dir
         self._exits = ExitStack()
         self._stop_signal: int | None = None

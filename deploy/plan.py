@@ -108,7 +108,8 @@ def plan(config: RunConfig, addresses: Addresses, *, python: str, resolved: Path
             f"rollout.port={_port(url)}",
             *_drain("rollout", config.rollout.model_fields_set),
         )
-        specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.HTTP, url=url))
+        # not /ready: that needs a published version, and evaluations may come before the learner
+        specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.ALIVE, url=url))
     if launch.learner:
         specs.append(process("learner", "learner", "learner", ready=Ready.RUNNING))
     return specs

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from learner.progress import StepFacts
+from learner.progress import WORDS, StepFacts
 
 
 class StepTail:
@@ -28,7 +28,11 @@ class StepTail:
         end = data.rfind(b"\n") + 1
         self._offset += end
         for line in data[:end].splitlines():
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                # a learner that was killed left half a line; the next one wrote on behind it
+                continue
             self.last = record
             yield record
 
@@ -40,6 +44,8 @@ def format_step(record: Mapping[str, Any], *, steps: int) -> str:
         # what was not finite is null in JSON
         return float(record.get(name) or 0.0)
 
+    # the file calls `wait` what the learner's own words call `data`
+    seconds = {"data" if n == "wait" else n: float(s or 0.0) for n, s in (record.get("seconds") or {}).items()}
     return StepFacts(
         step=int(record["step"]),
         steps=steps,
@@ -50,5 +56,5 @@ def format_step(record: Mapping[str, Any], *, steps: int) -> str:
         sampled=int(number("tokens_generated")),
         trained=int(number("tokens_trained")),
         total_s=number("step_s"),
-        seconds={name: float(value or 0.0) for name, value in (record.get("seconds") or {"data": 0.0}).items()},
+        seconds=dict.fromkeys(WORDS, 0.0) | {n: s for n, s in seconds.items() if n in WORDS},
     ).line()

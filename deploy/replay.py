@@ -25,12 +25,16 @@ BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True)
 class Shown:
-    """One trajectory to be printed: the `index`-th of its group, which was trained in step `step`."""
+    """One trajectory to be printed: the `index`-th of its group, which was trained in step `step`.
+
+    max_lag: the run's; tokens of an older version were masked. None: not known, nothing is said about it.
+    """
 
     group: TrajectoryGroup
     index: int
     step: int
     epoch: int
+    max_lag: int | None = None
 
     @property
     def trajectory(self) -> Trajectory:
@@ -42,7 +46,9 @@ class Shown:
         return lag(self.step - 1, span.version)
 
 
-def choose(entries: Iterable[Any], *, show: int, seq: int | None = None, every: bool = False) -> list[Shown]:
+def choose(
+    entries: Iterable[Any], *, show: int, seq: int | None = None, every: bool = False, max_lag: int | None = None
+) -> list[Shown]:
     """What to print of the journal's entries (objects with `step`, `epoch` and `group`).
 
     seq given     that group, as often as it was trained (once, if the promise holds)
@@ -56,7 +62,7 @@ def choose(entries: Iterable[Any], *, show: int, seq: int | None = None, every: 
         trajectories = entry.group.trajectories
         order = sorted(range(len(trajectories)), key=lambda i: (-trajectories[i].reward, -trajectories[i].searches, i))
         indices = range(len(trajectories)) if every else order[: show if seq is not None else 1]
-        chosen += [Shown(entry.group, index, entry.step, entry.epoch) for index in indices]
+        chosen += [Shown(entry.group, index, entry.step, entry.epoch, max_lag) for index in indices]
     return chosen
 
 
@@ -101,10 +107,19 @@ def _label(segment: Segment, turn: int, shown: Shown) -> str:
             parts.append(f"passages {', '.join(visible(i) for i in segment.passage_ids) or 'none'}")
             parts.append(f"{segment.latency_s * 1000:.0f} ms")
         return " · ".join([*parts, f"error {visible(segment.error)}"] if segment.error else parts)
-    by = ", ".join(f"{span.version.label} (lag {shown.lag(span)})" for span in segment.spans)
+    by = ", ".join(_version(span, shown) for span in segment.spans)
     ended = f" · ended by {visible(segment.finish_reason)}" if segment.finish_reason else ""
     engine = f" · {visible(segment.engine)}" if segment.engine else ""
     return f"turn {turn} · policy · {count}, trained on · version {by or 'none'}{engine}{ended}"
+
+
+def _version(span: VersionSpan, shown: Shown) -> str:
+    """`1.4 (lag 2)`, and how many tokens were left out of the training because that was too old."""
+    behind = shown.lag(span)
+    masked = ""
+    if shown.max_lag is not None and behind > shown.max_lag:
+        masked = f", too old: {span.end - span.start} tokens not trained on"
+    return f"{span.version.label} (lag {behind}{masked})"
 
 
 def to_json(shown: Shown, tokens: Tokens) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -13,14 +12,19 @@ from deploy.config import RunConfig
 
 WIDTH = 110
 HEAD = """\
-# A run of Foray: every setting with its default. What you do not change, you may delete.
-# Start it with `foray up THIS_FILE`; any value can be overridden there: `foray up THIS_FILE run.steps=20`.
-# A path may begin with ${NAME}/, which `foray up` reads from the environment. Secrets never belong in here.
+# A run of Foray. Every setting is here with its default, commented out: take the `#` away (of the lines above it that
+# end in a colon too) from what you change. Start it with `foray up THIS_FILE`; any value can be overridden there:
+# `foray up THIS_FILE run.steps=20`. A path may begin with ${NAME}/, which `foray up` reads from the environment.
+# Secrets never belong in here.
 """
 
 
 def document(config: RunConfig | None = None) -> str:
-    """YAML that reads back as `config` (default: all defaults), with each field's description above it."""
+    """YAML that reads back as `config` (default: all defaults), with each field's description above it.
+
+    What `config` sets itself is written as it is, defaults are commented out: a default that is written down would
+    count as a wish (a port that was asked for, a retriever that somebody else runs).
+    """
     given = config or RunConfig()
     lines = [HEAD]
     for name, field in RunConfig.model_fields.items():
@@ -30,21 +34,19 @@ def document(config: RunConfig | None = None) -> str:
     return "\n".join(lines)
 
 
-def _fields(settings: BaseModel, indent: str) -> Iterator[str]:
+def _fields(settings: BaseModel, indent: str, *, commented: bool = False) -> Iterator[str]:
     plain = settings.model_dump(mode="json")
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
+        off = commented or name not in settings.model_fields_set
+        mark = "#" if off else ""
         yield from _comment(field.description, indent)
         if isinstance(value, BaseModel):
-            yield f"{indent}{name}:"
-            yield from _fields(value, indent + "  ")
+            yield f"{mark}{indent}{name}:"
+            yield from _fields(value, indent + "  ", commented=off)
         else:
             # JSON is YAML, and keeps text that looks like a number as text
-            yield f"{indent}{name}: {_scalar(plain[name])}"
-
-
-def _scalar(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+            yield f"{mark}{indent}{name}: {json.dumps(plain[name], ensure_ascii=False)}"
 
 
 def _comment(text: str | None, indent: str) -> list[str]:

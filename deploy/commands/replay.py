@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     directory = args.run_dir if args.run_dir and (args.run_dir / "journal").is_dir() else require(args.run_dir)
     books = read_books(directory)
     entries = read_journal(directory / "journal", lineage=books.lineage if books else ())
-    shown = choose(entries, show=args.show, seq=args.seq, every=args.all)
+    run = _settings(directory)
+    shown = choose(entries, show=args.show, seq=args.seq, every=args.all, max_lag=run.max_lag if run else None)
     if not shown:
         where = f"no group of seq {args.seq}" if args.seq is not None else "no trained group"
         raise UserError(
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             why="groups are written when they are trained (learner.journal)",
             todo="wait for the first step, or see `foray status`",
         )
-    tokens = _tokens(directory, args.model)
+    tokens = _tokens(directory, args.model, run)
     if args.json:
         print(json.dumps([to_json(item, tokens) for item in shown], ensure_ascii=False))
         return 0
@@ -57,13 +58,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokens(directory: Path, model: Path | None) -> Tokens:
+def _settings(directory: Path) -> RunSettings | None:
+    """What the run was started with; None where it was started by hand, from a file elsewhere."""
+    path = directory / RESOLVED
+    return section(read_tree(path), "run", RunSettings) if path.is_file() else None
+
+
+def _tokens(directory: Path, model: Path | None, run: RunSettings | None) -> Tokens:
     """The tokenizer of `model`, else of the run's newest published weights, else of its initial model."""
     from rollout_server.tokens import load_tokens
 
-    candidates = [model] if model is not None else sorted((directory / "weights").glob("*/"), reverse=True)
-    if model is None and (directory / RESOLVED).is_file():
-        candidates.append(section(read_tree(directory / RESOLVED), "run", RunSettings).model)
+    candidates = [model] if model is not None else sorted((directory / "weights").glob("v*/"), reverse=True)
+    if model is None and run is not None:
+        candidates.append(run.model)
     for candidate in candidates:
         if (candidate / "tokenizer.json").is_file():
             return load_tokens(candidate)

@@ -1,0 +1,112 @@
+"""The `foray` command as a person and as a script meet it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import VERBS, main
+
+HEAVY = ("torch", "aiohttp", "transformers", "deepspeed", "faiss", "redis")
+PROBE = (
+    "import sys\n"
+    "from deploy.cli import main\n"
+    "try:\n    code = main(sys.argv[1:])\n"
+    "except SystemExit as e:\n    code = e.code or 0\n"
+    f"print('LOADED', *[m for m in {HEAVY!r} if m in sys.modules])\n"
+    "sys.exit(code)"
+)
+
+
+def foray(*argv: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command; stdout ends with the heavy modules that it imported."""
+    done = subprocess.run([sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_every_command_answers_without_a_framework(verb: str) -> None:
+    code, out, err = foray(verb, "--help")
+    assert code == 0, err
+    assert "usage:" in out and out.splitlines()[-1] == "LOADED"
+
+
+def test_the_overview_names_every_command() -> None:
+    code, out, _ = foray("--help")
+    assert code == 0 and all(f"  {verb} " in out for verb in VERBS)
+    assert foray()[0] == 2, "nothing asked for is a usage error"
+
+
+def test_a_dry_run_prints_settings_and_processes_without_a_framework(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"run: {{dir: {tmp_path}/none, steps: 7}}\n")
+    code, out, err = foray("up", str(config), "launch.engines=2", "--dry-run")
+    assert code == 0, err
+    assert "steps: 7" in out and "engine-2: " in out and out.splitlines()[-1] == "LOADED"
+    assert not (tmp_path / "none").exists(), "a dry run leaves nothing behind"
+    told = json.loads(foray("up", str(config), "--dry-run", "--json")[1].splitlines()[0])
+    assert [p["name"] for p in told["processes"]] == ["redis", "retriever-1", "engine-1", "rollout-1", "learner"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["stauts"], ["unknown command 'stauts'", "did you mean `foray status`?"]),
+        (["up", "{dir}/hotpot.yml"], ["cannot read the configuration file", "hotpot.yaml?"]),
+        (
+            ["up", "{dir}/hotpot.yaml", "--dry-run", "run.stepps=3"],
+            ["unknown key 'run.stepps'", "did you mean 'steps'?"],
+        ),
+        (["up", "{dir}/hotpot.yaml", "--dry-run", "run.steps=none"], ["run.steps", "valid integer"]),
+        (["status", "{dir}/none"], ["{dir}/none does not exist", "give the directory"]),
+        (["down", "{dir}"], ["is not a run directory"]),
+        (["replay", "{dir}"], ["is not a run directory"]),
+        (["eval", "{dir}", "--questions", "{dir}/none.jsonl"], ["cannot read the questions"]),
+        (["index", "build"], ["it is not said what to index", "--corpus FILE and --out DIR"]),
+        (["init", "{dir}/hotpot.yaml"], ["exists already", "--force"]),
+    ],
+)
+def test_a_mistake_answers_at_once_with_what_happened_and_what_to_do(
+    argv: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hotpot.yaml").write_text("run: {}\n")
+    code = main([arg.replace("{dir}", str(tmp_path)) for arg in argv])
+    err = capsys.readouterr().err
+    assert code == 2 and err.startswith("error: ") and "Traceback" not in err
+    assert all(word.replace("{dir}", str(tmp_path)) in err for word in words), err
+
+
+def test_a_wrong_flag_is_a_usage_error(tmp_path: Path) -> None:
+    assert foray("up", str(tmp_path), "--dryrun")[0] == 2
+
+
+def test_init_writes_a_file_that_up_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    assert main(["init", str(path), "run.steps=3"]) == 0
+    assert main(["up", str(path), "--dry-run"]) == 0
+    assert "steps: 3" in capsys.readouterr().out
+
+
+def test_index_build_makes_what_the_retriever_of_that_configuration_looks_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "contents": '"Emma"\nA novel.'}) + "\n")
+    config = tmp_path / "run.yaml"
+    config.write_text(f"retriever: {{corpus: {tmp_path}/corpus.jsonl, index_dir: {tmp_path}/index}}\n")
+    assert main(["index", "build", "--config", str(config)]) == 0
+    assert (tmp_path / "index").is_dir() and str(tmp_path / "index") in capsys.readouterr().out
+
+
+def test_version_can_be_read_by_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["foray"] and told["python"].startswith("3.")
+
+
+def test_a_process_verb_is_that_process(tmp_path: Path) -> None:
+    code, _, err = foray("retriever", f"retriever.corpus={tmp_path}/none.jsonl", "retriever.port=0")
+    assert code == 2 and "none.jsonl" in err

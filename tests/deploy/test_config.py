@@ -1,0 +1,87 @@
+"""The whole tree: sections, paths from the environment, errors that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.config import expand, from_tree, load
+from deploy.settings_doc import document
+from protocol.errors import UserError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_every_shipped_configuration_can_be_read() -> None:
+    files = sorted((ROOT / "deploy" / "configs").glob("*.yaml"))
+    assert files
+    for path in files:
+        load(path, environ={"FORAY_DATA": "/data"})
+
+
+def test_a_path_from_the_environment_is_expanded_only_at_the_beginning() -> None:
+    tree = {"a": "${DATA}/x", "b": ["${DATA}"], "c": "costs ${DATA}/x", "d": {"e": 3}, "f": "${DATA}x"}
+    expanded = expand(tree, {"DATA": "/data"})
+    assert expanded == {"a": "/data/x", "b": ["/data"], "c": "costs ${DATA}/x", "d": {"e": 3}, "f": "${DATA}x"}
+
+
+def test_an_unset_variable_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(UserError) as caught:
+        expand({"retriever": {"corpus": "${NOWHERE}/c.jsonl"}}, {})
+    text = caught.value.render()
+    assert "retriever.corpus" in text and "export NOWHERE=" in text
+
+
+def test_an_override_makes_the_variable_unnecessary(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("retriever: {corpus: '${NOWHERE}/c.jsonl'}\n")
+    config = load(path, ["retriever.corpus=/here.jsonl"], environ={})
+    assert config.retriever.corpus == Path("/here.jsonl")
+
+
+@pytest.mark.parametrize("key", ["rollout.concurency_groups", "launch.engine", "learner.checkpoint_evry", "engine.kid"])
+def test_a_misspelt_key_of_any_section_is_refused_with_the_right_one(key: str) -> None:
+    with pytest.raises(UserError, match="did you mean"):
+        load(None, [f"{key}=1"])
+
+
+def test_the_resolved_file_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
+    config = load(None, ["run.steps=7", "learner.optim.lr=1e-4", "engine.kind.type=cpu"])
+    path = tmp_path / "resolved.yaml"
+    path.write_text(config.to_yaml())
+    again = load(path)
+    assert again.model_dump() == config.model_dump()
+    assert again.run.steps == 7 and again.learner.optim.lr == 1e-4
+
+
+def test_a_retriever_is_started_unless_searches_go_elsewhere() -> None:
+    assert load(None).num_retrievers == 1
+    assert load(None, ["rollout.search.type=http", "rollout.search.urls=http://other:8000"]).num_retrievers == 0
+    assert (
+        load(
+            None, ["rollout.search.type=http", "rollout.search.urls=http://other:8000", "launch.retrievers=2"]
+        ).num_retrievers
+        == 2
+    )
+    assert load(None, ["rollout.search.type=none"]).num_retrievers == 0
+
+
+def test_the_explained_file_says_every_setting_and_changes_none(tmp_path: Path) -> None:
+    config = from_tree({"run": {"steps": 7}, "learner": {"optim": {"lr": 0.5}}})
+    text = document(config)
+    tree = yaml.safe_load(text)
+    assert {name: value for name, value in tree.items() if value} == {
+        "run": {"steps": 7},
+        "learner": {"optim": {"lr": 0.5}},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert load(path).model_dump() == config.model_dump()
+    # with every comment of a setting taken away it still reads, so every name in it is real
+    bare = "\n".join(
+        line[1:] if line.startswith("# ") is False and line.startswith("#") else line for line in text.split("\n")
+    )
+    path.write_text(bare)
+    assert load(path).model_dump() == config.model_dump()

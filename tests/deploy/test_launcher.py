@@ -1,0 +1,252 @@
+"""The launcher with a real Redis and stand-ins for the four services: order, failure, stop, run directory.
+
+The stand-ins are started by the very command lines of the plan: a script takes the place of the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.child import ProcessFailed
+from deploy.commands import down
+from deploy.config import RunConfig, load
+from deploy.launcher import Launcher, Stopped
+from deploy.redis_child import connect, ping
+from deploy.rundir import is_held, read_record
+from protocol.errors import UserError
+
+STAND_IN = """#!{python}
+import http.server, json, os, signal, sys, threading, time
+from pathlib import Path
+import redis, yaml
+module = sys.argv[2]
+config = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
+given = dict(a.split("=", 1) for a in sys.argv if "=" in a)
+run = Path(config["run"]["dir"])
+def note(word):
+    with open(run / "order.txt", "a") as file:
+        file.write(f"{{word}} {{module}}\\n")
+def stop(*_):
+    note("stop"); os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+note("start")
+class Well(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path in ("/ready", "/health") else 404); self.end_headers()
+    def log_message(self, *_): pass
+if module in ("retriever", "rollout_server"):
+    port = int(given["retriever.port" if module == "retriever" else "rollout.port"])
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Well).serve_forever()
+elif module == "rollout_server.node":
+    from protocol.codec import encode
+    from protocol.keys import Keys
+    from protocol.messages import EngineInfo, NodeState
+    name = given["engine.id"]
+    info = EngineInfo(id=name, url="http://127.0.0.1:1", state=NodeState.READY)
+    redis.Redis.from_url(config["run"]["redis_url"]).hset(Keys(config["run"]["id"]).engine(name), "b", encode(info))
+    time.sleep(60)
+else:
+    wanted = os.environ["STAND_IN_LEARNER"]
+    record = dict(step=1, reward_mean=0.25, em_mean=0.125, lag_mean=0.5, lag_max=1, step_s=2.0,
+                  tokens_generated=200, tokens_trained=100, seconds=dict(wait=1.5, compute=0.5))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(record) + "\\n")
+    if wanted == "wait":
+        time.sleep(60)
+    print("the last words of the learner", flush=True)
+    note("end")
+    sys.exit(int(wanted))
+"""
+
+
+def configured(tmp_path: Path, learner: str = "0", *overrides: str) -> RunConfig:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    for name in ("model/config.json", "corpus.jsonl", "questions.jsonl"):
+        (tmp_path / name).write_text("{}")
+    script = tmp_path / "python"
+    script.write_text(STAND_IN.format(python=sys.executable))
+    script.chmod(0o755)
+    return load(
+        None,
+        [
+            f"run.dir={tmp_path / 'run'}",
+            f"run.model={tmp_path / 'model'}",
+            f"retriever.corpus={tmp_path / 'corpus.jsonl'}",
+            f"learner.questions={tmp_path / 'questions.jsonl'}",
+            f"launch.env.STAND_IN_LEARNER='{learner}'",
+            "run.steps=1",
+            "launch.shutdown_s=3",
+            "launch.ready_s=30",
+            *overrides,
+        ],
+    )
+
+
+def launcher(config: RunConfig, tmp_path: Path, said: list[str] | None = None) -> Launcher:
+    return Launcher(config, say=(said if said is not None else []).append, python=str(tmp_path / "python"))
+
+
+def order(tmp_path: Path) -> list[str]:
+    return (tmp_path / "run" / "order.txt").read_text().splitlines()
+
+
+def wait_until(condition, what: str, seconds: float = 20.0) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out waiting until {what}"
+        time.sleep(0.02)
+
+
+def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(tmp_path: Path) -> None:
+    said: list[str] = []
+    launcher(configured(tmp_path), tmp_path, said).run_until_done()
+    lines = order(tmp_path)
+    assert lines[0] == "start retriever"
+    begun = {line for line in lines if line.startswith("start")}
+    assert begun == {f"start {m}" for m in ("retriever", "rollout_server.node", "rollout_server", "learner")}
+    stops = [line for line in lines if line.startswith("stop")]
+    assert stops == ["stop rollout_server", "stop rollout_server.node", "stop retriever"]
+    steps = [line for line in said if line.startswith("step 1/1")]
+    assert len(steps) == 1 and "reward 0.250" in steps[0] and "learner waits for rollouts (75%)" in steps[0]
+    record = read_record(tmp_path / "run")
+    assert record["state"] == "done" and not is_held(tmp_path / "run")
+    assert ping(f"unix://{tmp_path}/run/redis/redis.sock"), "our Redis has ended too"
+
+
+def test_every_process_has_a_log_and_the_resolved_file_serves_by_hand(tmp_path: Path) -> None:
+    with launcher(configured(tmp_path, "wait"), tmp_path) as started:
+        started.start("redis", "retriever")
+        resolved = yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())
+        assert resolved["rollout"]["search"]["urls"] == list(started.addresses.retrievers)
+        client = connect(resolved["run"]["redis_url"])
+        assert client.ping()
+        client.close()
+        record = read_record(tmp_path / "run")
+        assert [p["name"] for p in record["processes"]] == ["redis", "retriever-1"]
+        assert record["pid"] == os.getpid() and all(p["pid"] > 0 for p in record["processes"])
+        assert started.during(lambda: 6 * 7) == 42
+        started.start()
+        assert len(read_record(tmp_path / "run")["processes"]) == 5
+    names = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
+    assert names == {"redis.log", "retriever-1.log", "engine-1.log", "rollout-1.log", "learner.log"}
+
+
+def test_the_first_failure_ends_the_run_with_its_name_code_and_log_tail(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailed) as failure:
+        launcher(configured(tmp_path, "3"), tmp_path).run_until_done()
+    text = failure.value.render()
+    assert "learner exited with code 3" in text and "| the last words of the learner" in text
+    assert read_record(tmp_path / "run")["state"] == "failed"
+    assert len([line for line in order(tmp_path) if line.startswith("stop")]) == 3
+
+
+def test_a_fenced_learner_ends_the_run_with_code_75(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailed) as failure:
+        launcher(configured(tmp_path, "75"), tmp_path).run_until_done()
+    assert failure.value.exit_code == 75
+
+
+def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    with launcher(configured(tmp_path, "wait"), tmp_path, said) as started:
+        started.start()
+        os.kill(started.supervisor.children["engine-1"].pid, signal.SIGKILL)
+        wait_until(
+            lambda: started.check() is None and order(tmp_path).count("start rollout_server.node") == 2, "it is back"
+        )
+        assert read_record(tmp_path / "run")["restarts"] == {"engine-1": 1}
+    assert any("engine-1 was killed by SIGKILL: starting it again (1 of 3)" in line for line in said)
+
+
+def test_a_second_launcher_in_the_same_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    config = configured(tmp_path, "wait", "launch.learner=false")
+    with launcher(config, tmp_path) as first:
+        first.start("redis")
+        with pytest.raises(UserError) as refused, launcher(config, tmp_path):
+            pass
+        assert f"foray down {tmp_path / 'run'}" in refused.value.todo
+        assert first.supervisor.children["redis"].poll() is None
+
+
+def test_what_work_raises_comes_out_of_during(tmp_path: Path) -> None:
+    def work() -> None:
+        raise ZeroDivisionError("in the work")
+
+    with pytest.raises(ZeroDivisionError), launcher(configured(tmp_path), tmp_path) as started:
+        started.start("redis")
+        started.during(work)
+
+
+def test_a_signal_stops_the_run_in_order(tmp_path: Path) -> None:
+    with pytest.raises(Stopped) as stopped, launcher(configured(tmp_path, "wait"), tmp_path) as started:
+        started.start()
+        os.kill(os.getpid(), signal.SIGINT)
+        started.wait()
+    assert stopped.value.number == signal.SIGINT
+    assert next(line for line in order(tmp_path) if line.startswith("stop")) == "stop learner"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are as before"
+
+
+def test_a_model_that_is_not_there_is_prepared_first(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    make = f"import pathlib; d = pathlib.Path({str(target)!r}); d.mkdir(); (d / 'config.json').write_text('')"
+    command = json.dumps([[sys.executable, "-c", make + "; print('made {model}')"]])
+    config = configured(tmp_path, "0", f"run.model={target}", f"launch.prepare={command}")
+    launcher(config, tmp_path).run_until_done()
+    assert (target / "config.json").exists()
+    assert (tmp_path / "run" / "logs" / "prepare-1.log").exists()
+
+
+def test_a_preparation_that_fails_ends_it_with_its_log(tmp_path: Path) -> None:
+    command = json.dumps([[sys.executable, "-c", "raise SystemExit('no data')"]])
+    config = configured(tmp_path, "0", f"run.model={tmp_path / 'none'}", f"launch.prepare={command}")
+    with pytest.raises(ProcessFailed, match="prepare-1 exited with code 1") as failure:
+        launcher(config, tmp_path).run_until_done()
+    assert "no data" in failure.value.render() and not is_held(tmp_path / "run")
+
+
+def test_a_missing_file_is_named_before_anything_is_started(tmp_path: Path) -> None:
+    config = configured(tmp_path, "0", f"retriever.corpus={tmp_path / 'none.jsonl'}")
+    with pytest.raises(UserError, match=r"retriever\.corpus"):
+        launcher(config, tmp_path).run_until_done()
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_down_stops_a_run_of_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(tmp_path, "wait")
+    file = tmp_path / "run.yaml"
+    file.write_text(config.to_yaml().replace("retrievers: null", "retrievers: 1"))
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from deploy.config import load; from deploy.commands.up import up\n"
+        "sys.executable = sys.argv[2]\n"
+        "sys.exit(up(load(Path(sys.argv[1])), print)[0])"
+    )
+    argv = [sys.executable, "-c", code, str(file), str(tmp_path / "python")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            wait_until(lambda: read_record(tmp_path / "run").get("state") == "running", "it runs")
+            assert down.run(_down(tmp_path / "run")) == 0
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+        assert process.stdout is not None
+        assert "stopped after" in process.stdout.read()
+    assert "stopped" in capsys.readouterr().out
+    assert down.run(_down(tmp_path / "run")) == 0
+    assert "nothing was running" in capsys.readouterr().out
+
+
+def _down(directory: Path):  # type: ignore[no-untyped-def]
+    import argparse
+
+    return argparse.Namespace(run_dir=directory, timeout=20.0, json=False)

@@ -1,0 +1,101 @@
+"""Which processes a configuration means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.addresses import choose, preview, settle
+from deploy.config import RunConfig, load
+from deploy.plan import Addresses, ProcessSpec, plan
+from protocol.errors import UserError
+
+OWN = Addresses(
+    "unix:///r/redis.sock", Path("/bin/redis-server"), ("http://127.0.0.1:1001",), ("http://127.0.0.1:1002",)
+)
+
+
+def planned(*overrides: str, addresses: Addresses = OWN) -> list[ProcessSpec]:
+    return plan(load(None, ["run.dir=/r", *overrides]), addresses, python="py", resolved=Path("/r/resolved.yaml"))
+
+
+def named(specs: list[ProcessSpec], name: str) -> ProcessSpec:
+    return next(spec for spec in specs if spec.name == name)
+
+
+def test_processes_come_in_start_order() -> None:
+    assert [s.name for s in planned()] == ["redis", "retriever-1", "engine-1", "rollout-1", "learner"]
+
+
+def test_counts_are_those_of_the_configuration() -> None:
+    kinds = [s.kind for s in planned("launch.engines=3", "launch.learner=false")]
+    assert kinds.count("engine") == 3 and "learner" not in kinds
+    assert len({s.name for s in planned("launch.engines=3")}) == 7
+
+
+def test_an_outer_redis_is_not_started_and_reaches_everybody_by_environment() -> None:
+    specs = planned(addresses=Addresses("redis://:secret@db:6379/0", None, (), ()))
+    assert all(spec.kind != "redis" for spec in specs)
+    assert named(specs, "learner").env["FORAY_REDIS_URL"] == "redis://:secret@db:6379/0"
+
+
+def test_a_password_is_not_written_into_the_record() -> None:
+    specs = planned(addresses=Addresses("redis://:secret@db:6379/0", None, (), ("http://127.0.0.1:9",)))
+    assert "secret" not in str([spec.to_json() for spec in specs])
+
+
+def test_every_process_reads_the_resolved_file_and_has_its_own_name_port_and_log() -> None:
+    specs = planned("launch.engines=2")
+    rest = [s for s in specs if s.kind != "redis"]
+    assert all(s.argv[:2] == ("py", "-m") and s.argv[3:5] == ("--config", "/r/resolved.yaml") for s in rest)
+    assert "engine.id=engine-2" in named(specs, "engine-2").argv
+    assert "rollout.port=1002" in named(specs, "rollout-1").argv
+    assert len({s.log for s in specs}) == len(specs)
+
+
+def test_threads_are_bounded_in_every_process() -> None:
+    assert all(s.env["OMP_NUM_THREADS"] == "3" for s in planned("launch.threads=3") if s.kind != "redis")
+
+
+def test_only_what_may_be_lost_is_restarted() -> None:
+    specs = planned("launch.restarts=4")
+    assert named(specs, "engine-1").restarts == 4 and named(specs, "learner").restarts == 0
+    assert named(planned("launch.restart_learner=2"), "learner").restarts == 2
+
+
+def test_a_drain_that_was_asked_for_is_kept() -> None:
+    assert "rollout.drain_s=2" in named(planned(), "rollout-1").argv
+    assert not [a for a in named(planned("rollout.drain_s=9"), "rollout-1").argv if "drain_s" in a]
+
+
+def test_ports_are_fixed_before_the_start_and_told_to_the_others(tmp_path: Path) -> None:
+    config = load(None, [f"run.dir={tmp_path}", "launch.retrievers=2", "retriever.port=7001", "launch.rollouts=2"])
+    ports = iter([7002, 7003, 7004])
+    addresses = choose(config, environ={"FORAY_REDIS_URL": "redis://db/0"}, port=lambda: next(ports))
+    assert addresses.retrievers == ("http://127.0.0.1:7001", "http://127.0.0.1:7002")
+    settled = settle(config, addresses)
+    assert settled.rollout.search.model_dump()["urls"] == addresses.retrievers
+    assert settled.run.redis_url == "", "a URL from the environment may hold a password: it is not written down"
+    assert config.rollout.search != settled.rollout.search
+
+
+def test_a_resolved_file_starts_the_same_again(tmp_path: Path) -> None:
+    config = load(None, [f"run.dir={tmp_path}"])
+    settled = settle(config, choose(config, environ={}))
+    path = tmp_path / "again.yaml"
+    path.write_text(settled.to_yaml())
+    again = choose(load(path), environ={})
+    assert again.server is not None and again.redis_url == settled.run.redis_url
+    assert len(again.retrievers) == 1
+
+
+def test_insisting_on_a_configured_redis_without_one_is_an_error() -> None:
+    with pytest.raises(UserError, match="no Redis is configured"):
+        choose(load(None, ["launch.redis=configured"]), environ={})
+
+
+def test_the_preview_needs_no_redis_and_makes_no_directory(tmp_path: Path) -> None:
+    config: RunConfig = load(None, [f"run.dir={tmp_path / 'none'}"])
+    assert preview(config, environ={}).server == Path("redis-server")
+    assert not (tmp_path / "none").exists()

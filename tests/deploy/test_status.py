@@ -1,0 +1,214 @@
+"""What `foray status` and `foray top` say of a run, from a real Redis filled as the processes fill it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from deploy.commands import status as status_command
+from deploy.commands import top as top_command
+from deploy.observe import Observation, observe, read_books
+from deploy.rundir import write_record
+from deploy.status import conservation, problems, render, to_json, with_record
+from deploy.top import frame, waits_in_words
+from protocol.codec import encode
+from protocol.errors import ForayError
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.ledger import Ledger, Outcome
+from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, WeightUpdate
+
+KEYS = Keys("test")
+LEARNER = {"step": 12.0, "steps": 100.0, "issued": 20.0, "trained": 15.0, "filtered": 1.0, "stale": 0.0, "dead": 1.0}
+LEARNER |= {"in_flight": 3.0, "lag_mean": 0.5, "lag_max": 2.0, "tokens_trained_per_s": 1234.0, "reward_mean": 0.25}
+
+
+def report(client: redis.Redis, process: str, name: str, *, alive: bool = True, **fields: object) -> None:
+    """A process's snapshot, as that process would write it."""
+    snapshot = MetricsSnapshot(process=process, id=name, **{"uptime_s": 10.0} | fields)  # type: ignore[arg-type]
+    client.set(KEYS.metrics(process, name), encode(snapshot))
+    client.zadd(KEYS.processes, {f"{process}:{name}": client.time()[0] + (60 if alive else -60)})
+
+
+def engine(
+    client: redis.Redis, name: str, *, state: NodeState = NodeState.READY, step: int = 12, **more: object
+) -> None:
+    info = EngineInfo(id=name, url="http://127.0.0.1:1", state=state, epoch=1, step=step, **more)  # type: ignore[arg-type]
+    client.hset(KEYS.engine(name), "b", encode(info))
+    client.zadd(KEYS.engines, {name: client.time()[0] + 60})
+
+
+def fill(client: redis.Redis) -> None:
+    """A healthy run: three tasks, one of them leased; two groups, one of them read."""
+    report(client, "learner", "l", values=LEARNER, waits={"data": 8.0, "compute": 1.0}, text={"state": "training"})
+    report(
+        client,
+        "rollout",
+        "rollout-1",
+        values={"groups_in_flight": 4.0, "tokens_generated_per_s": 500.0, "searches": 7.0},
+    )
+    report(client, "rollout", "gone", alive=False)
+    engine(client, "engine-1", running=3, tokens_per_s=480.0)
+    update = WeightUpdate(run="test", epoch=1, step=12, digest="d", path="/w")
+    client.hset(KEYS.target, mapping={"b": encode(update), "state": "ready"})
+    client.set(KEYS.issued, 20)
+    for stream, group, count in ((KEYS.tasks, TASK_GROUP, 3), (KEYS.traj, TRAJ_GROUP, 2)):
+        for seq in range(count):
+            client.xadd(stream, {"seq": seq, "b": b"-"})
+        client.xreadgroup(group, "c", {stream: ">"}, count=1)
+
+
+@pytest.fixture
+def look(client: redis.Redis, redis_url: str, tmp_path: Path) -> Callable[[], Observation]:
+    fill(client)
+    return lambda: observe(redis_url, "test", tmp_path)
+
+
+def write_checkpoint(run_dir: Path, ledger: Ledger) -> None:
+    path = run_dir / "checkpoints" / "step_9.e1"
+    path.mkdir(parents=True)
+    manifest = {"step": 9, "epoch": 1, "ledger": ledger.to_state(), "lineage": [[1, 0]]}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (run_dir / "checkpoints" / "CURRENT").write_text("step_9.e1\n")
+
+
+def test_a_run_that_goes_well_is_healthy_and_its_parts_are_counted(look: Callable[[], Observation]) -> None:
+    seen = look()
+    assert problems(seen, max_lag=2) == []
+    assert [p.id for p in seen.of("rollout")] == ["rollout-1"], "a process whose time has run out is not listed"
+    assert (seen.tasks.waiting, seen.tasks.held) == (2, 1) and (seen.traj.waiting, seen.traj.held) == (1, 1)
+    page = render(seen, max_lag=2)
+    assert "healthy" in page and "step 12 of 100" in page and "engine-1: ready, version 1.12" in page
+    assert "issued 20 = trained 15 + filtered 1 + stale 0 + dead 1 + in flight 3 (learner)" in page
+
+
+def test_the_json_says_the_same(look: Callable[[], Observation]) -> None:
+    told = json.loads(json.dumps(to_json(look(), max_lag=2)))
+    assert told["healthy"] is True and told["state"] == "training" and told["target"]["version"] == "1.12"
+    assert told["streams"] == {
+        "tasks_waiting": 2, "tasks_leased": 1, "traj_ready": 1, "traj_unacked": 1, "dead_letters": 0,
+    }  # fmt: skip
+    assert told["ledger"]["closes"] is True and told["engines"][0]["state"] == "ready"
+
+
+def test_books_that_do_not_add_up_are_shown_as_such(client: redis.Redis, look: Callable[[], Observation]) -> None:
+    report(client, "learner", "l", values=LEARNER | {"in_flight": 2.0})
+    books = conservation(look())
+    assert not books.closes and books.line().startswith("issued 20 != ")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda c: c.zrem(KEYS.processes, "learner:l"), "no learner reports"),
+        (lambda c: c.zrem(KEYS.processes, "rollout:rollout-1"), "no rollout server reports"),
+        (lambda c: c.delete(KEYS.engines), "no engine is registered"),
+        (
+            lambda c: engine(c, "engine-1", state=NodeState.QUARANTINED, detail="digest"),
+            "engine-1 is quarantined: digest",
+        ),
+        (lambda c: engine(c, "engine-1", step=9), "no engine is ready at 1.12"),
+        (lambda c: c.hset(KEYS.engine("engine-1"), "b", b"\x00"), "a message cannot be read: engine-1"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_to_do(
+    client: redis.Redis, look: Callable[[], Observation], harm: Callable[[redis.Redis], object], words: str
+) -> None:
+    harm(client)
+    found = problems(look(), max_lag=2)
+    assert any(words in p.what and p.todo for p in found), found
+
+
+def test_an_engine_that_is_loading_is_no_problem(client: redis.Redis, look: Callable[[], Observation]) -> None:
+    engine(client, "engine-1", state=NodeState.LOADING, step=11)
+    assert problems(look(), max_lag=2) == []
+
+
+def test_a_redis_that_is_away_is_a_problem_unless_the_run_was_finished(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.settle(1, Outcome.TRAINED)
+    write_checkpoint(tmp_path, ledger)
+    seen = observe("redis://127.0.0.1:1/0", "test", tmp_path)
+    assert seen.error and problems(seen, max_lag=2)
+    finished = with_record(seen, {"state": "done"})
+    assert problems(finished, max_lag=2) == []
+    assert "issued 1 = trained 1" in render(finished, max_lag=2)
+    assert with_record(seen, {"state": "failed"}) is seen
+
+
+def test_without_a_learner_the_checkpoint_keeps_the_books(
+    client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], Observation]
+) -> None:
+    ledger = Ledger()
+    for seq in (1, 2, 4):
+        ledger.settle(seq, Outcome.TRAINED)
+    ledger.settle(3, Outcome.DEAD, "why")
+    write_checkpoint(tmp_path, ledger)
+    client.zrem(KEYS.processes, "learner:l")
+    books = conservation(look())
+    assert books.source == "checkpoint" and books.closes
+    assert (books.issued, books.trained, books.dead, books.in_flight) == (20, 3, 1, 16)
+
+
+def test_a_broken_manifest_is_an_error_and_a_missing_one_is_none(tmp_path: Path) -> None:
+    assert read_books(tmp_path) is None
+    write_checkpoint(tmp_path, Ledger())
+    (tmp_path / "checkpoints" / "step_9.e1" / "manifest.json").write_text("{")
+    with pytest.raises(ForayError, match="is not JSON"):
+        read_books(tmp_path)
+
+
+def test_the_command_finds_the_run_and_its_exit_code_says_whether_it_is_well(
+    client: redis.Redis, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(client)
+    write_record(tmp_path, {"state": "running"})
+    (tmp_path / "resolved.yaml").write_text(f"run: {{id: test, redis_url: '{redis_url}'}}\n")
+    args = argparse.Namespace(run_dir=tmp_path, config=None, json=True)
+    assert status_command.run(args) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == "test"
+    client.delete(KEYS.engines)
+    assert status_command.run(args) == 1
+
+
+def test_top_shows_throughput_lag_reward_engines_and_who_waits(look: Callable[[], Observation]) -> None:
+    text = frame(look(), None, {"foray_retriever_queries_total": 42.0}, max_lag=2).plain()
+    for words in (
+        "step         12 of 100, weights 1.12",
+        "500 generated, 1,234 trained",
+        "mean 0.50, max 2 (bound 2)",
+        "4 groups",
+        "7 searches, 0 failed; retrievers answered 42 queries",
+        "80%  the learner waits for trajectories",
+    ):
+        assert words in text
+    assert any(line.split()[:3] == ["engine-1", "ready", "1.12"] for line in text.splitlines())
+
+
+def test_waits_are_shares_of_the_time_between_two_looks(client: redis.Redis, look: Callable[[], Observation]) -> None:
+    before = look()
+    report(client, "learner", "l", uptime_s=12.0, values=LEARNER, waits={"data": 8.0, "compute": 3.0})
+    assert waits_in_words(look(), before) == ["100%  the learner computes: training is the narrow part"]
+
+
+def test_a_restarted_process_is_counted_from_its_own_start(
+    client: redis.Redis, look: Callable[[], Observation]
+) -> None:
+    before = look()
+    report(client, "learner", "l", uptime_s=2.0, values=LEARNER, waits={"data": 1.0})
+    assert waits_in_words(look(), before)[0].startswith(" 50%  the learner waits for trajectories")
+
+
+def test_top_prints_one_frame_into_a_pipe(
+    client: redis.Redis, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(client)
+    config = tmp_path / "by-hand.yaml"
+    config.write_text(f"run: {{id: test, dir: {tmp_path}, redis_url: '{redis_url}'}}\n")
+    assert top_command.run(argparse.Namespace(run_dir=None, config=config, interval=1.0, once=True)) == 0
+    out = capsys.readouterr().out
+    assert "run test: training" in out and "\x1b" not in out
