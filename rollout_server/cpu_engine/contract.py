@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import uuid
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,11 @@ MOST_ATTEMPTS = 4096
 """Prompts times `n` of one call."""
 
 
+_RID_BASE = secrets.token_hex(8)
+_rid_numbers = itertools.count()
+# not uuid4: its system call lets go of the interpreter lock, and to get that back from a busy engine takes time
+
+
 class BadRequest(Exception):
     """The request is wrong; the message says where."""
 
@@ -97,7 +102,8 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
         if body.get(name):
             raise BadRequest(f"{name} is not supported by this engine")
     prompts, batched = _prompts(body, tokenizer, limits)
-    params = [_sampling(p, limits) for p in _spread(body, "sampling_params", {}, len(prompts), dict)]
+    given = _spread(body, "sampling_params", {}, len(prompts), dict)
+    params = [_sampling(p, limits) for p in given]
     calls = []
     names = _rids(body.get("rid"), [p.n for p in params], batched)
     columns = (
@@ -107,12 +113,15 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
         _spread(body, "extra_key", "", len(prompts), str),
         _spread(body, "cache_salt", "", len(prompts), str),
     )
-    for ids, own, rids, wanted, start, top, key, salt in zip(prompts, params, names, *columns, strict=True):
+    for ids, asked, own, rids, wanted, start, top, key, salt in zip(
+        prompts, given, params, names, *columns, strict=True
+    ):
         if not -1 <= start <= len(ids):
             raise BadRequest(f"logprob_start_len must lie between -1 and the prompt's {len(ids)} tokens, not {start}")
         if not 0 <= top <= limits.vocab:
             raise BadRequest(f"top_logprobs_num must lie between 0 and {limits.vocab}, not {top}")
-        if len(ids) + own.max_new_tokens > limits.context:
+        # the default is cut to what fits, as in SGLang; a number that was asked for is not
+        if asked.get("max_new_tokens") is not None and len(ids) + own.max_new_tokens > limits.context:
             raise BadRequest(
                 f"{len(ids)} prompt tokens and max_new_tokens {own.max_new_tokens} "
                 f"exceed the context of {limits.context}"
@@ -175,7 +184,7 @@ def _rids(rid: Any, attempts: list[int], batched: bool) -> list[list[str]]:
     if total > MOST_ATTEMPTS:
         raise BadRequest(f"{total} attempts in one call are more than {MOST_ATTEMPTS}")
     if rid is None:
-        names = [uuid.uuid4().hex for _ in range(total)]
+        names = [f"{_RID_BASE}{next(_rid_numbers):016x}" for _ in range(total)]
     elif isinstance(rid, str) and rid:
         names = [rid] if total == 1 and not batched else [f"{rid}_{i}" for i in range(total)]
     elif isinstance(rid, list) and len(rid) == len(attempts) and all(isinstance(r, str) and r for r in rid):

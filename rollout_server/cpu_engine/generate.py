@@ -74,7 +74,7 @@ class Generation:
                 def notify(_: Request, length: int, number: int = number) -> None:
                     loop.call_soon_threadsafe(progress.put_nowait, (number, length))
 
-                room = self._limits.cache - len(call.ids)
+                room = min(self._limits.cache, self._limits.context) - len(call.ids)
                 requests.append(
                     Request(
                         rid=rid,

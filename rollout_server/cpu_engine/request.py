@@ -43,7 +43,7 @@ class Request:
 
     versions  [label, index of the first output token sampled under it], in order
     seed      64 bits; with a position it determines the draw
-    limit     most output tokens: max_new_tokens, or less where the cache could not hold them
+    limit     most output tokens: max_new_tokens, or less where context or cache could not hold them
     """
 
     rid: str

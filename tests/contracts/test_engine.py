@@ -312,6 +312,12 @@ async def test_a_batch_is_answered_in_order_and_n_gives_n_answers(client: Client
     assert len({tuple(a["output_ids"]) for a in several}) == 3
 
 
+@pytest.mark.usefixtures("embedded")
+async def test_without_max_new_tokens_the_default_is_cut_to_the_context(client: Client) -> None:
+    answer = await client.generate([5] * 1000, ignore_eos=True)
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 24}
+
+
 async def test_a_text_prompt_is_tokenised_by_the_engine(client: Client) -> None:
     text = CORPUS[0]
     ids = Tokenizer.from_file(str(client.server.first / "tokenizer.json")).encode(text).ids
