@@ -13,27 +13,17 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from learner.advantages import Outcomes
 from learner.aggregation import Aggregation, trajectory_weights
+from learner.config_algorithm import BatchSettings
 from learner.packing import cut_rows, deal, pack_rows
 from protocol.messages import Trajectory, TrajectoryGroup
-from protocol.settings import Settings
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
-
-
-class BatchSettings(Settings):
-    """How groups become micro-batches."""
-
-    micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Most tokens, padding included, in one forward pass; a longer trajectory goes alone. GPUs like many more."""
-    row_tokens: int = Field(default=0, ge=0)
-    """Trajectories are packed into rows of so many tokens (or of the longest one); 0 = each has a row of its own."""
 
 
 class Plan(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from learner.batch import BatchSettings
+from learner.aggregation import Aggregation
 from protocol.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class SurrogateSettings(Settings):
     """Estimator of that divergence (Schulman, "Approximating KL divergence"); k1 has no useful gradient of its own."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    aggregation: Aggregation = "token_mean"
     """How token losses become one number; every denominator is of the whole batch."""
     aggregation_length: int = Field(default=0, ge=0)
     """seq_mean_token_sum only: constant that the sum is divided by (Dr. GRPO, arXiv 2503.20783); 0 = not divided."""
@@ -84,6 +84,15 @@ AlgorithmSettings = Annotated[
 """Union over `type`; without one it is `grpo`."""
 
 
+class BatchSettings(Settings):
+    """How groups become micro-batches."""
+
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Most tokens, padding included, in one forward pass; a longer trajectory goes alone. GPUs like many more."""
+    row_tokens: int = Field(default=0, ge=0)
+    """Trajectories are packed into rows of so many tokens (or of the longest one); 0 = each has a row of its own."""
+
+
 class OptimSettings(Settings):
     """AdamW and its learning rate."""
 
@@ -123,6 +132,8 @@ class EngineSettings(Settings):
 
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What is partitioned over the ranks: nothing, optimiser, and gradients, and parameters."""
+    threads: int = Field(default=0, ge=0)
+    """Threads torch computes with on a CPU; 0 = its own choice. The same bits come only of the same number."""
 
 
 class TrainerSettings(Settings):

@@ -68,6 +68,8 @@ class Trainer:
     """
 
     def __init__(self, run: RunSettings, settings: TrainerSettings) -> None:
+        if settings.engine.threads:
+            torch.set_num_threads(settings.engine.threads)  # of the calling thread only, so train in the same one
         self.algorithm: Algorithm = settings.algorithm.build()
         self._directory = run.model
         policy = load_policy(run.model, settings.model)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.aggregation import trajectory_weights
-from learner.batch import Batch, BatchSettings, MicroBatch, build_batch, cut_for_ranks
-from learner.config_algorithm import GrpoSettings
+from learner.batch import Batch, MicroBatch, build_batch, cut_for_ranks
+from learner.config_algorithm import BatchSettings, GrpoSettings
 from learner.packing import cut_rows, deal, pack_rows
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
 from protocol.testing import (

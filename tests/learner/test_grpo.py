@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from learner.algorithms.base import TokenInputs
-from learner.batch import BatchSettings, build_batch
-from learner.config_algorithm import GrpoSettings
+from learner.batch import build_batch
+from learner.config_algorithm import BatchSettings, GrpoSettings
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion

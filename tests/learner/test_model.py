@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from learner.batch import BatchSettings, build_batch
-from learner.config_algorithm import GrpoSettings, ModelSettings
+from learner.batch import build_batch
+from learner.config_algorithm import BatchSettings, GrpoSettings, ModelSettings
 from learner.model import PolicyModel, block_mask, load_policy
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
