@@ -121,13 +121,14 @@ class Agent:
         # what is left of a half-loaded version must be loaded again, whatever it calls itself
         tainted = standing.state is NodeState.QUARANTINED
         standing.become(NodeState.SYNCING, version=NO_VERSION)
+        wanted = await self._wanted()
         if isinstance(kind, AttachedEngine):
             await self._healthy(None, paused=tainted)
             if not tainted:
                 await self._take_stock()
             yield None
             return
-        model, label = await self._weights()
+        model, label = await self._weights(wanted)
         standing.become(NodeState.SYNCING, f"launching with {label}")
         argv = command(kind, model=model, label=label, host=self._settings.host, port=self._port)
         log_path = (self._run.dir / "logs" / f"{standing.id}.engine.log").resolve()
@@ -142,13 +143,17 @@ class Agent:
         finally:
             await child.stop()
 
-    async def _weights(self) -> tuple[Path, str]:
-        """(directory, label) to launch with: the target where there is a sound one, the run's model otherwise."""
+    async def _wanted(self) -> WeightUpdate | None:
+        """The target, unless it is of a refused epoch."""
         outage = Outage("reading the target", self._stats.waits)
         update: WeightUpdate | None = await insist(outage, self._registry.target)
-        if update is not None and self._follower.wanted(update):
+        return update if update is not None and self._follower.wanted(update) else None
+
+    async def _weights(self, wanted: WeightUpdate | None) -> tuple[Path, str]:
+        """(directory, label) to launch with: the target where there is a sound one, the run's model otherwise."""
+        if wanted is not None:
             try:
-                return (await asyncio.to_thread(verify, update)).resolve(), update.version.label
+                return (await asyncio.to_thread(verify, wanted)).resolve(), wanted.version.label
             except WeightsCorrupt as error:
                 log.error("launching with the initial model: %s", error)
         model = self._run.model.resolve()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,22 @@ class World:
         """What the learner says every engine should hold."""
         update = WeightUpdate(run=self.keys.run, epoch=version.epoch, step=version.step, digest=digest, path=path)
         self.sync.hset(self.keys.target, mapping={"b": encode(update), "state": state})
+
+    def publish_weights(
+        self, directory: Path, version: PolicyVersion, *, files: dict[str, bytes] | None = None, spoil: bool = False
+    ) -> Path:
+        """Writes a version as the learner does and makes it the target; `spoil`ed, its weights differ by one byte."""
+        path = directory / f"v{version.label}"
+        path.mkdir(parents=True)
+        files = files or {"model.safetensors": b"weights of " + version.label.encode()}
+        listed = {name: {"bytes": len(raw), "sha256": sha256(raw).hexdigest()} for name, raw in files.items()}
+        digest = sha256(version.label.encode()).hexdigest()
+        for name, raw in files.items():
+            (path / name).write_bytes(raw[:-1] + b"!" if spoil and name == "model.safetensors" else raw)
+        manifest = {"version": version.label, "digest": digest, "files": listed, "tensors": 1}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        self.target(version, str(path), digest=digest)
+        return path
 
     def register(self, name: str, url: str, version: PolicyVersion, **facts: Any) -> EngineInfo:
         """What a node says of its engine, without a node."""

@@ -1,0 +1,371 @@
+"""The agent beside an engine: registration, weight updates and their failures, death and restart, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from protocol.errors import UserError
+from protocol.messages import NodeState, Sampling
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import GenerateRequest
+from rollout_server.engine.fake_server import FakeServer, Fault
+from rollout_server.engine.sglang import SglangClient
+from rollout_server.lifecycle import Stop
+from rollout_server.node import agent
+from rollout_server.node.child import command
+from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
+from rollout_server.node.serve import serve
+from rollout_server.testing import write_tokenizer
+
+Until = Callable[..., Awaitable[None]]
+SWAP = ["/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation"]
+V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(1, 0), PolicyVersion(1, 1)
+
+
+@pytest.fixture(autouse=True)
+def no_rollout_server_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "NOTICE_S", 0.1)
+
+
+@contextlib.asynccontextmanager
+async def node(world, engine: FakeServer, tmp_path: Path, **settings) -> AsyncIterator[Stop]:
+    """A node attached to `engine` under the name `e`, stopped in order at the end."""
+    run = RunSettings(
+        id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
+    )
+    given = {"poll_s": 0.02, "heartbeat_s": 0.1, "drain_s": 3.0, "probe_s": 0.1, "probe_timeout_s": 0.5} | settings
+    stop = Stop()
+    node = asyncio.create_task(
+        serve(run, NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **given), stop=stop)
+    )
+    try:
+        yield stop
+    finally:
+        stop.asked.set()
+        await asyncio.wait_for(node, 10)
+
+
+def stands(world, state: NodeState, version: PolicyVersion = V0) -> Callable[[], bool]:
+    def true() -> bool:
+        info = world.registered("e")
+        return info is not None and (info.state, info.version) == (state, version)
+
+    return true
+
+
+async def test_an_engine_is_ready_before_there_is_a_target_and_is_gone_after_the_stop(
+    world, until: Until, tmp_path: Path
+) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY), "READY at (0, 0)")
+        info = world.registered("e")
+        assert (info.url, info.kind, info.role) == (engine.url, "attach", "rollout") and info.tokenizer
+        assert 0 < world.sync.pttl(world.keys.engine("e")) <= 10_000
+        assert world.sync.zscore(world.keys.engines, "e") > world.sync.time()[0]
+        await until(lambda: world.sync.exists(world.keys.metrics("node", "e")), "metrics are there")
+    assert world.registered("e") is None and world.sync.zscore(world.keys.engines, "e") is None
+    assert not world.sync.exists(world.keys.metrics("node", "e"))
+
+
+async def test_a_new_version_is_loaded_read_back_and_announced(world, until: Until, tmp_path: Path) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path, probe_s=60.0, heartbeat_s=60.0):
+        await until(stands(world, NodeState.READY), "READY")
+        engine.calls.clear()
+        path = world.publish_weights(tmp_path / "weights", V1)
+        await until(stands(world, NodeState.READY, V1), "READY at the target")
+        assert [call for call in engine.calls if call != "/v1/loads"] == SWAP
+        assert (engine.version, engine.loaded, engine.paused) == ("1.0", str(path), False)
+        assert world.registered("e").updates == 1 and world.registered("e").pause_s > 0
+        world.publish_weights(tmp_path / "weights", V2)
+        await until(stands(world, NodeState.READY, V2), "READY at the next one")
+
+
+async def test_an_engine_that_holds_the_target_already_is_left_alone(world, until: Until, tmp_path: Path) -> None:
+    world.publish_weights(tmp_path / "weights", V1)
+    async with FakeServer(version="1.0") as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY, V1), "READY at once")
+        await asyncio.sleep(0.2)
+        assert "/pause_generation" not in engine.calls
+
+
+async def test_an_engine_of_a_replaced_epoch_is_not_ready_before_it_holds_the_target(
+    world, until: Until, tmp_path: Path
+) -> None:
+    world.publish_weights(tmp_path / "weights", PolicyVersion(2, 0))
+    world.sync.set(world.keys.evaluation, "x")
+    async with FakeServer(version="1.7") as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.SYNCING, PolicyVersion(1, 7)), "SYNCING at what it holds")
+        await asyncio.sleep(0.2)
+        assert stands(world, NodeState.SYNCING, PolicyVersion(1, 7))()
+        world.sync.delete(world.keys.evaluation)
+        await until(stands(world, NodeState.READY, PolicyVersion(2, 0)), "READY at the target")
+
+
+async def test_corrupt_weights_leave_the_engine_as_it_was_and_then_quarantine_it(
+    world, until: Until, tmp_path: Path
+) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path, verify_attempts=2):
+        await until(stands(world, NodeState.READY), "READY")
+        world.publish_weights(tmp_path / "weights", V1, spoil=True)
+        await until(lambda: "sha256" in world.registered("e").detail, "it says why")
+        assert stands(world, NodeState.READY)(), "the first failure may be a copy that is under way"
+        await until(stands(world, NodeState.QUARANTINED), "QUARANTINED after the second")
+        assert "/pause_generation" not in engine.calls, "the engine never saw the corrupt files"
+        world.publish_weights(tmp_path / "weights", V2)
+        await until(stands(world, NodeState.READY, V2), "a sound version mends it")
+
+
+@pytest.mark.parametrize("wrong", ["missing", "no manifest", "other version", "escapes"])
+async def test_a_directory_that_is_not_the_version_is_never_loaded(
+    wrong: str, world, until: Until, tmp_path: Path
+) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path, verify_attempts=1):
+        await until(stands(world, NodeState.READY), "READY")
+        world.sync.set(world.keys.evaluation, "x")  # hold the node back until the directory is broken
+        path = world.publish_weights(tmp_path / "weights", V1)
+        manifest = path / "manifest.json"
+        if wrong == "missing":
+            path.rename(tmp_path / "elsewhere")
+        elif wrong == "no manifest":
+            manifest.unlink()
+        elif wrong == "other version":
+            manifest.write_text(manifest.read_text().replace('"1.0"', '"1.9"'))
+        else:
+            manifest.write_text(manifest.read_text().replace("model.safetensors", "../v1.0/model.safetensors"))
+        await asyncio.sleep(0.1)
+        world.target(PolicyVersion(1, 0), str(path), digest="changed" if wrong == "missing" else _digest(world))
+        world.sync.delete(world.keys.evaluation)
+        await until(stands(world, NodeState.QUARANTINED), "QUARANTINED")
+        assert "/update_weights_from_disk" not in engine.calls
+
+
+def _digest(world) -> str:
+    from protocol.codec import decode
+
+    return decode(world.sync.hget(world.keys.target, "b")).digest
+
+
+async def test_a_swap_waits_for_an_evaluation_to_end(world, until: Until, tmp_path: Path) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY), "READY")
+        world.sync.set(world.keys.evaluation, "somebody")
+        world.publish_weights(tmp_path / "weights", V1)
+        await asyncio.sleep(0.3)
+        assert stands(world, NodeState.READY)() and "/pause_generation" not in engine.calls
+        world.publish_weights(tmp_path / "weights", V2)  # the target moves on meanwhile
+        await asyncio.sleep(0.1)
+        world.sync.delete(world.keys.evaluation)
+        await until(stands(world, NodeState.READY, V2), "the newest is loaded")
+        assert engine.calls.count("/update_weights_from_disk") == 1, "and only that"
+
+
+async def test_a_lower_epoch_is_refused(world, until: Until, tmp_path: Path) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        world.publish_weights(tmp_path / "weights", PolicyVersion(3, 5))
+        await until(stands(world, NodeState.READY, PolicyVersion(3, 5)), "READY at epoch 3")
+        world.publish_weights(tmp_path / "weights", PolicyVersion(2, 90))
+        await asyncio.sleep(0.2)
+        assert stands(world, NodeState.READY, PolicyVersion(3, 5))() and engine.version == "3.5"
+
+
+async def test_a_pause_that_fails_changes_nothing_and_is_tried_again(world, until: Until, tmp_path: Path) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY), "READY")
+        engine.faults["/pause_generation"] = Fault(status=500, times=1)
+        world.publish_weights(tmp_path / "weights", V1)
+        await until(lambda: "not loaded" in world.registered("e").detail, "it says why")
+        assert stands(world, NodeState.READY)()
+        await until(stands(world, NodeState.READY, V1), "the next try works")
+
+
+@pytest.mark.parametrize("route", ["/update_weights_from_disk", "/model_info", "/continue_generation"])
+async def test_an_update_that_fails_half_way_quarantines_the_engine_until_all_is_loaded(
+    route: str, world, until: Until, tmp_path: Path
+) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY), "READY")
+        seen: list[NodeState] = []
+        engine.faults[route] = Fault(status=500, times=1)
+        world.publish_weights(tmp_path / "weights", V1)
+        await until(lambda: seen.append(world.registered("e").state) or NodeState.QUARANTINED in seen, "QUARANTINED")
+        await until(stands(world, NodeState.READY, V1), "READY after it was loaded as a whole")
+        assert engine.calls.count("/update_weights_from_disk") == 2 and not engine.paused
+
+
+async def test_an_engine_that_lies_about_its_version_is_quarantined(world, until: Until, tmp_path: Path) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY), "READY")
+        engine.faults["/model_info"] = Fault(body={"weight_version": "1.4"}, times=1)
+        world.publish_weights(tmp_path / "weights", V1)
+        await until(lambda: world.registered("e").state is NodeState.QUARANTINED, "QUARANTINED")
+        await until(stands(world, NodeState.READY, V1), "loaded again")
+
+
+async def test_a_silent_engine_is_suspect_and_comes_back(world, until: Until, tmp_path: Path) -> None:
+    world.publish_weights(tmp_path / "weights", V1)
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY, V1), "READY")
+        await engine.stop()
+        await until(lambda: world.registered("e").state in (NodeState.SUSPECT, NodeState.SYNCING), "not routable")
+        engine.version = "default"  # whoever runs it has started it again, with its first weights
+        await engine.start()
+        await until(stands(world, NodeState.READY, V1), "READY at the target again")
+        assert engine.version == "1.0"
+
+
+async def test_a_drain_waits_for_what_runs_and_swaps_nothing_more(world, until: Until, tmp_path: Path) -> None:
+    async with FakeServer(latency_s=1.6) as engine, aiohttp.ClientSession() as session:
+        request = GenerateRequest(ids=[1, 2], session="s", group="g", max_new_tokens=4, sampling=Sampling())
+        async with node(world, engine, tmp_path) as stop:
+            await until(stands(world, NodeState.READY), "READY")
+            turn = asyncio.create_task(SglangClient(session, engine.url).generate(request, version="", timeout_s=10.0))
+            await until(lambda: engine.requests, "a request runs")
+            stop.asked.set()
+            await until(stands(world, NodeState.DRAINING), "DRAINING at once", 0.5)
+            world.publish_weights(tmp_path / "weights", V1)
+            await until(lambda: world.registered("e") is None, "deregistered in the end")
+            assert turn.done() and len((await turn).ids) == 4
+        assert "/pause_generation" not in engine.calls
+
+
+async def test_a_redis_that_restarts_does_not_cost_the_registration(own_world, until: Until, tmp_path: Path) -> None:
+    world = own_world
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY), "READY")
+        world.process.kill()
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(world.process.start)
+        world.sync.flushall()
+        world.publish_weights(tmp_path / "weights", V1)
+        await until(stands(world, NodeState.READY, V1), "registered again, and following")
+
+
+def test_the_command_lines_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORAY_ENGINE_ADMIN_KEY", "secret")
+    given = {"model": Path("/m"), "label": "1.2", "host": "127.0.0.1", "port": 31000}
+    cpu = command(CpuEngine(threads=2, max_running=8), **given)
+    assert cpu[:3] == [sys.executable, "-m", "rollout_server.cpu_engine"]
+    assert cpu[cpu.index("--weight-version") + 1] == "1.2" and cpu[cpu.index("--threads") + 1] == "2"
+    assert cpu[-2:] == ["--admin-api-key-env", "FORAY_ENGINE_ADMIN_KEY"] and "secret" not in cpu
+    real = command(SglangEngine(python="/venv/bin/python", args=("--tp-size", "2")), **given)
+    assert real[:3] == ["/venv/bin/python", "-m", "sglang.launch_server"]
+    assert "--tp-size" in real and real[-2:] == ["--admin-api-key", "secret"]
+    launched = command(SglangEngine(launcher=tmp_path / "launch.py"), **given)
+    assert launched[1] == str(tmp_path / "launch.py")
+
+
+async def test_an_engine_that_cannot_start_is_a_persons_to_mend(world, tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model", "words")
+    run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
+    with pytest.raises(UserError, match="there is no model"):
+        await asyncio.wait_for(serve(run, NodeSettings(id="e"), stop=Stop()), 10)
+    (model / "config.json").write_text("{}")
+    broken = SglangEngine(python=sys.executable, launcher=_script(tmp_path, "import sys; sys.exit('no such GPU')"))
+    with pytest.raises(UserError) as caught:
+        await asyncio.wait_for(serve(run, NodeSettings(id="e", kind=broken), stop=Stop()), 20)
+    assert "status 1" in caught.value.what and "no such GPU" in caught.value.why
+    assert world.registered("e") is None
+
+
+def _script(directory: Path, text: str) -> Path:
+    path = directory / "launch.py"
+    path.write_text(text)
+    return path
+
+
+def _spawn(argv: list[str], cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(argv, stderr=subprocess.PIPE, cwd=cwd, env=env)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 of a few thousand parameters with the words tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    path = write_tokenizer(tmp_path_factory.mktemp("policy"), "words")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=64, num_key_value_heads=1, max_position_embeddings=256, eos_token_id=1, **shape)
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+async def test_the_embedded_engine_joins_late_is_killed_and_dies_with_its_node(
+    world, until: Until, tmp_path: Path, policy: Path
+) -> None:
+    files = {file.name: file.read_bytes() for file in policy.iterdir()}
+    world.publish_weights(tmp_path / "weights", V1, files=files)
+    config = tmp_path / "foray.yaml"
+    config.write_text(
+        f"run: {{id: {world.keys.run}, dir: {tmp_path / 'run'}, redis_url: '{world.url}', model: {policy}}}\n"
+        "engine: {id: e, poll_s: 0.05, heartbeat_s: 0.2, kind: {type: cpu, max_running: 4, max_total_tokens: 2048}}\n"
+    )
+    argv = [sys.executable, "-m", "rollout_server.node", "--config", str(config), "engine.drain_s=2"]
+    process = _spawn(argv, tmp_path)
+    engines: list[int] = []
+    try:
+        await until(stands(world, NodeState.READY, V1), "READY with the target's weights", 60)
+        assert world.registered("e").updates == 0, "it was launched with them"
+        world.publish_weights(tmp_path / "weights", V2, files=files)
+        await until(stands(world, NodeState.READY, V2), "an update works", 20)
+        async with aiohttp.ClientSession() as session:
+            client = SglangClient(session, world.registered("e").url)
+            request = GenerateRequest(ids=[3, 4, 5], session="s", group="g", max_new_tokens=5, sampling=Sampling())
+            completion = await client.generate(request, version="1.1", timeout_s=20.0, vocab_size=64)
+        assert len(completion.ids) == 5 and {span.version for span in completion.spans} == {V2}
+        engines = _children(process.pid)
+        born = world.registered("e").incarnation
+        os.kill(engines[0], signal.SIGKILL)
+        await until(lambda: world.registered("e").state is not NodeState.READY, "its death is noticed", 5)
+        await until(stands(world, NodeState.READY, V2), "restarted at the target", 60)
+        assert world.registered("e").incarnation != born
+        engines = _children(process.pid)
+        assert len(engines) == 1 and _alive(engines[0])
+        process.kill()
+        await until(lambda: not _alive(engines[0]), "the engine dies with its node", 5)
+    finally:
+        process.kill()
+        errors = process.communicate()[1].decode()
+        for pid in engines:
+            if _alive(pid):
+                os.kill(pid, signal.SIGKILL)
+    assert "Traceback" not in errors, errors
+
+
+async def test_sigterm_ends_a_node_with_status_0(world, until: Until, tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model", "words")
+    async with FakeServer() as engine:
+        argv = [sys.executable, "-m", "rollout_server.node", f"run.id={world.keys.run}", f"run.model={model}"]
+        argv += ["engine.id=e", "engine.kind.type=attach", f"engine.kind.url={engine.url}", f"run.dir={tmp_path}"]
+        env = os.environ | {"FORAY_REDIS_URL": world.url}
+        process = _spawn(argv, tmp_path, env)
+        try:
+            await until(stands(world, NodeState.READY), "READY", 30)
+            process.terminate()
+            await until(lambda: process.poll() is not None, "it ends", 15)
+        finally:
+            process.kill()
+            errors = process.communicate()[1].decode()
+    assert process.returncode == 0, errors
+    assert world.registered("e") is None
