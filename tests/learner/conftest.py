@@ -122,3 +122,16 @@ def serve(tiny: ModuleType) -> Callable[..., int]:
         return real(run, settings, takeover=takeover, make_engine=lambda r, s: tiny.TinyEngine(r, s, **engine))
 
     return call
+
+
+@pytest.fixture
+def store(run: RunSettings) -> Iterator[Any]:
+    """The run's Redis, prepared, with the lease of epoch 1."""
+    from learner.redis_client import RunStore
+
+    made = RunStore(run.redis_url, run.id)
+    made.prepare()
+    assert made.acquire("me", 0, 60_000, takeover=False) == 1
+    made.own(1, "me")
+    yield made
+    made.close()

@@ -1,0 +1,151 @@
+"""Checkpoints: all or nothing, in whatever moment the writer dies, and never silently wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner import checkpoint as module
+from learner.books import Books
+from learner.checkpoint import CheckpointFailed, Checkpoints
+from protocol.errors import Fenced, UserError
+from protocol.versions import PolicyVersion
+
+LINEAGE = [PolicyVersion(1, 0), PolicyVersion(2, 4)]
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "c", keep=2)
+
+
+def save(directory: Path) -> None:
+    (directory / "ranks").mkdir()
+    (directory / "model.pt").write_bytes(b"m" * 1000)
+    (directory / "ranks" / "0.pt").write_bytes(b"o" * 10)
+
+
+def write(checkpoints: Checkpoints, step: int, epoch: int = 2, **over: Any) -> Path:
+    books = Books(step=step)
+    arguments = {"save": save, "confirm": lambda: None, "lineage": LINEAGE} | over
+    return checkpoints.write(books.to_state() | {"run": "t"}, step=step, epoch=epoch, **arguments)
+
+
+def test_what_was_written_is_loaded(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    assert checkpoints.load() is None and checkpoints.current_epoch() == 0
+    path = write(checkpoints, 7)
+    assert path.name == "step_7.e2" and (tmp_path / "c" / "CURRENT").read_text() == "step_7.e2\n"
+    found = checkpoints.load()
+    assert found and (found.epoch, found.facts["step"], list(found.lineage)) == (2, 7, LINEAGE)
+    assert set(found.facts["files"]) == {"state/model.pt", "state/ranks/0.pt"}
+    assert (found.path / "state" / "model.pt").read_bytes() == b"m" * 1000
+    assert checkpoints.current_epoch() == 2 and checkpoints.committed(7, 2) and not checkpoints.committed(7, 1)
+
+
+def test_the_newest_two_are_kept_and_the_committed_one_always(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    for step in (30, 40):
+        write(checkpoints, step, epoch=1)
+    write(checkpoints, 35, epoch=2)  # a successor that began at 30
+    left = {p.name for p in (tmp_path / "c").iterdir()}
+    assert left == {"CURRENT", "step_40.e1", "step_35.e2"}
+    with pytest.raises(ValueError, match="committed already"):
+        write(checkpoints, 35)
+
+
+@pytest.mark.parametrize("moment", ["save", "manifest", "confirm", "rename", "current"])
+def test_dying_at_any_moment_leaves_the_previous_one_in_force(
+    checkpoints: Checkpoints, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    write(checkpoints, 4)
+    over: dict[str, Any] = {moment: die} if moment in ("save", "confirm") else {}
+    real = module.write_text
+    if moment in ("manifest", "current"):
+        wanted = "manifest.json" if moment == "manifest" else "CURRENT"
+        monkeypatch.setattr(module, "write_text", lambda p, t: die() if p.name == wanted else real(p, t))
+    if moment == "rename":
+        rename = Path.rename
+        monkeypatch.setattr(Path, "rename", lambda p, t: die() if p.name == ".step_8.e2.tmp" else rename(p, t))
+    # SIGKILL runs no cleanup.
+    monkeypatch.setattr(module.shutil, "rmtree", lambda *a, **k: None)
+    with pytest.raises(Killed):
+        write(checkpoints, 8, **over)
+    monkeypatch.undo()
+    assert checkpoints.load().facts["step"] == 4
+    write(checkpoints, 8)
+    assert checkpoints.load().facts["step"] == 8
+
+
+def test_a_full_disk_is_told_and_leaves_no_litter(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def full(directory: Path) -> None:
+        save(directory)
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    write(checkpoints, 4)
+    with pytest.raises(CheckpointFailed, match=r"step_8\.e2 could not be written"):
+        write(checkpoints, 8, save=full)
+    assert {p.name for p in (tmp_path / "c").iterdir()} == {"CURRENT", "step_4.e2"}
+
+
+def test_a_current_that_could_not_be_moved_is_moved_by_the_next_try(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.write_text
+
+    def full(path: Path, text: str) -> None:
+        if path.name == "CURRENT":
+            raise OSError(28, "No space left on device")
+        real(path, text)
+
+    monkeypatch.setattr(module, "write_text", full)
+    with pytest.raises(CheckpointFailed):
+        write(checkpoints, 8)
+    assert checkpoints.load() is None
+    monkeypatch.undo()
+    write(checkpoints, 8)
+    assert checkpoints.load().facts["step"] == 8
+
+
+def test_a_fenced_learner_commits_nothing(checkpoints: Checkpoints) -> None:
+    def fenced() -> None:
+        raise Fenced("gone")
+
+    write(checkpoints, 4)
+    with pytest.raises(Fenced):
+        write(checkpoints, 8, confirm=fenced)
+    assert checkpoints.load().facts["step"] == 4
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "manifest", "format", "directory", "current"])
+def test_damage_is_refused_by_the_name_of_the_file(checkpoints: Checkpoints, tmp_path: Path, harm: str) -> None:
+    write(checkpoints, 4)
+    path = write(checkpoints, 8)
+    file = path / "state" / "model.pt"
+    if harm == "flip":
+        file.write_bytes(b"m" * 999 + b"n")
+    elif harm == "cut":
+        file.write_bytes(b"m" * 999)
+    elif harm == "remove":
+        file.unlink()
+    elif harm == "manifest":
+        (file := path / "manifest.json").write_text("{")
+    elif harm == "format":
+        file = path / "manifest.json"
+        file.write_text(json.dumps({"format": 99}))
+    elif harm == "directory":
+        file = path / "manifest.json"
+        shutil.rmtree(path)
+    else:
+        (file := tmp_path / "c" / "CURRENT").write_text("../../etc")
+    with pytest.raises(UserError) as caught:
+        checkpoints.load()
+    assert str(file) in caught.value.what and "step_4.e2" in caught.value.todo

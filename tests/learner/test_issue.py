@@ -1,0 +1,96 @@
+"""Tasks: how many, which, and again after Redis has lost them."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from learner.books import Books
+from learner.issue import Issuer
+from learner.questions import QuestionSet, fingerprint
+from learner.redis_client import RunStore
+from learner.sampler import Sampler
+from protocol.codec import decode_as
+from protocol.errors import Fenced, StateLost
+from protocol.keys import Keys
+from protocol.ledger import Outcome
+from protocol.messages import Task
+from protocol.settings import RunSettings
+from protocol.testing import make_question
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    questions = tuple(make_question(i) for i in range(5))
+    return Sampler(QuestionSet(questions, fingerprint(questions)), seed=1)
+
+
+@pytest.fixture
+def issuer(store: RunStore, run: RunSettings, sampler: Sampler) -> Issuer:
+    made = Issuer(store, Books(), sampler, run.model_copy(update={"temperature": 0.7}))
+    made.open.set()
+    return made
+
+
+def tasks(db: redis.Redis) -> list[Task]:
+    return [decode_as(Task, fields[b"b"]) for _, fields in db.xrange(Keys("t1").tasks)]
+
+
+def test_tasks_carry_the_question_and_how_to_sample(issuer: Issuer, db: redis.Redis, sampler: Sampler) -> None:
+    assert issuer.turn() == 12
+    made = tasks(db)
+    assert [t.seq for t in made] == list(range(1, 13))
+    assert all(t.question == sampler.question(t.seq) for t in made)
+    assert {(t.group_size, t.attempt, t.sampling.temperature) for t in made} == {(4, 1, 0.7)}
+
+
+def test_nothing_is_issued_without_credit_or_with_the_valve_closed(issuer: Issuer, db: redis.Redis) -> None:
+    issuer.turn()
+    assert issuer.turn() == 0
+    issuer._books.finish_step([1, 2, 3, 4], sampled=0, trained=0)
+    issuer.open.clear()
+    assert issuer.turn() == 0
+    issuer.open.set()
+    assert issuer.turn() == 4 and issuer._books.issued == 16
+
+
+def test_a_reply_that_was_lost_does_not_issue_twice(issuer: Issuer, db: redis.Redis) -> None:
+    issuer.turn()
+    issuer._books.issued = 0  # as if the reply had never come
+    issuer.turn()
+    assert len(tasks(db)) == 12 and issuer._books.issued == 12
+
+
+def test_after_a_wipe_everything_unsettled_is_issued_again_but_for_what_is_here(
+    issuer: Issuer, db: redis.Redis, store: RunStore
+) -> None:
+    issuer.turn()
+    books = issuer._books
+    books.settle([1, 2, 5], Outcome.DEAD, "x")
+    books.held |= {4, 7}
+    db.flushall()
+    with pytest.raises(Fenced):
+        issuer.turn()
+    store.acquire("me", 1, 60_000, takeover=False)
+    store.own(2, "me")
+    with pytest.raises(StateLost):
+        issuer.turn()
+    store.prepare()
+    issuer.recount()
+    issuer.turn()
+    assert [t.seq for t in tasks(db)] == [3, 6, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert (books.issued, store.issued()) == (15, 15)
+
+
+def test_what_is_due_is_issued_with_its_attempt(issuer: Issuer, db: redis.Redis) -> None:
+    issuer.turn()
+    issuer._books.failed_attempt(3, 1, 3, "corrupt")
+    assert issuer.turn() == 1
+    assert [(t.seq, t.attempt) for t in tasks(db)][-1] == (3, 2)
+    assert (issuer._books.due, issuer._books.tally.reissued) == (set(), 1)
+
+
+def test_a_learner_that_lost_the_lease_cannot_issue(issuer: Issuer, store: RunStore) -> None:
+    store.acquire("rival", 1, 60_000, takeover=True)
+    with pytest.raises(Fenced):
+        issuer.turn()

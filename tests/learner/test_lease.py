@@ -1,0 +1,123 @@
+"""One learner at a time, and a dead one is not waited for longer than need be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from learner.lease import Lease
+from learner.redis_client import RunStore
+from protocol.errors import Fenced, UserError
+from protocol.keys import Keys
+from protocol.settings import RunSettings
+
+Make = Callable[..., Lease]
+
+
+@pytest.fixture
+def make(run: RunSettings, tmp_path: Path) -> Iterator[Make]:
+    stores = []
+
+    def lease(ttl_s: float = 30.0, folder: str = "epochs") -> Lease:
+        stores.append(RunStore(run.redis_url, run.id))
+        stores[-1].prepare()
+        return Lease(stores[-1], ttl_s, tmp_path / folder)
+
+    yield lease
+    for store in stores:
+        store.close()
+
+
+def test_epochs_rise_above_redis_and_the_checkpoint(make: Make, db: redis.Redis) -> None:
+    first = make()
+    assert first.acquire(0) == 1
+    first.release()
+    assert make().acquire(6) == 7
+    db.flushall()
+    assert make().acquire(7) == 8
+
+
+def test_an_epoch_is_never_used_twice_though_redis_rolled_back(make: Make, db: redis.Redis) -> None:
+    assert make().acquire(0) == 1
+    db.flushall()
+    assert make().acquire(0) == 2, "a file on disk remembers epoch 1"
+
+
+def test_a_living_holder_is_not_disturbed(make: Make) -> None:
+    holder, other = make(0.5), make(0.5)
+    holder.acquire(0)
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"epoch 1, process .* which is alive") as caught:
+        renewing(holder, lambda: other.acquire(0))
+    assert "--takeover" in caught.value.todo and time.monotonic() - begun < 5
+    assert other.acquire(0, takeover=True) == 2
+    with pytest.raises(Fenced):
+        holder.renew()
+    found = holder.lost_to()
+    assert found and found.token == other.token
+    holder.release()
+    other.renew()
+
+
+def renewing(holder: Lease, call: Callable[[], int]) -> None:
+    import threading
+
+    stop = threading.Event()
+
+    def keep() -> None:
+        while not stop.wait(0.1):
+            holder.renew()
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        call()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_lease_of_a_lost_host_is_waited_for(make: Make, db: redis.Redis) -> None:
+    dead, successor = make(0.6), make(0.6)
+    dead.token = "elsewhere/pid4026:77:123:abc"
+    dead.acquire(0)
+    begun = time.monotonic()
+    assert successor.acquire(0) == 2
+    assert 0.2 < time.monotonic() - begun < 3
+
+
+def test_a_holder_that_ended_on_this_machine_is_not_waited_for(make: Make) -> None:
+    code = "from learner.lease import Lease; print(Lease(None, 1, None).token)"
+    dead = make()
+    dead.token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    dead.acquire(0)
+    begun = time.monotonic()
+    assert make().acquire(0) == 2
+    assert time.monotonic() - begun < 2
+
+
+def test_without_redis_the_epochs_on_disk_decide_who_may_commit(make: Make, tmp_path: Path, db: redis.Redis) -> None:
+    lease = make()
+    lease.acquire(0)
+    lease.confirm()
+    lease._store.close()
+    lease._store = RunStore("redis://127.0.0.1:1/0", "t1")
+    lease.confirm()
+    (tmp_path / "epochs" / "e2").touch()
+    with pytest.raises(Fenced, match="epoch 2 has begun"):
+        lease.confirm()
+
+
+def test_a_lapsed_lease_is_nobodys(make: Make, db: redis.Redis) -> None:
+    lease = make()
+    lease.acquire(0)
+    db.delete(Keys("t1").lease)
+    with pytest.raises(Fenced):
+        lease.renew()
+    assert lease.lost_to() is None and lease.acquire(lease.epoch) == 2

@@ -1,0 +1,127 @@
+"""Published weights: loadable, whole, checked, and not kept for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from learner.config import DiskPublishSettings, PublishSettings
+from learner.publish import disk as module
+from learner.publish.base import BadWeights, Publisher
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunSettings:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"a": 1}')
+    (tmp_path / "m" / "tokenizer.json").write_text("t" * 5000)
+    return RunSettings(id="t1", dir=tmp_path / "run", model=tmp_path / "m")
+
+
+@pytest.fixture
+def publisher(run: RunSettings) -> Publisher:
+    return PublishSettings().build(run, sorted(run.model.iterdir()))
+
+
+def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [("b", torch.full((3, 2), value, dtype=torch.bfloat16)), ("a", torch.arange(4.0))]
+
+
+def test_a_version_is_a_loadable_directory_that_its_manifest_describes(publisher: Publisher, run: RunSettings) -> None:
+    update = publisher.publish(PolicyVersion(3, 12), weights())
+    path = Path(update.path)
+    assert path.is_absolute() and path.name == "v3.12"
+    assert sorted(p.name for p in path.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    tensors = load_file(path / "model.safetensors")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in weights())
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["version"], manifest["tensors"], manifest["digest"]) == ("3.12", 2, update.digest)
+    for name, facts in manifest["files"].items():
+        raw = (path / name).read_bytes()
+        assert (len(raw), hashlib.sha256(raw).hexdigest()) == (facts["bytes"], facts["sha256"])
+    raw = b"".join(t.view(torch.uint8).numpy().tobytes() for _, t in sorted(weights()))
+    assert update.digest == hashlib.sha256(raw).hexdigest()
+    assert (update.run, update.version, update.num_bytes) == (
+        "t1",
+        (3, 12),
+        manifest["files"]["model.safetensors"]["bytes"],
+    )
+
+
+def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    config.save_pretrained(run.model)
+    publisher = PublishSettings().build(run, sorted(run.model.iterdir()))
+    update = publisher.publish(PolicyVersion(1, 0), model.state_dict().items())  # with the tied head twice
+    again = AutoModelForCausalLM.from_pretrained(update.path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(publisher: Publisher, run: RunSettings, bad: float) -> None:
+    with pytest.raises(BadWeights, match="tensor b"):
+        publisher.publish(PolicyVersion(1, 1), weights(bad))
+    assert list(run.weights_dir.iterdir()) == []
+
+
+def test_a_failed_write_leaves_nothing_that_looks_published(
+    publisher: Publisher, run: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_place", full)
+    with pytest.raises(OSError, match="No space"):
+        publisher.publish(PolicyVersion(1, 1), weights())
+    assert list(run.weights_dir.iterdir()) == []
+
+
+def test_what_a_killed_learner_left_is_replaced(run: RunSettings) -> None:
+    (run.weights_dir / ".v1.1.77.tmp").mkdir(parents=True)
+    (run.weights_dir / "v1.1").mkdir()
+    (run.weights_dir / "v1.1" / "half").touch()
+    publisher = DiskPublishSettings(fsync=False).build(run, [])
+    publisher.publish(PolicyVersion(1, 1), weights())
+    assert sorted(p.name for p in run.weights_dir.rglob("*")) == ["manifest.json", "model.safetensors", "v1.1"]
+
+
+def test_the_newest_and_those_in_use_are_kept(run: RunSettings) -> None:
+    publisher = DiskPublishSettings(keep_versions=2).build(run, [])
+    for version in [(1, 9), (1, 10), (2, 5), (2, 6), (2, 7)]:
+        publisher.publish(PolicyVersion(*version), weights())
+    (run.weights_dir / "vendor").mkdir()
+    publisher.collect({PolicyVersion(1, 10), PolicyVersion(0, 0)})
+    assert {p.name for p in run.weights_dir.iterdir()} == {"v1.10", "v2.6", "v2.7", "vendor"}
+
+
+def test_publishing_a_small_model_takes_no_time(run: RunSettings) -> None:
+    publisher = DiskPublishSettings(fsync=False).build(run, sorted(run.model.iterdir()))
+    tensors = [(f"t{i}", torch.ones(100, 100)) for i in range(20)]
+    seconds = []
+    for step in range(5):
+        begun = time.perf_counter()
+        publisher.publish(PolicyVersion(1, step), tensors)
+        seconds.append(time.perf_counter() - begun)
+    assert min(seconds) < 0.1
+    assert os.stat(run.weights_dir / "v1.0" / "tokenizer.json").st_nlink >= 5, "the tokenizer is written once"

@@ -1,0 +1,159 @@
+"""Entries become groups: once each, in order of arrival, whatever the bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from learner.books import Books
+from learner.entry import BadEntry, Entry, read_entry
+from learner.redis_client import RunStore
+from learner.source import Source
+from protocol.header import seal
+from protocol.keys import Keys
+from protocol.ledger import Outcome
+from protocol.messages import GroupFailed
+from protocol.testing import make_group
+from protocol.versions import PolicyVersion
+
+KEYS = Keys("t1")
+
+
+@pytest.fixture
+def source(store: RunStore, tmp_path: Path) -> Iterator[Source]:
+    yield Source(store, Books(issued=40), "t1", room=6, max_attempts=3, evidence=tmp_path / "dead.jsonl")
+
+
+def add(db: redis.Redis, seq: int, **kind: object) -> bytes:
+    header, body = seal(make_group(seq, run="t1", **kind))
+    return db.xadd(KEYS.traj, {"seq": seq, "h": header, "b": body})
+
+
+def take(source: Source, count: int, step: int = 0, max_lag: int | None = None) -> list[int]:
+    return [e.seq for e in source.take(count, step, max_lag=max_lag, timeout_s=0.05)]
+
+
+def test_groups_come_in_order_of_arrival_and_only_whole_batches(source: Source, db: redis.Redis) -> None:
+    for seq in (5, 2, 9):
+        add(db, seq)
+    source.turn()
+    assert take(source, 4) == []
+    add(db, 1)
+    source.turn()
+    assert take(source, 4) == [5, 2, 9, 1]
+    assert source._books.held == {5, 2, 9, 1}, "held until they are settled"
+
+
+def test_no_more_is_read_than_there_is_room_for(source: Source, db: redis.Redis) -> None:
+    for seq in range(1, 11):
+        add(db, seq)
+    source.turn()
+    source.turn()
+    assert len(source) == 6 and db.xpending(KEYS.traj, "learner")["pending"] == 6
+    take(source, 4)
+    source.turn()
+    assert len(source) == 6
+
+
+def test_pending_entries_of_a_predecessor_come_first(source: Source, db: redis.Redis) -> None:
+    for seq in range(1, 9):
+        add(db, seq)
+    db.xreadgroup("learner", "L0", {KEYS.traj: ">"}, count=5)
+    for _ in range(3):
+        source.turn()
+    assert take(source, 6) == [1, 2, 3, 4, 5, 6]
+    assert source._books.tally.redelivered == 5
+    assert {c["name"]: c["pending"] for c in db.xinfo_consumers(KEYS.traj, "learner")}[b"L0"] == 0
+
+
+def test_entries_of_a_reply_that_never_arrived_are_read_again(source: Source, db: redis.Redis, store: RunStore) -> None:
+    add(db, 1)
+    source.turn()
+    add(db, 2)
+    store.read(10)  # given to us, and lost on the way
+    source.turn()
+    assert take(source, 2) == []
+    source.reclaim.set()
+    source.turn()
+    assert take(source, 2) == [1, 2] and source._books.tally.duplicates == 0
+
+
+def test_a_duplicate_is_counted_and_acknowledged_with_its_seq(source: Source, db: redis.Redis) -> None:
+    books = source._books
+    first, second = add(db, 1), add(db, 1)
+    source.turn()
+    assert len(source) == 1 and books.tally.duplicates == 1
+    books.finish_step([1], sampled=0, trained=0)
+    assert books.commit(books.to_state()) == [first, second]
+    books.forget([first, second])
+    add(db, 1)  # settled before the last checkpoint: acknowledged at once
+    source.turn()
+    assert books.tally.duplicates == 2 and books.unacked == {}
+    assert db.xpending(KEYS.traj, "learner")["pending"] == 2
+
+
+def test_a_failed_group_is_dead_and_takes_no_room(source: Source, db: redis.Redis) -> None:
+    header, body = seal(GroupFailed(run="t1", seq=4, attempt=3, reason="search", detail="gave up"))
+    db.xadd(KEYS.traj, {"seq": 4, "h": header, "b": body})
+    source.turn()
+    assert len(source) == 0 and source._books.ledger.notes == [(4, Outcome.DEAD, "search")]
+
+
+def test_old_groups_are_dropped_only_when_told_so(source: Source, db: redis.Redis) -> None:
+    for seq, step in ((1, 2), (2, 5), (3, 4)):
+        add(db, seq, version=PolicyVersion(1, step))
+    source.turn()
+    assert take(source, 2, step=6, max_lag=2) == [2, 3]
+    assert source._books.ledger.notes == [(1, Outcome.STALE, "too_old")]
+
+
+def test_unusable_entries_leave_evidence_and_are_due_again(source: Source, db: redis.Redis, tmp_path: Path) -> None:
+    header, body = seal(make_group(1, run="t1"))
+    other_header, other_body = seal(make_group(2, run="t1"))
+    cases: list[tuple[dict[str, bytes | int], int, str]] = [
+        ({"seq": 1, "h": header, "b": body[:-3]}, 1, "corrupt"),
+        ({"seq": 2, "h": b"", "b": other_body}, 2, "corrupt"),
+        ({"seq": 3, "h": header, "b": body}, 3, "invalid_body"),
+        ({"seq": 4, "h": header}, 4, "corrupt"),
+        ({"seq": "x", "h": header, "b": body}, 0, "invalid_body"),
+        ({"nothing": 1}, 0, "corrupt"),
+        ({"seq": 99, "h": seal(make_group(99, run="t1"))[0], "b": seal(make_group(99, run="t1"))[1]}, 0, "not_issued"),
+        ({"seq": 2, "h": other_header, "b": body}, 2, "corrupt"),
+    ]
+    for fields, _, _ in cases:
+        db.xadd(KEYS.traj, fields)
+    source.turn()
+    source.turn()
+    lines = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]
+    assert [(line["seq"], line["reason"]) for line in lines] == [(seq, reason) for _, seq, reason in cases]
+    assert db.xlen(KEYS.dlq) == 8 and source._books.due == {1, 2, 3, 4} and len(source) == 0
+    # Those without a seq are acknowledged at once: nothing else would ever settle them.
+    assert db.xpending(KEYS.traj, "learner")["pending"] == 5
+    add(db, 1)
+    source.turn()
+    assert source._books.due == {2, 3, 4}, "a good group has come meanwhile"
+
+
+@hypothesis_settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.data())
+def test_no_bytes_whatever_make_reading_fail_otherwise(data: st.DataObject) -> None:
+    header, body = seal(make_group(1, run="t1"))
+    fields = {b"seq": b"1", b"h": header, b"b": body}
+    name = data.draw(st.sampled_from(sorted(fields)))
+    raw = bytearray(fields[name])
+    for _ in range(data.draw(st.integers(0, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    fields[name] = bytes(raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw)
+    try:
+        entry = read_entry(b"1-1", fields, "t1")
+    except BadEntry as bad:
+        assert bad.seq in (0, 1) or fields[b"seq"].isdigit()
+    else:
+        assert isinstance(entry, Entry) and entry.seq == 1 and fields[b"b"] == body
