@@ -78,8 +78,8 @@ class Supervisor:
             self.spawn(child.spec)
 
     def ended(self, name: str) -> bool:
-        """Whether `name` has ended (with code 0, or `check` would have raised)."""
-        return self.children[name].poll() is not None
+        """Whether `name` has done its work: ended with code 0. What died is for `check` to see."""
+        return self.children[name].poll() == 0
 
     def stop(self, names: Iterable[str] | None = None) -> list[str]:
         """Stop `names` (default: all) in order: SIGTERM, wait, SIGKILL. Returns those that had to be killed."""

@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def up(config: RunConfig, say: Any) -> tuple[int, dict[str, Any]]:
+def up(config: RunConfig, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
     """(exit code, what is to be said of the run); prints a failure on stderr."""
     from deploy.child import ProcessFailed
     from deploy.launcher import Launcher, Stopped

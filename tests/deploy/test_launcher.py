@@ -60,6 +60,9 @@ else:
                   tokens_generated=200, tokens_trained=100, seconds=dict(wait=1.5, compute=0.5))
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(record) + "\\n")
+    if wanted == "second":
+        begun = (run / "order.txt").read_text().count("start learner")
+        wanted = "wait" if begun == 1 else "0"
     if wanted == "wait":
         time.sleep(60)
     print("the last words of the learner", flush=True)
@@ -165,6 +168,20 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(tmp_path: Path)
         )
         assert read_record(tmp_path / "run")["restarts"] == {"engine-1": 1}
     assert any("engine-1 was killed by SIGKILL: starting it again (1 of 3)" in line for line in said)
+
+
+def test_a_learner_that_is_killed_while_the_run_waits_for_it_comes_back_and_finishes(tmp_path: Path) -> None:
+    # killed at the very moment between two looks: the death of a learner must never be taken for the end of the run
+    said: list[str] = []
+    with launcher(configured(tmp_path, "second", "launch.restart_learner=1"), tmp_path, said) as started:
+        started.start()
+        wait_until(lambda: "start learner" in order(tmp_path), "the learner is there")
+        child = started.supervisor.children["learner"]
+        os.kill(child.pid, signal.SIGKILL)
+        wait_until(lambda: child.poll() is not None, "it is dead")
+        started.wait()
+    assert order(tmp_path).count("start learner") == 2 and "end learner" in order(tmp_path)
+    assert any("learner was killed by SIGKILL: starting it again (1 of 1)" in line for line in said)
 
 
 def test_a_second_launcher_in_the_same_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import redis
 
 from deploy.child import Child
 from deploy.plan import ProcessSpec, Ready
+from deploy.ports import free_port
 from deploy.redis_child import MAX_SOCKET_PATH, check_server, child_url, connect, find_server, ping, redact, redis_argv
 from protocol.errors import UserError
 
@@ -106,3 +108,17 @@ def test_a_password_is_never_shown() -> None:
     with pytest.raises(UserError) as caught:
         check_server("redis://me:secret@127.0.0.1:1/0")
     assert "secret" not in caught.value.render()
+
+
+def test_the_redis_verb_becomes_the_server(tmp_path: Path, children: list[Child]) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    argv = (sys.executable, "-m", "deploy", "redis", "--port", url.split(":")[2].split("/")[0], "--dir", str(tmp_path))
+    child = Child(ProcessSpec("redis", "redis", argv, tmp_path / "log", Ready.PING, url))
+    children.append(child)
+    deadline = time.monotonic() + 15
+    while ping(url):
+        assert child.poll() is None and time.monotonic() < deadline, child.tail()
+        time.sleep(0.05)
+    assert f"export FORAY_REDIS_URL={url}" in child.tail(100)
+    child.terminate()
+    assert child.wait(5) and child.poll() == 0
