@@ -48,7 +48,7 @@ class DeepSpeedEngine:
         )
         self._deepspeed = deepspeed
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=deepspeed_config(settings), dist_init_required=False
+            model=module.train(), optimizer=optimizer, config=deepspeed_config(settings), dist_init_required=False
         )
         self._engine.checkpoint_engine.load = _load_without_pickle
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -96,7 +96,7 @@ def clipped_surrogate(
     ratio = log_ratio(logprobs, old.detach(), mask).exp()
     gain = torch.where(mask, advantages.detach(), 0.0)
     free, bounded = -gain * ratio, -gain * ratio.clamp(1 - low, 1 + high)
-    return Surrogate(torch.maximum(free, bounded), torch.where(mask, ratio.detach(), 0.0), (bounded > free) & mask)
+    return Surrogate(torch.maximum(free, bounded), torch.where(mask, ratio.detach(), 0.0), bounded > free)
 
 
 def importance_weight(old: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, cap: float) -> torch.Tensor:

@@ -118,6 +118,7 @@ def test_masked_tokens_reach_neither_loss_nor_gradient(bad):
     assert total.item() == -1.0
     assert logprobs.grad.tolist() == [-1.0, 0.0, 0.0, 0.0]
     assert not out.clipped[1:].any()
+    assert log_ratio(logprobs, old, mask).tolist() == [0.0] * 4
     assert weighted_sum(torch.tensor([2.0, bad]), torch.tensor([0.5, 0.0]), mask[:2]).item() == 1.0
 
 

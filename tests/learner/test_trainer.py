@@ -243,6 +243,23 @@ def test_recomputed_old_logprobs_weigh_tokens_by_importance(start):
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_saving_memory_recomputes_and_moves_the_weights_the_same(start, stage):
+    thrifty = start(model={"gradient_checkpointing": True, "logit_chunk_bytes": 2048}, engine={"zero_stage": stage})
+    plain = start()
+    batch = batch_of(plain)
+    calls: list[int] = []
+    layer = thrifty._engine._engine.module.causal.base_model.layers[0]
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    reports = [trainer.train(batch) for trainer in (plain, thrifty)]
+    assert len(calls) == 2, "once forward, once more in the backward pass"
+    assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-4)
+    assert reports[1].loss == pytest.approx(reports[0].loss, abs=1e-6)
+    theirs = weights(thrifty)
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(theirs[name], value, rtol=1e-3, atol=1e-4)
+
+
 def test_bfloat16_trains_and_publishes_bfloat16(start):
     trainer = start(model={"dtype": "bfloat16"}, engine={"zero_stage": 1})
     report = trainer.train(batch_of(trainer))
