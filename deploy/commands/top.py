@@ -66,7 +66,7 @@ def _live(frames: Iterator[Frame]) -> None:
         return
     with Live(auto_refresh=False, screen=True) as live:
         for shown in frames:
-            text = Text(shown.plain(), no_wrap=True, overflow="ellipsis")
+            text = Text(shown.plain(), overflow="fold")
             text.highlight_regex(r"^run .*", "bold")
             text.highlight_regex(r"(?m)^  problem: .*", "bold red")
             text.highlight_regex(r"(?m)^  (engine +state|who waits for whom).*", "bold")
