@@ -44,22 +44,22 @@ class Lease:
                     return answer
                 floor = max(floor, answer)
                 continue
+            if _is_dead(answer.token):
+                log.warning("taking over from %s, which has ended", describe(answer))
+                takeover = True
+                continue
             if not told:
                 told, deadline = True, time.monotonic() + answer.ttl_s + 1.0
                 log.warning(
                     "run is held by %s, waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
                 )
-            if _is_dead(answer.token):
-                log.warning("that process is gone: taking over")
-                takeover = True
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise UserError(
                     f"the run is held by {describe(answer)}, which is alive",
                     why="two learners must not train one run",
                     todo="stop the other one, or start this one with --takeover",
                 )
-            else:
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
 
     def _claim_epoch(self, epoch: int) -> bool:
         self._epochs_dir.mkdir(parents=True, exist_ok=True)

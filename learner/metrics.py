@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from protocol.errors import UserError
 from protocol.messages import MetricsSnapshot
 
 RATE_WINDOW_S = 30.0
@@ -109,7 +110,7 @@ def _finite(value: Any) -> Any:
 
 
 def serve_prometheus(port: int, snapshot: Callable[[], MetricsSnapshot]) -> None:
-    """Answers `/metrics` on `port` from then on, in a daemon thread."""
+    """Answers `/metrics` on `port` from then on, in a daemon thread. Raises UserError when the port is taken."""
     from prometheus_client import CollectorRegistry, start_http_server
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -125,4 +126,7 @@ def serve_prometheus(port: int, snapshot: Callable[[], MetricsSnapshot]) -> None
 
     registry = CollectorRegistry()
     registry.register(Collector())
-    start_http_server(port, registry=registry)
+    try:
+        start_http_server(port, registry=registry)
+    except OSError as error:
+        raise UserError(f"cannot serve metrics on port {port}: {error}", todo="set learner.metrics_port") from error

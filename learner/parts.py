@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from learner.books import Books
@@ -15,11 +16,13 @@ from learner.lease import Lease
 from learner.metrics import Meter, StepLog
 from learner.progress import StepFacts
 from learner.publish.base import Publisher
-from learner.redis_client import RunStore
+from learner.redis_client import RedisUnavailable, RunStore
 from learner.sampler import Sampler
 from learner.seams import Report, TrainEngine
 from learner.source import Source
 from protocol.settings import RunSettings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -64,6 +67,13 @@ class Parts:
         for part in (self.journal, self.skipped_journal, self.step_log, self.engine, self.store):
             if part is not None:
                 part.close()
+
+    def last_report(self) -> None:
+        """The final metrics; a Redis that does not take them is no reason to fail at the end."""
+        try:
+            self.keeper.report()
+        except RedisUnavailable as error:
+            log.warning("the last metrics were not published: %s", error)
 
     def tell_step(self, facts: StepFacts, trained: list[int], report: Report) -> None:
         """One finished step: to the terminal, to metrics.jsonl and into the next snapshot."""

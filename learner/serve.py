@@ -64,7 +64,7 @@ def serve(
     sampler = Sampler(load_questions(settings.questions), run.seed)
     run.dir.mkdir(parents=True, exist_ok=True)
     store = RunStore(run.redis_url, run.id)
-    with _stop_signal() as stop:
+    with _signals() as stop:
         _reach(store)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints)
         lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs")
@@ -76,6 +76,7 @@ def serve(
         except Fenced:
             raise
         except BaseException:
+            stop.training = True  # a second signal must not break off the tidying up
             lease.release()
             raise
         finally:
@@ -149,8 +150,9 @@ def assemble(
     return parts, [*(checkpoint.lineage if checkpoint else ()), start]
 
 
-def _train(parts: Parts, loop: TrainingLoop, stop: threading.Event) -> None:
+def _train(parts: Parts, loop: TrainingLoop, stop: Stop) -> None:
     log.info("epoch %d begins at step %d of %d", parts.lease.epoch, parts.books.step, parts.run.steps)
+    stop.training = True
     try:
         loop.run()
         if stop.is_set():
@@ -159,8 +161,8 @@ def _train(parts: Parts, loop: TrainingLoop, stop: threading.Event) -> None:
         else:
             loop.finish()
             parts.meter.say(state="done")
-            parts.keeper.report()
             log.info("done: %s", _summary(parts.books))
+            parts.last_report()
     except RedisUnavailable:
         if not stop.is_set():
             raise
@@ -239,20 +241,33 @@ def _reach(store: RunStore) -> None:
             time.sleep(0.3)
 
 
-@contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """Set by SIGTERM and SIGINT; a second SIGINT interrupts at once. Outside the main thread: never set."""
-    stop = threading.Event()
+class Stop:
+    """What SIGTERM and SIGINT mean: before training, the end at once; during it, the end after the present step."""
 
-    def told(number: int, frame: FrameType | None) -> None:
-        if stop.is_set() and number == signal.SIGINT:
+    def __init__(self) -> None:
+        self.training = False
+        self._told = threading.Event()
+
+    def is_set(self) -> bool:
+        return self._told.is_set()
+
+    def tell(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler. A second SIGINT interrupts whatever is going on."""
+        if not self.training:
+            raise SystemExit(0)
+        if self._told.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.set()
+        self._told.set()
 
+
+@contextmanager
+def _signals() -> Iterator[Stop]:
+    """Handlers for the time of the block; none outside the main thread, where Python allows none."""
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop.tell) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,6 @@ from redis.retry import Retry
 from learner.config import LearnerSettings
 from protocol.settings import RunSettings
 
-REDIS_OPTIONS = "--port 0 --save '' --appendonly yes --appendfsync everysec --maxmemory-policy noeviction"
-
 
 def _binary() -> str:
     found = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -34,23 +33,45 @@ def _binary() -> str:
     return str(next((Path(spec.origin).parent / "_binaries").glob("*/valkey-server")))
 
 
-@pytest.fixture(scope="session")
-def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("r")
-    path = str(folder / "s")
-    options = [part.strip("'") for part in REDIS_OPTIONS.split()]
-    child = subprocess.Popen(
-        [_binary(), "--unixsocket", path, "--dir", str(folder), *options], stdout=subprocess.DEVNULL, cwd=folder
-    )
+@contextmanager
+def redis_at(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Redis that listens on `folder/s`."""
+    (folder / "s").unlink(missing_ok=True)
+    argv = [_binary(), "--unixsocket", str(folder / "s"), "--dir", str(folder), "--port", "0", "--save", "", *options]
+    child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, cwd=folder)
     try:
         deadline = time.monotonic() + 20
-        while not Path(path).exists():
+        while not (folder / "s").exists():
             assert child.poll() is None and time.monotonic() < deadline, "the private Redis did not start"
             time.sleep(0.02)
-        yield path
+        yield child
     finally:
         child.terminate()
         child.wait(10)
+
+
+@pytest.fixture(scope="session")
+def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("r")
+    with redis_at(folder, "--appendonly", "yes", "--maxmemory-policy", "noeviction"):
+        yield str(folder / "s")
+
+
+@pytest.fixture(params=["persistent", "forgetful"])
+def mortal_redis(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """(socket, kill_and_restart) of a Redis of the test's own, with an append-only file or without one."""
+    folder = tmp_path_factory.mktemp("m")
+    options = ["--appendonly", "yes"] if request.param == "persistent" else []
+    with ExitStack() as stack:
+        children = [stack.enter_context(redis_at(folder, *options))]
+
+        def kill_and_restart(away_s: float) -> None:
+            children[-1].kill()
+            children[-1].wait(10)
+            time.sleep(away_s)
+            children.append(stack.enter_context(redis_at(folder, *options)))
+
+        yield str(folder / "s"), kill_and_restart
 
 
 @pytest.fixture

@@ -253,6 +253,24 @@ def test_losing_redis_and_the_learner_at_once_costs_only_the_steps_since_the_che
     assert facts["lineage"] == [[1, 0], [2, 3]], "the epoch does not run backwards with Redis"
 
 
+def test_a_redis_that_is_killed_and_comes_back_is_waited_for(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, mortal_redis: Any
+) -> None:
+    socket, kill_and_restart = mortal_redis
+    restart = threading.Thread(target=kill_and_restart, args=(0.5,))
+
+    def kill(updates: int) -> None:
+        if updates == 3:
+            restart.start()
+            time.sleep(0.1)
+
+    run = run.model_copy(update={"redis_url": f"unix://{socket}"})
+    with tiny.Player({"unix_socket_path": socket}, run.id):
+        serve(run, settings, before=kill)
+    restart.join()
+    assert_exactly_once(tiny, run)
+
+
 def test_a_full_redis_is_waited_for(
     run: RunSettings,
     settings: LearnerSettings,
