@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +125,8 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
     try:
         if wanted.stream:
             return await _stream(request, served.episodes, wanted)
-        finished = [episode async for episode in served.episodes.run(wanted)]
+        async with aclosing(served.episodes.run(wanted)) as running:
+            finished = [episode async for episode in running]
     except (RedisDown, RedisFull) as error:
         return web.json_response({"error": f"the versions cannot be pinned: {error}"}, status=503)
     order = {question.id: i for i, question in enumerate(wanted.questions)}
@@ -136,11 +138,12 @@ async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequ
     """`data:` lines of one JSON object for each episode as it ends, then `event: summary`."""
     finished: list[dict[str, Any]] = []
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    async for episode in episodes.run(wanted):
-        if not response.prepared:
-            await response.prepare(request)
-        finished.append(episode)
-        await response.write(f"data: {json.dumps(episode)}\n\n".encode())
+    async with aclosing(episodes.run(wanted)) as running:
+        async for episode in running:
+            if not response.prepared:
+                await response.prepare(request)
+            finished.append(episode)
+            await response.write(f"data: {json.dumps(episode)}\n\n".encode())
     await response.write(f"event: summary\ndata: {json.dumps(summarise(finished))}\n\n".encode())
     await response.write_eof()
     return response

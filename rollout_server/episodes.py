@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -63,17 +63,13 @@ class Episodes:
         self._episode, self._generate, self._search, self._stats = episode, generate, search, stats
         self._pin = Pin(redis, fleet, stats)
 
-    async def run(self, request: EpisodesRequest) -> AsyncIterator[dict[str, Any]]:
-        """Finished episodes, as they end. Closing the iterator cancels those in flight."""
-        if request.pin:
-            async with self._pin.held():
-                async for finished in self._all(request):
-                    yield finished
-        else:
-            async for finished in self._all(request):
-                yield finished
+    async def run(self, request: EpisodesRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """Finished episodes, as they end. Closing the iterator cancels those in flight and lets go of the pin."""
+        async with self._pin.held() if request.pin else nullcontext(), aclosing(self._all(request)) as finished:
+            async for one in finished:
+                yield one
 
-    async def _all(self, request: EpisodesRequest) -> AsyncIterator[dict[str, Any]]:
+    async def _all(self, request: EpisodesRequest) -> AsyncGenerator[dict[str, Any], None]:
         places = asyncio.Semaphore(request.concurrency)
         tasks = [
             asyncio.create_task(self._one(request, question, index, places), name=f"episode-{question.id}-{index}")
@@ -160,24 +156,27 @@ class Pin:
         self._redis, self._fleet, self._stats = redis, fleet, stats
         self._holders = 0
         self._renewing: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()  # the last to leave must not remove what the next has just set
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """Raises RedisDown or RedisFull when the pin cannot be set."""
         self._holders += 1
         try:
-            if self._renewing is None:
-                await self._set()
-                self._renewing = asyncio.create_task(self._renew(), name="evaluation-pin")
+            async with self._changing:
+                if self._renewing is None:
+                    await self._set()
+                    self._renewing = asyncio.create_task(self._renew(), name="evaluation-pin")
             await asyncio.sleep(SETTLE_S)
             self._fleet.install(await self._fleet.read())
             yield
         finally:
             self._holders -= 1
-            if not self._holders and self._renewing is not None:
-                self._renewing.cancel()
-                self._renewing = None
-                await self._remove()
+            async with self._changing:
+                if not self._holders and self._renewing is not None:
+                    self._renewing.cancel()
+                    self._renewing = None
+                    await self._remove()
 
     async def _set(self) -> None:
         await self._redis.batch(("SET", self._redis.keys.evaluation, self._stats.id, "PX", PIN_MS))

@@ -24,6 +24,7 @@ from protocol.header import check_body, read_header
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, GroupFailed, NodeState, Task, TrajectoryGroup, WeightUpdate
 from protocol.versions import PolicyVersion
+from rollout_server import redis_client
 from rollout_server.redis_client import RedisClient
 
 RUNS = itertools.count(1)
@@ -78,6 +79,12 @@ def redis_process() -> Iterator[RedisProcess]:
             yield process
         finally:
             process.kill()
+
+
+@pytest.fixture(autouse=True)
+def short_blocking_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server stops when its blocked read returns; tests stop many."""
+    monkeypatch.setattr(redis_client, "BLOCK_MS", 100)
 
 
 class World:

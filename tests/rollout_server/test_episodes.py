@@ -1,0 +1,177 @@
+"""`POST /v1/episodes`: episodes through the engines, and versions that stand still meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from protocol.messages import NodeState
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+from rollout_server import episodes
+from rollout_server.config import RolloutSettings
+from rollout_server.engine.fake_server import FakeServer
+from rollout_server.lifecycle import Stop
+from rollout_server.serve import serve
+from rollout_server.testing import write_tokenizer
+from rollout_server.tokens import load_tokens
+
+Until = Callable[..., Awaitable[None]]
+V0 = PolicyVersion(0, 0)
+QUESTIONS = [{"id": "q1", "text": "a ?", "answers": ["c"]}, {"id": "q2", "text": "b ?", "answers": ["d"]}]
+
+
+@contextlib.asynccontextmanager
+async def serving(world, tmp_path: Path, *, latency_s: float = 0.0) -> AsyncIterator[tuple[Any, FakeServer]]:
+    """A server with one engine that searches once and answers c; yields (post, engine)."""
+    model = write_tokenizer(tmp_path / "model", "words")
+    tokens = load_tokens(model)
+    mark = tokens.own("</information>")[0]
+
+    def say(body: dict[str, Any]) -> Sequence[int]:
+        return tokens.own("<answer> c </answer>" if mark in body["input_ids"] else "<search> a b </search>")
+
+    run = RunSettings(id=world.keys.run, dir=tmp_path, redis_url=world.url, model=model)
+    settings = {"fleet_poll_s": 0.05, "search": {"type": "fake", "otherwise": ("t\nd e f",)}}
+    settings |= {"episode": {"template": "demo"}}
+    stop, port_file = Stop(), tmp_path / "port"
+    async with FakeServer(say, latency_s=latency_s, version="1.3") as engine, aiohttp.ClientSession() as session:
+        world.register("e", engine.url, V0)
+        task = asyncio.create_task(serve(run, RolloutSettings.model_validate(settings), port_file=port_file, stop=stop))
+        try:
+            while not port_file.exists():
+                assert not task.done(), await task
+                await asyncio.sleep(0.01)
+            url = f"http://127.0.0.1:{port_file.read_text().strip()}/v1/episodes"
+            yield lambda body: session.post(url, json=body), engine
+        finally:
+            stop.asked.set()
+            stop.hurry.set()
+            await asyncio.wait_for(task, 15)
+
+
+async def test_episodes_come_back_scored_in_the_order_of_the_questions(world, tmp_path: Path) -> None:
+    async with serving(world, tmp_path) as (post, engine):
+        async with post({"questions": QUESTIONS, "n": 2, "pin": True, "temperature": 0}) as response:
+            assert response.status == 200
+            body = await response.json()
+        assert {r["sampling_params"]["temperature"] for r in engine.requests} == {0.0}
+    assert body["em"] == 0.5 and (body["count"], body["failed"]) == (4, 0)
+    assert [(e["question_id"], e["index"]) for e in body["episodes"]] == [("q1", 0), ("q1", 1), ("q2", 0), ("q2", 1)]
+    first = body["episodes"][0]
+    assert (first["status"], first["answer"], first["rewards"]["em"]) == ("answered", "c", 1.0)
+    assert (first["searches"], first["turns"]) == (1, 2)
+    assert "<search> a b </search>" in first["text"] and "d e f" in first["text"]
+    assert [s["owner"] for s in first["segments"]] == ["prompt", "policy", "environment", "policy"]
+    assert [s["version"] for s in first["segments"]] == ["", "1.3", "", "1.3"]
+    assert first["tokens"] == sum(s["tokens"] for s in first["segments"])
+    assert world.published() == [], "episodes have no seq and no place in the ledger"
+
+
+async def test_without_search_nothing_is_found(world, tmp_path: Path) -> None:
+    async with serving(world, tmp_path) as (post, _):
+        body = await _json(post({"questions": QUESTIONS[:1], "search": False, "pin": True}))
+    assert "nothing was found" in body["episodes"][0]["text"] and "d e f" not in body["episodes"][0]["text"]
+
+
+async def test_a_stream_sends_each_episode_as_it_ends(world, tmp_path: Path) -> None:
+    body = {"questions": QUESTIONS, "pin": True, "stream": True}
+    async with serving(world, tmp_path) as (post, _), post(body) as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        events = [block for block in (await response.text()).split("\n\n") if block]
+    finished = [json.loads(e.removeprefix("data: ")) for e in events[:-1]]
+    assert {e["question_id"] for e in finished} == {"q1", "q2"}
+    name, _, data = events[-1].partition("\n")
+    assert name == "event: summary" and json.loads(data.removeprefix("data: "))["em"] == 0.5
+
+
+async def test_no_more_episodes_run_at_once_than_were_asked_for(world, tmp_path: Path) -> None:
+    async with serving(world, tmp_path, latency_s=0.05) as (post, engine):
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, engine._in_flight)
+                await asyncio.sleep(0.005)
+
+        watching = asyncio.create_task(watch())
+        async with post({"questions": QUESTIONS[:1], "n": 8, "pin": True, "concurrency": 2}) as response:
+            assert (await response.json())["count"] == 8
+        watching.cancel()
+    assert most == 2
+
+
+async def test_the_pin_is_held_and_renewed_for_the_time_of_the_request(
+    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "PIN_MS", 500)
+    key = world.keys.evaluation
+    async with serving(world, tmp_path, latency_s=0.6) as (post, engine):
+        request = asyncio.create_task(_json(post({"questions": QUESTIONS[:1], "pin": True})))
+        other = asyncio.create_task(_json(post({"questions": QUESTIONS[:1], "pin": True})))
+        await until(lambda: world.sync.exists(key), "it is pinned")
+        while len(engine.requests) < 4 or engine._in_flight:
+            assert world.sync.exists(key), "the pin lapsed during the request"
+            await asyncio.sleep(0.02)
+        await asyncio.gather(request, other)
+        await until(lambda: not world.sync.exists(key), "it is removed at once", 0.3)
+
+
+async def _json(posting: Any) -> Any:
+    async with posting as response:
+        return await response.json()
+
+
+async def test_a_client_that_leaves_takes_its_episodes_and_its_pin_with_it(world, until: Until, tmp_path: Path) -> None:
+    async with serving(world, tmp_path, latency_s=30.0) as (post, engine):
+        request = asyncio.create_task(_json(post({"questions": QUESTIONS, "n": 4, "pin": True})))
+        await until(lambda: engine._in_flight == 8, "all run")
+        request.cancel()
+        await until(lambda: engine._in_flight == 0, "the engine is rid of them")
+        await until(lambda: not world.sync.exists(world.keys.evaluation), "and the pin is gone")
+
+
+async def test_unpinned_episodes_wait_for_an_engine_at_the_target(world, until: Until, tmp_path: Path) -> None:
+    world.target(PolicyVersion(1, 3))
+    async with serving(world, tmp_path) as (post, engine):
+        request = asyncio.create_task(_json(post({"questions": QUESTIONS[:1]})))
+        await asyncio.sleep(0.3)
+        assert engine.requests == [], "the engine holds (0, 0)"
+        world.register("e", engine.url, PolicyVersion(1, 3), state=NodeState.READY)
+        assert (await asyncio.wait_for(request, 5))["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "hint"),
+    [
+        ({}, "questions"),
+        ({"questions": []}, "questions"),
+        ({"questions": QUESTIONS, "pni": True}, "pni"),
+        ({"questions": QUESTIONS, "n": 0}, "n"),
+        ({"questions": [{"id": "q"}]}, "questions.0.text"),
+        ({"questions": QUESTIONS, "temperature": -1}, "temperature"),
+    ],
+)
+async def test_a_wrong_body_is_refused_with_the_field_that_is_wrong(
+    body: dict[str, Any], hint: str, world, tmp_path: Path
+) -> None:
+    async with serving(world, tmp_path) as (post, _), post(body) as response:
+        assert response.status == 400
+        assert hint in (await response.json())["error"]
+
+
+async def test_a_pin_that_redis_cannot_take_is_an_error_and_not_a_mixture(own_world, tmp_path: Path) -> None:
+    async with serving(own_world, tmp_path) as (post, engine):
+        own_world.process.kill()
+        async with post({"questions": QUESTIONS, "pin": True}) as response:
+            assert response.status == 503 and "pinned" in (await response.json())["error"]
+        assert engine.requests == []
+        await asyncio.to_thread(own_world.process.start)

@@ -1,0 +1,283 @@
+"""The whole server around real Redis and engines behind real sockets: from a task to a published group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from protocol.codec import decode
+from protocol.messages import GroupFailed, MetricsSnapshot, Owner, Status, TrajectoryGroup
+from protocol.settings import RunSettings
+from protocol.testing import make_task
+from protocol.versions import PolicyVersion
+from rollout_server.config import RolloutSettings
+from rollout_server.engine.fake_server import FakeServer, Fault
+from rollout_server.lifecycle import Stop
+from rollout_server.serve import serve
+from rollout_server.testing import write_tokenizer
+from rollout_server.tokens import load_tokens
+
+Until = Callable[..., Awaitable[None]]
+V5 = PolicyVersion(1, 5)
+SEARCH = {"type": "fake", "otherwise": ('"b"\nd e f',)}
+
+
+def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, version: str = "1.5") -> FakeServer:
+    """An engine that searches `turns` times and then answers c."""
+    search, answer = tokens.own("<search> a b </search>"), tokens.own("<answer> c </answer>")
+    mark = tokens.own("</information>")[0]
+
+    def say(body: dict[str, Any]) -> Sequence[int]:
+        return search if body["input_ids"].count(mark) < turns else answer
+
+    return FakeServer(say, version=version, latency_s=latency_s)
+
+
+@contextlib.asynccontextmanager
+async def server(world, model: Path, **settings: Any) -> AsyncIterator[tuple[str, Stop]]:
+    """A rollout server in this process: (base URL, its stop)."""
+    run = RunSettings(id=world.keys.run, dir=model.parent, redis_url=world.url, model=model, max_lag=2)
+    given = {"id": "r", "fleet_poll_s": 0.05, "search": SEARCH, "episode": {"template": "demo", "max_turns": 4}}
+    port_file, stop = model.parent / "port", Stop()
+    port_file.unlink(missing_ok=True)
+    serving = asyncio.create_task(
+        serve(run, RolloutSettings.model_validate(given | settings), port_file=port_file, stop=stop)
+    )
+    try:
+        while not port_file.exists():
+            assert not serving.done(), await serving
+            await asyncio.sleep(0.01)
+        yield f"http://127.0.0.1:{port_file.read_text().strip()}", stop
+    finally:
+        stop.asked.set()
+        stop.hurry.set()
+        await asyncio.wait_for(serving, 15)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "model", "words")
+
+
+@pytest.fixture
+def tokens(model: Path):
+    return load_tokens(model)
+
+
+async def get(url: str) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        return response.status, await response.json()
+
+
+async def test_a_task_becomes_a_published_group_token_by_token(world, until: Until, model: Path, tokens) -> None:
+    world.target(V5)
+    async with talker(tokens) as engine, server(world, model):
+        world.register("e", engine.url, V5)
+        world.issue(make_task(1, group_size=3), make_task(2, group_size=3))
+        await until(lambda: len(world.published()) == 2, "both groups are published")
+        requests = list(engine.requests)
+    for group in world.published():
+        assert isinstance(group, TrajectoryGroup) and (group.producer, group.run) == ("r", world.keys.run)
+        assert len(group.trajectories) == 3 and group.first_version() == group.last_version() == V5
+        for trajectory in group.trajectories:
+            assert trajectory.status is Status.ANSWERED and (trajectory.turns, trajectory.searches) == (2, 1)
+            prompt, search, found, answer = trajectory.segments
+            assert [s.owner for s in trajectory.segments] == [
+                *(Owner.PROMPT, Owner.POLICY, Owner.ENVIRONMENT, Owner.POLICY)
+            ]
+            assert search.ids.tolist() == tokens.own("<search> a b </search>") and search.engine == "e"
+            assert answer.ids.tolist() == tokens.own("<answer> c </answer>")
+            assert found.query == "a b" and "d e f" in tokens.decode(found.ids.tolist())
+            sent = [*prompt.ids, *search.ids, *found.ids]
+            assert sent in [r["input_ids"] for r in requests], "what the engine saw is what is trained on"
+    assert world.pending() == 0
+
+
+async def test_it_reports_itself(world, until: Until, model: Path, tokens) -> None:
+    world.target(V5)
+    async with talker(tokens) as engine, server(world, model) as (url, stop):
+        assert await get(f"{url}/health") == (200, {"status": "ok"})
+        await asyncio.sleep(0.2)
+        status, body = await get(f"{url}/ready")
+        assert status == 503 and body["reasons"] == ["no engine takes training requests"]
+        world.register("e", engine.url, V5)
+        world.register("old", engine.url, PolicyVersion(1, 2))
+        world.issue(make_task(1, group_size=3))
+        await until(world.published, "a group is published")
+        assert (await get(f"{url}/ready"))[0] == 200
+        _, body = await get(f"{url}/status")
+        assert body["target"] == "1.5" and body["values"]["groups_published"] == 1
+        assert {e["id"]: e["takes_requests"] for e in body["engines"]} == {"e": True, "old": False}
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+            text = await response.text()
+        assert "foray_rollout_groups_published_total 1.0" in text
+        assert 'foray_rollout_wait_seconds_total{cause="credit"}' in text
+
+        def snapshot() -> MetricsSnapshot:
+            return decode(world.sync.get(world.keys.metrics("rollout", "r")))
+
+        await until(lambda: snapshot().values.get("trajectories") == 3, "the metrics reach Redis", 3)
+        values = snapshot().values
+        expected = {"turns": 6, "searches": 3, "search_errors": 0, "failovers": 0, "groups_in_flight": 0, "stale": 0}
+        assert {name: values[name] for name in expected} == expected
+        assert values["tokens_generated"] == 3 * (4 + 3) and values["tokens_observed"] > 0
+        assert "em_mean" in values and "event_loop_lag_s" in values
+        assert {"credit", "retriever"} <= snapshot().waits.keys()
+        assert world.sync.zscore(world.keys.processes, "rollout:r") > world.sync.time()[0]
+        stop.asked.set()
+        await until(lambda: not world.sync.exists(world.keys.metrics("rollout", "r")), "it takes itself off the list")
+
+
+async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
+    world, until: Until, model: Path, tokens
+) -> None:
+    world.target(V5)
+    async with (
+        talker(tokens, turns=3, latency_s=0.05) as a,
+        talker(tokens, turns=3, latency_s=0.05) as b,
+        server(world, model) as (url, _),
+    ):
+        world.register("a", a.url, V5)
+        world.register("b", b.url, V5)
+        world.issue(*(make_task(seq, group_size=4) for seq in range(1, 11)))
+        await until(lambda: len(a.requests) > 20 and len(b.requests) > 20, "both are busy")
+        await a.stop()
+        await until(lambda: len(world.published()) == 10, "every group is published", 20)
+        _, body = await get(f"{url}/status")
+    groups = world.published()
+    assert sorted(g.seq for g in groups) == list(range(1, 11)) and {g.attempt for g in groups} == {1}
+    assert all(t.status is Status.ANSWERED and t.turns == 4 for g in groups for t in g.trajectories)
+    whole = {tuple(t.ids.tolist()[-3:]) for g in groups for t in g.trajectories}
+    assert whole == {tuple(tokens.own("<answer> c </answer>"))} and body["values"]["failovers"] > 0
+
+
+async def test_a_late_engine_takes_traffic(world, until: Until, model: Path, tokens) -> None:
+    world.target(V5)
+    async with (
+        talker(tokens, latency_s=0.02) as a,
+        talker(tokens, latency_s=0.02) as b,
+        server(world, model, concurrency_groups=4),
+    ):
+        world.register("a", a.url, V5)
+        world.issue(*(make_task(seq, group_size=4) for seq in range(1, 60)))
+        await until(lambda: len(world.published()) > 5, "the first engine works")
+        world.register("b", b.url, V5)
+        await until(lambda: len(b.requests) > 10, "the late one takes traffic", 3)
+
+
+async def test_a_run_that_is_done_leases_nothing_until_a_learner_goes_on(
+    world, until: Until, model: Path, tokens
+) -> None:
+    world.target(V5, state="done")
+    async with talker(tokens) as engine, server(world, model):
+        world.register("e", engine.url, V5)
+        await asyncio.sleep(1.3)  # a read that began before the gate closed has ended
+        world.issue(make_task(1, group_size=2))
+        await asyncio.sleep(0.3)
+        assert world.published() == [] and world.pending() == 0
+        world.target(V5)
+        await until(world.published, "a learner that starts again is served")
+
+
+async def test_a_group_that_falls_too_far_behind_is_given_another_attempt(
+    world, until: Until, model: Path, tokens
+) -> None:
+    world.target(V5)
+    async with talker(tokens, latency_s=0.3) as engine, server(world, model):
+        world.register("e", engine.url, V5)
+        world.issue(make_task(1, group_size=2))
+        await until(lambda: len(engine.requests) == 2, "the first turns are under way")
+        world.target(PolicyVersion(1, 8))
+        engine.version = "1.8"
+        world.register("e", engine.url, PolicyVersion(1, 8))
+        await until(world.published, "published after all")
+    (group,) = world.published()
+    assert isinstance(group, TrajectoryGroup) and group.attempt in (1, 2)
+    assert group.first_version() == PolicyVersion(1, 8)
+
+
+async def test_a_task_that_fails_every_time_is_given_up_after_its_attempts(
+    world, until: Until, model: Path, tokens
+) -> None:
+    world.target(V5)
+    async with talker(tokens) as engine, server(world, model, generate_attempts=1):
+        engine.faults["/generate"] = Fault(status=400)
+        world.register("e", engine.url, V5)
+        world.issue(make_task(1, group_size=2))
+        await until(world.published, "it is given up")
+    (message,) = world.published()
+    assert isinstance(message, GroupFailed)
+    assert (message.seq, message.attempt, message.reason) == (1, 3, "refused")
+    assert len(engine.requests) == 0 and engine.calls.count("/generate") == 6 and world.pending() == 0
+
+
+async def test_a_redis_that_is_killed_costs_no_group(own_world, until: Until, model: Path, tokens) -> None:
+    world = own_world
+    world.target(V5)
+    async with talker(tokens, latency_s=0.3) as engine, server(world, model):
+        world.register("e", engine.url, V5)
+        world.issue(*(make_task(seq, group_size=2) for seq in range(1, 5)))
+        await until(lambda: len(engine.requests) >= 8, "all groups are under way")
+        world.process.kill()
+        await until(lambda: len(engine.requests) >= 16, "they go on without Redis")
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(world.process.start)
+        await until(lambda: len(world.published()) == 4, "and are published when it is back", 15)
+    assert sorted(g.seq for g in world.published()) == [1, 2, 3, 4] and world.pending() == 0
+
+
+def spawn(argv: list[str], cwd: Path, **env: str) -> subprocess.Popen[bytes]:
+    given = {k: v for k, v in os.environ.items() if k != "FORAY_REDIS_URL"} | env
+    return subprocess.Popen([sys.executable, "-m", "rollout_server", *argv], stderr=subprocess.PIPE, cwd=cwd, env=given)
+
+
+async def test_sigterm_finishes_what_is_under_way_and_ends_with_status_0(
+    world, until: Until, model: Path, tokens, tmp_path: Path
+) -> None:
+    world.target(V5)
+    async with talker(tokens, latency_s=0.5) as engine:
+        world.register("e", engine.url, V5)
+        argv = [f"run.id={world.keys.run}", f"run.model={model}", "rollout.search.type=none"]
+        argv += ["rollout.episode.template=demo", "rollout.concurrency_groups=1", "--port-file", str(tmp_path / "port")]
+        process = spawn(argv, tmp_path, FORAY_REDIS_URL=world.url)
+        try:
+            world.issue(make_task(1, group_size=2), make_task(2, group_size=2))
+            await until(lambda: engine.requests, "the first group is under way", 30)
+            process.terminate()
+            await until(lambda: process.poll() is not None, "it ends", 15)
+        finally:
+            process.kill()
+            errors = process.communicate()[1].decode()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors and "listening on http://127.0.0.1:" in errors
+    assert [m.seq for m in world.published()] == [1], "the group under way is finished, the next is not begun"
+    assert world.sync.xinfo_groups(world.keys.tasks)[0]["consumers"] == 0
+
+
+async def test_without_redis_it_says_what_to_do(tmp_path: Path) -> None:
+    process = spawn([], tmp_path)
+    errors = (await asyncio.to_thread(process.communicate))[1].decode()
+    assert process.returncode == 2
+    assert "no Redis to talk to" in errors and "run.redis_url=" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("package", ["rollout_server", "rollout_server.node"])
+async def test_help_and_settings_import_nothing_heavy(package: str) -> None:
+    code = (
+        f"import sys; from {package}.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'aiohttp', 'transformers', 'tokenizers', 'redis', 'prometheus_client'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy))"
+    )
+    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True)
+    assert "HEAVY []" in done.stdout and "key=value" in done.stdout, done.stdout + done.stderr
