@@ -64,12 +64,12 @@ def run_demo(prepared: Prepared, began: float, say: Say) -> dict[str, Any]:
 
 def ask(url: str, questions: Sequence[Question], temperatures: Sequence[float], *, search: bool = True) -> list[Score]:
     """One score for each temperature, asked at the same time so that all are about one version of the policy."""
+
+    def one(temperature: float) -> Score:
+        return evaluate(url, questions, temperature=temperature, search=search, block=len(questions))
+
     with ThreadPoolExecutor(len(temperatures)) as pool:
-        return list(
-            pool.map(
-                lambda t: evaluate(url, questions, temperature=t, search=search, block=len(questions)), temperatures
-            )
-        )
+        return list(pool.map(one, temperatures))
 
 
 def await_last_version(launcher: Launcher) -> Observation:
