@@ -1,7 +1,7 @@
-"""What the demo's model is shown before reinforcement learning: drills, ideal and imperfect trajectories, as token ids.
+"""What the demo's model is shown before reinforcement learning: drills, ideal and imperfect trajectories, as ids.
 
-A good trajectory looks a fact up, quotes the evidence (`<think> mayor kona vesta </think>`) and answers from the quote:
-the quote turns answering into plain copying. An imperfect one is well formed and wrong in one of the ways that
+A good trajectory looks a fact up, quotes the evidence (`<think> elected mira tolan </think>`) and answers from the
+quote: that turns answering into plain copying. An imperfect one is well formed and wrong in one of the ways that
 reinforcement learning must cure: it guesses, asks for the wrong thing, reads the wrong fact or stops one hop early.
 Even then whatever it quotes is really there, so that imperfection never unlearns copying.
 
@@ -11,13 +11,17 @@ Texts round a trajectory come from `rollout_server.prompts.demo`, so that the id
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from deploy.demo.lookup import Lookup
 from deploy.demo.vocabulary import GUESS_THOUGHT, THOUGHT, encode
-from deploy.demo.world import ONE_HOP, RELATIONS, Fact, Puzzle, World
+from deploy.demo.world import ONE_HOP, RELATIONS, VERBS, Fact, Puzzle, World
 from rollout_server.prompts import demo
+
+if TYPE_CHECKING:
+    import torch
 
 POLICY_WEIGHT = 1.0
 ENVIRONMENT_WEIGHT = 0.1
@@ -26,15 +30,21 @@ ENVIRONMENT_WEIGHT = 0.1
 
 @dataclass
 class Demonstration:
-    """Token ids with the weight that each token's prediction has in the loss (prompt tokens: 0)."""
+    """Token ids with the weight that each token's prediction has in the loss (prompt tokens: 0).
+
+    queries, evidence  where the words of each query and the values of each quote stand
+    """
 
     ids: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    queries: list[slice] = field(default_factory=list)
+    evidence: list[slice] = field(default_factory=list)
 
-    def _add(self, text: str, weight: float) -> None:
+    def _add(self, text: str, weight: float) -> slice:
         ids = encode(text)
         self.ids += ids
         self.weights += [weight] * len(ids)
+        return slice(len(self.ids) - len(ids), len(self.ids))
 
     def prompt(self, question: str) -> None:
         """The question, in the template's words."""
@@ -44,12 +54,23 @@ class Demonstration:
         """What the policy says."""
         self._add(text, POLICY_WEIGHT)
 
-    def observation(self, world: World, names: Sequence[str], flipped: Sequence[bool] = ()) -> None:
+    def search(self, query: str) -> None:
+        """The policy searches."""
+        span = self._add(f"<search> {query} </search>", POLICY_WEIGHT)
+        self.queries.append(slice(span.start + 1, span.stop - 1))
+
+    def quote(self, fact: Fact) -> None:
+        """The policy quotes evidence: the verb and the value."""
+        span = self._add(f"<think> {VERBS[fact.relation]} {fact.value} </think>", POLICY_WEIGHT)
+        self.evidence.append(slice(span.start + 2, span.stop - 1))
+
+    def answer(self, value: str) -> None:
+        """The policy answers."""
+        self._add(f"<answer> {value} </answer>", POLICY_WEIGHT)
+
+    def observation(self, world: World, names: Sequence[str]) -> None:
         """The passages about `names`, as the environment shows them."""
-        turned = flipped or [False] * len(names)
-        passages = [
-            demo.PASSAGE.format(title=name, text=world.text(name, flip)) for name, flip in zip(names, turned, strict=True)
-        ]
+        passages = [demo.PASSAGE.format(title=name, text=world.text(name)) for name in names]
         text = demo.PASSAGE_SEPARATOR.join(passages) or demo.EMPTY_RESULT
         self._add(demo.OBSERVATION.format(passages=text), ENVIRONMENT_WEIGHT)
 
@@ -73,29 +94,27 @@ def query(relation: str, name: str) -> str:
     return f"{relation} of {name}"
 
 
-def _search(shown: Demonstration, scene: Scene, relation: str, name: str, topk: int, first: bool) -> None:
-    thought = f"<think> {THOUGHT} </think> " if first else ""
-    shown.policy(f"{thought}<search> {query(relation, name)} </search>")
-    shown.observation(scene.world, scene.lookup.top(query(relation, name), topk))
+def _look_up(shown: Demonstration, scene: Scene, fact: Fact, topk: int) -> None:
+    wanted = query(fact.relation, fact.subject)
+    shown.search(wanted)
+    shown.observation(scene.world, scene.lookup.top(wanted, topk))
+    shown.quote(fact)
 
 
-def _answer(shown: Demonstration, value: str) -> None:
-    shown.policy(f"<answer> {value} </answer>")
-
-
-def _quote(shown: Demonstration, relation: str, value: str) -> None:
-    shown.policy(f"<think> {relation} {value} </think>")
+def _trajectory(scene: Scene, puzzle: Puzzle, facts: Sequence[Fact], topk: int) -> Demonstration:
+    """Looks up `facts` one after the other and answers with the last of them."""
+    shown = Demonstration()
+    shown.prompt(puzzle.question)
+    shown.policy(f"<think> {THOUGHT} </think>")
+    for fact in facts:
+        _look_up(shown, scene, fact, topk)
+    shown.answer(facts[-1].value)
+    return shown
 
 
 def ideal(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Looks up every fact of the chain, quotes each, answers with the last."""
-    shown = Demonstration()
-    shown.prompt(puzzle.question)
-    for number, fact in enumerate(puzzle.chain):
-        _search(shown, scene, fact.relation, fact.subject, topk, first=number == 0)
-        _quote(shown, fact.relation, fact.value)
-    _answer(shown, puzzle.answer)
-    return shown
+    return _trajectory(scene, puzzle, puzzle.chain, topk)
 
 
 def guess(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
@@ -103,51 +122,38 @@ def guess(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     shown = Demonstration()
     shown.prompt(puzzle.question)
     shown.policy(f"<think> {GUESS_THOUGHT} </think>")
-    _answer(shown, scene.rng.choice(scene.lookup.names))
+    shown.answer(scene.rng.choice(scene.lookup.names))
     return shown
 
 
 def wrong_query(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Asks for another subject's fact, then quotes and answers faithfully what it found there."""
-    shown = Demonstration()
-    shown.prompt(puzzle.question)
-    other = scene.any_fact()
-    _search(shown, scene, other.relation, other.subject, topk, first=True)
-    _quote(shown, other.relation, other.value)
-    _answer(shown, other.value)
-    return shown
+    return _trajectory(scene, puzzle, [scene.any_fact()], topk)
 
 
 def wrong_fact(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Finds the right passage, but quotes and answers its other fact."""
     shown = Demonstration()
     shown.prompt(puzzle.question)
+    shown.policy(f"<think> {THOUGHT} </think>")
     fact = puzzle.chain[0]
-    _search(shown, scene, fact.relation, fact.subject, topk, first=True)
+    wanted = query(fact.relation, fact.subject)
+    shown.search(wanted)
+    shown.observation(scene.world, scene.lookup.top(wanted, topk))
     pairs = RELATIONS[scene.world.kind_of[fact.subject]]
-    other = next(relation for relation, _ in pairs if relation != fact.relation)
-    value = scene.world.facts[fact.subject, other]
-    _quote(shown, other, value)
-    _answer(shown, value)
+    other = scene.world.fact(fact.subject, next(r for r, _ in pairs if r != fact.relation))
+    shown.quote(other)
+    shown.answer(other.value)
     return shown
 
 
 def early_stop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Does the first hop well and answers with what it found there."""
-    return _first_hop(scene, puzzle, topk)
+    return _trajectory(scene, puzzle, puzzle.chain[:1], topk)
 
 
-def _first_hop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
-    shown = Demonstration()
-    shown.prompt(puzzle.question)
-    fact = puzzle.chain[0]
-    _search(shown, scene, fact.relation, fact.subject, topk, first=True)
-    _quote(shown, fact.relation, fact.value)
-    _answer(shown, fact.value)
-    return shown
-
-
-IMPERFECT = {
+Behaviour = Callable[[Scene, Puzzle, int], Demonstration]
+IMPERFECT: dict[int, tuple[tuple[Behaviour, float], ...]] = {
     1: ((ideal, 0.25), (guess, 0.45), (wrong_query, 0.20), (wrong_fact, 0.10)),
     2: ((ideal, 0.15), (guess, 0.45), (wrong_query, 0.15), (early_stop, 0.25)),
 }
@@ -162,20 +168,20 @@ def reading_drill(scene: Scene, asked: int = 5) -> Demonstration:
     if rng.random() < 0.5:
         names = scene.lookup.top(query(*rng.choice(scene.lookup.fact_keys)[::-1]), 2)
         rng.shuffle(names)
-    shown.observation(world, names, [rng.random() < 0.5 for _ in names])
+    shown.observation(world, names)
     for _ in range(asked):
         name = rng.choice(names)
-        relation = rng.choice(RELATIONS[world.kind_of[name]])[0]
-        value = world.facts[name, relation]
-        shown.prompt(ONE_HOP.format(relation=relation, name=name))
-        shown.policy(f"<search> {query(relation, name)} </search> <think> {relation} {value} </think>")
-        _answer(shown, value)
+        fact = world.fact(name, rng.choice(RELATIONS[world.kind_of[name]])[0])
+        shown.prompt(ONE_HOP.format(relation=fact.relation, name=name))
+        shown.search(query(fact.relation, name))
+        shown.quote(fact)
+        shown.answer(fact.value)
     return shown
 
 
 def practice(scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:
-    """First stage: 60 % drills, 40 % ideal trajectories of one or two hops."""
-    if scene.rng.random() < 0.6:
+    """First stage: half drills, half ideal trajectories of one or two hops."""
+    if scene.rng.random() < 0.5:
         return reading_drill(scene)
     return ideal(scene, scene.rng.choice(puzzles[scene.rng.choice((1, 2))]), _topk(scene))
 
@@ -183,11 +189,24 @@ def practice(scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:
 def imperfect(scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:
     """Second stage: well-formed trajectories, most of them wrong (`IMPERFECT`)."""
     hops = scene.rng.choice((1, 2))
-    kinds, shares = zip(*IMPERFECT[hops], strict=True)
-    behaviour = scene.rng.choices(kinds, shares)[0]
+    mix = IMPERFECT[hops]
+    behaviour = scene.rng.choices([kind for kind, _ in mix], [share for _, share in mix])[0]
     return behaviour(scene, scene.rng.choice(puzzles[hops]), _topk(scene))
 
 
 def _topk(scene: Scene) -> int:
     # A policy trained on one number of passages fails on any other, so the number varies round the ring's two.
     return scene.rng.choice((1, 2, 2, 2, 3))
+
+
+def collate(shown: Sequence[Demonstration]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (int64) and weights (float32), both [n, longest], padded on the right with id 0 and weight 0."""
+    import torch
+
+    longest = max(len(one.ids) for one in shown)
+    ids = torch.zeros(len(shown), longest, dtype=torch.int64)
+    weights = torch.zeros(len(shown), longest)
+    for row, one in enumerate(shown):
+        ids[row, : len(one.ids)] = torch.tensor(one.ids)
+        weights[row, : len(one.ids)] = torch.tensor(one.weights)
+    return ids, weights

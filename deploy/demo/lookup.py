@@ -15,7 +15,7 @@ import numpy as np
 from deploy.demo.world import World
 
 K1, B = 1.5, 0.75
-STOPWORDS = frozenset(("a", "is", "of", "and", "with", "."))
+STOPWORDS = frozenset(("of", "and", "."))
 
 
 class Lookup:

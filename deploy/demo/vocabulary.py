@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from deploy.demo.world import KINDS, NAME_WORDS, ONE_HOP, RELATION_NAMES, TEXT, TWO_HOP
+from deploy.demo.world import NAME_WORDS, ONE_HOP, RELATION_NAMES, TEXT, TWO_HOP, VERBS
 from rollout_server.prompts import demo
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -31,7 +31,7 @@ def words() -> tuple[str, ...]:
     """Every token in the order of its id: pad, eos, unknown, tags, grammar, names."""
     texts = (demo.PROMPT, demo.PASSAGE, demo.OBSERVATION, demo.EMPTY_RESULT, demo.INVALID, TEXT, ONE_HOP, TWO_HOP)
     grammar = [word for text in (*texts, THOUGHT, GUESS_THOUGHT) for word in _words_of(text)]
-    every = (PAD, EOS, UNKNOWN, *demo.TAGS, *grammar, *KINDS, *RELATION_NAMES, *NAME_WORDS)
+    every = (PAD, EOS, UNKNOWN, *demo.TAGS, *grammar, *RELATION_NAMES, *VERBS.values(), *NAME_WORDS)
     return tuple(dict.fromkeys(every))
 
 

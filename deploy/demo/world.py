@@ -8,6 +8,7 @@ world it has not seen only by finding and copying, never from what it learned of
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -15,25 +16,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-NAME_WORDS = tuple(
-    "alba boren calix dorin elsa fenno garva hilde ivor jaro kona lumen mira nevis orla pavo quill rosta sola tolan "
-    "ulma vesta wendel xanto yoren zelda brask corin delva ember frost gwyn harlo isken juno keld larch mosel norva "
-    "oskar pella rudo silva torv umber valen wyra zorin".split()
+# fmt: off
+NAME_WORDS = (
+    "alba", "boren", "calix", "dorin", "elsa", "fenno", "garva", "hilde", "ivor", "jaro", "kona", "lumen",
+    "mira", "nevis", "orla", "pavo", "quill", "rosta", "sola", "tolan", "ulma", "vesta", "wendel", "xanto",
+    "yoren", "zelda", "brask", "corin", "delva", "ember", "frost", "gwyn", "harlo", "isken", "juno", "keld",
+    "larch", "mosel", "norva", "oskar", "pella", "rudo", "silva", "torv", "umber", "valen", "wyra", "zorin",
 )
+# fmt: on
 """Every name is two of these, in order."""
-
-KINDS = ("person", "city", "company")
 
 RELATIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "person": (("birthplace", "city"), ("employer", "company")),
-    "city": (("mayor", "person"), ("twin", "city")),
-    "company": (("home", "city"), ("founder", "person")),
+    "city": (("mayor", "person"), ("neighbour", "city")),
+    "company": (("seat", "city"), ("founder", "person")),
 }
 """Kind of a subject -> its relations, each with the kind of its value."""
 
 RELATION_NAMES = tuple(name for pairs in RELATIONS.values() for name, _ in pairs)
 
-TEXT = "{name} is a {kind} with {first} {first_value} and {second} {second_value} ."
+VERBS = {
+    "birthplace": "left",
+    "employer": "serves",
+    "mayor": "elected",
+    "neighbour": "borders",
+    "seat": "occupies",
+    "founder": "honours",
+}
+"""Relation -> how a passage states it: "kona vesta elected mira tolan". Never the word that a question uses for it:
+a word with one use is followed by one thing, which is what a model of this size can learn to copy in a minute."""
+
+TEXT = "{name} {first} {first_value} and {second} {second_value} ."
 """A passage's text: both facts about one subject."""
 
 ONE_HOP = "what is the {relation} of {name} ?"
@@ -75,9 +88,10 @@ class World:
     ) -> None:
         self.seed = seed
         rng = random.Random(f"foray demo world {seed}")
-        pairs = [f"{a} {b}" for a in NAME_WORDS for b in NAME_WORDS if a != b]
-        free = [name for name in pairs if name not in avoid]
-        names = rng.sample(free, persons + cities + companies)
+        taken = {frozenset(name.split()) for name in avoid}
+        # BM25 does not see the order of words, so at most one of "kona vesta" and "vesta kona" may exist.
+        pairs = [rng.sample(pair, 2) for pair in itertools.combinations(NAME_WORDS, 2) if frozenset(pair) not in taken]
+        names = [" ".join(pair) for pair in rng.sample(pairs, persons + cities + companies)]
         self.members: dict[str, list[str]] = {
             "person": names[:persons],
             "city": names[persons : persons + cities],
@@ -90,21 +104,22 @@ class World:
                 for name in members:
                     self.facts[name, relation] = rng.choice([v for v in self.members[value_kind] if v != name])
 
+        # A fact must be found by its verb, not by its place in the text.
+        self.flipped = frozenset(name for name in names if rng.random() < 0.5)
+
     @property
     def names(self) -> frozenset[str]:
         """Names of all that exists here."""
         return frozenset(self.kind_of)
 
-    def text(self, name: str, flipped: bool = False) -> str:
-        """What the passage about `name` says. `flipped` states its second fact first."""
-        kind = self.kind_of[name]
-        (first, _), (second, _) = RELATIONS[kind][::-1] if flipped else RELATIONS[kind]
+    def text(self, name: str) -> str:
+        """What the passage about `name` says: its two facts in an order of its own."""
+        (first, _), (second, _) = RELATIONS[self.kind_of[name]][:: -1 if name in self.flipped else 1]
         return TEXT.format(
             name=name,
-            kind=kind,
-            first=first,
+            first=VERBS[first],
             first_value=self.facts[name, first],
-            second=second,
+            second=VERBS[second],
             second_value=self.facts[name, second],
         )
 
@@ -113,7 +128,7 @@ class World:
         return f"world{self.seed}:{name.replace(' ', '-')}"
 
     def passages(self) -> list[dict[str, str]]:
-        """The corpus, one passage a name: `{"id", "contents"}`, contents being the quoted title, a newline, the text."""
+        """The corpus, one passage a name: `{"id", "contents"}`; contents: the title in quotes, a newline, the text."""
         return [{"id": self.passage_id(n), "contents": f'"{n}"\n{self.text(n)}'} for n in self.kind_of]
 
     def fact(self, name: str, relation: str) -> Fact:
@@ -121,7 +136,7 @@ class World:
         return Fact(name, relation, self.facts[name, relation])
 
     def puzzles(self, hops: Hops) -> list[Puzzle]:
-        """Every question of so many hops, in a fixed order. Two-hop chains that lead back to their start are left out."""
+        """Every question of so many hops, in a fixed order, without two-hop chains that lead back to their start."""
         found = []
         for name, kind in self.kind_of.items():
             for relation, value_kind in RELATIONS[kind]:
