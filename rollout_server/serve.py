@@ -163,7 +163,9 @@ class RolloutServer:
             # what its last read brings is still started, and so finished or handed back
             await asyncio.wait({leasing}, timeout=2 * BLOCK_MS / 1000)
             leasing.cancel()
-            await self._tasks.drain(self._settings.drain_s, stop.hurry)
+            await self._tasks.drain(
+                self._settings.drain_s, stop.hurry, hopeful=lambda: bool(self._router.candidates(pinned=False))
+            )
             for loop in loops:
                 loop.cancel()
             await self._leave()

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 3
 """A task that was taken over more often than this has probably killed its servers: it is given up as poison."""
+HOPELESS_S = 3.0
+"""How long a drain goes on without any engine: a restarted one may be back within it."""
 HAND_BACK_S = 3.0
 """How long an orderly stop tries to hand tasks back. Without it they are taken over later."""
 
@@ -116,15 +118,20 @@ class Tasks:
                     outage.over()
                     break
 
-    async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
-        """Let groups in flight finish, for `seconds` or until `hurry`; hand back the tasks of those that did not."""
+    async def drain(self, seconds: float, hurry: asyncio.Event, *, hopeful: Callable[[], bool] = lambda: True) -> None:
+        """Let groups in flight finish, for `seconds` or until `hurry`; hand back the tasks of those that did not.
+
+        hopeful  False while nothing can finish (every engine is gone, as when a whole run is stopped): after
+                 HOPELESS_S of that the wait ends too
+        """
         running = {task for _, task in self.in_flight.values()}
-        impatient = asyncio.create_task(hurry.wait(), name="hurry")
-        deadline = time.monotonic() + seconds
-        while running and not hurry.is_set() and (left := deadline - time.monotonic()) > 0:
-            await asyncio.wait({*running, impatient}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        now = hoped = time.monotonic()
+        deadline = now + seconds
+        while running and not hurry.is_set() and now < min(deadline, hoped + HOPELESS_S):
+            await asyncio.wait(running, timeout=min(0.1, deadline - now))
             running = {task for task in running if not task.done()}
-        impatient.cancel()
+            now = time.monotonic()
+            hoped = now if hopeful() else hoped
         unfinished = [lease for lease, task in self.in_flight.values() if not task.done()]
         for task in running:
             task.cancel()

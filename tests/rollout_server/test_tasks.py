@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from protocol.messages import GroupFailed
 from protocol.testing import make_group, make_task
+from rollout_server import tasks as tasks_module
 from rollout_server.metrics import Stats
 from rollout_server.sink import Sink
 from rollout_server.tasks import Lease, Tasks
@@ -153,6 +156,20 @@ async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once
     async with other.running():
         await until(lambda: len(world.published()) == 2, "the other server has the second at once", 5.0)
     assert [m.seq for m in world.published()] == [1, 2] and other.stats.counts["reclaimed"] == 0
+
+
+async def test_a_drain_without_hope_ends_early(
+    world, until: Callable[..., Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks_module, "HOPELESS_S", 0.2)
+    server = Server(world, "a")
+    world.issue(make_task(1))
+    async with server.running():
+        await until(lambda: server.begun == [1], "it begins")
+        server.tasks.stop()
+        await asyncio.wait_for(server.leasing, 3.0)
+        await asyncio.wait_for(server.tasks.drain(30.0, asyncio.Event(), hopeful=lambda: False), 2.0)
+    assert server.cancelled == [1] and world.pending() == 0, "handed back"
 
 
 async def test_a_server_started_before_the_learner_waits_for_the_streams(
