@@ -218,7 +218,7 @@ class TrainingLoop:
         p.stop_reader()
         p.issuer.open.clear()
         surplus = p.books.in_flight()
-        if surplus and len(self.lineage) > 1:
+        if surplus and p.lease.epoch > 1:
             # Issued by a predecessor to make up for seqs it had settled and the checkpoint knows nothing of.
             log.info("%d seqs are left over from before a restart and will not be trained", len(surplus))
             p.books.settle(surplus, Outcome.FILTERED, "surplus")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from learner.books import Books
-from learner.checkpoint import Checkpoint, Checkpoints
+from learner.checkpoint import STATE, Checkpoint, Checkpoints
 from learner.config import LearnerSettings
 from learner.io_loop import Alarm, IoLoop
 from learner.issue import Issuer
@@ -100,14 +100,8 @@ def assemble(
     books, meter, alarm = Books(), Meter(), Alarm()
     if checkpoint is not None:
         _restore(books, checkpoint, run, sampler)
-    source = Source(
-        store,
-        books,
-        run.id,
-        room=settings.prefetch_steps * run.groups_per_step,
-        max_attempts=settings.max_attempts,
-        evidence=run.dir / "dead_letters.jsonl",
-    )
+    room, evidence = settings.prefetch_steps * run.groups_per_step, run.dir / "dead_letters.jsonl"
+    source = Source(store, books, run.id, room=room, max_attempts=settings.max_attempts, evidence=evidence)
     issuer = Issuer(store, books, sampler, run)
     snapshot = _measure(run, books, lease, meter)
     reconciler = Reconciler(store, books, source)
@@ -119,12 +113,12 @@ def assemble(
     try:
         engine = make_engine(run, settings)
         if checkpoint is not None:
-            engine.load_state(checkpoint.path / "state")
+            engine.load_state(checkpoint.path / STATE)
+        if settings.metrics_port:
+            serve_prometheus(settings.metrics_port, snapshot)
     except BaseException:
         keeping.stop()
         raise
-    if settings.metrics_port:
-        serve_prometheus(settings.metrics_port, snapshot)
     parts = Parts(
         run=run,
         settings=settings,

@@ -132,6 +132,41 @@ def test_a_resumed_learner_has_the_weights_of_its_checkpoint_and_publishes_them_
     assert saved[0] == run.steps
 
 
+@pytest.mark.parametrize("choice", ["train", "mask"])
+def test_tokens_of_steps_that_a_crash_undid_are_trained_or_masked(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], choice: str
+) -> None:
+    def die(updates: int) -> None:
+        if updates == 5:
+            raise tiny.Crash
+
+    settings = settings.model_copy(update={"on_orphan": choice})
+    with tiny.Player(address, run.id):
+        with pytest.raises(tiny.Crash):
+            serve(run, settings, before=die, pace_s=0.1)  # slow enough for groups of steps 4 and 5 to be made
+        serve(run, settings)
+    facts = manifest(run)
+    stale = [seq for seq, outcome, reason in facts["ledger"]["notes"] if (outcome, reason) == ("stale", "no_tokens")]
+    assert_exactly_once(tiny, run, extra=len(stale))
+    masked = sum(line["tokens_orphan"] for line in tiny.step_lines(run.dir))
+    assert bool(masked or stale) == (choice == "mask")
+
+
+def test_a_signal_before_training_ends_it_at_once(
+    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, db: redis.Redis
+) -> None:
+    from learner.serve import serve
+
+    def told(run: RunSettings, settings: LearnerSettings) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        raise AssertionError("the signal was not heard")
+
+    with pytest.raises(SystemExit) as caught:
+        serve(run, settings, make_engine=told)
+    assert caught.value.code == 0 and not db.exists(Keys(run.id).lease)
+
+
 def test_publishing_twice_and_redelivery_are_suppressed(
     run: RunSettings,
     settings: LearnerSettings,
