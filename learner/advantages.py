@@ -42,6 +42,13 @@ class Outcomes:
             np.array([number for number, _ in pairs], np.int64),
         )
 
+    def shuffled(self, seed: int) -> Outcomes:
+        """The same with the rewards of those that vote permuted among them, whatever their group."""
+        voters = np.flatnonzero(self.votes)
+        rewards = self.rewards.copy()
+        rewards[voters] = rewards[np.random.default_rng(seed).permutation(voters)]
+        return Outcomes(rewards, self.votes, self.group)
+
 
 def grpo_advantages(outcomes: Outcomes, *, normalize_std: bool, ddof: int, epsilon: float) -> Float64:
     """[n] float64: (r - mean of the group) / (std of the group + epsilon) (GRPO, arXiv 2402.03300, section 4.1.2).

@@ -120,7 +120,7 @@ def build_batch(
         row = _trained_part(trajectory, number, tally, now_step, lineage, max_lag)
         if row is not None:
             rows.append(row)
-    advantages = algorithm.advantages(outcomes)
+    advantages = algorithm.advantages(outcomes.shuffled(now_step) if settings.shuffle_rewards else outcomes)
     counts = np.zeros(len(advantages), np.int64)
     for row in rows:
         counts[row.number] = len(row.trained)

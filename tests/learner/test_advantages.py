@@ -85,3 +85,15 @@ def test_outcomes_are_read_from_groups_in_order():
     assert read.rewards.tolist() == [1.0, 0.0, 0.5, 0.25]
     assert read.votes.tolist() == [True, True, False, True]
     assert read.group.tolist() == [0, 0, 1, 1]
+
+
+def test_the_control_permutes_rewards_across_groups_and_leaves_who_does_not_vote():
+    rewards = np.arange(40.0)
+    votes = [i % 5 != 0 for i in range(40)]
+    given = outcomes(rewards, votes=votes, group=np.repeat(np.arange(10), 4))
+    shuffled = given.shuffled(7)
+    assert sorted(shuffled.rewards) == sorted(rewards)
+    assert shuffled.rewards[::5].tolist() == rewards[::5].tolist(), "a trajectory without a vote keeps its own"
+    moved = shuffled.rewards.astype(int)[np.array(votes)] // 4 != np.repeat(np.arange(10), 4)[np.array(votes)]
+    assert moved.mean() > 0.5, "most rewards come from another group"
+    assert shuffled.rewards.tolist() == given.shuffled(7).rewards.tolist() != given.shuffled(8).rewards.tolist()

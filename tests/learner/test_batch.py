@@ -224,3 +224,21 @@ def test_every_sampled_token_is_trained_once_in_a_sound_row(lengths, row_tokens,
         starts = np.diff(m.documents, axis=1, prepend=-2) != 0
         assert ((m.positions == 0) == starts).all(), "positions restart where documents do, and nowhere else"
         assert (m.documents.flat[m.index] >= 0).all()
+
+
+def test_the_shuffled_control_trains_on_other_advantages_and_reports_the_true_reward():
+    groups = [make_group(seq, (1.0, 1.0, 0.0, 0.0)) for seq in range(1, 9)]
+    true, control = (
+        build_batch(
+            groups,
+            GrpoSettings().build(),
+            now_step=3,
+            lineage=FIRST_START,
+            max_lag=3,
+            settings=BatchSettings(shuffle_rewards=shuffle),
+            temperature=1.0,
+        )
+        for shuffle in (False, True)
+    )
+    assert control.stats["reward_mean"] == true.stats["reward_mean"] == 0.5
+    assert sorted(tokens_of(control)) != sorted(tokens_of(true))
