@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from protocol.messages import Question, Sampling, Segment, Status
+from protocol.messages import Name, Question, Sampling, Segment, Status, Text
 from rollout_server.engine.base import Generate
 from rollout_server.episode import Episode
 from rollout_server.fleet import Fleet
@@ -34,12 +34,25 @@ EPISODE_LIMIT = 100_000
 """Most episodes of one request."""
 
 
+class Asked(BaseModel):
+    """A question of the request. Its text is called `question`, as in data sets, or `text`, as in our messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: Name
+    question: Annotated[Text, Field(validation_alias=AliasChoices("question", "text"))]
+    answers: tuple[Text, ...] = ()
+
+    def as_message(self) -> Question:
+        return Question(id=self.id, text=self.question, answers=self.answers)
+
+
 class EpisodesRequest(BaseModel):
     """Body of the request. Unknown keys are refused: a misspelt `pin` would silently mix policy versions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    questions: tuple[Question, ...] = Field(min_length=1, max_length=EPISODE_LIMIT)
+    questions: tuple[Asked, ...] = Field(min_length=1, max_length=EPISODE_LIMIT)
     n: Annotated[int, Field(ge=1, le=512)] = 1
     """Episodes of each question."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -73,7 +86,7 @@ class Episodes:
         places = asyncio.Semaphore(request.concurrency)
         tasks = [
             asyncio.create_task(self._one(request, question, index, places), name=f"episode-{question.id}-{index}")
-            for question in request.questions
+            for question in (asked.as_message() for asked in request.questions)
             for index in range(request.n)
         ]
         try:

@@ -25,7 +25,7 @@ from rollout_server.tokens import load_tokens
 
 Until = Callable[..., Awaitable[None]]
 V0 = PolicyVersion(0, 0)
-QUESTIONS = [{"id": "q1", "text": "a ?", "answers": ["c"]}, {"id": "q2", "text": "b ?", "answers": ["d"]}]
+QUESTIONS = [{"id": "q1", "question": "a ?", "answers": ["c"]}, {"id": "q2", "text": "b ?", "answers": ["d"]}]
 
 
 @contextlib.asynccontextmanager
@@ -156,7 +156,7 @@ async def test_unpinned_episodes_wait_for_an_engine_at_the_target(world, until: 
         ({"questions": []}, "questions"),
         ({"questions": QUESTIONS, "pni": True}, "pni"),
         ({"questions": QUESTIONS, "n": 0}, "n"),
-        ({"questions": [{"id": "q"}]}, "questions.0.text"),
+        ({"questions": [{"id": "q"}]}, "questions.0.question"),
         ({"questions": QUESTIONS, "temperature": -1}, "temperature"),
     ],
 )
