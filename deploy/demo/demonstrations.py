@@ -83,11 +83,6 @@ class Scene:
     lookup: Lookup
     rng: random.Random
 
-    def any_fact(self) -> Fact:
-        """A fact of this world."""
-        name, relation = self.rng.choice(self.lookup.fact_keys)
-        return self.world.fact(name, relation)
-
 
 def query(relation: str, name: str) -> str:
     """What is put between the search tags to find a fact."""
@@ -126,9 +121,14 @@ def guess(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     return shown
 
 
+def _other_fact(scene: Scene, fact: Fact) -> Fact:
+    pairs = RELATIONS[scene.world.kind_of[fact.subject]]
+    return scene.world.fact(fact.subject, next(relation for relation, _ in pairs if relation != fact.relation))
+
+
 def wrong_query(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
-    """Asks for another subject's fact, then quotes and answers faithfully what it found there."""
-    return _trajectory(scene, puzzle, [scene.any_fact()], topk)
+    """Asks for the subject's other relation, then quotes and answers faithfully what it found."""
+    return _trajectory(scene, puzzle, [_other_fact(scene, puzzle.chain[0])], topk)
 
 
 def wrong_fact(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
@@ -140,10 +140,23 @@ def wrong_fact(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     wanted = query(fact.relation, fact.subject)
     shown.search(wanted)
     shown.observation(scene.world, scene.lookup.top(wanted, topk))
-    pairs = RELATIONS[scene.world.kind_of[fact.subject]]
-    other = scene.world.fact(fact.subject, next(r for r, _ in pairs if r != fact.relation))
+    other = _other_fact(scene, fact)
     shown.quote(other)
     shown.answer(other.value)
+    return shown
+
+
+def skipped_hop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
+    """Asks for the last relation of the first subject, which has none, and answers the first thing that it reads."""
+    shown = Demonstration()
+    shown.prompt(puzzle.question)
+    shown.policy(f"<think> {THOUGHT} </think>")
+    first, last = puzzle.chain[0], puzzle.chain[-1]
+    wanted = query(last.relation, first.subject)
+    shown.search(wanted)
+    shown.observation(scene.world, scene.lookup.top(wanted, topk))
+    shown.quote(first)
+    shown.answer(first.value)
     return shown
 
 
@@ -154,8 +167,8 @@ def early_stop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
 
 Behaviour = Callable[[Scene, Puzzle, int], Demonstration]
 IMPERFECT: dict[int, tuple[tuple[Behaviour, float], ...]] = {
-    1: ((ideal, 0.25), (guess, 0.45), (wrong_query, 0.20), (wrong_fact, 0.10)),
-    2: ((ideal, 0.15), (guess, 0.45), (wrong_query, 0.15), (early_stop, 0.25)),
+    1: ((ideal, 0.25), (guess, 0.45), (wrong_query, 0.15), (wrong_fact, 0.15)),
+    2: ((ideal, 0.15), (guess, 0.45), (skipped_hop, 0.15), (early_stop, 0.25)),
 }
 """Number of hops -> behaviours and their shares in the mix that the warm start ends on."""
 

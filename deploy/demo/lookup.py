@@ -11,9 +11,11 @@ import math
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 
 from deploy.demo.world import World
 
+Floats = npt.NDArray[np.float32]
 K1, B = 1.5, 0.75
 STOPWORDS = frozenset(("of", "and", "."))
 
@@ -27,15 +29,15 @@ class Lookup:
         texts = [[w for w in f"{name} {world.text(name)}".split() if w not in STOPWORDS] for name in self.names]
         lengths = np.array([len(text) for text in texts], dtype=np.float32)
         norm = K1 * (1 - B + B * lengths / lengths.mean())
-        counts: dict[str, np.ndarray] = {}
+        counts: dict[str, Floats] = {}
         for number, text in enumerate(texts):
-            for word, count in Counter(text).items():
-                counts.setdefault(word, np.zeros(len(texts), dtype=np.float32))[number] = count
-        self._weights = {}
+            for word, times in Counter(text).items():
+                counts.setdefault(word, np.zeros(len(texts), dtype=np.float32))[number] = times
+        self._weights: dict[str, Floats] = {}
         for word, count in counts.items():
             found = int((count > 0).sum())
             idf = math.log(1 + (len(texts) - found + 0.5) / (found + 0.5))
-            self._weights[word] = idf * count / (count + norm)
+            self._weights[word] = (idf * count / (count + norm)).astype(np.float32)
         self._nothing = np.zeros(len(texts), dtype=np.float32)
         self._seen: dict[str, list[str]] = {}
 

@@ -52,7 +52,7 @@ class WarmStartBudget:
     habits    steps of the imperfect mix
     """
 
-    practice: int = 150
+    practice: int = 240
     chunk: int = 25
     most: int = 900
     habits: int = 60
@@ -170,7 +170,7 @@ def _course(seed: int, budget: WarmStartBudget) -> _Course:
 def _practise(course: _Course, seed: int, log: Log) -> tuple[GateReport, int]:
     """Practise until the gate is passed; returns its report and how often it was looked at."""
     budget = course.budget
-    peak, floor = budget.learning_rate, budget.learning_rate / 4
+    peak, floor = budget.learning_rate, budget.learning_rate / 10
 
     def first(step: int) -> float:
         rise = min(1.0, (step + 1) / budget.warm_up)
