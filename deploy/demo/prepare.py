@@ -95,7 +95,7 @@ def write_worlds(seed: int, directory: Path) -> list[dict[str, Any]]:
     one, two = train.questions(1), train.questions(2)
     questions = one + rng.sample(two, min(len(one), len(two)))
     rng.shuffle(questions)
-    asked = [q for hops in (1, 2) for q in rng.sample(held_out.questions(hops), HELD_OUT_PER_HOPS)]  # type: ignore[arg-type]
+    asked = [q for hops in (1, 2) for q in rng.sample(held_out.questions(hops), HELD_OUT_PER_HOPS)]
     directory.mkdir(parents=True, exist_ok=True)
     write_jsonl(directory / "corpus.jsonl", train.passages() + held_out.passages())
     write_jsonl(directory / "questions.jsonl", questions)

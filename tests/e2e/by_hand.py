@@ -1,0 +1,86 @@
+"""The processes of a run, each started by its own command line, as from shells of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import redis
+
+from deploy.ports import free_port
+from deploy.redis_child import connect
+from protocol.codec import decode_as
+from protocol.keys import Keys
+from protocol.messages import EngineInfo
+
+
+def eventually(what: str, check: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    """Waits until `check()`; fails with `what` when that takes longer than `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.1)
+
+
+class Shells:
+    """Starts processes and ends what it started, by pid."""
+
+    def __init__(self, directory: Path, config: Path) -> None:
+        self.directory, self.config = directory, config
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.redis_url = f"redis://127.0.0.1:{free_port()}/0"
+        self.retriever = free_port()
+
+    def start(self, name: str, *argv: str) -> subprocess.Popen[bytes]:
+        """Run `python argv`, its output in NAME.log."""
+        env = {**os.environ, "FORAY_REDIS_URL": self.redis_url, "OMP_NUM_THREADS": "1"}
+        with (self.directory / f"{name}.log").open("ab") as log:
+            child = subprocess.Popen([sys.executable, *argv], stdout=log, stderr=log, env=env, cwd=self.directory)
+        self.children[name] = child
+        return child
+
+    def process(self, name: str, module: str, *overrides: str) -> subprocess.Popen[bytes]:
+        """Run `python -m module --config ...`."""
+        common = [f"retriever.port={self.retriever}", f"rollout.search.urls=['http://127.0.0.1:{self.retriever}']"]
+        return self.start(name, "-m", module, "--config", str(self.config), *common, *overrides)
+
+    def log(self, name: str) -> str:
+        """What a process has printed."""
+        return (self.directory / f"{name}.log").read_text(errors="replace")
+
+    def client(self) -> redis.Redis:
+        """A client of the run's Redis."""
+        return connect(self.redis_url)
+
+    def engines(self, keys: Keys) -> dict[str, EngineInfo]:
+        """The engines that are registered."""
+        with self.client() as client:
+            names = [raw.decode() for raw in client.zrange(keys.engines, 0, -1)]
+            found = {name: client.hget(keys.engine(name), "b") for name in names}
+        return {name: decode_as(EngineInfo, raw) for name, raw in found.items() if raw}
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.children[name].kill()
+        self.children[name].wait(10)
+
+    def __enter__(self) -> Shells:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for child in reversed(self.children.values()):
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        for child in self.children.values():
+            try:
+                child.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait(10)

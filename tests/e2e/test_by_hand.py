@@ -1,0 +1,86 @@
+"""Each process from its own shell; engines come and go, an engine and the learner are killed, and the books close."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from by_hand import Shells, eventually
+
+from learner.checkpoint import Checkpoints
+from learner.journal import read_journal
+from protocol.keys import Keys
+from protocol.ledger import Ledger
+from protocol.messages import NodeState
+
+STEPS, GROUPS = 30, 8
+SMALL = (f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "learner.checkpoint_every=5")
+
+
+def steps_done(directory: Path) -> int:
+    path = directory / "metrics.jsonl"
+    return json.loads(path.read_text().splitlines()[-1])["step"] if path.exists() and path.stat().st_size else 0
+
+
+@pytest.mark.ring
+@pytest.mark.timeout(420)
+def test_engines_and_the_learner_may_be_killed_at_any_time(warm_model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "hand"
+    prepare = [sys.executable, "-m", "deploy", "demo", "--prepare-only", "--dir", str(run_dir)]
+    subprocess.run([*prepare, "--model", str(warm_model), *SMALL], check=True, cwd=tmp_path, timeout=60)
+    keys = Keys("demo")
+    with Shells(tmp_path, run_dir / "demo.yaml") as shells:
+        port = shells.redis_url.rsplit(":", 1)[1].split("/")[0]
+        shells.start("redis", "-m", "deploy", "redis", "--port", port, "--dir", str(tmp_path / "redis"))
+        survivors = {
+            "retriever": shells.process("retriever", "retriever"),
+            "rollout": shells.process("rollout", "rollout_server"),
+            "redis": shells.children["redis"],
+        }
+        shells.process("engine-a", "rollout_server.node", "engine.id=a")
+        shells.process("learner", "learner")
+        eventually("the first steps", lambda: steps_done(run_dir) >= 4, 120)
+
+        shells.process("engine-b", "rollout_server.node", "engine.id=b")
+        eventually("the second engine is ready", lambda: ready(shells, keys, "b"), 60)
+        assert shells.engines(keys)["b"].step >= 1, "a late engine joins at the version of the day, not at the first"
+        eventually("the second engine takes traffic", lambda: "b" in engines_used(run_dir), 60)
+
+        shells.kill("engine-a")
+        before = steps_done(run_dir)
+        eventually("steps without the killed engine", lambda: steps_done(run_dir) >= min(before + 4, STEPS), 90)
+        shells.kill("learner")
+        killed_at = steps_done(run_dir)
+        learner = shells.process("learner", "learner")
+        eventually("the second learner ends", lambda: learner.poll() is not None, 180)
+        assert learner.returncode == 0, shells.log("learner")[-3000:]
+        assert all(child.poll() is None for child in survivors.values()), "nothing else was restarted"
+
+    checkpoint = Checkpoints(run_dir / "checkpoints", 2).load()
+    assert checkpoint is not None and checkpoint.facts["step"] == STEPS
+    ledger = Ledger.from_state(checkpoint.facts["ledger"])
+    counts = {str(outcome): number for outcome, number in ledger.counts.items()}
+    assert counts["trained"] == STEPS * GROUPS and not ledger.above and ledger.watermark == sum(counts.values())
+    entries = list(read_journal(run_dir / "journal", lineage=checkpoint.lineage))
+    times = Counter(entry.group.seq for entry in entries)
+    assert max(times.values()) == 1 and len(times) == STEPS * GROUPS
+    assert len(checkpoint.lineage) == 2 and checkpoint.lineage[1].step <= killed_at
+    print(f"killed at step {killed_at}, resumed at {checkpoint.lineage[1].step}; {counts}; engines {used(entries)}")
+
+
+def ready(shells: Shells, keys: Keys, name: str) -> bool:
+    info = shells.engines(keys).get(name)
+    return info is not None and info.state is NodeState.READY and info.step >= 1
+
+
+def engines_used(run_dir: Path) -> set[str]:
+    """Engines whose tokens have been trained."""
+    return set(used(list(read_journal(run_dir / "journal"))))
+
+
+def used(entries: list) -> Counter[str]:
+    return Counter(s.engine for e in entries for t in e.group.trajectories for s in t.segments if s.engine)

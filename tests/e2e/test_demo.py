@@ -1,0 +1,36 @@
+"""The ring, whole: `foray demo` as a person runs it, with a fixed seed and fewer steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STEPS = 32
+GROUPS = 16
+
+
+@pytest.mark.ring
+@pytest.mark.timeout(420)
+def test_the_demo_learns_to_search_through_the_whole_ring(warm_model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "demo"
+    command = [sys.executable, "-m", "deploy", "demo", "--dir", str(directory), "--model", str(warm_model), "--json"]
+    done = subprocess.run([*command, f"run.steps={STEPS}"], capture_output=True, text=True, timeout=400, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    curve = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rewards = [step["reward_mean"] for step in curve]
+    quarter = STEPS // 4
+    assert sum(rewards[-quarter:]) / quarter - sum(rewards[:quarter]) / quarter >= 0.15, rewards
+
+    assert summary["steps"] == STEPS and summary["groups_trained"] == STEPS * GROUPS
+    assert sorted(seq for step in curve for seq in step["seqs"]) == list(range(1, STEPS * GROUPS + 1))
+    assert summary["settled"] == {"trained": STEPS * GROUPS, "filtered": 0, "stale": 0, "dead": 0}
+    assert 0 <= summary["lag_mean"] <= summary["lag_max"] <= 2
+    assert summary["weight_updates"] >= STEPS
+    # it answers from what it found, not from what it knows
+    assert summary["em_after"] > summary["em_before"] + 0.2 and summary["em_after_without_search"] < 0.1
+    assert json.loads((directory / "summary.json").read_text())["em_after"] == summary["em_after"]
