@@ -63,7 +63,7 @@ def evaluate(
     for start in range(0, len(questions), block):
         part = questions[start : start + block]
         body = {
-            "questions": [{"id": q.id, "text": q.text, "answers": list(q.answers)} for q in part],
+            "questions": [{"id": q.id, "question": q.text, "answers": list(q.answers)} for q in part],
             "n": n,
             "temperature": temperature,
             "search": search,

@@ -65,7 +65,7 @@ def test_questions_go_in_blocks_that_the_rollout_server_understands(server: tupl
     evaluate(url, questions, n=2, temperature=0.0, search=False, block=2, progress=done.append)
     assert [len(r.questions) for r in handler.asked] == [2, 1] and done == [2, 3]
     first = handler.asked[0]
-    assert first.questions[0].text == questions[0].text and first.questions[0].answers == questions[0].answers
+    assert first.questions[0].question == questions[0].text and first.questions[0].answers == questions[0].answers
     assert (first.n, first.temperature, first.search, first.pin) == (2, 0.0, False, True)
 
 
