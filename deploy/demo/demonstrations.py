@@ -167,8 +167,8 @@ def early_stop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
 
 Behaviour = Callable[[Scene, Puzzle, int], Demonstration]
 IMPERFECT: dict[int, tuple[tuple[Behaviour, float], ...]] = {
-    1: ((ideal, 0.25), (guess, 0.45), (wrong_query, 0.15), (wrong_fact, 0.15)),
-    2: ((ideal, 0.15), (guess, 0.45), (skipped_hop, 0.15), (early_stop, 0.25)),
+    1: ((ideal, 0.20), (guess, 0.50), (wrong_query, 0.15), (wrong_fact, 0.15)),
+    2: ((ideal, 0.15), (guess, 0.50), (skipped_hop, 0.15), (early_stop, 0.20)),
 }
 """Number of hops -> behaviours and their shares in the mix that the warm start ends on."""
 

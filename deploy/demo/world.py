@@ -1,6 +1,6 @@
 """A generated world: persons, cities and companies, six facts about them, passages that state the facts, questions.
 
-All names are pairs from one small pool of name words, whatever they name, and every world deals them anew. That is
+All names are pairs from one pool of name words, whatever they name, and every world deals them anew. That is
 on purpose: a word then says nothing about the kind or the facts of what it names, so that a model can answer about a
 world it has not seen only by finding and copying, never from what it learned of another world.
 """
@@ -22,6 +22,10 @@ NAME_WORDS = (
     "mira", "nevis", "orla", "pavo", "quill", "rosta", "sola", "tolan", "ulma", "vesta", "wendel", "xanto",
     "yoren", "zelda", "brask", "corin", "delva", "ember", "frost", "gwyn", "harlo", "isken", "juno", "keld",
     "larch", "mosel", "norva", "oskar", "pella", "rudo", "silva", "torv", "umber", "valen", "wyra", "zorin",
+    "adair", "bruno", "cato", "dagny", "edda", "falko", "greta", "henna", "iris", "jonas", "karst", "lotta",
+    "marlo", "nadir", "odell", "petra", "quinn", "raska", "sigrid", "tamsin", "ursa", "vigo", "wolda", "xenia",
+    "yaro", "zubin", "arden", "birch", "cedar", "dunes", "elder", "finch", "grove", "heron", "inlet", "jasper",
+    "krill", "lotus", "maple", "nettle", "onyx", "pebble", "quartz", "raven", "slate", "thorn", "upland", "violet",
 )
 # fmt: on
 """Every name is two of these, in order."""
