@@ -408,6 +408,8 @@ def test_a_deleted_task_is_found_and_issued_again(
             if updates == 1:
                 time.sleep(0.3)  # all that could be issued has been rolled out
                 player.paused.set()
+                player.resting.clear()
+                assert player.resting.wait(10)
             if updates == 2:  # the credit of the second step becomes tasks that nobody leases
                 deadline = time.monotonic() + 10
                 while len(unread()) < 4 and time.monotonic() < deadline:

@@ -117,6 +117,7 @@ class Player:
         self.replies: Counter[str] = Counter()
         self.seen: list[tuple[int, int]] = []
         self.paused = threading.Event()
+        self.resting = threading.Event()  # a pause is in force: nothing is being leased any more
 
     def __enter__(self) -> Player:
         self._thread.start()
@@ -131,8 +132,10 @@ class Player:
         while not self._stop.is_set():
             try:
                 if not self.paused.is_set() and self._db.hget(self._keys.target, "state") == b"ready":
+                    self.resting.clear()
                     self._lease()
                 else:
+                    self.resting.set()
                     self._stop.wait(0.01)
             except redis.RedisError:
                 self._stop.wait(0.02)
