@@ -1,0 +1,91 @@
+"""The warm start: what it writes, that it learns, that its gate can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from deploy.demo.demonstrations import collate  # noqa: E402
+from deploy.demo.gate import GateReport, gate  # noqa: E402
+from deploy.demo.tiny_model import new_model  # noqa: E402
+from deploy.demo.vocabulary import words  # noqa: E402
+from deploy.demo.warmstart import WarmStartBudget, WarmStartFailed, warm_start  # noqa: E402
+
+
+def quiet(line: str) -> None:
+    """Log nothing."""
+
+
+def test_a_new_model_is_the_same_for_the_same_seed_and_small() -> None:
+    one, again, other = new_model(3), new_model(3), new_model(4)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(one.model.layers[3].mlp.up_proj.weight, other.model.layers[3].mlp.up_proj.weight)
+    assert sum(p.numel() for p in one.parameters()) < 400_000
+    assert one.config.vocab_size == len(words())
+
+
+def test_a_new_model_looks_one_word_back_and_leans_towards_what_followed_the_word_before() -> None:
+    model = new_model(0)
+    model.set_attn_implementation("eager")
+    torch.manual_seed(0)
+    half = torch.stack([torch.randperm(60)[:20] + 40 for _ in range(16)])
+    with torch.no_grad():
+        attended = model(input_ids=torch.cat([half, half], dim=1), output_attentions=True).attentions
+    places = torch.arange(20, 39)
+    assert attended[0][:, 0, places, places - 1].mean() > 0.8
+    uniform = (1.0 / (places + 1)).mean()
+    for layer in (1, 2):
+        assert attended[layer][:, 0, places, places - 19].mean() > 1.5 * uniform
+        assert attended[layer][:, 0, places, places - 10].mean() < 1.3 * uniform
+
+
+def test_an_untrained_model_does_not_pass_the_gate() -> None:
+    report = gate(new_model(0), seed=0, asked=4)
+    assert not report.passed and report.worst < 0.2
+
+
+def test_one_unread_relation_closes_the_gate() -> None:
+    read = {"mayor": 1.0, "seat": 1.0, "founder": 1.0}
+    assert GateReport(read, read).passed
+    assert not GateReport(read | {"seat": 0.5}, read).passed
+    assert not GateReport(read, read | {"seat": 0.5}).passed
+
+
+def test_a_budget_that_does_not_suffice_is_an_error_and_writes_no_model(tmp_path: Path) -> None:
+    budget = WarmStartBudget(practice=2, chunk=1, most=3, habits=1, batch=2)
+    with pytest.raises(WarmStartFailed, match="gate is not passed after 3 steps"):
+        warm_start(tmp_path / "model", 0, quiet, budget)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.timeout(180)
+def test_a_short_warm_start_passes_the_gate_and_writes_a_loadable_model(tmp_path: Path) -> None:
+    lines: list[str] = []
+    report = warm_start(tmp_path, 0, lines.append, WarmStartBudget(practice=100, habits=5))
+    assert report.gate.passed and report.practice_steps >= 100 and report.steps == report.practice_steps + 5
+    assert len(lines) == report.looks + 1
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    } <= {path.name for path in tmp_path.iterdir()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.architectures == ["Qwen2ForCausalLM"]
+    assert gate(model, 0) == report.final
+    assert all(t.dtype == torch.float32 for t in load_file(tmp_path / "model.safetensors").values())
+    assert report.to_json()["gate"]["evidence"]["mayor"] >= 0.9
+
+
+def test_collate_pads_on_the_right_with_weight_nothing() -> None:
+    from deploy.demo.demonstrations import Demonstration
+
+    ids, weights = collate([Demonstration([5, 6], [0.0, 1.0]), Demonstration([7], [1.0])])
+    assert ids.tolist() == [[5, 6], [7, 0]] and weights.tolist() == [[0.0, 1.0], [1.0, 0.0]]
