@@ -127,12 +127,13 @@ class _Course:
 
 
 def warm_start(
-    out_dir: Path, seed: int, log: Log = print, budget: WarmStartBudget | None = None, threads: int | None = None
+    out_dir: Path, seed: int, log: Log = print, budget: WarmStartBudget | None = None, threads: int = 1
 ) -> WarmStartReport:
     """Train a new model until it passes the gate, give it bad habits, write it to `out_dir` in Hugging Face layout.
 
-    threads  of torch while training; None: as torch is set. The result depends on (seed, budget) and, in the last
-             bits, on the number of threads.
+    threads  of torch while training. One, because a second gains little on matrices this small and, when its core is
+             busy with something else, makes each step wait for it: four times slower was seen. The result depends on
+             (seed, budget) and, in the last bits, on the number of threads.
 
     Raises WarmStartFailed when `budget.most` steps of practice do not suffice.
     """
@@ -140,8 +141,7 @@ def warm_start(
 
     limits = budget or WarmStartBudget()
     began, began_cpu, threads_before = time.monotonic(), time.process_time(), torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
     try:
         course = _course(seed, limits)
         passed, looks = _practise(course, seed, log)
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.demo.warmstart", description="Warm start the demo's model.")
     parser.add_argument("--out", type=Path, required=True, help="directory for the model, in Hugging Face layout")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of everything shown")
-    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     options = parser.parse_args()
     report = warm_start(options.out, options.seed, print, threads=options.threads)
     print(f"{options.out}: {report.steps} steps, {report.seconds:.0f} s ({report.cpu_seconds:.0f} s of CPU)")
