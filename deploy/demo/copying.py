@@ -22,8 +22,8 @@ SHARPNESS = 30.0
 """Squared amplitude of the previous-word head's score in each of its rotation frequencies."""
 GAIN = 1.5
 """Amplitude of the match between the present word and a word before."""
-REPEAT = 1.5 / 8
-"""How strongly what was found is repeated; a normalised state has a norm of 8."""
+REPEAT = 1.5
+"""How strongly what was found is repeated, against a normalised state."""
 FAST, SLOW = 0.03, 0.012
 """Rotary frequencies (radians a position): positions are told apart above FAST; below SLOW they hardly matter."""
 INDUCTION_LAYERS = (1, 2)
@@ -92,4 +92,4 @@ def _induction(model: Qwen2ForCausalLM, layer: int, frequency: Tensor, width: in
     attention.v_proj.weight[:width] = 0.0
     attention.v_proj.weight[:width, :width] = torch.eye(width)
     attention.o_proj.weight[:, :width] = 0.0
-    attention.o_proj.weight[:width, :width] = torch.eye(width) * REPEAT
+    attention.o_proj.weight[:width, :width] = torch.eye(width) * REPEAT / math.sqrt(2 * width)

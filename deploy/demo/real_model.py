@@ -5,7 +5,7 @@ supervised warm start on Search-R1's protocol, so that a whole run over real que
 on a laptop: it writes well-formed turns and searches for words of the question. Point `run.model` at a real model to
 learn something.
 
-    python -m deploy.demo.real_model --config runs/hotpotqa/resolved.yaml [--seconds 150]
+    python -m deploy.demo.real_model --config runs/hotpotqa/resolved.yaml [--steps 400]
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import argparse
 import json
 import random
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from deploy.demo.copying import lay_copying
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -27,9 +28,14 @@ if TYPE_CHECKING:
     from rollout_server.episode import Episode
 
 VOCABULARY = 4096
-BATCH = 16
-LEARNING_RATE = 2e-3
+THETA = 1e6
+BATCH = 8
+LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 30
+SHOW_EVERY = 20
+DRILLED = 4
+DRILLS_PER_LESSON = 4
+"""Of so many batches one is of whole episodes, the others are drills."""
 OBSERVATION_TOKENS = 96
 PRACTICE_SHARE = 0.5
 """Share of demonstrations made from the corpus alone: there are thousands of titles and only hundreds of questions."""
@@ -97,7 +103,7 @@ def train_tokenizer(texts: Iterator[str], directory: Path) -> None:
 
 
 def new_model(seed: int, context: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 1.3 million parameters, half of them embeddings."""
+    """A Qwen2 of 1.4 million parameters, a third of them embeddings, that can copy from the start."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -108,16 +114,37 @@ def new_model(seed: int, context: int) -> Qwen2ForCausalLM:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=64,
         intermediate_size=320,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
         max_position_embeddings=context,
         tie_word_embeddings=True,
-        initializer_range=0.08,
+        initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=0,
         dtype="float32",
     )
-    return Qwen2ForCausalLM(config).float()
+    model = Qwen2ForCausalLM(config).float()
+    lay_copying(model, THETA)
+    return model
+
+
+def turn(query: str) -> str:
+    """What the policy writes to search for `query`."""
+    return f"<think> I should look for {query}. </think>\n<search> {query} </search>"
+
+
+def drill(episode: Episode, stream: Iterator[Lesson]) -> tuple[list[int], list[float]]:
+    """DRILLED questions in a row, each with the turn that searches: practice in copying, without the long prompt."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for lesson in (next(stream) for _ in range(DRILLED)):
+        for text, weight in ((f"Question: {lesson.question}\n", 0.0), (turn(lesson.query), 1.0)):
+            part = episode.tokens.own(text)
+            ids += part
+            weights += [weight] * len(part)
+    return ids, weights
 
 
 def encode(episode: Episode, lesson: Lesson) -> tuple[list[int], list[float]]:
@@ -128,7 +155,7 @@ def encode(episode: Episode, lesson: Lesson) -> tuple[list[int], list[float]]:
     found = [Passage(id=p["id"], contents=p["contents"]) for p in lesson.passages]
     parts = [
         (episode.prompt(lesson.question), 0.0),
-        (own(f"<think> I should look for {lesson.query}. </think>\n<search> {lesson.query} </search>"), 1.0),
+        (own(turn(lesson.query)), 1.0),
         (episode.observation(found, OBSERVATION_TOKENS), 0.0),
         (own(f"<think> I found something. </think>\n<answer> {lesson.answer} </answer>"), 1.0),
     ]
@@ -136,19 +163,21 @@ def encode(episode: Episode, lesson: Lesson) -> tuple[list[int], list[float]]:
 
 
 def warm_start(
-    model: Qwen2ForCausalLM, episode: Episode, stream: Iterator[Lesson], seconds: float, say: Callable[[str], None]
+    model: Qwen2ForCausalLM, episode: Episode, stream: Iterator[Lesson], steps: int, say: Callable[[str], None]
 ) -> None:
-    """Supervised steps for `seconds`; the learning rate falls linearly with the time that has passed."""
+    """`steps` supervised steps; after a short rise the learning rate falls linearly."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    began, step, shown = time.monotonic(), 0, 0.0
-    while (passed := time.monotonic() - began) < seconds:
-        rows = [encode(episode, next(stream)) for _ in range(BATCH)]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    for step in range(steps):
+        drilled = step % DRILLS_PER_LESSON > 0
+        rows = [drill(episode, stream) if drilled else encode(episode, next(stream)) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
         weights = torch.tensor([row + [0.0] * (width - len(row)) for _, row in rows])[:, 1:]
-        rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.05, 1.0 - passed / seconds)
+        rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.05, 1.0 - step / steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
@@ -158,13 +187,11 @@ def warm_start(
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        step += 1
-        if passed - shown > 10:
-            shown = passed
-            say(f"warm start: {passed:.0f} of {seconds:.0f} s, step {step}, loss {loss.item():.2f}")
+        if step % SHOW_EVERY == SHOW_EVERY - 1:
+            say(f"warm start: step {step + 1} of {steps}, loss {loss.item():.2f}")
 
 
-def prepare(config: RunConfig, seconds: float, say: Callable[[str], None]) -> None:
+def prepare(config: RunConfig, steps: int, say: Callable[[str], None]) -> None:
     """Write tokenizer and warm-started model to `run.model` (atomically: the directory appears when it is whole)."""
     import torch
 
@@ -182,7 +209,7 @@ def prepare(config: RunConfig, seconds: float, say: Callable[[str], None]) -> No
     model = new_model(config.run.seed, config.rollout.episode.max_context)
     model.save_pretrained(building)
     episode = build_episode(config.rollout.episode, building)
-    warm_start(model, episode, lessons(questions, corpus, config.run.seed), seconds, say)
+    warm_start(model, episode, lessons(questions, corpus, config.run.seed), steps, say)
     model.save_pretrained(building)
     building.rename(target)
     say(f"wrote {target}")
@@ -192,11 +219,11 @@ def main() -> None:
     """Command line: see the module's text."""
     parser = argparse.ArgumentParser(prog="python -m deploy.demo.real_model", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="a run's configuration")
-    parser.add_argument("--seconds", type=float, default=150.0, help="time for the warm start (default: 150)")
+    parser.add_argument("--steps", type=int, default=400, help="of the warm start (default: 400)")
     options = parser.parse_args()
     from deploy.config import load
 
-    prepare(load(options.config), options.seconds, lambda line: print(line, flush=True))
+    prepare(load(options.config), options.steps, lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":
