@@ -52,7 +52,7 @@ class WarmStartBudget:
     habits    steps of the imperfect mix
     """
 
-    practice: int = 240
+    practice: int = 320
     chunk: int = 25
     most: int = 900
     habits: int = 60
