@@ -6,10 +6,9 @@ after. No name of the one occurs in the other.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,9 @@ from protocol.errors import UserError
 from protocol.settings import read_tree
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
-MARKER = "demo.yaml"
+CONFIG_COPY = "demo.yaml"
+MARKER = ".foray-demo"
+"""Only a directory with this file in it is ever removed."""
 HELD_OUT_SEED = 1_000_000
 """Worlds from here on are never trained on."""
 HELD_OUT_PER_HOPS = 128
@@ -58,8 +59,9 @@ def prepare(options: DemoOptions, say: Say) -> Prepared:
     directory = options.directory
     _clear(directory)
     directory.mkdir(parents=True)
+    (directory / MARKER).touch()
     tree = demo_tree(options)
-    (directory / MARKER).write_text(yaml.safe_dump(tree, sort_keys=False))
+    (directory / CONFIG_COPY).write_text(yaml.safe_dump(tree, sort_keys=False))
     config = from_tree(tree)
     began = time.monotonic()
     held_out = write_worlds(options.seed, directory / "world")
@@ -68,7 +70,7 @@ def prepare(options: DemoOptions, say: Say) -> Prepared:
     began = time.monotonic()
     report = _model(options, config, say)
     seconds = {"worlds": worlds_s, "warm_start": time.monotonic() - began}
-    return Prepared(options, config, directory / MARKER, held_out, report, seconds)
+    return Prepared(options, config, directory / CONFIG_COPY, held_out, report, seconds)
 
 
 def demo_tree(options: DemoOptions) -> dict[str, Any]:
@@ -127,8 +129,3 @@ def _clear(directory: Path) -> None:
     if is_held(directory):
         raise UserError(f"a demo is running in {directory}", todo=f"foray down {directory}, or another --dir")
     shutil.rmtree(directory)
-
-
-def read_questions(path: Path) -> Sequence[Mapping[str, Any]]:
-    """The records of a questions file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
