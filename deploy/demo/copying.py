@@ -3,9 +3,9 @@
 What a small transformer learns last is to look a word up in its context and to continue as the context did. That takes
 two attention heads in a row (Olsson et al. 2022, "In-context learning and induction heads"): one that brings each
 position the word before it, and one that finds the position whose word before is the present word, and repeats what
-stands there. From random weights the pair appears after many hundreds of steps or, with an unlucky seed, not at all. Laid by
-hand, the first looks back sharply and the second has a slight lead, which is enough: about a hundred steps do the
-rest. All of it stays trainable.
+stands there. From random weights the pair appears after many hundreds of steps or, with an unlucky seed, not at all.
+Laid by hand, the first looks back sharply and the second has a slight lead, which is enough: about a hundred steps
+do the rest. All of it stays trainable.
 
 The hidden state is halved: the first half of the channels holds the present word, the second half the word before.
 """
