@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return failure.exit_code
     (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(table(summary), file=out, flush=True)
+    print(f"\nmore of them: foray replay {directory} --show 3", file=out, flush=True)
     if args.json:
         print(json.dumps({k: v for k, v in summary.items() if k != "examples"}))
     return 0
