@@ -74,7 +74,6 @@ class Observation:
     issued: int = 0
     tasks: Stream = Stream()
     traj: Stream = Stream()
-    has_streams: bool = False
     dead_letters: int = 0
     memory: int = 0
     max_memory: int = 0
@@ -167,7 +166,6 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
         issued=int(issued or 0),
         tasks=tasks or Stream(),
         traj=traj or Stream(),
-        has_streams=tasks is not None and traj is not None,
         dead_letters=int(dead_letters),
         memory=int(memory.get("used_memory", 0)),
         max_memory=int(memory.get("maxmemory", 0)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-LIBRARY = "foray"
 ACQUIRE, RENEW, RELEASE = "foray_acquire", "foray_renew", "foray_release"
 ISSUE, REISSUE, RETRY = "foray_issue", "foray_reissue", "foray_retry"
 BEAT, PUBLISH, ACK, TARGET = "foray_beat", "foray_publish", "foray_ack", "foray_target"

@@ -12,9 +12,7 @@ engines             zset     node       id -> expiry in Redis seconds, for listi
 metrics:{p}:{id}    string   process    TTL
 processes           zset     process    "{p}:{id}" -> expiry, for listing without KEYS
 dlq                 stream   anyone     bounded evidence; the files of the learner are the record
-events              stream   anyone     bounded, informational
 evaluation          string   evaluator  weight swaps wait while it is there; TTL
-meta                hash     learner    written again
 """
 
 from __future__ import annotations
@@ -84,13 +82,5 @@ class Keys:
         return self._key("dlq")
 
     @property
-    def events(self) -> str:
-        return self._key("events")
-
-    @property
     def evaluation(self) -> str:
         return self._key("evaluation")
-
-    @property
-    def meta(self) -> str:
-        return self._key("meta")

@@ -154,8 +154,21 @@ def _explain(error: ValidationError, name: str, kind: type[Settings]) -> Iterato
         if item["type"] == "extra_forbidden":
             legal = _legal_keys(kind, [str(part) for part in item["loc"][:-1]])
             yield f"unknown key {where!r}: {_suggest(str(item['loc'][-1]), legal)}"
+        elif item["type"] == "union_tag_not_found":
+            known = ", ".join(_legal_tags(kind, [str(part) for part in item["loc"]]))
+            yield f"{where} does not say what it is: add {where}.type = one of {known}"
         else:
             yield f"{where} = {item['input']!r}: {item['msg']}"
+
+
+def _legal_tags(kind: type[Settings], path: Sequence[str]) -> list[str]:
+    """Values that `type` may have in the union at `path` below `kind`."""
+    *parents, last = path
+    members: list[type[BaseModel]] = [kind]
+    for part in parents:
+        members = [m for c in members if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
+    found = [m for c in members if last in c.model_fields for m in _models(c.model_fields[last].annotation)]
+    return sorted({tag for m in found for tag in _tags(m)})
 
 
 def _legal_keys(kind: type[Settings], path: Sequence[str]) -> list[str]:

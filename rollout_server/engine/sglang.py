@@ -116,10 +116,6 @@ class SglangClient:
         if reply.get("success") is not True:
             raise EngineError("refused", self.name, str(reply.get("message", "update failed"))[:500])
 
-    async def weights_checksum(self) -> dict[str, Any]:
-        """`POST /weights_checker`: checksums by tensor and rank, to compare engines with each other."""
-        return _object(await self._control("POST", "/weights_checker", {"action": "checksum"}), self.name)
-
     async def _control(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:

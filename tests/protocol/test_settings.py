@@ -57,6 +57,7 @@ def test_wrong_values_are_named_with_a_suggestion(tree: dict[str, object], expec
         ({"type": "left", "sped": 2}, "did you mean 'speed'?"),
         ({"type": "up"}, "'left', 'right'"),
         ({"type": "right", "heigth": 2}, "did you mean 'height'?"),
+        ({"height": 2}, "add learner.side.type = one of left, right"),
     ],
 )
 def test_keys_inside_a_union_are_suggested_too(side: dict[str, object], expected: str) -> None:
