@@ -58,7 +58,7 @@ class EngineError(ForayError):
     """No usable completion. `cause` is a short word for metrics; `engine` says whose fault it was.
 
     Causes: unreachable, timeout, http_500 (any 5xx), refused (4xx: our fault), bad_output (wrong lengths, NaN),
-    aborted (it ended the request itself),     no_engine (nothing routable within the deadline).
+    aborted (it ended the request itself), no_engine (nothing routable within the deadline).
     """
 
     def __init__(self, cause: str, engine: str = "", detail: str = "") -> None:
