@@ -128,6 +128,9 @@ class Agent:
                 await self._take_stock()
             yield None
             return
+        if wanted is not None:
+            # Said before it is read: the learner removes old versions, but none that an engine reports.
+            standing.become(NodeState.SYNCING, "reading", version=wanted.version)
         model, label = await self._weights(wanted)
         standing.become(NodeState.SYNCING, f"launching with {label}")
         argv = command(kind, model=model, label=label, host=self._settings.host, port=self._port)
@@ -137,7 +140,7 @@ class Agent:
         except OSError as error:
             raise UserError(f"cannot start {argv[0]}: {error.strerror}", todo="check engine.kind.python") from None
         try:
-            await self._healthy(child)
+            await self._healthy(child, model=model)
             await self._take_stock()
             yield child
         finally:
@@ -165,9 +168,10 @@ class Agent:
             )
         return model, NO_VERSION.label
 
-    async def _healthy(self, child: Child | None, *, paused: bool = False) -> None:
+    async def _healthy(self, child: Child | None, *, model: Path | None = None, paused: bool = False) -> None:
         """Waits for the engine's first sound answer; raises EngineLost at the deadline or when it exits.
 
+        model   the directory it was launched with
         paused  it was left in the middle of a swap, and would call itself unhealthy for that alone
         """
         deadline = time.monotonic() + self._settings.start_timeout_s
@@ -180,13 +184,16 @@ class Agent:
                 return
             except EngineError as error:
                 if child is not None and child.exited.done():
-                    raise self._stillborn(child) from None
+                    raise self._stillborn(child, model) from None
                 if child is not None and time.monotonic() > deadline:
                     raise lost(self._standing, NodeState.SUSPECT, f"not healthy in time: {error}") from None
             await asyncio.sleep(0.1)
 
-    def _stillborn(self, child: Child) -> Exception:
+    def _stillborn(self, child: Child, model: Path | None) -> Exception:
         what = f"the engine ended with status {child.returncode} before it answered"
+        if model is not None and not model.is_dir():
+            # The learner was faster than the launch and has removed that version: the newest one is tried next.
+            return lost(self._standing, NodeState.SUSPECT, f"{what}: its weights are gone")
         if self._stats.counts["restarts"] or self._standing.updates:
             return lost(self._standing, NodeState.SUSPECT, what)
         return UserError(what, why=f"the end of {child.log_path}:\n{child.tail()}", todo="mend it and start again")

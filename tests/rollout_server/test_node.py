@@ -278,6 +278,34 @@ async def test_an_engine_that_cannot_start_is_a_persons_to_mend(world, tmp_path:
     assert world.registered("e") is None
 
 
+async def test_weights_removed_during_the_launch_are_named_while_they_are_read_and_the_newest_are_tried_next(
+    world, until: Until, tmp_path: Path
+) -> None:
+    # The learner publishes several versions in the time that an engine takes to start, and removes old ones.
+    text = """
+import pathlib, shutil, sys, time
+model = pathlib.Path(sys.argv[sys.argv.index("--model-path") + 1])
+(pathlib.Path(__file__).parent / f"launched-{model.name}").touch()
+time.sleep(1.0)
+shutil.rmtree(model)
+sys.exit(2)
+"""
+    model = write_tokenizer(tmp_path / "model", "words")
+    run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
+    kind = SglangEngine(python=sys.executable, launcher=_script(tmp_path, text))
+    world.publish_weights(tmp_path / "weights", V1)
+    stop = Stop()
+    node = asyncio.create_task(serve(run, NodeSettings(id="e", kind=kind, heartbeat_s=0.1, drain_s=0.1), stop=stop))
+    try:
+        await until((tmp_path / f"launched-v{V1.label}").exists, "launched with the first version", 20)
+        assert stands(world, NodeState.SYNCING, V1)(), "the learner must see which version is being read"
+        world.publish_weights(tmp_path / "weights", V2)
+        await until((tmp_path / f"launched-v{V2.label}").exists, "launched with the newest version", 20)
+    finally:
+        stop.asked.set()
+        await asyncio.wait_for(node, 20)
+
+
 def _script(directory: Path, text: str) -> Path:
     path = directory / "launch.py"
     path.write_text(text)
