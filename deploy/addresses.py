@@ -10,9 +10,9 @@ from typing import Any
 from deploy.config import RunConfig
 from deploy.plan import Addresses
 from deploy.ports import free_port
-from deploy.redis_child import URL_VARIABLE, child_url, find_server
+from deploy.redis_child import child_url, find_server
 from protocol.errors import UserError
-from protocol.settings import Settings
+from protocol.settings import REDIS_URL_VARIABLE, Settings
 
 ANY = ("0.0.0.0", "::", "")
 """Hosts that mean "every interface": others on this machine are told the loopback address."""
@@ -31,7 +31,7 @@ def choose(
 
 def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Addresses:
     """What `choose` would decide, without looking for a Redis or a port: those that are chosen late are 0."""
-    url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(URL_VARIABLE, "")
+    url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
     first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
     return Addresses(
         url or f"unix://{(config.run.dir / 'redis' / 'redis.sock').absolute()}",
@@ -60,11 +60,11 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
 
 
 def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | None]:
-    wanted, url = config.launch.redis, config.run.redis_url or environ.get(URL_VARIABLE, "")
+    wanted, url = config.launch.redis, config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
     if wanted == "configured" and not url:
         raise UserError(
             "launch.redis is `configured`, but no Redis is configured",
-            todo=f"set run.redis_url or the environment variable {URL_VARIABLE}, or launch.redis=auto",
+            todo=f"set run.redis_url or the environment variable {REDIS_URL_VARIABLE}, or launch.redis=auto",
         )
     if url and wanted != "own":
         return url, None

@@ -17,8 +17,9 @@ from typing import Literal
 from deploy.config import RunConfig
 from deploy.inputs import missing
 from deploy.ports import is_free
-from deploy.redis_child import URL_VARIABLE, check_server, connect, find_server
+from deploy.redis_child import check_server, connect, find_server
 from protocol.errors import UserError
+from protocol.settings import REDIS_URL_VARIABLE
 
 Verdict = Literal["ok", "warn", "fail"]
 NEEDED = {
@@ -81,7 +82,7 @@ def _redis_program() -> Iterator[Finding]:
 
 
 def _redis(config: RunConfig) -> Iterator[Finding]:
-    url = config.run.redis_url or os.environ.get(URL_VARIABLE, "")
+    url = config.run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
     needed = memory_needed(config)
     if not url or config.launch.redis == "own":
         yield from _redis_program()

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import expand
-from deploy.redis_child import URL_VARIABLE
 from deploy.rundir import RESOLVED, read_record, require
 from protocol.errors import UserError
-from protocol.settings import RunSettings, read_tree, section
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings, read_tree, section
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ def locate(args: Namespace) -> Located:
         path = require(args.run_dir) / RESOLVED
     run = section(expand(read_tree(path), os.environ), "run", RunSettings)
     directory = run.dir if args.config is not None else path.parent
-    url = run.redis_url or os.environ.get(URL_VARIABLE, "")
+    url = run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
     if not url:
         raise UserError(
             f"it is not known where the Redis of run {run.id} is",
             why="run.redis_url is empty in its configuration (a URL with a password stays in the environment)",
-            todo=f"export {URL_VARIABLE}=redis://...",
+            todo=f"export {REDIS_URL_VARIABLE}=redis://...",
         )
     return Located(run, url, directory, read_record(directory))

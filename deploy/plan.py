@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig
-from deploy.redis_child import URL_VARIABLE, redis_argv
+from deploy.redis_child import redis_argv
+from protocol.settings import REDIS_URL_VARIABLE
 
 KINDS = ("redis", "retriever", "engine", "rollout", "learner")
 """Start order. A later kind may need an earlier one; engines, rollout servers and the learner find each other."""
@@ -58,7 +59,7 @@ class ProcessSpec:
             "name": self.name,
             "kind": self.kind,
             "argv": list(self.argv),
-            "env": {name: value for name, value in self.env.items() if name != URL_VARIABLE},
+            "env": {name: value for name, value in self.env.items() if name != REDIS_URL_VARIABLE},
             "log": str(self.log),
             "ready": str(self.ready),
             "url": self.url,
@@ -86,7 +87,7 @@ def plan(config: RunConfig, addresses: Addresses, *, python: str, resolved: Path
     """The processes of `config`, in start order; `resolved` is the YAML file that each of them will read."""
     launch, run = config.launch, config.run
     threads = {name: str(launch.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    env = {**threads, "PYTHONUNBUFFERED": "1", URL_VARIABLE: addresses.redis_url, **launch.env}
+    env = {**threads, "PYTHONUNBUFFERED": "1", REDIS_URL_VARIABLE: addresses.redis_url, **launch.env}
 
     def process(name: str, kind: str, module: str, *overrides: str, ready: Ready, url: str = "") -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts

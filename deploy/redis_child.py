@@ -24,7 +24,6 @@ from protocol.errors import UserError
 if TYPE_CHECKING:
     import redis
 
-URL_VARIABLE = "FORAY_REDIS_URL"
 OLDEST = (7, 0)
 MAX_SOCKET_PATH = 100
 """`sockaddr_un` holds 108 bytes; the rest is for the temporary names servers put beside the socket."""

@@ -16,7 +16,6 @@ from learner.config import LearnerSettings
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.settings import RunSettings, read_tree, section
 
-REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 EXIT_BROKEN, EXIT_USER, EXIT_FENCED = 1, 2, 75
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         tree = read_tree(args.config, args.overrides)
-        run = require_redis(section(tree, "run", RunSettings))
+        run = section(tree, "run", RunSettings).with_redis(os.environ)
         settings = section(tree, "learner", LearnerSettings)
         refuse_ranks()
         from learner.serve import serve
@@ -52,18 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ForayError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BROKEN
-
-
-def require_redis(run: RunSettings) -> RunSettings:
-    """`run` with a Redis URL, from the environment where the setting is empty; raises UserError without one."""
-    url = run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
-    if not url:
-        raise UserError(
-            "no Redis to talk to",
-            why="run.redis_url is empty; only `foray up` starts a Redis of its own",
-            todo=f"set run.redis_url=redis://127.0.0.1:6379/0 or {REDIS_URL_VARIABLE}, or use `foray up`",
-        )
-    return run.model_copy(update={"redis_url": url})
 
 
 def refuse_ranks() -> None:

@@ -21,6 +21,9 @@ from protocol.errors import UserError
 SECTIONS = ("run", "rollout", "engine", "learner", "retriever", "demo", "launch")
 """Top-level names of the tree. A process ignores the sections of the others; `foray` checks them all."""
 
+REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
+"""Environment variable that says where Redis is when `run.redis_url` is empty: a URL may hold a password."""
+
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 
 
@@ -53,6 +56,17 @@ class RunSettings(Settings):
     """Optimiser steps of the whole run."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training rollouts; the learner divides its logits by the same number."""
+
+    def with_redis(self, environ: Mapping[str, str]) -> RunSettings:
+        """These settings with a Redis URL, from `environ` where the setting is empty; raises UserError without one."""
+        url = self.redis_url or environ.get(REDIS_URL_VARIABLE, "")
+        if not url:
+            raise UserError(
+                "no Redis to talk to",
+                why="run.redis_url is empty; only `foray up` starts a Redis of its own",
+                todo=f"set run.redis_url=redis://127.0.0.1:6379/0 or {REDIS_URL_VARIABLE}, or use `foray up`",
+            )
+        return self.model_copy(update={"redis_url": url})
 
     @property
     def weights_dir(self) -> Path:

@@ -17,7 +17,6 @@ from protocol.errors import UserError
 from protocol.settings import RunSettings, read_tree, section
 from rollout_server.config import RolloutSettings
 
-REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         tree = read_tree(args.config, args.overrides)
-        run = require_redis(section(tree, "run", RunSettings))
+        run = section(tree, "run", RunSettings).with_redis(os.environ)
         settings = section(tree, "rollout", RolloutSettings)
         from rollout_server.serve import serve
 
@@ -43,15 +42,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error.render(), file=sys.stderr)
         return 2
     return 0
-
-
-def require_redis(run: RunSettings) -> RunSettings:
-    """`run` with a Redis URL, from the environment where the setting is empty; raises UserError without one."""
-    url = run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
-    if not url:
-        raise UserError(
-            "no Redis to talk to",
-            why="run.redis_url is empty; only `foray up` starts a Redis of its own",
-            todo=f"set run.redis_url=redis://127.0.0.1:6379/0 or {REDIS_URL_VARIABLE}, or use `foray up`",
-        )
-    return run.model_copy(update={"redis_url": url})

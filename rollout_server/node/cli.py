@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.errors import UserError
 from protocol.settings import RunSettings, read_tree, section
-from rollout_server.cli import LOG_FORMAT, require_redis
+from rollout_server.cli import LOG_FORMAT
 from rollout_server.node.config import NodeSettings
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         tree = read_tree(args.config, args.overrides)
-        run = require_redis(section(tree, "run", RunSettings))
+        run = section(tree, "run", RunSettings).with_redis(os.environ)
         settings = section(tree, "engine", NodeSettings)
         from rollout_server.node.serve import serve
 

@@ -98,3 +98,11 @@ def test_run_ids_cannot_leave_their_key_space() -> None:
     for bad in ("", "A", "a b", "a}:x", "-a", "a" * 64):
         with pytest.raises(UserError):
             Keys(bad)
+
+
+def test_redis_is_where_the_setting_says_and_else_where_the_environment_does() -> None:
+    environ = {"FORAY_REDIS_URL": "redis://:geheim@outer:1/0"}
+    assert RunSettings().with_redis(environ).redis_url == environ["FORAY_REDIS_URL"]
+    assert RunSettings(redis_url="unix:///mine").with_redis(environ).redis_url == "unix:///mine"
+    with pytest.raises(UserError, match="no Redis to talk to"):
+        RunSettings().with_redis({})
