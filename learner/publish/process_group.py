@@ -1,0 +1,52 @@
+"""The trainer's end of an engine's weight-update group: rank 0 of a process group beside the default one.
+
+SGLang's `init_weights_update_group` joins with `PrefixStore(name, TCPStore)` and a group helper of torch that is not
+public; `torch.distributed.init_process_group` never meets it (and would clash with DeepSpeed's own group). So the
+same is done here. torch must be of one version on both sides.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore
+
+
+class UpdateGroup:
+    """Rank 0 of a group of `world_size` ranks under `name`, which listens at `address`:`port`.
+
+    Constructing blocks until every rank has joined; raises RuntimeError (torch's DistError) after `timeout_s`.
+    """
+
+    def __init__(self, *, name: str, address: str, port: int, world_size: int, backend: str, timeout_s: float) -> None:
+        from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+
+        timeout = timedelta(seconds=timeout_s)
+        self.name = name
+        # Rank 0 owns the store, as `tcp://` would have it; the others are clients of it.
+        self._store = TCPStore(address, port, world_size, True, timeout, wait_for_workers=False)
+        self._group: ProcessGroup
+        self._group, _ = _new_process_group_helper(  # type: ignore[no-untyped-call]
+            world_size, 0, [], Backend(backend), PrefixStore(name, self._store), group_name=name, timeout=timeout
+        )
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send `tensor` to every other rank; blocks. Raises RuntimeError when a rank is gone or late."""
+        torch.distributed.broadcast(tensor, src=0, group=self._group)
+
+    def close(self) -> None:
+        """Leave; the other ranks' pending receives fail. Never raises for a group that is broken already."""
+        try:
+            torch.distributed.destroy_process_group(self._group)
+        finally:
+            del self._group, self._store
+
+
+def free_port(address: str) -> int:
+    """A port at `address` that nothing listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
