@@ -20,10 +20,12 @@ from protocol.messages import (
     MetricsSnapshot,
     Task,
     TrajectoryGroup,
+    ViewAnswer,
     WeightUpdate,
+    WeightView,
 )
 
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 1
 MAX_BYTES = 32 << 20
 """Largest message. 8 trajectories of 32k tokens take 8 * 32k * 8 B = 2 MiB."""
 
@@ -32,6 +34,8 @@ KINDS: dict[str, type[Message]] = {
     "group": TrajectoryGroup,
     "failed": GroupFailed,
     "weights": WeightUpdate,
+    "view": WeightView,
+    "answer": ViewAnswer,
     "engine": EngineInfo,
     "metrics": MetricsSnapshot,
 }

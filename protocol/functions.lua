@@ -129,3 +129,10 @@ redis.register_function('foray_target', function(k, a)
   redis.call('HSET', k[2], 'b', a[3], 'state', a[4])
   return 1
 end)
+
+-- lease, view | epoch, token, body (a WeightView), ttl ms -> 1
+redis.register_function('foray_view', function(k, a)
+  if not own(k[1], a[1], a[2]) then return FENCED end
+  redis.call('SET', k[2], a[3], 'PX', a[4])
+  return 1
+end)

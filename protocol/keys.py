@@ -7,6 +7,8 @@ issued              string   learner    its floor is the ledger's watermark
 learner:epoch       string   learner    max with the checkpoint
 learner:lease       hash     learner    re-acquired; TTL
 wv:target           hash     learner    published again
+wv:view             string   learner    a new view is made; TTL
+wv:answers:{e}.{n}  hash     nodes      the view times out; TTL
 engine:{id}         string   node       registers again; TTL
 engines             zset     node       id -> expiry in Redis seconds, for listing without KEYS
 metrics:{p}:{id}    string   process    TTL
@@ -62,6 +64,13 @@ class Keys:
     @property
     def target(self) -> str:
         return self._key("wv:target")
+
+    @property
+    def view(self) -> str:
+        return self._key("wv:view")
+
+    def answers(self, epoch: int, number: int) -> str:
+        return self._key(f"wv:answers:{epoch}.{number}")
 
     @property
     def engines(self) -> str:

@@ -231,20 +231,95 @@ class GroupFailed(Message):
     producer: Name = ""
 
 
+Transport = Literal["disk", "distributed", "adapter"]
+
+
 class WeightUpdate(Message):
-    """A published policy version: what a node must load. `path` is a directory with model.safetensors and manifest."""
+    """A published (committed) policy version: what a node must hold.
+
+    disk         `path` is a directory with model.safetensors and a manifest
+    distributed  the members of the view hold it already; `path` is such a directory for all others, "" until one of
+                 them needs it
+    adapter      `path` is a directory with a LoRA adapter and a manifest, over the run's initial model
+    """
 
     run: Name
     epoch: Count
     step: Count
     digest: Name
-    transport: Literal["disk"] = "disk"
+    transport: Transport = "disk"
     path: Text
     num_bytes: Count = 0
 
     @property
     def version(self) -> PolicyVersion:
         return PolicyVersion(self.epoch, self.step)
+
+
+class WeightBucket(Message):
+    """Tensors that travel as one broadcast: their bytes one after the other, in this order, aligned to their dtype.
+
+    names   Hugging Face names
+    dtypes  torch's words, e.g. "bfloat16"
+    shapes  one tuple of sizes a tensor
+    """
+
+    names: tuple[Name, ...] = Field(max_length=65536)
+    dtypes: tuple[Name, ...] = Field(max_length=65536)
+    shapes: tuple[tuple[Count, ...], ...] = Field(max_length=65536)
+
+
+class WeightView(Message):
+    """A transfer of one version to a frozen set of engines, over a group of which the learner is rank 0.
+
+    number    counts the views of an epoch from 1
+    phase     prepare: join `group` and answer; transfer: pause, receive every bucket, answer with the checksum;
+              commit: name the version and go on (its WeightUpdate is the target now); abort: the view is over,
+              whoever has received a tensor holds weights of no version
+    members   "engine id/incarnation" of rank 1, 2, ... in order; one rank each, times `ranks_each` (tensor parallel)
+    deadline  seconds by Redis' clock; who has heard nothing by then treats the view as aborted
+    """
+
+    run: Name
+    epoch: Count
+    step: Count
+    number: Count
+    phase: Literal["prepare", "transfer", "commit", "abort"]
+    members: tuple[Name, ...] = Field(max_length=4096)
+    rank_offsets: tuple[Count, ...] = Field(max_length=4096)
+    group: Name
+    address: Name
+    port: Count
+    world_size: Count
+    backend: Literal["gloo", "nccl"] = "gloo"
+    buckets: tuple[WeightBucket, ...] = Field(default=(), max_length=65536)
+    flattened: bool = True
+    deadline: Number = 0.0
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.epoch, self.step)
+
+
+class ViewAnswer(Message):
+    """Where one member of a view stands.
+
+    phase     prepared: in the group; loaded: every tensor is there, generation still paused; failed: see `detail`
+    checksum  of all weights as the engine holds them, comparable between engines of one `kind`; "" when it has none
+    pause_s   seconds since generation was paused; transfer_s and verify_s are parts of it
+    touched   failed after the first tensor: the engine holds weights of no version
+    """
+
+    member: Name
+    number: Count
+    phase: Literal["prepared", "loaded", "failed"]
+    kind: Name = ""
+    checksum: Name = ""
+    pause_s: Number = 0.0
+    transfer_s: Number = 0.0
+    verify_s: Number = 0.0
+    touched: bool = False
+    detail: Annotated[str, Field(max_length=2000)] = ""
 
 
 class NodeState(StrEnum):
@@ -280,6 +355,18 @@ class EngineInfo(Message):
     updates: Count = 0
     pause_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     detail: Annotated[str, Field(max_length=2000)] = ""
+    transports: tuple[Transport, ...] = ("disk",)
+    """Ways in which the engine can be given weights."""
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Its ranks in a weight-update group (tensor parallel size)."""
+    adapter: Name = ""
+    """Name of the LoRA adapter that holds `version`; requests must ask for it. "": the weights themselves do."""
+    late_spans: Annotated[int, Field(ge=0, le=64)] = 0
+    """Tokens at the start of each new version span that the version before sampled (SGLang in_place: 1)."""
+    max_tokens: Count = 0
+    """Tokens its KV cache holds; 0 where it does not say."""
+    retractions: Count = 0
+    """Requests put back for want of KV cache since its start: the sign of too many at once."""
 
     @property
     def version(self) -> PolicyVersion:

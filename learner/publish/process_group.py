@@ -11,7 +11,7 @@ import socket
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 
 class UpdateGroup:
@@ -21,15 +21,21 @@ class UpdateGroup:
     """
 
     def __init__(self, *, name: str, address: str, port: int, world_size: int, backend: str, timeout_s: float) -> None:
-        from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+        from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
         timeout = timedelta(seconds=timeout_s)
         self.name = name
         # Rank 0 owns the store, as `tcp://` would have it; the others are clients of it.
         self._store = TCPStore(address, port, world_size, True, timeout, wait_for_workers=False)
         self._group: ProcessGroup
-        self._group, _ = _new_process_group_helper(  # type: ignore[no-untyped-call]
-            world_size, 0, [], Backend(backend), PrefixStore(name, self._store), group_name=name, timeout=timeout
+        self._group, _ = _new_process_group_helper(
+            world_size,
+            0,
+            [],
+            Backend(backend),
+            PrefixStore(name, self._store),
+            group_name=GroupName(name),
+            timeout=timeout,
         )
         _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 

@@ -27,7 +27,7 @@ from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.settings import RunSettings
 from rollout_server.engine.base import EngineError
-from rollout_server.engine.sglang import SglangClient
+from rollout_server.engine.control import EngineControl
 from rollout_server.metrics import Stats
 from rollout_server.node.child import Child, command, environment
 from rollout_server.node.config import AttachedEngine, NodeSettings
@@ -63,7 +63,7 @@ class Agent:
     ) -> None:
         self._run, self._settings, self._registry, self._stats = run, settings, registry, stats
         self._standing, self._port = standing, port
-        self._client = SglangClient(session, url, name=standing.id)
+        self._client = EngineControl(session, url, name=standing.id)
         self._follower = Follower(standing, registry, settings, stats)
 
     async def live(self) -> None:

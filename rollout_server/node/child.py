@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollout_server.engine.sglang import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from rollout_server.engine.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from rollout_server.node.config import CpuEngine, SglangEngine
 
 log = logging.getLogger(__name__)

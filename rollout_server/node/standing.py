@@ -8,7 +8,7 @@ import logging
 from protocol.messages import EngineInfo, NodeState
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError
-from rollout_server.engine.sglang import SglangClient
+from rollout_server.engine.control import EngineControl
 from rollout_server.node.registry import Registry
 from rollout_server.redis_client import Outage, RedisDown, RedisFull
 from rollout_server.waits import Waits
@@ -82,7 +82,7 @@ class Standing:
             except TimeoutError:
                 pass
 
-    async def measure(self, client: SglangClient, *, every_s: float) -> None:
+    async def measure(self, client: EngineControl, *, every_s: float) -> None:
         """Consumes the engine's own figures; produces `loads`; waits every_s; ended by cancellation."""
         while True:
             try:

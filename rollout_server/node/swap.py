@@ -14,7 +14,7 @@ import time
 from protocol.errors import ForayError
 from protocol.messages import NodeState, WeightUpdate
 from rollout_server.engine.base import EngineError
-from rollout_server.engine.sglang import SglangClient
+from rollout_server.engine.control import EngineControl
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
 from rollout_server.node.manifest import WeightsCorrupt, verify
@@ -50,7 +50,7 @@ class Follower:
         self.swapping = asyncio.Lock()
         self._refused = ""
 
-    async def follow(self, client: SglangClient) -> None:
+    async def follow(self, client: EngineControl) -> None:
         """Consumes the target in Redis; produces loaded versions; waits poll_s, longer after a failure.
 
         Also waits for evaluations to end. Raises EngineLost when a swap failed half-way; else ended by cancellation.
@@ -85,7 +85,7 @@ class Follower:
         # the version we hold, but not taking traffic: a corrupt copy was mended, or it was never read back
         return behind or (update.version == self._standing.version and self._standing.state is NodeState.SYNCING)
 
-    async def _advance(self, client: SglangClient, update: WeightUpdate, failures: int) -> bool:
+    async def _advance(self, client: EngineControl, update: WeightUpdate, failures: int) -> bool:
         """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisDown."""
         label = update.version.label
         try:
@@ -113,7 +113,7 @@ class Follower:
                 await asyncio.sleep(self._settings.poll_s)
         return await self._registry.target() == update
 
-    async def _swap(self, client: SglangClient, update: WeightUpdate) -> bool:
+    async def _swap(self, client: EngineControl, update: WeightUpdate) -> bool:
         """Pause, load, read back, continue. False: nothing has changed. Raises EngineLost: anything may have."""
         standing, settings, label = self._standing, self._settings, update.version.label
         before = standing.state
@@ -146,7 +146,7 @@ class Follower:
         log.info("%s loaded: paused %.3f s, of which %.3f s loading", label, standing.pause_s, standing.load_s)
         return True
 
-    async def _resume_anyway(self, client: SglangClient) -> None:
+    async def _resume_anyway(self, client: EngineControl) -> None:
         try:
             await client.resume()
         except EngineError as error:

@@ -27,7 +27,10 @@ from protocol.messages import (
     NodeState,
     Status,
     TrajectoryGroup,
+    ViewAnswer,
+    WeightBucket,
     WeightUpdate,
+    WeightView,
 )
 from protocol.testing import make_group, make_task, make_trajectory
 from protocol.versions import PolicyVersion
@@ -39,6 +42,22 @@ EXAMPLES: dict[str, Message] = {
     "group": make_group(3, (1.0, 0.0), version=PolicyVersion(2, 41)),
     "failed": GroupFailed(run="test", seq=9, attempt=3, question_id="q9", reason="no_engine", detail="none for 60 s"),
     "weights": WeightUpdate(run="test", epoch=2, step=41, digest="ab" * 32, path="/run/weights/v2.41", num_bytes=8),
+    "view": WeightView(
+        run="test",
+        epoch=2,
+        step=41,
+        number=3,
+        phase="transfer",
+        members=("e1/ab",),
+        rank_offsets=(1,),
+        group="test-2-3",
+        address="127.0.0.1",
+        port=29500,
+        world_size=2,
+        buckets=(WeightBucket(names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((2, 3), ())),),
+        deadline=1.5,
+    ),
+    "answer": ViewAnswer(member="e1/ab", number=3, phase="loaded", kind="cpu", checksum="cd", pause_s=0.25),
     "engine": EngineInfo(id="e1", url="http://127.0.0.1:1", state=NodeState.READY, epoch=2, step=41, tokenizer="cd"),
     "metrics": MetricsSnapshot(process="learner", id="l", uptime_s=1.5, values={"step": 3.0}, waits={"data": 0.25}),
 }
@@ -55,13 +74,18 @@ def test_every_kind_survives_the_round_trip(kind: str) -> None:
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_bytes_are_those_of_the_golden_file(kind: str) -> None:
     # A change here means that running processes of the last release can no longer be talked to: see messages.py.
-    frozen = (GOLDEN / f"v1.0-{kind}.msgpack").read_bytes()
+    frozen = (GOLDEN / f"v1.1-{kind}.msgpack").read_bytes()
     assert codec.encode(codec.decode(frozen)) == codec.encode(EXAMPLES[kind])
     assert frozen == codec.encode(EXAMPLES[kind])
 
 
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("v1.0-*.msgpack")), ids=lambda path: path.stem)
+def test_what_an_older_minor_wrote_is_still_read_as_it_was_meant(path: Path) -> None:
+    assert codec.encode(codec.decode(path.read_bytes())) == codec.encode(EXAMPLES[path.stem.split("-")[1]])
+
+
 def test_every_kind_has_an_example_and_a_golden_file() -> None:
-    assert set(EXAMPLES) == set(codec.KINDS) == {p.stem.split("-")[1] for p in GOLDEN.glob("v1.0-*.msgpack")}
+    assert set(EXAMPLES) == set(codec.KINDS) == {p.stem.split("-")[1] for p in GOLDEN.glob("v1.1-*.msgpack")}
 
 
 def test_arrays_keep_dtype_shape_and_are_read_only() -> None:

@@ -12,9 +12,11 @@ from aiohttp import web
 from protocol.messages import Sampling
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError, GenerateRequest
+from rollout_server.engine.control import EngineControl
 from rollout_server.engine.fake_server import FakeServer, Fault, next_ids
+from rollout_server.engine.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from rollout_server.engine.reply import parse_completion
-from rollout_server.engine.sglang import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, SglangClient
+from rollout_server.engine.sglang import SglangClient
 
 REQUEST = GenerateRequest(
     ids=(1, 2), session="s", group="g", max_new_tokens=4, sampling=Sampling(temperature=0.7), stop=("</answer>",)
@@ -135,7 +137,7 @@ async def test_an_engine_that_is_not_there_is_unreachable() -> None:
     await engine.stop()
     async with aiohttp.ClientSession() as session:
         with pytest.raises(EngineError) as caught:
-            await SglangClient(session, engine.url).version()
+            await EngineControl(session, engine.url).version()
     assert caught.value.cause == "unreachable"
 
 
@@ -150,7 +152,7 @@ async def test_a_cancelled_turn_leaves_the_engine(until) -> None:
 
 async def test_an_update_goes_through_pause_load_read_back_and_continue() -> None:
     async with FakeServer(version="1.0") as engine, aiohttp.ClientSession() as session:
-        client = SglangClient(session, engine.url)
+        client = EngineControl(session, engine.url)
         await client.pause("retract")
         assert engine.paused
         await client.update_weights_from_disk("/weights/v1.1", label="1.1", flush=True, timeout_s=5.0)
@@ -178,9 +180,9 @@ async def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, "chief")
     try:
         async with aiohttp.ClientSession() as session:
-            client = SglangClient(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
-            await client.generate(REQUEST, version="", timeout_s=5.0)
-            await client.version()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await SglangClient(session, url).generate(REQUEST, version="", timeout_s=5.0)
+            await EngineControl(session, url).version()
     finally:
         await runner.cleanup()
     assert seen == {"/generate": "Bearer open sesame", "/model_info": "Bearer chief"}
