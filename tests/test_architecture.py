@@ -18,9 +18,10 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("learner/engine.py",),
     "faiss": ("retriever/index/faiss_",),
     "bm25s": ("retriever/index/bm25",),
-    "torch": ("rollout_server/cpu_engine/", "learner/", "deploy/demo/"),
-    "transformers": ("learner/", "deploy/demo/"),
-    "sglang": (),
+    "torch": ("rollout_server/cpu_engine/", "learner/", "deploy/demo/", "deploy/bench/", "deploy/sglang_cpu/"),
+    "transformers": ("learner/", "deploy/demo/", "deploy/bench/", "deploy/sglang_cpu/"),
+    # run by the interpreter of an environment that holds nothing of ours
+    "sglang": ("deploy/sglang_cpu/",),
     "pickle": (),
 }
 PURE = {
