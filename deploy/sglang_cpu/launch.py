@@ -1,0 +1,123 @@
+"""Launch the PyPI `sglang` server on a machine without a GPU: `python launch.py --model-path DIR --device cpu ...`.
+
+Runs in an environment of its own (`pins.txt`, `make sglang-env`), so it imports nothing of Foray. What it mends, all
+before SGLang is imported, and again in every child process because `spawn` imports this file anew:
+
+1. `sgl_kernel` (a wheel of CUDA code) and `torchvision` (whose CPU-less wheel breaks transformers) are imported by
+   SGLang unconditionally. The torch_native path of plain text models takes names from them and never calls them:
+   placeholder modules serve the names and refuse every call.
+2. `torch.cuda.synchronize` is called by /weights_checker whatever the device: nothing to wait for without CUDA.
+3. transformers gives every model whose config.json says `qwen2` the class Qwen2Tokenizer, a byte-level BPE, also
+   when tokenizer.json holds another kind of model (the demo's is a table of words): the file decides.
+
+It rests on SGLang's internals: pins.txt names the one version it is tested with.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+# More threads than free cores make small models ten times slower, not faster.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+PLACEHOLDERS = frozenset({"sgl_kernel", "torchvision"})
+
+
+class _PlaceholderType(type):
+    """A name of a placeholder module: usable as decorator and as base class, refused as anything else."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return args[0]
+        raise NotImplementedError(f"{cls.__name__} is not available without a GPU")
+
+    def __getattr__(cls, name: str) -> Any:
+        return _placeholder(name)
+
+
+def _placeholder(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _PlaceholderType.__new__(_PlaceholderType, name, (), {})
+
+
+class _PlaceholderModule(types.ModuleType):
+    """Has every public name."""
+
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        return _placeholder(name)
+
+
+class _PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds PLACEHOLDERS and everything below them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] not in PLACEHOLDERS:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _PlaceholderModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__path__ = []
+
+
+def _mend_synchronize() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = lambda device=None: None
+
+
+def _mend_tokenizer() -> None:
+    """AutoTokenizer keeps its choice of a class unless that class rebuilt the tokenizer as another kind of model."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    choose = AutoTokenizer.from_pretrained
+
+    def from_pretrained(name: Any, *args: Any, **kwargs: Any) -> Any:
+        tokenizer = choose(name, *args, **kwargs)
+        file = Path(name) / "tokenizer.json"
+        if not file.is_file() or not hasattr(tokenizer, "backend_tokenizer"):
+            return tokenizer
+        kind = json.loads(file.read_text(encoding="utf-8"))["model"].get("type")
+        if kind in (None, type(tokenizer.backend_tokenizer.model).__name__):
+            return tokenizer
+        return PreTrainedTokenizerFast.from_pretrained(name)
+
+    AutoTokenizer.from_pretrained = from_pretrained
+
+
+_mend_synchronize()  # imports torch before the finder is there, so that torch sees that torchvision is absent
+sys.meta_path.insert(0, _PlaceholderFinder())
+_mend_tokenizer()
+
+
+def main() -> None:
+    """Serve until a signal; leaves no child process behind."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()
