@@ -36,6 +36,7 @@ VERBS: dict[str, Verb] = {
     "down": Verb("stop a run", "deploy.commands.down"),
     "status": Verb("one look at a run: processes, engines, streams, ledger", "deploy.commands.status"),
     "top": Verb("the same, live: throughput, lag, reward, who waits for whom", "deploy.commands.top"),
+    "curves": Verb("learning curves of several runs, side by side", "deploy.commands.curves"),
     "replay": Verb("print trained trajectories, with what the policy wrote and what it read", "deploy.commands.replay"),
     "eval": Verb("ask a running rollout server questions and score the answers", "deploy.commands.eval"),
     "doctor": Verb("look for what would stop a run, and say how to mend it", "deploy.commands.doctor"),
@@ -45,6 +46,7 @@ VERBS: dict[str, Verb] = {
     "engine": Verb("run one engine node", process="rollout_server.node"),
     "rollout": Verb("run one rollout server", process="rollout_server"),
     "learner": Verb("run the learner", process="learner"),
+    "bench": Verb("measure one part beside a baseline of the same run", "deploy.commands.bench"),
     "version": Verb("print the versions that matter in a bug report", "deploy.commands.version"),
 }
 

@@ -1,0 +1,34 @@
+"""What a figure depends on besides the code: cores, load, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def machine_facts() -> dict[str, Any]:
+    """Plain values for the report. `load_1m`: the load average of the last minute, as of now."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_name(),
+        "python": platform.python_version(),
+        "load_1m": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that process `pid` has used so far, all its threads, user and system; in ticks of 10 ms."""
+    # the command's name, in brackets, may hold blanks: count from behind it
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

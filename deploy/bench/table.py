@@ -1,0 +1,10 @@
+"""The benchmarks by name: a new one is one file and one line here."""
+
+from __future__ import annotations
+
+from deploy.bench.base import BenchSettings
+from deploy.bench.rollout import RolloutBench
+
+BENCHMARKS: dict[str, type[BenchSettings]] = {
+    "rollout": RolloutBench,
+}

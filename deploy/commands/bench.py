@@ -1,0 +1,89 @@
+"""Measure one part of Foray beside a baseline that runs on the same machine in the same run.
+
+Absolute figures mean little on a machine that others use too: look at the ratio, which is always ours against the
+baseline, higher is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from deploy.bench.machine import machine_facts
+from deploy.bench.table import BENCHMARKS
+from protocol.settings import section
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray bench`: a name, and the settings of every benchmark as flags."""
+    names = "; ".join(f"{name}: {kind.help}" for name, kind in BENCHMARKS.items())
+    parser.add_argument("name", choices=list(BENCHMARKS), help=names)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="a small run: everything happens, the figures mean little")
+    flags: dict[str, list[str]] = {}
+    for name, kind in BENCHMARKS.items():
+        for field, facts in kind.model_fields.items():
+            default = ",".join(map(str, facts.default)) if isinstance(facts.default, tuple) else facts.default
+            text = f"{name}: {facts.description} (default: {default})".replace("%", "%%")
+            flags.setdefault(field, []).append(text)
+    settings = parser.add_argument_group("settings, by benchmark")
+    for field, lines in flags.items():
+        flag = "--" + field.replace("_", "-")
+        settings.add_argument(flag, dest=f"set_{field}", default=argparse.SUPPRESS, metavar="X", help=" ".join(lines))
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when it was measured; raises UserError for settings that do not fit the benchmark."""
+    from deploy.child import ProcessFailed
+
+    kind = BENCHMARKS[args.name]
+    given = {name[4:]: value for name, value in vars(args).items() if name.startswith("set_")}
+    settings = section({args.name: (kind.quick if args.quick else {}) | given}, args.name, kind)
+    facts = machine_facts()
+    begun = time.monotonic()
+    try:
+        measured = settings.measure(lambda line: print(f"[{args.name}] {line}", file=sys.stderr, flush=True))
+    except ProcessFailed as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    report: dict[str, Any] = {
+        "name": args.name,
+        **{key: getattr(measured, key) for key in ("value", "unit", "baseline", "ratio")},
+        **measured.details,
+        "settings": settings.model_dump(mode="json"),
+        "machine": facts | {"load_1m_end": machine_facts()["load_1m"], "run_s": time.monotonic() - begun},
+    }
+    print(json.dumps(rounded(report)) if args.json else "\n".join(table(rounded(report))))
+    return 0
+
+
+def rounded(value: Any) -> Any:
+    """The same with four significant digits: more would be noise."""
+    match value:
+        case float():
+            return float(f"{value:.4g}")
+        case dict():
+            return {key: rounded(item) for key, item in value.items()}
+        case list() | tuple():
+            return [rounded(item) for item in value]
+        case _:
+            return value
+
+
+def table(report: dict[str, Any], indent: str = "") -> list[str]:
+    """The report for people, a figure a line; a list of records has its names above the columns."""
+    lines = []
+    for name, value in report.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}", *table(value, indent + "  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            cells = [list(value[0]), *([str(item) for item in row.values()] for row in value)]
+            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+            rows = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in cells)
+            lines += [f"{indent}{name}", *(f"{indent}  {row}" for row in rows)]
+        else:
+            lines.append(f"{indent}{name:<20} {value}")
+    return lines

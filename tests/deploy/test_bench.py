@@ -1,0 +1,83 @@
+"""`foray bench` as a script meets it: one JSON object, settings that are checked, a baseline beside every figure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import Field
+
+from deploy.bench import table
+from deploy.bench.base import BenchSettings, Measured, Say
+from deploy.bench.table import BENCHMARKS
+from deploy.cli import main
+from deploy.commands.bench import rounded
+
+
+class Sheep(BenchSettings):
+    """Counts them."""
+
+    help: ClassVar[str] = "sheep a second"
+    quick: ClassVar[dict[str, Any]] = {"count": 2}
+
+    count: int = Field(default=7, ge=1)
+    """How many."""
+
+    def measure(self, say: Say) -> Measured:
+        say("counting")
+        rows = [{"sheep": i, "seconds": 1 / 3} for i in range(self.count)]
+        return Measured(self.count / 3, "sheep/s", {"name": "goats", "value": 1.0}, self.count / 3, {"rows": rows})
+
+
+@pytest.fixture(autouse=True)
+def sheep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(table.BENCHMARKS, "sheep", Sheep)
+
+
+def test_json_is_one_object_with_the_figure_its_baseline_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sheep", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["name"], told["value"], told["unit"], told["ratio"]) == ("sheep", 2.333, "sheep/s", 2.333)
+    assert told["baseline"] == {"name": "goats", "value": 1.0} and told["settings"] == {"count": 7}
+    assert told["machine"]["cores"] >= 1 and {"load_1m", "load_1m_end", "run_s"} <= told["machine"].keys()
+    assert err == "[sheep] counting\n", "progress is not part of the answer"
+
+
+def test_a_quick_run_is_small_and_a_flag_has_the_last_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sheep", "--json", "--quick"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == {"count": 2}
+    assert main(["bench", "sheep", "--json", "--quick", "--count", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == {"count": 3}
+
+
+def test_without_json_it_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sheep", "--count", "2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["ratio", "0.6667"] in lines and ["sheep", "seconds"] in lines and ["1", "0.3333"] in lines
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["sheep", "--count", "0"], "sheep.count = '0'"),
+        (["sheep", "--trajectories", "8"], "unknown key 'sheep.trajectories'"),
+        (["rollout", "--trajectories", "9"], "9 trajectories are no whole groups of 8"),
+        (["rollout", "--seeds", "0,x"], "rollout.seeds.1 = 'x'"),
+    ],
+)
+def test_a_wrong_setting_answers_at_once(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_says_what_it_does_and_has_a_small_run(name: str) -> None:
+    kind = BENCHMARKS[name]
+    assert kind.help and kind.model_validate(kind.quick) != kind()
+    assert all(field.description for field in kind.model_fields.values())
+
+
+def test_figures_have_four_digits() -> None:
+    assert rounded({"a": [1.23456, {"b": 0.000123456}], "n": 123456}) == {"a": [1.235, {"b": 0.0001235}], "n": 123456}
