@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.base import Say
+from deploy.bench.machine import cpu_seconds
 from deploy.bench.script import Script
 from deploy.plan import ProcessSpec, Ready
 from deploy.ports import free_port
@@ -36,26 +37,32 @@ READY_S, SHUTDOWN_S = 120.0, 10.0
 
 @dataclass(frozen=True)
 class Played:
-    """What one seed came to. Seconds of the clock; `loop_lag_s`: the latest that the server's event loop ever was."""
+    """What one seed came to.
+
+    seconds     of the clock, from the first task to the last group
+    cpu_s       that the rollout server used meanwhile; `world_cpu_s`: that engines and search took from the same cores
+    loop_lag_s  the latest that the server's event loop was, by its own measurement each second
+    """
 
     seconds: float
     cpu_s: float
-    groups: list[TrajectoryGroup]
+    world_cpu_s: float
     loop_lag_s: float
+    groups: list[TrajectoryGroup]
 
 
 class Ring:
-    """The running processes. `engines` and `search` are URLs; `rollout_pid` is the process under measurement."""
+    """The running processes. `engines` and `search` are URLs; `pids` by name of the process."""
 
-    def __init__(self, store: RunStore, redis_url: str, engines: Sequence[str], search: str, rollout_pid: int) -> None:
-        self._store, self._redis_url = store, redis_url
-        self.engines, self.search, self.rollout_pid = tuple(engines), search, rollout_pid
+    def __init__(
+        self, store: RunStore, redis_url: str, engines: Sequence[str], search: str, pids: dict[str, int]
+    ) -> None:
+        self._store, self._redis_url, self._pids = store, redis_url, pids
+        self.engines, self.search = tuple(engines), search
         self._next_seq = 1
 
     def play(self, script: Script, seed: int, number: int, *, timeout_s: float) -> Played:
         """Issue one task a question, all at once, and wait for the last group. Raises ForayError when one fails."""
-        from deploy.bench.machine import cpu_seconds
-
         count = script.draws.trajectories // script.group_size
         tasks = []
         for group in range(count):
@@ -65,7 +72,7 @@ class Ring:
         self._next_seq += count
         bodies: list[bytes] = []
         lag = 0.0
-        begun, cpu = time.monotonic(), cpu_seconds(self.rollout_pid)
+        begun, cpu = time.monotonic(), self._cpu_s()
         self._store.issue(0, tasks)
         while len(bodies) < count:
             if time.monotonic() - begun > timeout_s:
@@ -74,11 +81,15 @@ class Ring:
             self._store.ack([entry for entry, _ in entries])
             bodies += [fields[b"b"] for _, fields in entries]
             lag = max(lag, self._loop_lag_s())
-        seconds, cpu = time.monotonic() - begun, cpu_seconds(self.rollout_pid) - cpu
+        seconds = time.monotonic() - begun
+        used = {name: after - cpu[name] for name, after in self._cpu_s().items()}
         groups = [message for message in map(decode, bodies) if isinstance(message, TrajectoryGroup)]
         if len(groups) < count:
             raise ForayError(f"{count - len(groups)} groups failed; the log of the rollout server says why")
-        return Played(seconds, cpu, groups, lag)
+        return Played(seconds, used.pop("rollout"), sum(used.values()), lag, groups)
+
+    def _cpu_s(self) -> dict[str, float]:
+        return {name: cpu_seconds(pid) for name, pid in self._pids.items()}
 
     def _loop_lag_s(self) -> float:
         with connect(self._redis_url) as client:
@@ -120,7 +131,8 @@ def running(directory: Path, script: Script, *, engines: int, groups: int, say: 
         argv = python("rollout_server", *(f"{key}={value}" for key, value in overrides.items()))
         spawn("rollout", "rollout", argv, Ready.HTTP, f"http://127.0.0.1:{port}")
         supervisor.await_ready(["rollout"])
-        yield Ring(store, redis_url, urls, search, supervisor.children["rollout"].pid)
+        pids = {name: child.pid for name, child in supervisor.children.items()}
+        yield Ring(store, redis_url, urls, search, pids)
         supervisor.check()
         store.close()
     finally:

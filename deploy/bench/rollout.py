@@ -72,6 +72,7 @@ class RolloutBench(BenchSettings):
             directory = Path(name)
             script = Script(directory, draws, self.group_size, self.turn_tokens, self.seeds)
             write_tokenizer(directory, "words", more_words=script.words)
+            (directory / "config.json").write_text(json.dumps({"vocab_size": len(script.ids)}))
             (directory / "claims").mkdir()
             groups = self.trajectories // self.group_size
             with running(directory, script, engines=self.engines, groups=groups, say=say) as ring:
@@ -94,6 +95,7 @@ class RolloutBench(BenchSettings):
             "seconds": played.seconds,
             "efficiency": bound / played.seconds,
             "cpu_ms_per_turn": 1000 * played.cpu_s / turns,
+            "world_cpu_s": played.world_cpu_s,
             "event_loop_lag_s": played.loop_lag_s,
             "barrier_bound_s": barrier_bound,
             "barrier_seconds": barrier["seconds"],

@@ -86,7 +86,7 @@ class Script:
 
     def rest(self, ids: Sequence[int]) -> tuple[Place, list[int]]:
         """Where `ids` are, and the ids that are still missing in this turn. Raises ValueError for any other ids."""
-        asked, told = self._ids["?"], self._ids["</information>"]
+        asked, told = self.ids["?"], self.ids["</information>"]
         start = list(ids).index(asked)
         play, seed, group = (int(self._words[i]) for i in ids[start - 3 : start])
         turn = list(ids).count(told)
@@ -97,7 +97,7 @@ class Script:
         else:
             trajectory = group * self.group_size + self._claim(play, seed, group)
         place = Place(seed, trajectory, turn, written)
-        return place, [self._ids[word] for word in self.turn(place)[written:]]
+        return place, [self.ids[word] for word in self.turn(place)[written:]]
 
     def _claim(self, play: int, seed: int, group: int) -> int:
         """A number within the group that nobody had yet. A file that only one process can create is a claim."""
@@ -110,11 +110,12 @@ class Script:
         raise ValueError(f"group {group} has {self.group_size} trajectories, and one more asks for its first turn")
 
     @cached_property
-    def _ids(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
+        """Word -> id, of the tokenizer in `directory`."""
         spec = json.loads((self.directory / "tokenizer.json").read_text())
         table: dict[str, int] = dict(spec["model"]["vocab"])
         return table | {token["content"]: int(token["id"]) for token in spec.get("added_tokens") or []}
 
     @cached_property
     def _words(self) -> dict[int, str]:
-        return {index: word for word, index in self._ids.items()}
+        return {index: word for word, index in self.ids.items()}
