@@ -33,8 +33,29 @@ class EngineControl:
         """`GET /model_info`: answers at once even while the engine is paused."""
         return json_object(await self._http.control("GET", "/model_info"), self.name)
 
+    async def server_info(self) -> dict[str, Any]:
+        """`GET /server_info`: how it was started. SGLang's scheduler answers it, so it may hang with that one."""
+        return json_object(await self._http.control("GET", "/server_info"), self.name)
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """`POST /tokenize`: ids of `text` without special tokens; None where the answer holds none."""
+        body = {"model": "default", "prompt": text, "add_special_tokens": False}
+        reply = json_object(await self._http.control("POST", "/tokenize", body), self.name)
+        return reply.get("tokens")
+
+    async def scheduler_figures(self, *, timeout_s: float) -> Any:
+        """What `GET /v1/loads` says of each scheduler, as it is: it differs as soon as one of them has done a step.
+
+        The HTTP side answers at once, from what its scheduler wrote last.
+        """
+        return json_object(await self._http.control("GET", "/v1/loads", None, timeout_s), self.name).get("loads")
+
     async def loads(self) -> dict[str, float]:
-        """`GET /v1/loads`, summed over data-parallel ranks: running, waiting, tokens_per_s, token_usage."""
+        """`GET /v1/loads`, summed over data-parallel ranks.
+
+        running, waiting, tokens_per_s, token_usage, max_running, max_tokens (of the KV cache), and retractions since
+        the start, 0 where the engine does not say.
+        """
         reply = json_object(await self._http.control("GET", "/v1/loads"), self.name)
         ranks = reply.get("loads") or [reply]
         names = {
@@ -42,6 +63,9 @@ class EngineControl:
             "waiting": "num_waiting_reqs",
             "tokens_per_s": "gen_throughput",
             "token_usage": "token_usage",
+            "max_running": "max_running_requests",
+            "max_tokens": "max_total_num_tokens",
+            "retractions": "num_retracted_reqs",
         }
         try:
             out = {ours: float(sum(rank.get(theirs) or 0 for rank in ranks)) for ours, theirs in names.items()}
