@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any, Literal
 
 import aiohttp
 
+from protocol.messages import WeightBucket, WeightView
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError
-from rollout_server.engine.http import EngineHttp, json_object
+from rollout_server.engine.http import CONTROL_TIMEOUT_S, EngineHttp, json_object
 
 
 class EngineControl:
@@ -95,3 +98,71 @@ class EngineControl:
         reply = json_object(await self._http.control("POST", "/update_weights_from_disk", body, timeout_s), self.name)
         if reply.get("success") is not True:
             raise EngineError("refused", self.name, str(reply.get("message", "update failed"))[:500])
+
+    # --- weights over a group of which the learner is rank 0 ---
+
+    async def join_group(self, view: WeightView, rank_offset: int, *, timeout_s: float) -> None:
+        """`POST /init_weights_update_group`: answers when every rank has joined.
+
+        Raises EngineError. An engine whose peers never come may be stuck beyond the timeout: only its end helps then.
+        """
+        body = {
+            "master_address": view.address,
+            "master_port": view.port,
+            "rank_offset": rank_offset,
+            "world_size": view.world_size,
+            "group_name": view.group,
+            "backend": view.backend,
+        }
+        await self._weights("/init_weights_update_group", body, timeout_s)
+
+    async def leave_group(self, group: str, *, timeout_s: float) -> None:
+        """`POST /destroy_weights_update_group`; refused when there is none of that name."""
+        await self._weights("/destroy_weights_update_group", {"group_name": group}, timeout_s)
+
+    async def begin_update(self, *, timeout_s: float) -> None:
+        """`POST /begin_weight_update`: SGLang refuses buckets outside of such a session, and a second one."""
+        await self._weights("/begin_weight_update", {}, timeout_s)
+
+    async def receive_bucket(self, bucket: WeightBucket, group: str, *, flattened: bool, timeout_s: float) -> None:
+        """`POST /update_weights_from_distributed`: joins one broadcast (each tensor's own unless `flattened`).
+
+        No label goes along: SGLang would call a model so that has received one bucket of many. Raises EngineError;
+        the weights may then be half changed.
+        """
+        body = {
+            "names": list(bucket.names),
+            "dtypes": list(bucket.dtypes),
+            "shapes": [list(shape) for shape in bucket.shapes],
+            "group_name": group,
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "load_format": "flattened_bucket" if flattened else None,
+        }
+        await self._weights("/update_weights_from_distributed", body, timeout_s)
+
+    async def end_update(self, *, timeout_s: float) -> None:
+        """`POST /end_weight_update`."""
+        await self._weights("/end_weight_update", {}, timeout_s)
+
+    async def label(self, label: str) -> None:
+        """Call the weights `label`; requests in flight stay (SGLang would end them unless told)."""
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._weights("/update_weight_version", body, CONTROL_TIMEOUT_S)
+
+    async def checksum(self, *, timeout_s: float) -> str:
+        """One checksum of all weights as the engine holds them, comparable between engines of one kind and layout."""
+        reply = json_object(
+            await self._http.control("POST", "/weights_checker", {"action": "checksum"}, timeout_s), self.name
+        )
+        whole = reply.get("per_engine_checksum")
+        if isinstance(whole, str) and whole:
+            return whole
+        if reply.get("success") is not True or not reply.get("ranks"):
+            raise EngineError("bad_output", self.name, f"/weights_checker: {str(reply.get('message', reply))[:300]}")
+        return hashlib.sha256(json.dumps(reply["ranks"], sort_keys=True).encode()).hexdigest()
+
+    async def _weights(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        reply = json_object(await self._http.control("POST", path, body, timeout_s), self.name)
+        if reply.get("success") is False:
+            raise EngineError("refused", self.name, f"{path}: {str(reply.get('message', 'refused'))[:500]}")

@@ -1,18 +1,38 @@
 """What a node writes to Redis: the registration of its engine, a lease that ends when it stops beating.
 
-And what it reads there: the target version, and whether an evaluation is going on.
+And what it reads there: the target version, the view of the transfer that goes on, and whether an evaluation does.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from typing import TypeVar
 
 from protocol.codec import decode_as, encode
 from protocol.errors import ProtocolError
-from protocol.messages import EngineInfo, WeightUpdate
+from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
 from rollout_server.redis_client import RedisClient
 
 log = logging.getLogger(__name__)
+
+ANSWER_TTL_MS = 600_000
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the learner says at one moment: the target, the view, and Redis' clock in seconds."""
+
+    target: WeightUpdate | None
+    view: WeightView | None
+    now: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline of the view."""
+        return self.view.deadline - self.now if self.view is not None else 0.0
 
 
 class Registry:
@@ -20,7 +40,7 @@ class Registry:
 
     def __init__(self, redis: RedisClient, *, lease_s: float) -> None:
         self._redis, self._lease_s = redis, lease_s
-        self._garbage = b""
+        self._garbage: set[bytes] = set()
 
     async def register(self, info: EngineInfo) -> None:
         """Write or renew the registration. Its end is reckoned by Redis' clock: hosts need not agree on the time."""
@@ -43,13 +63,30 @@ class Registry:
     async def target(self) -> WeightUpdate | None:
         """The version that every engine should hold; None before the learner's first, or when it does not decode."""
         (raw,) = await self._redis.batch(("HGET", self._redis.keys.target, "b"))
-        if raw is None or raw == self._garbage:
+        return self._decoded(WeightUpdate, raw)
+
+    async def orders(self) -> Orders:
+        """Target and view at one moment."""
+        keys = self._redis.keys
+        target, view, (seconds, micros) = await self._redis.batch(
+            ("HGET", keys.target, "b"), ("GET", keys.view), ("TIME",), atomic=True
+        )
+        now = float(seconds) + float(micros) / 1e6
+        return Orders(self._decoded(WeightUpdate, target), self._decoded(WeightView, view), now)
+
+    async def answer(self, view: WeightView, answer: ViewAnswer) -> None:
+        """Tells the learner where this engine stands in `view`."""
+        key = self._redis.keys.answers(view.epoch, view.number)
+        await self._redis.batch(("HSET", key, answer.member, encode(answer)), ("PEXPIRE", key, ANSWER_TTL_MS))
+
+    def _decoded(self, kind: type[M], raw: bytes | None) -> M | None:
+        if raw is None or raw in self._garbage:
             return None
         try:
-            return decode_as(WeightUpdate, raw)
+            return decode_as(kind, raw)
         except ProtocolError as error:
-            self._garbage = raw
-            log.error("ignoring the target: %s: %s", error.reason, error)
+            self._garbage = {*sorted(self._garbage)[:8], raw}
+            log.error("ignoring a %s: %s: %s", kind.__name__, error.reason, error)
             return None
 
     async def evaluating(self) -> bool:
