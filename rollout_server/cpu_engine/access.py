@@ -25,6 +25,11 @@ ADMIN = frozenset(
         "/update_weights_from_disk",
         "/update_weight_version",
         "/weights_checker",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/update_weights_from_distributed",
     }
 )
 

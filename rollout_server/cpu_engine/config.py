@@ -39,6 +39,8 @@ class EngineSettings(Settings):
     """Name of the environment variable that holds the API key of all routes; empty: none."""
     admin_api_key_env: str = ""
     """Name of the environment variable that holds the key of the control routes; empty: none."""
+    update_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """Longest wait for the trainer, in joining an update group and in receiving one broadcast, seconds."""
     seed: int = 0
     """Seed of requests that bring no `sampling_seed`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -36,9 +36,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Update:
-    """One weight update from a directory; `version` None keeps the label."""
+    """One weight update: a directory to read or a whole verified set to take. `version` None keeps the label."""
 
-    directory: Path
+    source: Path | Weights
     version: str | None
     flush_cache: bool
     abort_all: bool
@@ -47,8 +47,8 @@ class Update:
 class Engine:
     """Thread-safe face of the scheduler. Each public method may be called from any thread and returns a Future."""
 
-    def __init__(self, scheduler: Scheduler, weights: Weights, model_path: Path, threads: int) -> None:
-        self.scheduler, self.weights, self.model_path = scheduler, weights, model_path
+    def __init__(self, scheduler: Scheduler, model_path: Path, threads: int) -> None:
+        self.scheduler, self.model_path = scheduler, model_path
         self.paused: PauseMode | None = None
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -61,6 +61,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether the engine thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def weights(self) -> Weights:
+        """The weights in use."""
+        return self.scheduler.runner.model.weights
 
     @property
     def waiting(self) -> int:
@@ -147,7 +152,7 @@ class Engine:
 
     def checksums(self) -> Future[dict[str, str]]:
         """sha256 by tensor name, between two steps."""
-        return self._call(self.weights.checksums)
+        return self._call(lambda: self.weights.checksums())
 
     def _call(self, action: Callable[[], T]) -> Future[T]:
         result: Future[T] = Future()
@@ -224,11 +229,17 @@ class Engine:
                 f"the cache cannot be flushed while {len(s.running)} requests are paused in place: "
                 "the weights were left as they are; send flush_cache=false or pause with retract"
             )
-        if (update.directory / "config.json").is_file() and read_model_config(update.directory) != self.weights.config:
-            raise WeightsError(f"{update.directory / 'config.json'} describes another architecture")
-        self.weights.load(update.directory)
+        if isinstance(update.source, Path):
+            self._read(update.source)
+        else:
+            s.runner.model.weights = update.source
         s.weights_changed()
         s.counters.weight_updates += 1
-        self.model_path = update.directory
         if update.version is not None:
             s.version = update.version
+
+    def _read(self, directory: Path) -> None:
+        if (directory / "config.json").is_file() and read_model_config(directory) != self.weights.config:
+            raise WeightsError(f"{directory / 'config.json'} describes another architecture")
+        self.weights.load(directory)
+        self.model_path = directory

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from rollout_server.cpu_engine.access import problem
 from rollout_server.cpu_engine.answer import answer
+from rollout_server.cpu_engine.bodies import read_json
 from rollout_server.cpu_engine.contract import BadRequest, Call, Limits, parse
 from rollout_server.cpu_engine.engine import Engine
 from rollout_server.cpu_engine.request import Request
@@ -137,11 +138,3 @@ class Generation:
         if not ended:  # it may have ended meanwhile: the last chunk says so
             chunk["meta_info"]["finish_reason"] = None
         return chunk
-
-
-async def read_json(http: web.Request) -> Any:
-    """The body as JSON. Raises BadRequest."""
-    try:
-        return json.loads(await http.read())
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ from rollout_server.cpu_engine.runner import Runner
 from rollout_server.cpu_engine.scheduler import Scheduler
 from rollout_server.cpu_engine.stopping import Stopping
 from rollout_server.cpu_engine.tokenizer import Tokenizer
+from rollout_server.cpu_engine.updates import Updates
 from rollout_server.cpu_engine.weights import Weights, WeightsError
 
 log = logging.getLogger("rollout_server.cpu_engine")
@@ -40,6 +42,7 @@ SWITCH_INTERVAL = 0.0002
 """Seconds after which Python hands the interpreter lock on. The default of 5 ms would let the HTTP thread stall every
 one of the engine's hundred short torch calls a step."""
 BODY_LIMIT = 64 << 20
+UPDATES = web.AppKey("updates", Updates)
 
 
 def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConfig]:
@@ -57,7 +60,7 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConf
     kv = KvRows(config.layers, config.kv_heads, config.head_dim, dtype, budget)
     runner = Runner(Model(config, weights), kv, settings.max_running)
     scheduler = Scheduler(runner, Stopping(tokenizer), Counters(), settings.max_running, settings.weight_version)
-    return Engine(scheduler, weights, settings.model_path, settings.threads), tokenizer, config
+    return Engine(scheduler, settings.model_path, settings.threads), tokenizer, config
 
 
 def cache_tokens(settings: EngineSettings, config: ModelConfig, itemsize: int) -> int:
@@ -89,6 +92,8 @@ def build_app(
     app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)])
     app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
     app.add_routes(Control(engine, generation, info, settings.model_dump(mode="json")).routes())
+    updates = app[UPDATES] = Updates(engine, settings.update_timeout_s)
+    app.add_routes(updates.routes())
     return app
 
 
@@ -103,13 +108,18 @@ def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
     app = build_app(engine, tokenizer, config, settings, (api_key, admin_key))
     engine.start()
     try:
-        asyncio.run(_serve(app, engine, listener, settings.host))
+        clean = asyncio.run(_serve(app, engine, listener, settings.host))
     finally:
         engine.stop()
+    if not clean:
+        # gloo's destructors, run when the interpreter ends, would wait for the trainer until the timeout
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
-async def _serve(app: web.Application, engine: Engine, listener: socket.socket, host: str) -> None:
-    """Waits for a signal; unblocked by SIGINT and SIGTERM."""
+async def _serve(app: web.Application, engine: Engine, listener: socket.socket, host: str) -> bool:
+    """Waits for a signal; unblocked by SIGINT and SIGTERM. Whether no thread is left behind."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -123,6 +133,7 @@ async def _serve(app: web.Application, engine: Engine, listener: socket.socket, 
     await runner.cleanup()
     # while the loop still runs: the engine's last words go through it
     await asyncio.to_thread(engine.stop)
+    return await app[UPDATES].close()
 
 
 def _listen(settings: EngineSettings) -> socket.socket:

@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class WeightsError(Exception):
-    """The files do not hold exactly this model's tensors. Nothing was changed."""
+    """What came does not hold exactly this model's tensors. The weights in use were not changed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Layer:
 
 
 class Weights:
-    """All tensors of one model, zero until `load`. `places` maps every Hugging Face name to its storage."""
+    """All tensors of one model, zero until `load` or `put`. `places` maps every Hugging Face name to its storage."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
@@ -79,19 +79,37 @@ class Weights:
 
     def verify(self, tensors: Tensors) -> None:
         """Every name there, none too many, every shape right, every number finite; else WeightsError."""
-        spare = {"lm_head.weight"} if self.config.tied else set()
         missing = sorted(self.places.keys() - tensors.keys())
-        extra = sorted(n for n in tensors.keys() - self.places.keys() - spare if not n.endswith("rotary_emb.inv_freq"))
+        extra = sorted(name for name in tensors.keys() - self.places.keys() if not self._spare(name))
         if missing:
             raise WeightsError(f"{len(missing)} tensor(s) missing, first {missing[0]!r}")
         if extra:
             raise WeightsError(f"{len(extra)} unknown tensor(s), first {extra[0]!r}")
         for name, place in self.places.items():
-            if tensors[name].shape != place.view.shape:
-                want, got = list(place.view.shape), list(tensors[name].shape)
-                raise WeightsError(f"tensor {name!r} has shape {got}, the model has {want}")
-            if not tensors[name].is_floating_point() or not bool(torch.isfinite(tensors[name]).all()):
-                raise WeightsError(f"tensor {name!r} holds values that are not finite numbers")
+            self._check(name, place, tensors[name])
+            _check_finite(name, tensors[name])
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Replace one tensor, given in any float dtype. Raises WeightsError; then this set is not to be used."""
+        place = self.places.get(name)
+        if place is None:
+            if self._spare(name):
+                return
+            raise WeightsError(f"unknown tensor {name!r}")
+        self._check(name, place, tensor)
+        place.put(tensor)
+        _check_finite(name, place.view)  # after the conversion: a float64 may be beyond float32
+
+    def _spare(self, name: str) -> bool:
+        """Whether a tensor of this name may come along and is not needed."""
+        return (self.config.tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+
+    def _check(self, name: str, place: Place, tensor: torch.Tensor) -> None:
+        if tensor.shape != place.view.shape:
+            want, got = list(place.view.shape), list(tensor.shape)
+            raise WeightsError(f"tensor {name!r} has shape {got}, the model has {want}")
+        if not tensor.is_floating_point():
+            raise WeightsError(f"tensor {name!r} is of {tensor.dtype}, which is no float")
 
     def checksums(self) -> dict[str, str]:
         """sha256 (hex) of each tensor's bytes in the engine's dtype and Hugging Face's layout, by name."""
@@ -166,6 +184,11 @@ def read_tensors(directory: Path) -> Tensors:
         if type(error).__name__ != "SafetensorError":
             raise
         raise WeightsError(f"broken safetensors in {directory}: {error}") from error
+
+
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise WeightsError(f"tensor {name!r} holds values that are not finite numbers")
 
 
 def _rotation_order(rows: int, head_dim: int) -> torch.Tensor:

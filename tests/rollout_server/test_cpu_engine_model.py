@@ -23,9 +23,12 @@ from transformers import (
 
 from protocol.errors import UserError
 from rollout_server.cpu_engine.config import EngineSettings
+from rollout_server.cpu_engine.model_config import read_model_config
 from rollout_server.cpu_engine.request import Request, SamplingParams
 from rollout_server.cpu_engine.scheduler import Scheduler, one_of
 from rollout_server.cpu_engine.serve import build_engine
+from rollout_server.cpu_engine.staging import Staging
+from rollout_server.cpu_engine.weights import Weights, WeightsError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -129,6 +132,24 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
             logprobs = torch.log_softmax(model(ids).logits[0], -1)
         expected = logprobs[len(r.prompt_ids) - 1 : -1].gather(1, torch.tensor(r.output_ids)[:, None])[:, 0]
         assert (torch.tensor(r.output_logprobs) - expected).abs().mean() < 0.2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_weights_staged_one_by_one_are_those_that_are_loaded_from_disk(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    sent = dict(write(tmp_path, family).state_dict())
+    loaded = Weights(read_model_config(tmp_path), dtype)
+    loaded.load(tmp_path)
+    staging = Staging(loaded.config, dtype)
+    for name, tensor in sorted(sent.items(), reverse=True):
+        staging.put(name, tensor)
+    assert staging.finished().checksums() == loaded.checksums()
+    another = Staging(loaded.config, dtype)
+    another.put("model.norm.weight", sent["model.norm.weight"])
+    with pytest.raises(WeightsError, match="not sent"):
+        another.finished()
 
 
 def test_a_prompt_longer_than_one_chunk_is_computed_and_scored_in_pieces(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Reading JSON bodies of the control routes: every wrong value is a BadRequest (HTTP 400) that names it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from aiohttp import web
+
+from rollout_server.cpu_engine.contract import BadRequest
+
+
+async def read_json(http: web.Request) -> Any:
+    """The body as JSON. Raises BadRequest."""
+    try:
+        return json.loads(await http.read())
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+
+
+async def read_object(http: web.Request) -> dict[str, Any]:
+    """The body as an object; an empty body is an empty object."""
+    if not http.can_read_body:
+        return {}
+    body = await read_json(http)
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def optional(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    """A field of exactly type `kind`; `default` where it is missing or null."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise BadRequest(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def required(body: dict[str, Any], name: str, kind: type) -> Any:
+    """A field of exactly type `kind` that is there and, where it is a text or a list, not empty."""
+    value = optional(body, name, kind, None)
+    if value is None or value == "" or value == []:
+        raise BadRequest(f"{name} is missing")
+    return value
