@@ -1,7 +1,7 @@
 """Launch the PyPI `sglang` server on a machine without a GPU: `python launch.py --model-path DIR --device cpu ...`.
 
 Runs in an environment of its own (`pins.txt`, `make sglang-env`), so it imports nothing of Foray. What it mends, all
-before SGLang is imported, and again in every child process because `spawn` imports this file anew:
+before SGLang loads a model, and again in every child process because `spawn` imports this file anew:
 
 1. `sgl_kernel` (a wheel of CUDA code) and `torchvision` (whose CPU-less wheel breaks transformers) are imported by
    SGLang unconditionally. The torch_native path of plain text models takes names from them and never calls them:
@@ -9,6 +9,8 @@ before SGLang is imported, and again in every child process because `spawn` impo
 2. `torch.cuda.synchronize` is called by /weights_checker whatever the device: nothing to wait for without CUDA.
 3. transformers gives every model whose config.json says `qwen2` the class Qwen2Tokenizer, a byte-level BPE, also
    when tokenizer.json holds another kind of model (the demo's is a table of words): the file decides.
+4. On CPUs SGLang pads attention heads for tensor parallelism, and on the way forgets `head_dim` of a Qwen2 where
+   that is not hidden_size / heads (the demo's is not). One rank needs no padding.
 
 It rests on SGLang's internals: pins.txt names the one version it is tested with.
 """
@@ -102,9 +104,21 @@ def _mend_tokenizer() -> None:
     AutoTokenizer.from_pretrained = from_pretrained
 
 
+def _mend_head_dim() -> None:
+    from sglang.srt.configs import update_config
+
+    pad = update_config.adjust_config_with_unaligned_cpu_tp
+
+    def adjust(model_config: Any, load_config: Any, tp_size: int) -> Any:
+        return model_config if tp_size == 1 else pad(model_config, load_config, tp_size)
+
+    update_config.adjust_config_with_unaligned_cpu_tp = adjust
+
+
 _mend_synchronize()  # imports torch before the finder is there, so that torch sees that torchvision is absent
 sys.meta_path.insert(0, _PlaceholderFinder())
 _mend_tokenizer()
+_mend_head_dim()
 
 
 def main() -> None:
