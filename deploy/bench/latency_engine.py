@@ -63,12 +63,12 @@ class LatencyEngine:
     async def _stream(
         self, request: web.Request, body: dict[str, Any], ids: Sequence[int], begun: float, pace_s: float
     ) -> web.StreamResponse:
-        """Cumulative chunks, as SGLang sends them by default, every `stream_interval` tokens and at the end."""
+        """Cumulative chunks, as SGLang sends them by default: the first token, every `stream_interval`, the end."""
         clock = asyncio.get_running_loop().time
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         interval = int(body["sampling_params"].get("stream_interval") or 1)
-        for length in [*range(interval, len(ids), interval), len(ids)]:
+        for length in [*range(1, len(ids), interval), len(ids)]:
             await asyncio.sleep(begun + pace_s * length - clock())
             chunk = self._answer(body, ids[:length], ended=length == len(ids))
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
@@ -77,16 +77,17 @@ class LatencyEngine:
         return response
 
     def _answer(self, body: dict[str, Any], ids: Sequence[int], *, ended: bool) -> dict[str, Any]:
-        meta = {
+        meta: dict[str, Any] = {
             "id": body["rid"],
             "finish_reason": {"type": "stop", "matched": ids[-1]} if ended else None,
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(ids),
             "cached_tokens": 0,
             "weight_version": VERSION,
-            "weight_versions": [{"version": VERSION, "start": 0, "end": len(ids)}],
             "output_token_logprobs": [[LOGPROB, i, None] for i in ids],
         }
+        if ended:  # SGLang says it in the last chunk only
+            meta["weight_versions"] = [{"version": VERSION, "start": 0, "end": len(ids)}]
         return {"text": "", "output_ids": list(ids), "meta_info": meta}
 
     async def _ok(self, _: web.Request) -> web.Response:

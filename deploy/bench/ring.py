@@ -40,7 +40,7 @@ class Played:
     """What one seed came to.
 
     seconds     of the clock, from the first task to the last group
-    cpu_s       that the rollout server used meanwhile; `world_cpu_s`: that engines and search took from the same cores
+    cpu_s       that the rollout server used meanwhile; `world_cpu_s`: that engines, search and Redis took
     loop_lag_s  the latest that the server's event loop was, by its own measurement each second
     """
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from deploy.bench.base import BenchSettings
+from deploy.bench.engine import EngineBench
 from deploy.bench.rollout import RolloutBench
 
 BENCHMARKS: dict[str, type[BenchSettings]] = {
+    "engine": EngineBench,
     "rollout": RolloutBench,
 }

@@ -1,0 +1,26 @@
+"""`foray bench engine`: a small run of all three, and what happens when one of them cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.bench.engine_load import Baseline
+from deploy.cli import main
+from protocol.errors import ForayError
+
+
+@pytest.mark.ring
+def test_a_small_run_has_all_figures_of_the_engine_and_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["value"] == told["streaming"]["tokens_per_s"] > 0 and told["whole"]["tokens_per_s"] > 0
+    assert told["ratio"] == pytest.approx(told["value"] / told["baseline"]["tokens_per_s"], rel=1e-2)
+    assert told["baseline"]["cpu_ms_per_token"] > 0
+
+
+def test_a_baseline_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ForayError, match="transformers failed"), Baseline(tmp_path, tmp_path / "none", 1) as baseline:
+        baseline.round([[20, 21]], 2)
