@@ -5,8 +5,8 @@ JOINING ----------------> SYNCING ---------> READY <----------------------------
                              ^                 |                                      |
     restart with back-off    |                 +--> LOADING: pause, update, read back, continue
     (ours; an attached one   |                 |           |
-    is loaded again)         |     dies,       v           | fails after it began
-                             +--<-- silent: SUSPECT        v
+    is GONE until it answers |     dies,       v           | fails after it began
+    and is loaded again)     +--<--  hangs: SUSPECT        v
                              +--<---------------------- QUARANTINED
 SIGTERM in any state: DRAINING, then gone.
 """
@@ -29,12 +29,16 @@ from protocol.settings import RunSettings
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.control import EngineControl
 from rollout_server.metrics import Stats
-from rollout_server.node.child import Child, command, environment
-from rollout_server.node.config import AttachedEngine, NodeSettings
+from rollout_server.node.attach import introduce
+from rollout_server.node.child import STOP_S, Child
+from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
+from rollout_server.node.facts import read_facts
+from rollout_server.node.launch import command, environment
 from rollout_server.node.manifest import WeightsCorrupt, verify
 from rollout_server.node.registry import Registry
 from rollout_server.node.standing import NO_VERSION, Standing
 from rollout_server.node.swap import EngineLost, Follower, lost
+from rollout_server.node.watch import EngineHung, Watchdog
 from rollout_server.redis_client import Outage, insist
 
 log = logging.getLogger(__name__)
@@ -44,6 +48,8 @@ SOUND_AFTER_S = 60.0
 """An engine that lived so long has earned a quick restart."""
 NOTICE_S = 1.0
 """How long rollout servers may take to notice that an engine drains: they look twice a second."""
+HAND_BACK_S = 3.0
+"""How long the partial outputs of a drained engine may take to reach their clients."""
 
 
 class Agent:
@@ -62,8 +68,9 @@ class Agent:
         port: int,
     ) -> None:
         self._run, self._settings, self._registry, self._stats = run, settings, registry, stats
-        self._standing, self._port = standing, port
+        self._standing, self._url, self._port = standing, url, port
         self._client = EngineControl(session, url, name=standing.id)
+        self._introduced = False
         self._follower = Follower(standing, registry, settings, stats)
 
     async def live(self) -> None:
@@ -79,38 +86,48 @@ class Agent:
                     every_s = self._settings.heartbeat_s
                     tasks.create_task(self._follower.follow(self._client), name="follow")
                     tasks.create_task(self._standing.measure(self._client, every_s=every_s), name="measure")
-                    tasks.create_task(self._probe(), name="probe")
-                    tasks.create_task(self._watch(child), name="watch")
+                    watchdog = Watchdog(
+                        self._client, self._standing, self._settings, self._stats, self._follower.swapping
+                    )
+                    tasks.create_task(watchdog.watch(), name="watchdog")
+                    tasks.create_task(self._exit(child), name="exit")
             except* EngineLost:
-                self._stats.counts["restarts"] += 1
+                self._stats.counts["restarts"] += not isinstance(self._settings.kind, AttachedEngine)
             if time.monotonic() - born > SOUND_AFTER_S:
                 backoff = FIRST_BACKOFF_S
             await asyncio.sleep(backoff)
             backoff = min(LONGEST_BACKOFF_S, 2 * backoff)
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Take no more traffic, and let what runs finish, for drain_s or until `hurry`."""
+        """Take no more traffic, let what runs finish for drain_s or until `hurry`, and hand back what is left."""
         deadline = time.monotonic() + self._settings.drain_s
         try:
             async with asyncio.timeout(self._settings.drain_s):
                 await self._follower.swapping.acquire()  # and keep it: nothing is swapped any more
         except TimeoutError:
             log.warning("draining in the middle of a weight update that does not end")
-        booted = self._standing.state not in (NodeState.JOINING, NodeState.SYNCING, NodeState.SUSPECT)
+        booted = self._standing.state in (NodeState.READY, NodeState.LOADING, NodeState.QUARANTINED)
         self._standing.become(NodeState.DRAINING)
-        if not booted:
-            return
-        quiet_from = time.monotonic() + NOTICE_S
-        while time.monotonic() < deadline and not hurry.is_set():
+        try:
+            if not booted or await self._quiet(deadline, since=time.monotonic() + NOTICE_S, hurry=hurry):
+                return
+            if isinstance(self._settings.kind, AttachedEngine):
+                log.info("requests are in flight on an engine that goes on without us: they finish there")
+                return
+            log.info("ending the requests in flight: they go on elsewhere with the tokens they have")
+            await self._client.abort(everything=True)
+            await self._quiet(time.monotonic() + HAND_BACK_S, since=0.0)
+        except EngineError as error:
+            log.info("draining ends early: %s", error)
+
+    async def _quiet(self, deadline: float, *, since: float, hurry: asyncio.Event | None = None) -> bool:
+        """Whether nothing runs or waits any more, after `since` and before `deadline` or `hurry`; waits for it."""
+        while time.monotonic() < deadline and not (hurry and hurry.is_set()):
+            loads = await self._client.loads()
+            if time.monotonic() > since and loads["running"] + loads["waiting"] == 0:
+                return True
             await asyncio.sleep(0.1)
-            try:
-                loads = await self._client.loads()
-            except EngineError as error:
-                log.info("draining ends early: %s", error)
-                return
-            if time.monotonic() > quiet_from and loads["running"] + loads["waiting"] == 0:
-                return
-        log.warning("draining ends with requests in flight: their turns are generated again elsewhere")
+        return False
 
     @asynccontextmanager
     async def _incarnation(self) -> AsyncIterator[Child | None]:
@@ -123,28 +140,37 @@ class Agent:
         standing.become(NodeState.SYNCING, version=NO_VERSION)
         wanted = await self._wanted()
         if isinstance(kind, AttachedEngine):
-            await self._healthy(None, paused=tainted)
+            await self._answering(kind, paused=tainted)
             if not tainted:
                 await self._take_stock()
             yield None
             return
+        child, model = await self._launch(kind, wanted)
+        grace_s = STOP_S
+        try:
+            await self._healthy(child, model)
+            await self._take_stock()
+            yield child
+        except* EngineHung:
+            grace_s = 0.0  # it does not listen
+            raise
+        finally:
+            await child.stop(grace_s=grace_s)
+
+    async def _launch(self, kind: CpuEngine | SglangEngine, wanted: WeightUpdate | None) -> tuple[Child, Path]:
+        """The engine that was just started, and the directory it was told to serve."""
+        standing = self._standing
         if wanted is not None:
             # Said before it is read: the learner removes old versions, but none that an engine reports.
             standing.become(NodeState.SYNCING, "reading", version=wanted.version)
         model, label = await self._weights(wanted)
         standing.become(NodeState.SYNCING, f"launching with {label}")
-        argv = command(kind, model=model, label=label, host=self._settings.host, port=self._port)
+
+        def argv(home: Path) -> list[str]:
+            return command(kind, model=model, label=label, host=self._settings.host, port=self._port, home=home)
+
         log_path = (self._run.dir / "logs" / f"{standing.id}.engine.log").resolve()
-        try:
-            child = await Child.start(argv, environment(kind), log_path)
-        except OSError as error:
-            raise UserError(f"cannot start {argv[0]}: {error.strerror}", todo="check engine.kind.python") from None
-        try:
-            await self._healthy(child, model=model)
-            await self._take_stock()
-            yield child
-        finally:
-            await child.stop()
+        return await Child.start(argv, environment(kind), log_path), model
 
     async def _wanted(self) -> WeightUpdate | None:
         """The target, unless it is of a refused epoch."""
@@ -168,13 +194,14 @@ class Agent:
             )
         return model, NO_VERSION.label
 
-    async def _healthy(self, child: Child | None, *, model: Path | None = None, paused: bool = False) -> None:
-        """Waits for the engine's first sound answer; raises EngineLost at the deadline or when it exits.
+    async def _answering(self, kind: AttachedEngine, *, paused: bool) -> None:
+        """Waits until the attached engine answers soundly; GONE meanwhile. Raises UserError when it is the wrong one.
 
-        model   the directory it was launched with
         paused  it was left in the middle of a swap, and would call itself unhealthy for that alone
         """
-        deadline = time.monotonic() + self._settings.start_timeout_s
+        if not self._introduced:
+            await introduce(self._client, self._url, self._run.model, wait_s=kind.wait_s)
+        self._introduced = True
         while True:
             try:
                 if paused:
@@ -183,15 +210,29 @@ class Agent:
                     await self._client.health(timeout_s=self._settings.probe_timeout_s)
                 return
             except EngineError as error:
-                if child is not None and child.exited.done():
+                self._standing.become(NodeState.GONE, f"waiting for it: {error}")
+            await asyncio.sleep(min(1.0, self._settings.probe_s))
+
+    async def _healthy(self, child: Child, model: Path) -> None:
+        """Waits for the first sound answer of the engine that was launched with `model`.
+
+        Raises EngineLost at the deadline or when it exits.
+        """
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        while True:
+            try:
+                await self._client.health(timeout_s=self._settings.probe_timeout_s)
+                return
+            except EngineError as error:
+                if child.exited.done():
                     raise self._stillborn(child, model) from None
-                if child is not None and time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise lost(self._standing, NodeState.SUSPECT, f"not healthy in time: {error}") from None
             await asyncio.sleep(0.1)
 
-    def _stillborn(self, child: Child, model: Path | None) -> Exception:
+    def _stillborn(self, child: Child, model: Path) -> Exception:
         what = f"the engine ended with status {child.returncode} before it answered"
-        if model is not None and not model.is_dir():
+        if not model.is_dir():
             # The learner was faster than the launch and has removed that version: the newest one is tried next.
             return lost(self._standing, NodeState.SUSPECT, f"{what}: its weights are gone")
         if self._stats.counts["restarts"] or self._standing.updates:
@@ -201,31 +242,15 @@ class Agent:
     async def _take_stock(self) -> None:
         """READY at the version that the engine says it holds, or SYNCING where that is not of the living epoch."""
         try:
+            self._standing.learn(await read_facts(self._client, pause_mode=self._settings.pause_mode))
             held = await self._client.version() or NO_VERSION
         except EngineError as error:
             raise lost(self._standing, NodeState.SUSPECT, str(error)) from None
         current = held.epoch == self._follower.highest_epoch
         self._standing.become(NodeState.READY if current else NodeState.SYNCING, version=held)
 
-    async def _probe(self) -> None:
-        """Consumes the engine's health; produces EngineLost after probe_failures bad answers; waits probe_s."""
-        failures = 0
-        while True:
-            await asyncio.sleep(self._settings.probe_s)
-            if self._follower.swapping.locked():
-                continue  # a paused engine is not healthy, and should not be
-            try:
-                await self._client.health(timeout_s=self._settings.probe_timeout_s)
-                failures = 0
-            except EngineError as error:
-                failures += 1
-                self._stats.counts["strikes"] += 1
-                log.warning("the engine's health: %s (%d of %d)", error, failures, self._settings.probe_failures)
-                if failures >= self._settings.probe_failures:
-                    raise lost(self._standing, NodeState.SUSPECT, f"silent: {error}") from error
-
-    async def _watch(self, child: Child | None) -> None:
-        """Raises EngineLost when the engine exits. An attached one has only the probe."""
+    async def _exit(self, child: Child | None) -> None:
+        """Raises EngineLost when the engine exits. An attached one has only the watchdog."""
         if child is not None:
             status = await child.exited
             raise lost(self._standing, NodeState.SUSPECT, f"the engine ended with status {status}")

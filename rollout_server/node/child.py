@@ -1,28 +1,23 @@
-"""The engine as a child process: what is run, where its output goes, and that it never outlives its node."""
+"""The engine as a child process: where its output goes, how it ends, and that nothing of it outlives its node."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import os
-import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from rollout_server.engine.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from rollout_server.node.config import CpuEngine, SglangEngine
+from rollout_server.node import guard
+from rollout_server.node.guard import kill_below
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 STOP_S = 10.0
 """How long a child may take to end after SIGTERM before it is killed."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def free_port(host: str) -> int:
@@ -32,82 +27,60 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def command(kind: CpuEngine | SglangEngine, *, model: Path, label: str, host: str, port: int) -> list[str]:
-    """The command line of an engine that serves `model` and calls it `label`."""
-    common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
-    if isinstance(kind, CpuEngine):
-        keys = [("--api-key-env", API_KEY_VARIABLE), ("--admin-api-key-env", ADMIN_KEY_VARIABLE)]
-        return [
-            *(sys.executable, "-m", "rollout_server.cpu_engine", *common),
-            *("--threads", str(kind.threads), "--max-running", str(kind.max_running)),
-            *("--max-total-tokens", str(kind.max_total_tokens)),
-            *(word for flag, name in keys if os.environ.get(name) for word in (flag, name)),
-        ]
-    # SGLang takes its keys on the command line only, where every user of the machine can read them
-    secrets = [("--api-key", API_KEY_VARIABLE), ("--admin-api-key", ADMIN_KEY_VARIABLE)]
-    program = [str(kind.launcher.resolve())] if kind.launcher else ["-m", "sglang.launch_server"]
-    return [
-        *(kind.python or sys.executable, *program, *common),
-        *("--max-running-requests", str(kind.max_running)),
-        *kind.args,
-        *(word for flag, name in secrets if os.environ.get(name) for word in (flag, os.environ[name])),
-    ]
-
-
-def environment(kind: CpuEngine | SglangEngine) -> Mapping[str, str]:
-    """The child's environment: ours, with the threads of its arithmetic bounded for the embedded engine."""
-    out = dict(os.environ)
-    if isinstance(kind, CpuEngine):
-        out |= {"OMP_NUM_THREADS": str(kind.threads), "MKL_NUM_THREADS": str(kind.threads)}
-    return out
-
-
 class Child:
-    """One engine process, in a process group of its own."""
+    """One engine, a tree of processes below a guard. `exited` is done when the engine and its tree are gone."""
 
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path, home: tempfile.TemporaryDirectory[str]):
         self._process, self.log_path, self._home = process, log_path, home
         self.exited = asyncio.create_task(process.wait(), name="engine-exit")
 
     @classmethod
-    async def start(cls, argv: list[str], env: Mapping[str, str], log_path: Path) -> Child:
-        """Starts `argv` with its output appended to `log_path`. Raises OSError when the program is not there."""
+    async def start(cls, command: Callable[[Path], list[str]], env: Mapping[str, str], log_path: Path) -> Child:
+        """Starts `command(home)` with its output appended to `log_path`.
+
+        home  a new directory that only we can read, where the engine stands and may drop files, removed in the end
+        """
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        # away from the repository: its folders must not become importable, and engines drop files where they stand
+        # away from the repository: its folders must not become importable
         home = tempfile.TemporaryDirectory(prefix="foray-engine-")
         try:
+            argv = command(Path(home.name))
             with log_path.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
-                    *argv,
+                    *(sys.executable, "-I", "-S", guard.__file__, *argv),
                     env=dict(env),
                     cwd=home.name,
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=asyncio.subprocess.PIPE,  # held open, and with it the engine alive, until this process ends
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
                 )
         except BaseException:
             home.cleanup()
             raise
-        log.info("engine started as process %d, its output is in %s", process.pid, log_path)
+        log.info("engine started below process %d, its output is in %s", process.pid, log_path)
         return cls(process, log_path, home)
 
     @property
     def pid(self) -> int:
+        """The guard's."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
+        """The engine's exit status, 128 + n for signal n; None while it runs."""
         return self._process.returncode
 
-    async def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole group after STOP_S. Safe to call when it is gone."""
-        if not self.exited.done():
-            self._signal(signal.SIGTERM)
-            await asyncio.wait({self.exited}, timeout=STOP_S)
-        # the leader may be gone and leave children of its own behind
-        self._signal(signal.SIGKILL)
+    async def stop(self, *, grace_s: float = STOP_S) -> None:
+        """SIGTERM, and SIGKILL to the whole tree after grace_s. Safe to call when it is gone."""
+        with suppress(ProcessLookupError):  # it may end while it is being ended
+            if grace_s and not self.exited.done():
+                self._process.terminate()
+                await asyncio.wait({self.exited}, timeout=grace_s)
+            if not self.exited.done():
+                # by ourselves: whoever stopped the engine may have stopped its guard too
+                await asyncio.to_thread(kill_below, self.pid)
+                self._process.kill()
         await self.exited
         self._home.cleanup()
 
@@ -119,14 +92,3 @@ class Child:
                 return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
         except OSError as error:
             return f"(its log cannot be read: {error})"
-
-    def _signal(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass  # the group is empty: nothing left to signal
-
-
-def _die_with_parent() -> None:
-    """Runs in the child before exec: the kernel kills it when the node dies, by whatever means."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

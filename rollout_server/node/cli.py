@@ -9,11 +9,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import UserError
 from protocol.settings import RunSettings, read_tree, section
 from rollout_server.cli import LOG_FORMAT
 from rollout_server.node.config import NodeSettings
+
+
+def attached(tree: dict[str, Any], url: str) -> dict[str, Any]:
+    """The tree with the engine at `url` for its own; what the tree says of another kind of engine is left out."""
+    engine = dict(tree.get("engine") or {})
+    given = engine.get("kind")
+    kept = given if isinstance(given, dict) and given.get("type") == "attach" else {}
+    engine["kind"] = {**kept, "type": "attach", "url": url}
+    return {**tree, "engine": engine}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,13 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Run one inference engine: launch it, register it in Redis, keep its weights up to date.",
     )
     parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `engine` are read")
+    parser.add_argument("--attach", metavar="URL", help="register the engine at URL, which somebody else runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. engine.kind.threads=2")
     args = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         tree = read_tree(args.config, args.overrides)
         run = section(tree, "run", RunSettings).with_redis(os.environ)
-        settings = section(tree, "engine", NodeSettings)
+        settings = section(attached(tree, args.attach) if args.attach else tree, "engine", NodeSettings)
         from rollout_server.node.serve import serve
 
         asyncio.run(serve(run, settings))

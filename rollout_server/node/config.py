@@ -29,9 +29,11 @@ class SglangEngine(Settings):
     type: Literal["sglang"] = "sglang"
     """Names this kind."""
     python: str = ""
-    """Interpreter of the environment that holds SGLang; empty: the one that runs the node."""
+    """Interpreter of the environment that holds SGLang, e.g. .venv-sglang/bin/python; empty: the one that runs the
+    node. A relative path is looked for where the node was started, then in Foray's checkout."""
     launcher: Path | None = None
-    """Script to run in place of `-m sglang.launch_server` (what CPUs need)."""
+    """Script to run in place of `-m sglang.launch_server`; CPUs need deploy/sglang_cpu/launch.py. Found like
+    `python`."""
     args: tuple[str, ...] = ()
     """More arguments for the server, e.g. ["--tp-size", "2", "--mem-fraction-static", "0.8"]."""
     max_running: int = Field(default=256, ge=1)
@@ -46,7 +48,9 @@ class AttachedEngine(Settings):
     url: str
     """Base URL, e.g. http://10.0.0.7:30000."""
     max_running: int = Field(default=256, ge=1)
-    """What the node says of its capacity."""
+    """Its capacity, where it does not say so itself."""
+    wait_s: float = Field(default=15.0, ge=0)
+    """How long it may take to answer at first. Later the node waits for as long as it lives."""
 
 
 EngineKind = Annotated[CpuEngine | SglangEngine | AttachedEngine, Field(discriminator="type")]
@@ -79,11 +83,14 @@ class NodeSettings(Settings):
     """Deadline of each call of a weight update."""
     verify_attempts: int = Field(default=3, ge=1)
     """Times a published version that fails its checksums is read again before the engine is quarantined."""
-    probe_s: float = Field(default=5.0, gt=0)
-    """How often the engine's health is asked."""
-    probe_timeout_s: float = Field(default=20.0, gt=0)
-    """How long one answer may take."""
+    probe_s: float = Field(default=2.0, gt=0)
+    """How often the watchdog looks for a sign of life: a generated token, or figures of the scheduler that move."""
+    probe_timeout_s: float = Field(default=10.0, gt=0)
+    """How long one look may take."""
     probe_failures: int = Field(default=3, ge=1)
-    """So many missing answers in a row make an engine suspect; one of our own is then restarted."""
+    """An engine that refuses so many connections in a row is gone."""
+    hang_s: float = Field(default=30.0, gt=0)
+    """An engine without a sign of life for so long takes no more traffic; one of our own is killed and restarted."""
     drain_s: float = Field(default=30.0, ge=0)
-    """After SIGTERM: seconds that requests in flight may take to finish."""
+    """After SIGTERM: seconds that requests in flight may take to finish. Those that are left are ended with what they
+    have, and go on elsewhere from there."""

@@ -50,7 +50,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: Stop | None =
             max_running=settings.kind.max_running,
         )
     )
-    for name in ("updates", "restarts", "strikes"):
+    for name in ("updates", "restarts", "strikes", "hangs"):
         stats.counts[name] = 0
     stats.gauges |= {"pause_s": lambda: standing.pause_s, "load_s": lambda: standing.load_s}
     stats.text["state"] = lambda: str(standing.state)

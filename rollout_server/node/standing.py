@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from protocol.messages import EngineInfo, NodeState
 from protocol.versions import PolicyVersion
@@ -23,7 +25,7 @@ class Standing:
     """State, version and load of one engine. `become` is the only way to change the first two."""
 
     def __init__(self, fixed: EngineInfo) -> None:
-        """fixed  what does not change while the node lives: id, url, role, kind, tokenizer, max_running"""
+        """fixed  what does not change while the node lives: id, url, role, tokenizer; the rest until `learn`"""
         self._fixed = fixed
         self.state = NodeState.JOINING
         self.version = NO_VERSION
@@ -48,6 +50,11 @@ class Standing:
         self.state, self.version, self.detail = state, version, detail[:2000]
         self._changed.set()
 
+    def learn(self, facts: Mapping[str, Any]) -> None:
+        """Fields of EngineInfo that the engine decides: what it is and what it can do."""
+        self._fixed = self._fixed.model_copy(update=dict(facts))
+        self._changed.set()
+
     def info(self) -> EngineInfo:
         return self._fixed.model_copy(
             update={
@@ -59,6 +66,7 @@ class Standing:
                 "waiting": int(self.loads.get("waiting", 0)),
                 "tokens_per_s": max(0.0, self.loads.get("tokens_per_s", 0.0)),
                 "token_usage": max(0.0, self.loads.get("token_usage", 0.0)),
+                "retractions": int(self.loads.get("retractions", 0)),
                 "updates": self.updates,
                 "pause_s": self.pause_s,
                 "detail": self.detail,

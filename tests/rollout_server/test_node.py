@@ -23,8 +23,8 @@ from rollout_server.engine.fake_server import FakeServer, Fault
 from rollout_server.engine.sglang import SglangClient
 from rollout_server.lifecycle import Stop
 from rollout_server.node import agent
-from rollout_server.node.child import command
-from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
+from rollout_server.node.config import AttachedEngine, NodeSettings, SglangEngine
+from rollout_server.node.guard import descendants
 from rollout_server.node.serve import serve
 from rollout_server.testing import write_tokenizer
 
@@ -251,20 +251,6 @@ async def test_a_redis_that_restarts_does_not_cost_the_registration(own_world, u
         await until(stands(world, NodeState.READY, V1), "registered again, and following")
 
 
-def test_the_command_lines_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FORAY_ENGINE_ADMIN_KEY", "secret")
-    given = {"model": Path("/m"), "label": "1.2", "host": "127.0.0.1", "port": 31000}
-    cpu = command(CpuEngine(threads=2, max_running=8), **given)
-    assert cpu[:3] == [sys.executable, "-m", "rollout_server.cpu_engine"]
-    assert cpu[cpu.index("--weight-version") + 1] == "1.2" and cpu[cpu.index("--threads") + 1] == "2"
-    assert cpu[-2:] == ["--admin-api-key-env", "FORAY_ENGINE_ADMIN_KEY"] and "secret" not in cpu
-    real = command(SglangEngine(python="/venv/bin/python", args=("--tp-size", "2")), **given)
-    assert real[:3] == ["/venv/bin/python", "-m", "sglang.launch_server"]
-    assert "--tp-size" in real and real[-2:] == ["--admin-api-key", "secret"]
-    launched = command(SglangEngine(launcher=tmp_path / "launch.py"), **given)
-    assert launched[1] == str(tmp_path / "launch.py")
-
-
 async def test_an_engine_that_cannot_start_is_a_persons_to_mend(world, tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model", "words")
     run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
@@ -316,10 +302,6 @@ def _spawn(argv: list[str], cwd: Path, env: dict[str, str] | None = None) -> sub
     return subprocess.Popen(argv, stderr=subprocess.PIPE, cwd=cwd, env=env)
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -362,16 +344,16 @@ async def test_the_embedded_engine_joins_late_is_killed_and_dies_with_its_node(
             request = GenerateRequest(ids=[3, 4, 5], session="s", group="g", max_new_tokens=5, sampling=Sampling())
             completion = await client.generate(request, version="1.1", timeout_s=20.0, vocab_size=64)
         assert len(completion.ids) == 5 and {span.version for span in completion.spans} == {V2}
-        engines = _children(process.pid)
+        engines = descendants(process.pid)[1:]  # the first is their guard
         born = world.registered("e").incarnation
         os.kill(engines[0], signal.SIGKILL)
         await until(lambda: world.registered("e").state is not NodeState.READY, "its death is noticed", 5)
         await until(stands(world, NodeState.READY, V2), "restarted at the target", 60)
         assert world.registered("e").incarnation != born
-        engines = _children(process.pid)
-        assert len(engines) == 1 and _alive(engines[0])
+        engines = descendants(process.pid)
+        assert len(engines) == 2, "the guard and the engine"
         process.kill()
-        await until(lambda: not _alive(engines[0]), "the engine dies with its node", 5)
+        await until(lambda: not any(map(_alive, engines)), "the engine dies with its node, and its guard too", 5)
     finally:
         process.kill()
         errors = process.communicate()[1].decode()

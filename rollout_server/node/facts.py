@@ -1,0 +1,46 @@
+"""What an engine can do, asked of the engine itself: it goes into the registration, so that nobody has to be told."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rollout_server.engine.base import EngineError
+from rollout_server.engine.control import EngineControl
+
+log = logging.getLogger(__name__)
+
+EMBEDDED = "foray-cpu"
+"""What the embedded engine's /server_info calls itself."""
+
+
+async def read_facts(client: EngineControl, *, pause_mode: str) -> dict[str, Any]:
+    """Fields of EngineInfo that the engine decides; empty for one that says nothing of itself. Raises EngineError.
+
+    late_spans is SGLang's habit under in_place pauses: the first token of a new version span was sampled by the
+    version before, since the next step is launched before the last one's tokens are booked (overlap scheduling).
+    """
+    try:
+        info = await client.server_info()
+    except EngineError as error:
+        if error.cause not in ("refused", "bad_output"):
+            raise
+        log.warning("the engine does not describe itself: %s", error)
+        return {}
+    loads = await client.loads()
+    real = info.get("engine") != EMBEDDED
+    out: dict[str, Any] = {
+        "kind": "sglang" if real else "cpu",
+        "transports": ("disk", "distributed", "adapter") if info.get("enable_lora") else ("disk", "distributed"),
+        "ranks": max(1, _number(info, "tp_size", 1)) * max(1, _number(info, "pp_size", 1)),
+        "late_spans": int(real and pause_mode == "in_place" and not info.get("disable_overlap_schedule")),
+        "max_tokens": int(loads["max_tokens"]) or _number(info, "max_total_num_tokens", 0),
+    }
+    if loads["max_running"]:
+        out["max_running"] = int(loads["max_running"])
+    return out
+
+
+def _number(info: dict[str, Any], name: str, default: int) -> int:
+    value = info.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else default

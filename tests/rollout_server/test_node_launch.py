@@ -1,0 +1,155 @@
+"""How a node launches its engine, and that nothing of the engine's tree outlives the node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from protocol.errors import UserError
+from rollout_server.node import guard
+from rollout_server.node.child import Child
+from rollout_server.node.config import CpuEngine, SglangEngine
+from rollout_server.node.guard import descendants
+from rollout_server.node.launch import command
+
+GIVEN = {"model": Path("/m"), "label": "1.2", "host": "127.0.0.1", "port": 31000}
+
+FORKING = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)  # a daemon in a session of its own, which ignores SIGTERM
+    os._exit(0)
+print("forked", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+"""An engine as engines are: a tree, with a member that no signal to the first one or to its group reaches."""
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_embedded_engine_is_told_the_names_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORAY_ENGINE_ADMIN_KEY", "secret")
+    cpu = command(CpuEngine(threads=2, max_running=8), **GIVEN)
+    assert cpu[:3] == [sys.executable, "-m", "rollout_server.cpu_engine"]
+    assert cpu[cpu.index("--weight-version") + 1] == "1.2" and cpu[cpu.index("--threads") + 1] == "2"
+    assert cpu[-2:] == ["--admin-api-key-env", "FORAY_ENGINE_ADMIN_KEY"] and "secret" not in cpu
+
+
+def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kind = SglangEngine(python=sys.executable, args=("--tp-size", "2"))
+    plain = command(kind, **GIVEN, home=tmp_path)
+    assert plain[:3] == [sys.executable, "-m", "sglang.launch_server"] and "--config" not in plain
+    assert plain[plain.index("--tp-size") + 1] == "2" and "--incremental-streaming-output" in plain
+    monkeypatch.setenv("FORAY_ENGINE_API_KEY", "open: sesame")
+    monkeypatch.setenv("FORAY_ENGINE_ADMIN_KEY", "s3cret")
+    real = command(kind, **GIVEN, home=tmp_path)
+    assert not any("sesame" in word or "s3cret" in word for word in real)
+    path = Path(real[real.index("--config") + 1])
+    assert yaml.safe_load(path.read_text()) == {"api-key": "open: sesame", "admin-api-key": "s3cret"}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(UserError, match="takes one --config"):
+        command(SglangEngine(python=sys.executable, args=("--config", "mine.yaml")), **GIVEN, home=tmp_path)
+
+
+def test_interpreter_and_launcher_are_found_from_here_and_in_the_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").symlink_to(sys.executable)
+    found = command(SglangEngine(python="venv/bin/python", launcher=Path("deploy/sglang_cpu/launch.py")), **GIVEN)
+    assert found[0] == str(tmp_path / "venv/bin/python"), "the link is kept: it names the environment"
+    assert Path(found[1]).is_file() and Path(found[1]).is_absolute()
+    with pytest.raises(UserError) as caught:
+        command(SglangEngine(python="nowhere/bin/python"), **GIVEN)
+    assert "nowhere/bin/python" in caught.value.what and "make sglang-env" in caught.value.todo
+    with pytest.raises(UserError, match="no launcher"):
+        command(SglangEngine(launcher=Path("nowhere.py")), **GIVEN)
+
+
+def _guarded(*argv: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+def _forking(tmp_path: Path, seconds: float) -> list[str]:
+    (tmp_path / "fork.py").write_text(FORKING)
+    return [sys.executable, str(tmp_path / "fork.py"), str(seconds)]
+
+
+def _tree(pid: int, size: int) -> list[int]:
+    deadline = time.monotonic() + 5
+    while len(found := descendants(pid)) != size:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    return found
+
+
+def _gone(pids: list[int], within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_node_that_dies_takes_the_whole_tree_with_it(tmp_path: Path) -> None:
+    with _guarded(*_forking(tmp_path, 1000)) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        tree = _tree(process.pid, 2)
+        assert process.stdin is not None
+        process.stdin.close()  # what the kernel does for a node that is killed
+        assert process.wait(10) == 128 + signal.SIGKILL and _gone(tree)
+
+
+def test_an_engine_that_exits_leaves_nothing_behind_and_its_status_is_known(tmp_path: Path) -> None:
+    with _guarded(*_forking(tmp_path, 0.5)) as process:
+        tree = _tree(process.pid, 2)
+        assert process.wait(10) == 0 and _gone(tree)
+    with _guarded(sys.executable, "-c", "import os; os.abort()") as process:
+        assert process.wait(10) == 128 + signal.SIGABRT
+    with _guarded("/no/such/program") as process:
+        assert process.wait(10) == guard.CANNOT_START
+
+
+async def test_a_stopped_tree_is_killed_at_once_with_its_stopped_guard(tmp_path: Path) -> None:
+    argv = _forking(tmp_path, 1000)
+    child = await Child.start(lambda home: argv, os.environ, tmp_path / "engine.log")
+    tree = await asyncio.to_thread(_tree, child.pid, 2)
+    for pid in [child.pid, *tree]:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    await child.stop(grace_s=0.0)
+    assert _gone([child.pid, *tree]) and time.monotonic() - began < 3.0
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
+    argv = _forking(tmp_path, 1000)
+    child = await Child.start(lambda home: argv, os.environ, tmp_path / "engine.log")
+    tree = await asyncio.to_thread(_tree, child.pid, 2)
+    while "forked" not in child.tail():  # noqa: ASYNC110 - it writes to a file
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    await child.stop(grace_s=0.5)
+    assert 0.5 <= time.monotonic() - began < 3.0 and _gone([child.pid, *tree])
+    await child.stop()
