@@ -1,0 +1,120 @@
+"""Which engines a test of the contract meets, and the running engines themselves: one of each for the whole session.
+
+Engines: `fake` (scripted, in this process), `embedded` (rollout_server.cpu_engine as a process), and `sglang`: real
+SGLang, which is the judge. SGLang takes part where FORAY_SGLANG_PYTHON names an interpreter that has it
+(`make test-sglang` builds one), or where FORAY_SGLANG_URL and FORAY_SGLANG_MODEL name one that runs, started with
+`--weight-version 1.0 --dtype float32` on a small model that this machine can read.
+
+A test meets `embedded` and `sglang` unless `@pytest.mark.engines(...)` says otherwise. A test of the embedded engine
+alone says why: nothing but a documented deviation, or a thing that no two implementations share, is a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from contract_client import Client
+from contract_engines import Kind, Server, embedded, scripted, sglang
+from contract_models import perturbed, write_model, write_word_model
+
+PYTHON, URL, MODEL = (os.environ.get(f"FORAY_SGLANG_{name}", "") for name in ("PYTHON", "URL", "MODEL"))
+AVAILABLE: tuple[Kind, ...] = ("fake", "embedded", "sglang") if PYTHON or URL else ("fake", "embedded")
+USER_KEY, ADMIN_KEY = "user-key", "admin-key"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each engine that the test is for and that is there."""
+    mark = metafunc.definition.get_closest_marker("engines")
+    wanted = mark.args if mark else ("embedded", "sglang")
+    assert "sglang" in wanted or (mark and mark.kwargs.get("why")), f"{metafunc.definition.nodeid}: say why"
+    for fixture in ("server", "guarded"):
+        if fixture in metafunc.fixturenames:
+            kinds = [
+                # the first test of each engine waits until it has started
+                pytest.param(kind, marks=pytest.mark.timeout(360)) if kind == "sglang" else kind
+                for kind in AVAILABLE
+                if kind in wanted and (fixture, kind, bool(URL)) != ("guarded", "sglang", True)
+            ]
+            metafunc.parametrize(fixture, kinds, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="session")
+def two_models(scratch: Path) -> tuple[Path, Path]:
+    """The same architecture and tokenizer with different weights."""
+    if URL:
+        first = Path(MODEL)
+        return first, perturbed(first, scratch / "second")
+    return write_model(scratch / "first", 0), write_model(scratch / "second", 1)
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest, scratch: Path, two_models: tuple[Path, Path]) -> Iterator[Server]:
+    """One engine of each kind for nearly all tests."""
+    kind: Kind = request.param
+    first, second = two_models
+    with contextlib.ExitStack() as stack:
+        log = None
+        if kind == "fake":
+            url = stack.enter_context(scripted())
+        elif kind == "embedded":
+            url = stack.enter_context(embedded(first, "--weight-version", "1.0", "--max-running", "32"))
+        elif URL:
+            url = URL.rstrip("/")
+        else:
+            log = scratch / "sglang.log"
+            url = stack.enter_context(sglang(Path(PYTHON), first, log, "--weight-version", "1.0"))
+        yield Server(url, kind, first, second, scratch, log)
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[Client]:
+    """A client of an engine that holds the first weights as version 1.0, not paused, with an empty cache."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+        client = Client(server, session)
+        if await client.version() != "1.0":
+            status, answer = await client.load(server.first, "1.0")
+            assert status == 200, answer
+        await client.ok("/flush_cache")
+        yield client
+        await client.ok("/abort_request", {"abort_all": True})
+        await client.ok("/continue_generation")
+        await client.until_running(0)
+
+
+@pytest.fixture(scope="session")
+def guarded(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Server]:
+    """A second engine of each kind: with keys, streaming in increments, and with the demo's kind of tokenizer."""
+    kind: Kind = request.param
+    model = scratch / f"words-{kind}"
+    write_word_model(model, 0)
+    with contextlib.ExitStack() as stack:
+        if kind == "embedded":
+            flags = ["--api-key-env", "TEST_KEY", "--admin-api-key-env", "TEST_ADMIN_KEY"]
+            keys = {"TEST_KEY": USER_KEY, "TEST_ADMIN_KEY": ADMIN_KEY}
+            flags += ["--incremental-streaming-output", "true"]
+            yield Server(stack.enter_context(embedded(model, *flags, env=keys)), kind, model, model, scratch)
+            return
+        log = scratch / "sglang-guarded.log"
+        flags = ["--api-key", USER_KEY, "--admin-api-key", ADMIN_KEY, "--incremental-streaming-output"]
+        url = stack.enter_context(sglang(Path(PYTHON), model, log, *flags))
+        yield Server(url, kind, model, model, scratch, log)
+
+
+@pytest.fixture
+async def guarded_client(guarded: Server) -> AsyncIterator[Client]:
+    """A client of it that holds the user's key."""
+    headers = {"Authorization": f"Bearer {USER_KEY}"}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60), headers=headers) as session:
+        yield Client(guarded, session)

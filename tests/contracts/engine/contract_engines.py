@@ -1,0 +1,157 @@
+"""The three engines that are held to one contract, each behind a real socket, and what is known about each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.publish.process_group import free_port
+from rollout_server.engine.fake_server import FakeServer
+
+Kind = Literal["fake", "embedded", "sglang"]
+LAUNCHER = Path(__file__).parents[3] / "deploy" / "sglang_cpu" / "launch.py"
+START_S = 240.0
+"""SGLang imports for half a minute when it is alone, and for minutes when it is not."""
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class Server:
+    """A running engine, the model it serves as version 1.0 (`first`), and one of other weights (`second`)."""
+
+    url: str
+    kind: Kind
+    first: Path
+    second: Path
+    scratch: Path
+    log: Path | None = None
+    policies: dict[Path, Any] = field(default_factory=dict)
+
+    @property
+    def real(self) -> bool:
+        return self.kind == "sglang"
+
+    def policy(self, path: Path) -> Any:
+        """The model in `path` by transformers, in float32."""
+        if path not in self.policies:
+            self.policies[path] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        return self.policies[path]
+
+    def logprobs(self, path: Path, ids: list[int], start: int, temperature: float = 1.0) -> torch.Tensor:
+        """Log-probs of ids[start:] by transformers with the weights in `path`."""
+        with torch.inference_mode():
+            logits = self.policy(path)(torch.tensor([ids])).logits[0]
+        return picked(logits[start - 1 : -1], ids[start:], temperature)
+
+
+def picked(logits: torch.Tensor, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-prob of each id under the row of logits [len(ids), vocab] that belongs to it."""
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@contextlib.contextmanager
+def scripted() -> Iterator[str]:
+    """The fake in a thread with an event loop of its own, since each test has another one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="fake engine", daemon=True)
+    thread.start()
+    fake = FakeServer(version="1.0")
+    try:
+        asyncio.run_coroutine_threadsafe(fake.start(), loop).result(10)
+        yield fake.url
+        asyncio.run_coroutine_threadsafe(fake.stop(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+@contextlib.contextmanager
+def embedded(model: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[str]:
+    """The embedded CPU engine as a process of its own, which must end with code 0 on SIGTERM."""
+    command = [sys.executable, "-m", "rollout_server.cpu_engine", "--model-path", str(model), "--port", "0", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=model.parent, env=environment)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("listening on http://127.0.0.1:"), line
+        yield line.removeprefix("listening on ").strip()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def sglang(python: Path, model: Path, log: Path, *flags: str) -> Iterator[str]:
+    """Real SGLang on the CPU: a process group of its own, with its output in `log`, gone when this is left."""
+    port = free_port("127.0.0.1")
+    command = [str(python), str(LAUNCHER), "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
+    # without a limit the cache takes most of the machine's memory
+    command += ["--max-total-tokens", "65536", "--skip-server-warmup", "--enable-metrics", *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=model.parent,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
+            preexec_fn=_die_with_us,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(url, process, log)
+        yield url
+    finally:
+        _end_group(process)
+
+
+def _die_with_us() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        assert process.poll() is None, f"SGLang ended with {process.returncode}:\n{tail(log)}"
+        assert time.monotonic() < deadline, f"SGLang is not up after {START_S:g} s:\n{tail(log)}"
+        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url + "/health", timeout=30):
+            return
+        time.sleep(0.5)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+    # the leader is gone first; its scheduler and detokenizer die with their group
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

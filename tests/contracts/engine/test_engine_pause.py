@@ -1,0 +1,118 @@
+"""Pausing: abort, retract, in_place. None of them touches what was made before."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import aiohttp
+import pytest
+from contract_client import PROMPT, Client, close, reported
+
+
+async def hold(client: Client, rid: str = "") -> asyncio.Task[object]:
+    """A short request that arrives during a pause."""
+    fields = {"rid": rid or uuid.uuid4().hex}
+    held = asyncio.create_task(client.generate(fields=fields, max_new_tokens=3, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    return held
+
+
+@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_a_paused_engine_holds_new_requests_until_it_goes_on(client: Client, mode: str) -> None:
+    await client.ok("/pause_generation", {"mode": mode})
+    held = await hold(client)
+    assert not held.done()
+    assert await client.version() == "1.0"  # answers at once: what tells a paused engine from a dead one
+    await client.ok("/continue_generation")
+    answer = await held
+    assert isinstance(answer, dict) and len(answer["output_ids"]) == 3
+
+
+async def test_readiness_follows_the_pause(client: Client) -> None:
+    await client.ok("/pause_generation", {"mode": "retract"})
+    assert (await client.get("/ready"))[0] == 503
+    await client.ok("/continue_generation")
+    assert (await client.get("/ready"))[0] == 200
+
+
+async def test_pause_abort_is_the_default_and_returns_partial_answers(client: Client) -> None:
+    run = await client.begin()
+    await client.ok("/pause_generation", {})
+    answer = await run.answer()
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(answer["output_ids"]) < 900
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_pause_stops_running_requests_and_they_go_on_with_exact_logprobs(client: Client, mode: str) -> None:
+    run = await client.begin(tokens=500)
+    await client.ok("/pause_generation", {"mode": mode})
+    await asyncio.sleep(0.1)  # what was on its way when the pause came
+    count = run.count
+    await asyncio.sleep(0.3)
+    assert run.count == count < 500
+    await client.ok("/continue_generation")
+    answer = await run.answer()
+    assert len(answer["output_ids"]) == 500
+    # keys and values of a retracted request are computed anew
+    assert answer["meta_info"]["num_retractions"] == (1 if mode == "retract" else 0)
+    close(reported(answer), client.server.logprobs(client.server.first, PROMPT + answer["output_ids"], len(PROMPT)))
+
+
+async def test_the_cache_can_be_flushed_after_retract_and_not_in_place(client: Client) -> None:
+    run = await client.begin(tokens=500)
+    await client.ok("/pause_generation", {"mode": "in_place"})
+    assert (await client.post("/flush_cache"))[0] == 400
+    await client.ok("/continue_generation")
+    await run.reached(run.count + 8)
+    await client.ok("/pause_generation", {"mode": "retract"})
+    assert (await client.post("/flush_cache"))[0] == 200
+    await client.ok("/continue_generation")
+    answer = await run.answer()
+    close(reported(answer), client.server.logprobs(client.server.first, PROMPT + answer["output_ids"], len(PROMPT)))
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_an_abort_during_a_pause_ends_a_stream_with_every_token_that_was_sent(client: Client, mode: str) -> None:
+    run = await client.begin(tokens=900)
+    await client.ok("/pause_generation", {"mode": mode})
+    await asyncio.sleep(0.1)
+    received = run.chunks[-1]["output_ids"]
+    await client.ok("/abort_request", {"rid": run.rid})
+    if mode == "in_place":
+        # SGLang ends a frozen request at its next step, which comes after the pause
+        await client.ok("/continue_generation")
+    answer = await run.answer()
+    assert answer["output_ids"][: len(received)] == received
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert answer["meta_info"]["finish_reason"]["message"] == (
+        "Abort in waiting queue" if mode == "retract" else "Aborted"
+    )
+
+
+async def test_an_abort_during_a_pause_reaches_a_held_request_or_not(client: Client) -> None:
+    await client.ok("/pause_generation", {"mode": "retract"})
+    held = await hold(client, "c" * 32)
+    await client.ok("/abort_request", {"rid": "c" * 32})
+    await asyncio.sleep(0.2)
+    # SGLang parks requests before its scheduler knows them: they cannot be aborted, only left
+    assert held.done() is not client.server.real
+    await client.ok("/continue_generation")
+    answer = await held
+    assert isinstance(answer, dict)
+    meta = answer["meta_info"]
+    if client.server.real:
+        assert meta["finish_reason"]["type"] == "length"
+        return
+    assert meta["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    # a short meta_info, as SGLang's for a request that is aborted in its queue
+    assert "prompt_tokens" not in meta and "cached_tokens" not in meta and "num_retractions" not in meta
+
+
+@pytest.mark.engines("embedded", why="SGLang's /health generates a token, so it answers 503 after 20 s of a pause")
+async def test_health_answers_at_once_while_paused(client: Client) -> None:
+    await client.ok("/pause_generation", {"mode": "retract"})
+    assert (await client.get("/health", timeout=aiohttp.ClientTimeout(1)))[0] == 200
+    assert (await client.get("/health_generate", timeout=aiohttp.ClientTimeout(1)))[0] == 503
