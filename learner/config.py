@@ -4,36 +4,75 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from learner.config_algorithm import TrainerSettings
 from protocol.settings import RunSettings, Settings
 
 if TYPE_CHECKING:
-    from learner.publish.base import Publisher
+    from learner.publish.base import Link, Publisher
 
 
-class DiskPublishSettings(Settings):
-    """Weights reach the engines as files on a path that learner and nodes share."""
+class FilesSettings(Settings):
+    """What every transport needs to know of files: even one that sends weights writes them for those that missed it."""
 
-    type: Literal["disk"] = "disk"
-    """Transport."""
     keep_versions: int = Field(default=4, ge=1)
     """Newest published versions that are kept, besides those that a live engine still reports."""
     fsync: bool = True
     """Flush weights to the device before they are announced. Off: a power cut may leave a torn version behind."""
 
-    def build(self, run: RunSettings, model_files: Sequence[Path]) -> Publisher:
+
+class DiskPublishSettings(FilesSettings):
+    """Weights reach the engines as files on a path that learner and nodes share."""
+
+    type: Literal["disk"] = "disk"
+    """Transport."""
+
+    def build(self, run: RunSettings, model_files: Sequence[Path], link: Link) -> Publisher:
         """The publisher; imports torch and safetensors. `model_files`: what of `run.model` is not weights."""
         from learner.publish.disk import DiskPublisher
 
-        return DiskPublisher(run, self, model_files)
+        return DiskPublisher(run, self, model_files, link)
 
 
-PublishSettings = DiskPublishSettings
-"""Union of the transports; a second member makes it `Annotated[A | B, Field(discriminator="type")]`."""
+class DistributedPublishSettings(FilesSettings):
+    """Weights are broadcast to the engines that are ready; files for all others.
+
+    The learner's host holds one copy of the weights in main memory (as many bytes as the model in the learner's
+    dtype), from which files are written for engines that missed a version, without a training step that waits.
+    """
+
+    type: Literal["distributed"] = "distributed"
+    """Transport."""
+    address: str = "127.0.0.1"
+    """Address of this host by which the engines reach it. Every host that can connect could read the weights."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port on which the ranks meet; 0 takes a free one for each new group."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """`gloo` sends from main memory, over sockets; `nccl` from GPU to GPU (not tried yet)."""
+    bucket_mb: int = Field(default=256, ge=1)
+    """Bytes of one broadcast, in MiB: one is sent while the next is gathered."""
+    flattened: bool = True
+    """One broadcast for each bucket; off: one for each tensor."""
+    prepare_s: float = Field(default=15.0, gt=0)
+    """How long the engines may take to join the group and say so; who does not is left out for a minute."""
+    transfer_s: float = Field(default=120.0, gt=0)
+    """How long one version may take from its first byte to the checksums."""
+    patience_s: float = Field(default=5.0, ge=0)
+    """An engine that serves and missed a version waits so long for the next one before files are written for it."""
+
+    def build(self, run: RunSettings, model_files: Sequence[Path], link: Link) -> Publisher:
+        """The publisher; imports torch and safetensors."""
+        from learner.publish.disk import DiskPublisher
+        from learner.publish.distributed import DistributedPublisher
+
+        return DistributedPublisher(run, self, DiskPublisher(run, self, model_files, link), link)
+
+
+PublishSettings = Annotated[DiskPublishSettings | DistributedPublishSettings, Field(discriminator="type")]
+"""Union of the transports: a new one is one file and one member here."""
 
 
 class LearnerSettings(TrainerSettings):
@@ -65,5 +104,10 @@ class LearnerSettings(TrainerSettings):
     """Keep every trained group in `run.dir/journal` for replay."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint `/metrics`; 0: none."""
-    publish: PublishSettings = PublishSettings()
-    """How new weights reach the engines."""
+    publish: PublishSettings = DiskPublishSettings()
+    """How new weights reach the engines: `publish.type` is disk (where nothing is said) or distributed."""
+
+    @field_validator("publish", mode="before")
+    @classmethod
+    def _disk_unless_said(cls, value: Any) -> Any:
+        return {"type": "disk", **value} if isinstance(value, dict) else value

@@ -149,7 +149,7 @@ class TrainingLoop:
                     f"the weights of version {version.label} could not be written: {error}",
                     todo=f"make room below {p.run.dir} and start again: it goes on from the last checkpoint",
                 ) from error
-        p.store.target(self._update, state)
+        p.publisher.announce(self._update, state)
         self._announced = True
         p.publisher.collect([engine.version for engine in p.store.engines()])
 

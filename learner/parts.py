@@ -64,7 +64,7 @@ class Parts:
         """Stops the threads and closes files and connections. Leaves the lease as it is."""
         self.reader.stop()
         self.keeping.stop()
-        for part in (self.journal, self.skipped_journal, self.step_log, self.engine, self.store):
+        for part in (self.publisher, self.journal, self.skipped_journal, self.step_log, self.engine, self.store):
             if part is not None:
                 part.close()
 
@@ -89,6 +89,7 @@ class Parts:
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "step_s": facts.total_s,
+            **self.publisher.facts(),
         }
         self.meter.put(**(report.metrics | values))
         self.step_log.append(

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -25,7 +25,7 @@ from protocol import functions
 from protocol.codec import decode_as, encode
 from protocol.errors import Fenced, ForayError, ProtocolError, StateLost, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
-from protocol.messages import EngineInfo, MetricsSnapshot, WeightUpdate
+from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
 
 BLOCK_MS = 500
 DEAD_LETTERS = 1000
@@ -37,6 +37,7 @@ _LOST = ("NOGROUP", "NOSTREAM", "UNBLOCKED", "Function not found", "no such key"
 _BUSY = ("OOM", "MISCONF", "READONLY", "LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")
 
 Fields = dict[bytes, bytes]
+M = TypeVar("M", bound=Message)
 
 
 class RedisUnavailable(ForayError):
@@ -269,30 +270,55 @@ class RunStore:
         """Announces the version that engines must load; `state` is "ready" or "done"."""
         self._call(functions.TARGET, (self.keys.lease, self.keys.target), *self._owner, encode(update), state)
 
+    def view(self, view: WeightView, ttl_s: float) -> None:
+        """Writes where a transfer stands; Redis forgets it after `ttl_s`."""
+        self._call(functions.VIEW, (self.keys.lease, self.keys.view), *self._owner, encode(view), int(ttl_s * 1000))
+
+    def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+        """What the members of a view said last, by member."""
+        with translated():
+            found = cast(Fields, self._db.hgetall(self.keys.answers(epoch, number)))
+        answers = (_decoded(ViewAnswer, raw) for raw in found.values())
+        return {answer.member: answer for answer in answers if answer is not None}
+
     def engines(self) -> list[EngineInfo]:
         """Engines whose registration is alive."""
         with translated():
             names = cast(list[bytes], self._db.zrange(self.keys.engines, 0, -1))
-            raws = [self._db.hget(self.keys.engine(name.decode()), "b") for name in names]
-        found = []
-        for raw in raws:
-            try:
-                if raw is not None:
-                    found.append(decode_as(EngineInfo, cast(bytes, raw)))
-            except ProtocolError:
-                continue  # a registration of another version says nothing about what it loads
-        return found
+            with self._db.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hget(self.keys.engine(name.decode()), "b")
+                raws = pipe.execute()
+        # a registration of another version of Foray says nothing about what it loads
+        return [info for raw in raws if raw is not None and (info := _decoded(EngineInfo, raw)) is not None]
+
+    def evaluating(self) -> bool:
+        """Whether an evaluation wants the versions to stand still."""
+        with translated():
+            return bool(self._db.exists(self.keys.evaluation))
+
+    def now(self) -> float:
+        """Seconds by the clock of Redis, which all hosts share."""
+        with translated():
+            seconds, micros = self._db.time()
+        return float(seconds) + float(micros) / 1e6
 
     def report(self, snapshot: MetricsSnapshot) -> None:
         """Publishes this second's metrics."""
         key = self.keys.metrics(snapshot.process, snapshot.id)
         with translated():
-            seconds, micros = self._db.time()
-            expiry = seconds + micros / 1e6 + METRICS_TTL_MS / 1000
+            expiry = self.now() + METRICS_TTL_MS / 1000
             with self._db.pipeline(transaction=False) as pipe:
                 pipe.set(key, encode(snapshot), px=METRICS_TTL_MS)
                 pipe.zadd(self.keys.processes, {f"{snapshot.process}:{snapshot.id}": expiry})
                 pipe.execute()
+
+
+def _decoded(kind: type[M], raw: bytes) -> M | None:
+    try:
+        return decode_as(kind, raw)
+    except ProtocolError:
+        return None
 
 
 def _group(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def assemble(
         source=source,
         keeper=keeper,
         engine=engine,
-        publisher=settings.publish.build(run, engine.model_files),
+        publisher=settings.publish.build(run, engine.model_files, store),
         journal=Journal(run.dir / "journal") if settings.journal else None,
         skipped_journal=Journal(run.dir / "skipped"),
         step_log=StepLog(run.dir / "metrics.jsonl"),

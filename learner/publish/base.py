@@ -1,12 +1,16 @@
-"""The seam to the transport of weights: a version and its tensors in, what engines must be told out."""
+"""The seams of publishing: a transport of weights, and its line to the engines' nodes.
+
+A version and its tensors in; what engines must be told out. Nothing a transport does makes an engine generate with
+the new version before `announce`, which is fenced by the learner's lease.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from protocol.errors import ForayError
-from protocol.messages import WeightUpdate
+from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
 from protocol.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -17,13 +21,56 @@ class BadWeights(ForayError):
     """A tensor is not finite: these weights must never reach an engine."""
 
 
+class Link(Protocol):
+    """The run in Redis, as publishing sees it; `learner.redis_client.RunStore` is the real one. Thread-safe.
+
+    Raises RedisUnavailable; what writes also raises StateLost, and Fenced when the lease is not ours.
+    """
+
+    def engines(self) -> list[EngineInfo]:
+        """Engines whose registration is alive."""
+        ...
+
+    def target(self, update: WeightUpdate, state: str) -> None:
+        """Announces the version that engines must hold; `state` is "ready" or "done"."""
+        ...
+
+    def view(self, view: WeightView, ttl_s: float) -> None:
+        """Writes where the transfer stands."""
+        ...
+
+    def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+        """What the members of a view said last, by member."""
+        ...
+
+    def evaluating(self) -> bool:
+        """Whether an evaluation wants the versions to stand still."""
+        ...
+
+    def now(self) -> float:
+        """Seconds by the clock of Redis, which all hosts share."""
+        ...
+
+
 class Publisher(Protocol):
-    """A transport. What it returns is announced by the learner, fenced; until then no engine knows of it."""
+    """A transport. All calls come from the training thread, in this order for every version."""
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-        """Makes `version` available. weights: Hugging Face name -> CPU tensor. Raises BadWeights, OSError."""
+        """Makes `version` available. weights: Hugging Face name -> CPU tensor. Raises BadWeights, OSError, Fenced."""
+        ...
+
+    def announce(self, update: WeightUpdate, state: str) -> None:
+        """Makes what `publish` returned the target; may be repeated. Raises RedisUnavailable, StateLost, Fenced."""
         ...
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
         """Removes old versions, but for the newest few and those in use."""
+        ...
+
+    def facts(self) -> Mapping[str, float]:
+        """Numbers of the last `publish` and counters since the start, for the metrics; names begin with `publish_`."""
+        ...
+
+    def close(self) -> None:
+        """Ends threads and groups."""
         ...

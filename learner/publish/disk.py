@@ -11,15 +11,16 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from learner.config import DiskPublishSettings
+from learner.config import FilesSettings
 from learner.durable import flush, sha256
-from learner.publish.base import BadWeights
+from learner.publish.base import BadWeights, Link
 from protocol.messages import WeightUpdate
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -33,8 +34,9 @@ MANIFEST = "manifest.json"
 class DiskPublisher:
     """Publishes into `run.weights_dir`. `model_files`: configuration and tokenizer, put into every version."""
 
-    def __init__(self, run: RunSettings, settings: DiskPublishSettings, model_files: Sequence[Path]) -> None:
-        self._run, self._settings = run.id, settings
+    def __init__(self, run: RunSettings, settings: FilesSettings, model_files: Sequence[Path], link: Link) -> None:
+        self._run, self._settings, self._link = run.id, settings, link
+        self._last: dict[str, float] = {}
         self._folder = run.weights_dir.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(".v*.tmp"):
@@ -43,6 +45,7 @@ class DiskPublisher:
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Writes the version and returns what to announce. Raises BadWeights and OSError; neither leaves a trace."""
+        began = time.monotonic()
         tensors, digest = _checked(weights)
         final = self._folder / f"v{version.label}"
         part = self._folder / f".v{version.label}.{os.getpid()}.tmp"
@@ -65,14 +68,20 @@ class DiskPublisher:
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
+        num_bytes = int(str(files[WEIGHTS]["bytes"]))
+        self._last = {"publish_disk_s": time.monotonic() - began, "publish_bytes": num_bytes}
         return WeightUpdate(
             run=self._run,
             epoch=version.epoch,
             step=version.step,
             digest=digest,
             path=str(final),
-            num_bytes=int(str(files[WEIGHTS]["bytes"])),
+            num_bytes=num_bytes,
         )
+
+    def announce(self, update: WeightUpdate, state: str) -> None:
+        """Makes `update` the target."""
+        self._link.target(update, state)
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
         """Removes versions but for the newest `keep_versions` and those in use."""
@@ -81,6 +90,13 @@ class DiskPublisher:
         for path, version in found.items():
             if version not in newest and version not in in_use:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def facts(self) -> Mapping[str, float]:
+        """Seconds and bytes of the last version."""
+        return self._last
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
     def _flush(self, path: Path) -> None:
         if self._settings.fsync:

@@ -1,5 +1,8 @@
 """Following the target: every new policy version is verified, then loaded, then read back.
 
+A version comes as a directory, or over a group that the engine is invited to (`receive.py`). One that was sent to
+others has no directory at first: the learner writes one when it sees an engine that needs it.
+
 Verification reads each byte of the new version while the old one still generates; only the swap pauses it. What
 fails before the swap changes nothing: the engine stays READY at its old version and it is tried again. What fails
 within the swap leaves an engine that may be half one version and half another: it is lost.
@@ -18,8 +21,9 @@ from rollout_server.engine.control import EngineControl
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
 from rollout_server.node.manifest import WeightsCorrupt, verify
+from rollout_server.node.receive import GROUP_POLL_S, Receiver
 from rollout_server.node.registry import Registry
-from rollout_server.node.standing import Standing
+from rollout_server.node.standing import NO_VERSION, Standing
 from rollout_server.redis_client import Outage, RedisDown, RedisFull
 
 log = logging.getLogger(__name__)
@@ -49,9 +53,10 @@ class Follower:
         self.highest_epoch = 0
         self.swapping = asyncio.Lock()
         self._refused = ""
+        self._receiver = Receiver(standing, registry, settings, stats)
 
     async def follow(self, client: EngineControl) -> None:
-        """Consumes the target in Redis; produces loaded versions; waits poll_s, longer after a failure.
+        """Consumes target and view in Redis; produces loaded versions; waits poll_s, longer after a failure.
 
         Also waits for evaluations to end. Raises EngineLost when a swap failed half-way; else ended by cancellation.
         """
@@ -60,10 +65,16 @@ class Follower:
         tried: WeightUpdate | None = None
         while True:
             try:
-                update = await self._registry.target()
+                orders = await self._registry.orders()
                 outage.over()
+                if self._receiver.invited(orders) and self._standing.version.epoch == self.highest_epoch:
+                    async with self.swapping:
+                        await self._receiver.take_part(client, orders)
+                    continue
+                update = orders.target
                 if update is None or not self.wanted(update):
-                    await asyncio.sleep(self._settings.poll_s)
+                    poll_s = self._settings.poll_s
+                    await asyncio.sleep(min(poll_s, GROUP_POLL_S) if self._receiver.in_group else poll_s)
                     continue
                 failures, tried = (failures if update == tried else 0), update
                 failures = 0 if await self._advance(client, update, failures) else failures + 1
@@ -74,13 +85,15 @@ class Follower:
                 await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
 
     def wanted(self, update: WeightUpdate) -> bool:
-        """Whether `update` is ahead of what the engine holds. Refuses epochs below the highest seen."""
+        """Whether `update` is ahead of what the engine holds and can be read. Refuses epochs below the highest seen."""
         if update.epoch < self.highest_epoch:
             if self._refused != update.version.label:
                 self._refused = update.version.label
                 log.warning("refusing %s: epoch %d is in force", update.version.label, self.highest_epoch)
             return False
         self.highest_epoch = update.epoch
+        if not update.path:
+            return False
         behind = update.version > self._standing.version
         # the version we hold, but not taking traffic: a corrupt copy was mended, or it was never read back
         return behind or (update.version == self._standing.version and self._standing.state is NodeState.SYNCING)
@@ -123,6 +136,9 @@ class Follower:
             await client.pause(settings.pause_mode)
         except EngineError as error:
             self._stats.counts["strikes"] += 1
+            if before is NodeState.QUARANTINED and standing.version == NO_VERSION:
+                # what it holds is of no version: it must not go on
+                raise lost(standing, NodeState.QUARANTINED, f"{label} cannot be loaded: {error}") from error
             await self._resume_anyway(client)
             standing.become(before, f"{label} is not loaded: {error}")
             return False

@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner.config import DiskPublishSettings, PublishSettings
+from learner.config import DiskPublishSettings, LearnerSettings
 from learner.publish import disk as module
 from learner.publish.base import BadWeights, Publisher
-from protocol.settings import RunSettings
+from protocol.errors import UserError
+from protocol.messages import WeightUpdate
+from protocol.settings import RunSettings, section
 from protocol.versions import PolicyVersion
 
 
@@ -30,7 +32,14 @@ def run(tmp_path: Path) -> RunSettings:
 
 @pytest.fixture
 def publisher(run: RunSettings) -> Publisher:
-    return PublishSettings().build(run, sorted(run.model.iterdir()))
+    return LearnerSettings().publish.build(run, sorted(run.model.iterdir()), Told())
+
+
+class Told(list):
+    """A link that keeps what was announced over it."""
+
+    def target(self, update: WeightUpdate, state: str) -> None:
+        self.append((update, state))
 
 
 def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
@@ -72,7 +81,7 @@ def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     config.save_pretrained(run.model)
-    publisher = PublishSettings().build(run, sorted(run.model.iterdir()))
+    publisher = LearnerSettings().publish.build(run, sorted(run.model.iterdir()), Told())
     update = publisher.publish(PolicyVersion(1, 0), model.state_dict().items())  # with the tied head twice
     again = AutoModelForCausalLM.from_pretrained(update.path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -101,13 +110,13 @@ def test_what_a_killed_learner_left_is_replaced(run: RunSettings) -> None:
     (run.weights_dir / ".v1.1.77.tmp").mkdir(parents=True)
     (run.weights_dir / "v1.1").mkdir()
     (run.weights_dir / "v1.1" / "half").touch()
-    publisher = DiskPublishSettings(fsync=False).build(run, [])
+    publisher = DiskPublishSettings(fsync=False).build(run, [], Told())
     publisher.publish(PolicyVersion(1, 1), weights())
     assert sorted(p.name for p in run.weights_dir.rglob("*")) == ["manifest.json", "model.safetensors", "v1.1"]
 
 
 def test_the_newest_and_those_in_use_are_kept(run: RunSettings) -> None:
-    publisher = DiskPublishSettings(keep_versions=2).build(run, [])
+    publisher = DiskPublishSettings(keep_versions=2).build(run, [], Told())
     for version in [(1, 9), (1, 10), (2, 5), (2, 6), (2, 7)]:
         publisher.publish(PolicyVersion(*version), weights())
     (run.weights_dir / "vendor").mkdir()
@@ -116,7 +125,7 @@ def test_the_newest_and_those_in_use_are_kept(run: RunSettings) -> None:
 
 
 def test_publishing_a_small_model_takes_no_time(run: RunSettings) -> None:
-    publisher = DiskPublishSettings(fsync=False).build(run, sorted(run.model.iterdir()))
+    publisher = DiskPublishSettings(fsync=False).build(run, sorted(run.model.iterdir()), Told())
     tensors = [(f"t{i}", torch.ones(100, 100)) for i in range(20)]
     seconds = []
     for step in range(5):
@@ -125,3 +134,14 @@ def test_publishing_a_small_model_takes_no_time(run: RunSettings) -> None:
         seconds.append(time.perf_counter() - begun)
     assert min(seconds) < 0.1
     assert os.stat(run.weights_dir / "v1.0" / "tokenizer.json").st_nlink >= 5, "the tokenizer is written once"
+
+
+def test_a_transport_is_chosen_by_its_name_and_files_are_the_default() -> None:
+    chosen = section({"learner": {"publish": {"fsync": False}}}, "learner", LearnerSettings).publish
+    assert chosen == DiskPublishSettings(fsync=False)
+    chosen = section(
+        {"learner": {"publish": {"type": "distributed", "bucket_mb": 8}}}, "learner", LearnerSettings
+    ).publish
+    assert (chosen.type, chosen.keep_versions) == ("distributed", 4)
+    with pytest.raises(UserError, match="disk"):
+        section({"learner": {"publish": {"type": "pigeon"}}}, "learner", LearnerSettings)

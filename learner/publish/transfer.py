@@ -1,0 +1,151 @@
+"""One version over one group, from prepare to verify: the conversation with the nodes. In the training thread.
+
+    prepare    view written; the members join (a new group) and answer; the first bucket is gathered meanwhile
+    transfer   view written; each bucket is sent while the next one is gathered
+    verify     every member has answered with a checksum; those of one kind agree
+
+Every wait has a deadline, and ends early when a member says that it failed, or is seen to be gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+from learner.publish.base import Link
+from learner.publish.buckets import Packed
+from learner.publish.sender import Sender
+from protocol.errors import ForayError
+from protocol.messages import NodeState, ViewAnswer, WeightView
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.01
+ROLL_CALL_S = 0.5
+"""How often the registrations of the members are looked at while they are waited for."""
+VIEW_OUTLIVES_S = 60.0
+GONE = (NodeState.SUSPECT, NodeState.QUARANTINED, NodeState.GONE)
+
+
+class TransferFailed(ForayError):
+    """The version did not reach every member. `missing`: members to do without for a while."""
+
+    def __init__(self, what: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.missing = tuple(missing)
+
+
+class Transfer:
+    """`seconds` holds how long each phase took, by name. Link's errors pass through every method."""
+
+    def __init__(self, link: Link, sender: Sender, view: WeightView) -> None:
+        self._link, self._sender, self.view = link, sender, view
+        self.seconds: dict[str, float] = {}
+        self.answers: dict[str, ViewAnswer] = {}
+        self._next_roll_call = 0.0
+
+    def run(self, buckets: Iterator[Packed], *, prepare_s: float, transfer_s: float) -> None:
+        """The whole; `buckets` is gathered as it is consumed. Raises TransferFailed, and what gathering raises."""
+        began = time.monotonic()
+        self._write("prepare", prepare_s)
+        first = self._gather(buckets)
+        self._wait(lambda: self._all("prepared", "loaded") and self._sender.joined.done(), began + prepare_s, "prepare")
+        self._settled(self._sender.joined)
+        self.seconds["prepare"] = time.monotonic() - began - self.seconds["gather"]
+        began = time.monotonic()
+        self._write("transfer", transfer_s)
+        self._send(first, buckets, began + transfer_s)
+        self._wait(lambda: self._all("loaded"), began + transfer_s, "transfer")
+        self.seconds["verify"] = max(answer.verify_s for answer in self.answers.values())
+        self.seconds["transfer"] = time.monotonic() - began - self.seconds["verify"]
+        self._compare()
+
+    def abort(self) -> None:
+        """Tells the members that it is over."""
+        self._write("abort", 0.0)
+
+    def commit(self) -> None:
+        """Tells the members to go on with the new version; the target says so already."""
+        self._write("commit", VIEW_OUTLIVES_S)
+
+    def _send(self, first: Packed | None, rest: Iterator[Packed], deadline: float) -> None:
+        under_way: deque[Future[None]] = deque()
+        packed = first
+        while packed is not None:
+            tensors = [packed.flat] if self.view.flattened else [tensor for _, tensor in packed.tensors()]
+            under_way.append(self._sender.send(tensors))
+            packed = self._gather(rest)
+            while under_way and (len(under_way) > 1 or packed is None):  # one is sent, one is ready
+                self._wait(under_way[0].done, deadline, "transfer")
+                self._settled(under_way.popleft())
+
+    def _gather(self, buckets: Iterator[Packed]) -> Packed | None:
+        began = time.monotonic()
+        packed = next(buckets, None)
+        self.seconds["gather"] = self.seconds.get("gather", 0.0) + time.monotonic() - began
+        return packed
+
+    def _settled(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            raise TransferFailed(f"the group is broken: {str(error).strip().splitlines()[0][:300]}", self._silent())
+
+    def _write(self, phase: str, seconds: float) -> None:
+        buckets = self.view.buckets if phase in ("prepare", "transfer") else ()  # nodes read it again and again
+        now = self._link.now()
+        self.view = WeightView.model_validate(
+            {**self.view.model_dump(), "phase": phase, "deadline": now + seconds, "buckets": buckets}
+        )
+        self._link.view(self.view, seconds + VIEW_OUTLIVES_S)
+
+    def _wait(self, until: Callable[[], bool], deadline: float, phase: str) -> None:
+        while not until():
+            self._listen()
+            if time.monotonic() > deadline:
+                silent = self._silent()
+                raise TransferFailed(f"the deadline of {phase} has passed, without {', '.join(silent)}", silent)
+            if until():  # what was just heard may be it
+                return
+            time.sleep(POLL_S)
+
+    def _all(self, *phases: str) -> bool:
+        heard = self.answers
+        return all(member in heard and heard[member].phase in phases for member in self.view.members)
+
+    def _silent(self) -> list[str]:
+        """Members that did not answer at all, or else all that have not come as far as the others."""
+        silent = [member for member in self.view.members if member not in self.answers]
+        return silent or [m for m in self.view.members if self.answers[m].phase != "loaded"]
+
+    def _listen(self) -> None:
+        """Takes in the answers; raises TransferFailed when one says so, or when a member is gone."""
+        self.answers = self._link.answers(self.view.epoch, self.view.number)
+        for member in self.view.members:
+            answer = self.answers.get(member)
+            if answer is not None and answer.phase == "failed":
+                raise TransferFailed(f"{member}: {answer.detail}")
+        if time.monotonic() < self._next_roll_call:
+            return
+        self._next_roll_call = time.monotonic() + ROLL_CALL_S
+        present = {f"{e.id}/{e.incarnation}": e for e in self._link.engines()}
+        for member in self.view.members:
+            if member not in present or present[member].state in GONE:
+                raise TransferFailed(f"{member} is gone", [member])
+
+    def _compare(self) -> None:
+        """Engines of one kind must hold the same."""
+        sums: dict[str, dict[str, str]] = {}
+        for member in self.view.members:
+            answer = self.answers[member]
+            sums.setdefault(answer.kind, {})[member] = answer.checksum
+        for kind, by_member in sums.items():
+            if len(set(by_member.values())) > 1:
+                raise TransferFailed(f"the checksums of the {kind} engines differ: {by_member}")
+
+    def digest(self) -> str:
+        """What the members hold: kind and checksum of each kind."""
+        found = {answer.kind: answer.checksum[:32] for answer in self.answers.values()}
+        return ",".join(f"{kind}:{checksum}" for kind, checksum in sorted(found.items()))[:256]
