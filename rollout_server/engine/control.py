@@ -27,6 +27,14 @@ class EngineControl:
             "GET", "/health_generate", None, timeout_s=timeout_s, headers=self._http.open_headers, parse=False
         )
 
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """A route that changes nothing: SGLang opens it with the API key, and not with the admin key."""
+        headers = self._http.open_headers
+        reply = await self._http.call(method, path, body, timeout_s=timeout_s, headers=headers)
+        return json_object(reply, self.name)
+
     async def version(self) -> PolicyVersion | None:
         """The policy version that the engine says it holds; None for a label that is not ours."""
         info = await self.model_info()
@@ -34,24 +42,23 @@ class EngineControl:
 
     async def model_info(self) -> dict[str, Any]:
         """`GET /model_info`: answers at once even while the engine is paused."""
-        return json_object(await self._http.control("GET", "/model_info"), self.name)
+        return await self._ask("GET", "/model_info")
 
     async def server_info(self) -> dict[str, Any]:
         """`GET /server_info`: how it was started. SGLang's scheduler answers it, so it may hang with that one."""
-        return json_object(await self._http.control("GET", "/server_info"), self.name)
+        return await self._ask("GET", "/server_info")
 
     async def tokenize(self, text: str) -> list[int] | None:
         """`POST /tokenize`: ids of `text` without special tokens; None where the answer holds none."""
         body = {"model": "default", "prompt": text, "add_special_tokens": False}
-        reply = json_object(await self._http.control("POST", "/tokenize", body), self.name)
-        return reply.get("tokens")
+        return (await self._ask("POST", "/tokenize", body)).get("tokens")
 
     async def scheduler_figures(self, *, timeout_s: float) -> Any:
         """What `GET /v1/loads` says of each scheduler, as it is: it differs as soon as one of them has done a step.
 
         The HTTP side answers at once, from what its scheduler wrote last.
         """
-        return json_object(await self._http.control("GET", "/v1/loads", None, timeout_s), self.name).get("loads")
+        return (await self._ask("GET", "/v1/loads", None, timeout_s)).get("loads")
 
     async def loads(self) -> dict[str, float]:
         """`GET /v1/loads`, summed over data-parallel ranks.
@@ -59,7 +66,7 @@ class EngineControl:
         running, waiting, tokens_per_s, token_usage, max_running, max_tokens (of the KV cache), and retractions since
         the start, 0 where the engine does not say.
         """
-        reply = json_object(await self._http.control("GET", "/v1/loads"), self.name)
+        reply = await self._ask("GET", "/v1/loads")
         ranks = reply.get("loads") or [reply]
         names = {
             "running": "num_running_reqs",
