@@ -20,7 +20,8 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
-from rollout_server.engine.router import Router, incarnation_key
+from rollout_server.engine.places import incarnation_key
+from rollout_server.engine.router import Router
 from rollout_server.episodes import Episodes, EpisodesRequest, summarise
 from rollout_server.fleet import Fleet
 from rollout_server.metrics import Stats, prometheus_text
@@ -89,7 +90,10 @@ async def _status(request: web.Request) -> web.Response:
             "role": engine.role,
             "takes_requests": engine.id in takes,
             "strikes": round(served.router.health.strikes(incarnation_key(engine)), 3),
-            "tokens_in_flight": served.router.tokens_in_flight.get(engine.id, 0),
+            "trouble": served.router.health.last(incarnation_key(engine)),
+            "window": served.router.places.window(engine),
+            "requests_in_flight": served.router.places.requests(engine),
+            "tokens_in_flight": served.router.places.tokens(engine),
             "running": engine.running,
             "waiting": engine.waiting,
             "detail": engine.detail,

@@ -28,7 +28,13 @@ class RolloutSettings(Settings):
     max_engine_lag: int | None = Field(default=None, ge=0)
     """An engine more steps behind the target takes no training traffic. None: `run.max_lag`."""
     generate_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of one turn on one engine; after it the turn is generated again elsewhere."""
+    """Deadline of one turn on one engine; after it the turn goes on elsewhere, from the tokens that have come."""
+    stream_interval: int = Field(default=8, ge=1, le=1024)
+    """Tokens between two pieces of an engine's answer: the most that is lost when it dies. Less costs more CPU."""
+    stall_s: float = Field(default=20.0, gt=0)
+    """An engine that has begun to answer and then says nothing for so long is given up, unless it loads weights."""
+    adaptive: bool = True
+    """Bound the requests in flight at each engine by a window that shrinks when they queue there or are retracted."""
     generate_attempts: int = Field(default=4, ge=1)
     """Times one turn is tried after time-outs, errors or bad output. An unreachable engine does not count."""
     engine_wait_s: float = Field(default=600.0, gt=0)

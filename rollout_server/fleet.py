@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -65,6 +66,8 @@ class Fleet:
         self.table = FleetTable()
         self.read_at = -math.inf
         """When Redis answered last, by the monotonic clock."""
+        self.listeners: list[Callable[[FleetTable], None]] = []
+        """Told of every look at Redis, whether or not anything is new. Must not raise."""
         self._changed = asyncio.Event()
         self._garbage: set[str] = set()
 
@@ -104,6 +107,8 @@ class Fleet:
         if _routing(before) != _routing(table):
             self._changed.set()
             self._changed = asyncio.Event()
+        for listener in self.listeners:
+            listener(table)
 
     async def changed(self, timeout_s: float) -> None:
         """Returns at the next change of the table, or after timeout_s."""

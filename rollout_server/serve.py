@@ -13,7 +13,8 @@
                     Sink.publish ---> Redis {run}:traj
 
     loop             consumes              produces            waits for              unblocked by
-    lease_loop       tasks                 a Work each         a free place, credit   a group's end, the learner
+    lease_loop       tasks                 a Work each         a place, credit,       a group's end, the learner,
+                                                               no backlog of turns    the engines
     beat_loop        leases in flight      fresh idle times    a third of task_idle   the clock
     Fleet.follow     engines, target       FleetTable          fleet_poll_s           the clock
     gate             FleetTable            accept / do not     a change               Fleet.follow
@@ -45,8 +46,10 @@ from protocol.messages import EngineInfo, Task, TrajectoryGroup
 from protocol.settings import RunSettings
 from rollout_server.app import Served, build_app
 from rollout_server.config import RolloutSettings
-from rollout_server.engine.router import Router
+from rollout_server.engine.http import connector
+from rollout_server.engine.router import Limits, Router
 from rollout_server.engine.sglang import SglangClient
+from rollout_server.engine.turn import Ending
 from rollout_server.episode import Episode, build_episode, build_search
 from rollout_server.episodes import Episodes
 from rollout_server.fleet import Fleet
@@ -81,10 +84,8 @@ async def serve(
         stats.counts[name] = 0
     redis = RedisClient(run.redis_url, Keys(run.id))
     search = build_search(settings.search)
-    # no limit of connections here: the engines queue by themselves, and know better what they can run together
-    connector = aiohttp.TCPConnector(limit=0)
     try:
-        async with aiohttp.ClientSession(connector=connector) as session:
+        async with aiohttp.ClientSession(connector=connector()) as session:
             with stop_on_signals(stop), plain_errors():
                 server = RolloutServer(run, settings, episode, stats, redis, MeasuredSearch(search, stats), session)
                 await server.run(stop, port_file)
@@ -111,14 +112,20 @@ class RolloutServer:
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s)
         self._router = Router(
             self._fleet,
-            partial(_connect, session),
+            partial(_connect, session, settings.stream_interval),
             stats.waits,
             max_lag=run.max_lag if settings.max_engine_lag is None else settings.max_engine_lag,
-            timeout_s=settings.generate_timeout_s,
-            attempts=settings.generate_attempts,
-            wait_s=settings.engine_wait_s,
+            limits=Limits(
+                timeout_s=settings.generate_timeout_s,
+                stall_s=settings.stall_s,
+                attempts=settings.generate_attempts,
+                wait_s=settings.engine_wait_s,
+            ),
+            ending=Ending(episode.tokens.decode, episode.tokens.eos_ids),
+            adaptive=settings.adaptive,
             vocab_size=_vocab_size(run.model),
             tokenizer=episode.tokens.fingerprint,
+            counts=stats.counts,
         )
         sink = Sink(redis, stats)
         self._tasks = Tasks(
@@ -128,6 +135,7 @@ class RolloutServer:
             consumer=f"{stats.id}-{secrets.token_hex(4)}",
             concurrency=settings.concurrency_groups,
             idle_ms=settings.task_idle_ms,
+            congested=self._router.congested,
         )
         self._work = Work(
             self._tasks,
@@ -141,7 +149,8 @@ class RolloutServer:
         stats.gauges |= {
             "groups_in_flight": lambda: len(self._tasks.in_flight),
             "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
-            "failovers": lambda: self._router.failovers,
+            "turns_waiting": lambda: self._router.waiting,
+            "requests_in_flight": lambda: self._router.places.in_flight,
             "engine_strikes": lambda: self._router.health.total,
             "engines_routable": lambda: len(self._router.candidates(pinned=False)),
         }
@@ -228,8 +237,8 @@ class RolloutServer:
             log.info("left without taking leave of Redis: %s", error)
 
 
-def _connect(session: aiohttp.ClientSession, engine: EngineInfo) -> SglangClient:
-    return SglangClient(session, engine.url, name=engine.id)
+def _connect(session: aiohttp.ClientSession, stream_interval: int, engine: EngineInfo) -> SglangClient:
+    return SglangClient(session, engine.url, name=engine.id, adapter=engine.adapter, stream_interval=stream_interval)
 
 
 def _vocab_size(model: Path) -> int | None:

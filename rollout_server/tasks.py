@@ -29,6 +29,8 @@ MAX_DELIVERIES = 3
 """A task that was taken over more often than this has probably killed its servers: it is given up as poison."""
 HOPELESS_S = 3.0
 """How long a drain goes on without any engine: a restarted one may be back within it."""
+BACKLOG_LOOK_S = 0.05
+"""How often a server whose turns wait for engines looks whether they still do."""
 HAND_BACK_S = 3.0
 """How long an orderly stop tries to hand tasks back. Without it they are taken over later."""
 
@@ -53,10 +55,20 @@ class Tasks:
     """The leases of this server. `consumer` is unique to this process, so that nobody else beats under its name."""
 
     def __init__(
-        self, redis: RedisClient, sink: Sink, stats: Stats, *, consumer: str, concurrency: int, idle_ms: int
+        self,
+        redis: RedisClient,
+        sink: Sink,
+        stats: Stats,
+        *,
+        consumer: str,
+        concurrency: int,
+        idle_ms: int,
+        congested: Callable[[], bool] = lambda: False,
     ) -> None:
+        """congested  whether a group more would only wait: the task is better left to a server that has engines"""
         self._redis, self._sink, self._stats = redis, sink, stats
         self._consumer, self._concurrency, self._idle_ms = consumer, concurrency, idle_ms
+        self._congested = congested
         self.in_flight: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._freed = asyncio.Event()
         self._accepting = asyncio.Event()
@@ -81,8 +93,9 @@ class Tasks:
     async def lease_loop(self, group: asyncio.TaskGroup, perform: Perform) -> None:
         """Consumes tasks (new ones, and those whose server fell silent); produces one `perform` in `group` for each.
 
-        Waits for a free place, for permission (`accept`) and for credit: a task in the stream. Unblocked by a
-        finished group, by the learner that issues, or by a lease that ran out. Ended by `stop`, within BLOCK_MS.
+        Waits for a free place, for permission (`accept`), for the engines to catch up (`congested`) and for credit:
+        a task in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease
+        that ran out. Ended by `stop`, within BLOCK_MS.
         """
         outage = Outage("leasing tasks", self._stats.waits)
         while not self._stopping:
@@ -90,6 +103,10 @@ class Tasks:
             await self._place()
             if self._stopping:
                 return
+            if self._congested():
+                with self._stats.waits.during("backlog"):
+                    await asyncio.sleep(BACKLOG_LOOK_S)
+                continue
             try:
                 entries = await self._reclaim() or await self._read()
             except (RedisDown, RedisFull, StateLost) as error:

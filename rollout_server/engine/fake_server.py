@@ -1,14 +1,15 @@
 """A scripted engine behind a real socket: the routes of SGLang that we use, with faults on demand. For tests.
 
 What it says is a pure function of what it is given (`next_ids`), so whoever continues a trajectory, this engine or
-another, must arrive at the same tokens: a lost or doubled one shows.
+another, in the middle of a turn or between two, must arrive at the same tokens: a lost or doubled one shows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -24,15 +25,32 @@ def next_ids(ids: Sequence[int], count: int) -> list[int]:
     return seen[len(ids) :]
 
 
+def unsaid(turn: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """What is left of a `turn` whose beginning stands at the end of `ids`: for scripts that may be continued."""
+    for said in range(min(len(turn) - 1, len(ids)), 0, -1):
+        if list(ids[-said:]) == list(turn[:said]):
+            return list(turn[said:])
+    return list(turn)
+
+
 @dataclass
 class Fault:
-    """What a route does instead: hang for ever, drop the connection, or answer `status` or `body`; -1 times: always."""
+    """What a route does instead: hang for ever, drop the connection, answer `status`, or `body` (`raw`: its bytes, of
+    `content_type`); -1 times: always.
+
+    after  /generate, streamed: after so many tokens that are as they should be. Then `raw` is sent between events,
+           and `spoil` changes what every further chunk says.
+    """
 
     hang: bool = False
     drop: bool = False
     status: int = 0
     body: Any = None
     times: int = -1
+    after: int | None = None
+    raw: bytes = b""
+    content_type: str = "text/plain"
+    spoil: Callable[[dict[str, Any]], Any] | None = None
 
 
 Say = Callable[[dict[str, Any]], Sequence[int]]
@@ -43,14 +61,62 @@ def _eight(body: dict[str, Any]) -> Sequence[int]:
     return next_ids(body["input_ids"], min(8, body["sampling_params"]["max_new_tokens"]))
 
 
-class FakeServer:
-    """`async with FakeServer() as engine: engine.url ...`. `calls` holds every route in order, `requests` each body."""
+@dataclass
+class Generation:
+    """A request that is being answered. `labels`: the version of each token that is there."""
 
-    def __init__(self, say: Say = _eight, *, version: str = "default", latency_s: float = 0.0) -> None:
-        self._say, self._latency_s = say, latency_s
+    body: dict[str, Any]
+    ids: Sequence[int]
+    labels: list[str] = field(default_factory=list)
+
+    def chunk(self, label: str, *, start: int = 0, exact: bool) -> dict[str, Any]:
+        """What SGLang says of the tokens from `start` on. exact: with the version spans, as in the last chunk."""
+        n = len(self.labels)
+        whole = n == len(self.ids)
+        stopped = n < self.body["sampling_params"]["max_new_tokens"]
+        finish = {"type": "stop", "matched": None} if stopped else {"type": "length", "length": n}
+        meta: dict[str, Any] = {
+            "id": self.body["rid"],
+            "finish_reason": finish if whole else None,
+            "prompt_tokens": len(self.body["input_ids"]),
+            "weight_version": label,
+            "completion_tokens": n,
+            "output_token_logprobs": [[-0.25, i, None] for i in self.ids[start:n]],
+        }
+        if exact or whole:
+            starts = [k for k in range(n) if k == 0 or self.labels[k] != self.labels[k - 1]]
+            meta["weight_versions"] = [
+                {"version": self.labels[a], "start": a, "end": b} for a, b in zip(starts, [*starts[1:], n], strict=True)
+            ]
+        return {"text": "", "output_ids": list(self.ids[start:n]), "meta_info": meta}
+
+
+class FakeServer:
+    """`async with FakeServer() as engine: engine.url ...`. `calls` holds every route in order, `requests` each body;
+    `tokens_made` counts what it has streamed.
+
+    latency_s    before the first token
+    pace_s       for each further one
+    incremental  chunks hold only what is new, as with SGLang's --incremental-streaming-output
+    exact        every chunk says which version sampled which token, as the embedded engine's do; SGLang's: the last
+    """
+
+    def __init__(
+        self,
+        say: Say = _eight,
+        *,
+        version: str = "default",
+        latency_s: float = 0.0,
+        pace_s: float = 0.0,
+        incremental: bool = False,
+        exact: bool = False,
+    ) -> None:
+        self._say, self._latency_s, self._pace_s = say, latency_s, pace_s
+        self._incremental, self._exact = incremental, exact
         self.version, self.loaded = version, ""
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
+        self.tokens_made = 0
         self.faults: dict[str, Fault] = {}
         self.url = ""
         self._running = asyncio.Event()
@@ -98,37 +164,70 @@ class FakeServer:
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.calls.append(request.path)
         fault = self.faults.get(request.path)
-        if fault is None or fault.times == 0:
+        if fault is None or fault.times == 0 or fault.after is not None:
             return await handler(request)  # type: ignore[no-any-return]
         fault.times -= 1
+        await self._misbehave(request, fault)
+        if fault.status:
+            return web.json_response({"error": "scripted"}, status=fault.status)
+        if fault.raw:
+            return web.Response(body=fault.raw, content_type=fault.content_type)
+        return web.json_response(fault.body)
+
+    async def _misbehave(self, request: web.Request, fault: Fault) -> None:
         if fault.hang:
             await asyncio.Event().wait()
         if fault.drop:
             assert request.transport is not None
             request.transport.close()
             await asyncio.Event().wait()
-        if fault.status:
-            return web.json_response({"error": "scripted"}, status=fault.status)
-        return web.json_response(fault.body)
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        generation = Generation(body, [int(i) for i in self._say(body)])
         self._in_flight += 1
         try:
             await asyncio.sleep(self._latency_s)
             await self._running.wait()
+            if body.get("stream"):
+                return await self._stream(request, generation)
+            await asyncio.sleep(self._pace_s * len(generation.ids))
+            generation.labels = [self.version] * len(generation.ids)
+            return web.json_response(generation.chunk(self.version, exact=True))
         finally:
             self._in_flight -= 1
-        ids = [int(i) for i in self._say(body)]
-        stopped = len(ids) < body["sampling_params"]["max_new_tokens"]
-        meta = {
-            "id": body["rid"],
-            "finish_reason": {"type": "stop", "matched": None} if stopped else {"type": "length", "length": len(ids)},
-            "weight_version": self.version,
-            "output_token_logprobs": [[-0.25, i, None] for i in ids],
-        }
-        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+
+    async def _stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
+        """A chunk after 1, n + 1, 2 n + 1, ... tokens for a stream_interval of n, as SGLang does it, and at the end."""
+        fault = self.faults.get("/generate")
+        after = fault.after if fault is not None and fault.times != 0 else None
+        if fault is not None and after is not None:
+            fault.times -= 1
+        interval = generation.body["sampling_params"].get("stream_interval") or 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        sent = 0
+        for n in range(len(generation.ids) + 1):
+            if n:
+                await asyncio.sleep(self._pace_s if n > 1 else 0.0)
+                await self._running.wait()
+                generation.labels.append(self.version)
+                self.tokens_made += 1
+            last = n == len(generation.ids)
+            due = last or n == after or n % interval == 1 % interval
+            if n and due:
+                start, sent = (sent if self._incremental else 0), n
+                chunk: Any = generation.chunk(self.version, start=start, exact=self._exact)
+                if fault is not None and after is not None and n > after and fault.spoil:
+                    chunk = fault.spoil(chunk)
+                await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            if fault is not None and n == after:
+                await self._misbehave(request, fault)
+                await response.write(fault.raw)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
 
     async def _ok(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")

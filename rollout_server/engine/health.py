@@ -26,6 +26,7 @@ class _Record:
     at: float = 0.0
     rests_until: float = 0.0
     unreachable: int = 0
+    last: str = ""
 
 
 class Health:
@@ -48,10 +49,11 @@ class Health:
         if record is not None:
             record.unreachable = 0
 
-    def strike(self, key: str) -> None:
+    def strike(self, key: str, why: str = "") -> None:
         """A time-out, a server error or bad output."""
         now = self._clock()
         record = self._records.setdefault(key, _Record(at=now))
+        record.last = why
         record.strikes = self.strikes(key) + 1.0
         record.at = now
         self.total += 1
@@ -59,10 +61,11 @@ class Health:
             record.rests_until = now + REST_S
             record.strikes = 0.0
 
-    def unreachable(self, key: str) -> None:
+    def unreachable(self, key: str, why: str = "") -> None:
         """The engine could not be reached: out at once, for a short while that grows."""
         now = self._clock()
         record = self._records.setdefault(key, _Record(at=now))
+        record.last = why
         if now < record.rests_until:
             return  # many requests in flight meet the same death: it counts once
         record.rests_until = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**record.unreachable)
@@ -75,6 +78,11 @@ class Health:
         if record is None:
             return 0.0
         return float(record.strikes * 0.5 ** ((self._clock() - record.at) / HALF_LIFE_S))
+
+    def last(self, key: str) -> str:
+        """What went wrong last, "" when nothing has."""
+        record = self._records.get(key)
+        return record.last if record is not None else ""
 
     def forget_all_but(self, keys: set[str]) -> None:
         """Drops records of incarnations that are gone, so that they do not pile up."""

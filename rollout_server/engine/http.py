@@ -19,6 +19,17 @@ CONTROL_TIMEOUT_S = 30.0
 """Deadline of a control call that computes nothing."""
 
 
+KEEP_ALIVE_S = 4.0
+"""An idle connection is closed from here after so long. SGLang's server does it after 5 s, and a request that crosses
+that closing would look like an engine that has died."""
+
+
+def connector() -> aiohttp.TCPConnector:
+    """Pooled connections to engines, as many as there are requests: how many an engine runs together is decided by
+    windows and by the engines themselves."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+
+
 class EngineHttp:
     """Calls to the engine at `url`. `session` is shared and owned by the caller; `name` goes into errors."""
 

@@ -1,69 +1,102 @@
-"""What an engine answered to /generate, as a Completion: pure, and suspicious.
+"""One answer of /generate, or one chunk of a streamed one, as tokens: pure, and suspicious.
 
 Nothing that an engine says is believed before it is checked: an id beyond the vocabulary, a NaN or a version span
-with a gap would be trained on. Facts of the API: `research` notes of the design, SGLang 0.5.21 to 0.5.23.
+with a gap would be trained on. Facts of the API: SGLang 0.5.21 to 0.5.23.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from protocol.messages import VersionSpan
 from protocol.versions import PolicyVersion
-from rollout_server.engine.base import Completion, EngineError
+from rollout_server.engine.base import EngineError
 
 MAX_LOGPROB = 1e-3
 """A log-prob is at most 0; rounding in the engine's softmax may lift it by a little."""
 
+Spans = tuple[tuple[PolicyVersion, int, int], ...]
+"""(version, start, end) over the tokens of one request, without gaps."""
 
-def parse_completion(reply: Any, *, engine: str, max_new_tokens: int, vocab_size: int | None = None) -> Completion:
-    """The completion in the JSON of `POST /generate`; raises EngineError("bad_output") or ("aborted").
 
-    An engine that aborts a request (it drains, its queue is full) answers 200 with what it has: no completion.
+@dataclass(frozen=True)
+class Chunk:
+    """What a chunk adds to the `have` tokens before it.
+
+    ids, logprobs  [n] the new ones
+    label          the engine's weight version when it sent the chunk
+    spans          the versions of all have + n tokens; None where the chunk does not say
+    finish         SGLang's finish_reason; None: more is to come
     """
-    try:
-        meta = reply["meta_info"]
-        finish = meta["finish_reason"]
-        if finish["type"] == "abort":
-            raise EngineError("aborted", engine, str(finish.get("message", ""))[:200])
-        ids = [int(i) for i in reply["output_ids"]]
-        pairs = meta["output_token_logprobs"]
-        logprobs = [float(pair[0]) for pair in pairs]
-        sampled = [int(pair[1]) for pair in pairs]
-        spans = _spans(meta, len(ids))
-        matched = finish.get("matched")
-        finish_reason = str(finish["type"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise EngineError("bad_output", engine, f"{type(error).__name__}: {str(error)[:200]}") from None
-    fault = _fault(ids, sampled, logprobs, max_new_tokens, vocab_size)
-    if fault or finish_reason not in ("stop", "length"):
-        raise EngineError("bad_output", engine, fault or f"finish reason {finish_reason[:40]!r}")
-    return Completion(ids, logprobs, spans, finish_reason, matched if isinstance(matched, str | int) else None, engine)
+
+    ids: list[int]
+    logprobs: list[float]
+    label: str
+    spans: Spans | None
+    finish: dict[str, Any] | None
 
 
-def _fault(
-    ids: list[int], sampled: list[int], logprobs: list[float], max_new_tokens: int, vocab_size: int | None
-) -> str:
-    """What is wrong with the numbers, "" when nothing is."""
+def read_chunk(reply: Any, have: Sequence[int]) -> Chunk:
+    """The chunk in a decoded JSON object; raises ValueError (or its like) for whatever does not add up.
+
+    A chunk holds all tokens of the request so far or (SGLang's --incremental-streaming-output) only the new ones;
+    `completion_tokens` counts all of them either way.
+    """
+    meta = reply["meta_info"]
+    finish = meta["finish_reason"]
+    if finish is not None and finish["type"] not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {str(finish['type'])[:40]!r}")
+    given, pairs = reply.get("output_ids"), meta.get("output_token_logprobs")
+    total = meta.get("completion_tokens")
+    if total is None and finish is not None and finish["type"] == "abort" and (not pairs or given[: len(have)] != have):
+        given, pairs, total = [], [], len(have)  # aborted while it waited: SGLang leaves most fields out
+    if given is None or pairs is None:
+        raise ValueError("no token ids, or no log-probs")
+    total = len(given) if total is None else total
+    start = _first_new(given, total, have)
+    ids, sampled = given[start:], pairs[start:]
+    logprobs = [pair[0] for pair in sampled]
+    if [pair[1] for pair in sampled] != ids:
+        raise ValueError(f"{len(ids)} ids, {len(sampled)} log-probs, or log-probs of other ids")
+    label = str(meta["weight_version"])
+    spans = meta.get("weight_versions")
+    return Chunk(ids, logprobs, label, _spans(spans, total) if spans else None, finish)
+
+
+def _first_new(given: list[Any], total: int, have: Sequence[int]) -> int:
+    """Index of the first new token in a chunk. Raises ValueError when the chunk does not follow the ones before."""
+    known = len(have)
+    if len(given) == total:
+        if given[:known] != have:
+            raise ValueError(f"a chunk of {total} tokens contradicts the {known} before it")
+        return known
+    if len(given) == total - known:
+        return 0
+    raise ValueError(f"a chunk of {len(given)} tokens after {known}, {total} in all")
+
+
+def check_tokens(chunk: Chunk, room: int, vocab_size: int | None) -> None:
+    """Raises ValueError for numbers that cannot be. `room`: tokens that the request may still bring."""
+    ids, logprobs = chunk.ids, chunk.logprobs
     if not ids:
-        return "no tokens"
-    if ids != sampled:
-        return f"{len(ids)} ids, {len(sampled)} log-probs, or log-probs of other ids"
-    if len(ids) > max_new_tokens:
-        return f"{len(ids)} tokens where {max_new_tokens} were allowed"
-    if not all(math.isfinite(x) and x <= MAX_LOGPROB for x in logprobs):
-        return "a log-prob is not finite or above zero"
+        return
+    if len(ids) > room:
+        raise ValueError(f"{len(ids)} more tokens where {room} were allowed")
+    if set(map(type, ids)) != {int}:
+        raise ValueError("a token id is not an integer")
     if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
-        return f"a token id is outside the vocabulary of {vocab_size}"
-    return ""
+        raise ValueError(f"a token id is outside the vocabulary of {vocab_size}")
+    if not set(map(type, logprobs)) <= {float, int}:
+        raise ValueError("a log-prob is not a number")
+    # a sum is finite only where every one is; max says nothing of a NaN that is not the first
+    if not math.isfinite(sum(logprobs)) or max(logprobs) > MAX_LOGPROB:
+        raise ValueError("a log-prob is not finite or above zero")
 
 
-def _spans(meta: dict[str, Any], n: int) -> tuple[VersionSpan, ...]:
-    """Versions that cover [0, n); raises ValueError for a gap. A version with a foreign label counts as (0, 0)."""
-    given = meta.get("weight_versions")
-    if not given:
-        given = [{"version": meta["weight_version"], "start": 0, "end": n}] if n else []
+def _spans(given: Any, total: int) -> Spans:
+    """Versions that cover [0, total); raises ValueError for a gap. A version with a foreign label counts as (0, 0)."""
     spans = []
     position = 0
     for item in given:
@@ -72,9 +105,29 @@ def _spans(meta: dict[str, Any], n: int) -> tuple[VersionSpan, ...]:
             continue
         if start != position or end < start:
             raise ValueError(f"version spans leave a gap or overlap at token {position}")
-        epoch, step = PolicyVersion.parse(str(item["version"])) or PolicyVersion(0, 0)
-        spans.append(VersionSpan(epoch=epoch, step=step, start=start, end=end))
+        spans.append((version_of(str(item["version"])), start, end))
         position = end
-    if position != n:
-        raise ValueError(f"version spans end at {position} of {n} tokens")
+    if position != total:
+        raise ValueError(f"version spans end at {position} of {total} tokens")
     return tuple(spans)
+
+
+def version_of(label: str) -> PolicyVersion:
+    """The policy version with this label; (0, 0) for a foreign one."""
+    return PolicyVersion.parse(label) or PolicyVersion(0, 0)
+
+
+def error_in_stream(reply: Any, engine: str) -> EngineError | None:
+    """The error that SGLang sends as an event, since a stream's status is 200 before anything is known."""
+    if not isinstance(reply, dict) or not isinstance(reply.get("error"), dict):
+        return None
+    error = reply["error"]
+    cause = cause_of_status(error.get("code") if isinstance(error.get("code"), int) else 500)
+    return EngineError(cause, engine, str(error.get("message", ""))[:500])
+
+
+def cause_of_status(status: int) -> str:
+    """The cause that an HTTP status of 400 or more stands for."""
+    if status in (400, 413, 422):
+        return "refused"
+    return "http_500" if status >= 500 or status == 429 else "denied"

@@ -1,48 +1,83 @@
 """Which engine generates a turn, and what happens when it does not: the real `Generate`.
 
-A turn is one request. An engine that dies, stalls or babbles costs that turn and nothing else: everything before it
-(prompt, finished turns, observations) is here as token ids, so another engine goes on from exactly these tokens and
-only the unfinished turn is sampled again.
+A turn is one request, as long as nothing goes wrong. An engine that dies, stalls, drains or is taken away by the
+engine table in the middle of it costs nothing that it has sampled: what was received is here as token ids with
+log-probs and versions, so another engine goes on from exactly these tokens. Only of an engine that talks nonsense
+nothing is believed, and the piece that it was to write is sampled again.
 
-Who gets a turn:
-  1. a trajectory stays with its engine, whose prefix cache holds its earlier turns;
-  2. a new trajectory goes where its group started, so that the prompt is computed once;
-  3. a new group goes to the engine with the fewest tokens in flight from here.
-Rules 1 and 2 give way when that engine is much busier than the idlest one: an engine that joins late is given work
-at once, and not only when the old ones run dry.
+    call        Turn.rest() --> Line.stand() --> choose() --> SglangClient.stream() --> Turn.add() --> over? else again
+    the table   ends calls at engines that are no longer to be used, moves the line, tells windows of load
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.messages import EngineInfo
+from protocol.messages import EngineInfo, NodeState
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
+from rollout_server.engine.call import Call
+from rollout_server.engine.choose import Candidate, choose
 from rollout_server.engine.health import Health
-from rollout_server.fleet import Fleet
+from rollout_server.engine.line import Lacking, Line
+from rollout_server.engine.notices import Notices
+from rollout_server.engine.places import Places, incarnation_key
+from rollout_server.engine.received import Received
+from rollout_server.engine.turn import Ending, Turn
+from rollout_server.fleet import Fleet, FleetTable
 from rollout_server.waits import Waits
 
 REMEMBERED = 65_536
 """Sessions and groups whose engine is remembered; forgetting one costs a prefill."""
-BUSIER_RATIO, BUSIER_REQUESTS = 2.0, 4
-"""An engine is much busier at twice the idlest one's tokens in flight and four requests of this size more."""
-RECHECK_S = 0.5
-"""How often one who waits looks again: an engine may end its rest without any change in Redis."""
+LEAST_BACKLOG = 16
+"""Turns that may wait before no more groups are begun, however small the windows are."""
+
+UNUSABLE = frozenset({NodeState.SUSPECT, NodeState.QUARANTINED, NodeState.GONE})
+"""States of an engine in which nothing more is to be expected of it: its turns go on elsewhere at once."""
+SILENT = frozenset({NodeState.LOADING, NodeState.SYNCING})
+"""States in which an engine may keep its turns waiting."""
+WITHOUT_COUNTING = frozenset({"unreachable", "cut", "aborted", "withdrawn"})
+"""Causes that do not use up a turn's attempts: the engine is gone, and another or the same will be there."""
+
+COUNTERS = ("failovers", "tokens_continued", "tokens_unattributed", "tokens_distrusted")
+"""failovers: further requests that turns needed. Tokens that a request had brought when it failed: kept and not
+generated again (tokens_continued), dropped since their version is not known for sure (unattributed), not believed
+(distrusted)."""
 
 
 class EngineClient(Protocol):
     """What the router needs of an engine's client."""
 
-    async def generate(
-        self, request: GenerateRequest, *, version: str, timeout_s: float, vocab_size: int | None
-    ) -> Completion: ...
+    async def stream(self, request: GenerateRequest, call: Call, *, version: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one turn may cost.
+
+    timeout_s  for a request to one engine
+    stall_s    between two pieces of its answer
+    attempts   requests that fail by the engine's fault
+    wait_s     waiting while no engine may be asked
+    """
+
+    timeout_s: float = 120.0
+    stall_s: float = 20.0
+    attempts: int = 4
+    wait_s: float = 600.0
 
 
 class Router:
-    """`await router(request)`; raises EngineError when no engine could, after every retry that makes sense."""
+    """`await router(request)`; raises EngineError when no engine could, after every retry that makes sense.
+
+    connect   a client for an engine
+    ending    how the end of a turn shows in its tokens; None: only engines know
+    adaptive  whether the requests in flight at an engine are bounded by a window
+    counts    where COUNTERS and `engine_<cause>` (errors by cause) are counted
+    """
 
     def __init__(
         self,
@@ -51,45 +86,53 @@ class Router:
         waits: Waits,
         *,
         max_lag: int,
-        timeout_s: float,
-        attempts: int,
-        wait_s: float,
+        limits: Limits,
+        ending: Ending | None = None,
+        adaptive: bool = True,
         vocab_size: int | None = None,
         tokenizer: str = "",
+        counts: Counter[str] | None = None,
     ) -> None:
-        self._fleet, self._connect, self._waits = fleet, connect, waits
-        self._max_lag, self._timeout_s, self._attempts, self._wait_s = max_lag, timeout_s, attempts, wait_s
-        self._vocab_size, self._tokenizer = vocab_size, tokenizer
-        self.health = Health()
-        self.tokens_in_flight: dict[str, int] = {}
-        """engine id -> tokens of its requests from here, prompt and allowance for the answer"""
-        self.failovers = 0
+        self._fleet, self._connect, self._limits, self._ending = fleet, connect, limits, ending
+        self._max_lag, self._vocab_size, self._tokenizer = max_lag, vocab_size, tokenizer
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.counts.update(dict.fromkeys(COUNTERS, 0))
+        self.health, self.places = Health(), Places(adaptive=adaptive)
+        self._adaptive = adaptive
+        self._line = Line(self._take, self._give_back, self._lacking, waits, wait_s=limits.wait_s)
+        self._notices = Notices()
+        self._calls: dict[Call, tuple[EngineInfo, bool]] = {}
+        """call in flight -> (engine as it was when asked, pinned)"""
         self._engine_of: OrderedDict[str, str] = OrderedDict()
         """s:<session> or g:<group> -> engine id, least recently used first"""
+        fleet.listeners.append(self._look_at_table)
+        self._look_at_table(fleet.table)
 
     async def __call__(self, request: GenerateRequest) -> Completion:
+        turn = Turn(request, self._ending)
         failures: dict[str, int] = {}
         attempts = 0
-        deadline = time.monotonic() + self._wait_s
+        hope_until = time.monotonic() + self._limits.wait_s
         while True:
-            engine = await self._next_engine(request, failures, deadline)
-            try:
-                completion = await self._attempt(engine, request)
-            except EngineError as error:
-                if error.cause == "refused":
-                    raise  # the request itself is wrong: every engine would say so
-                self._blame(engine, error)
-                attempts += error.cause not in ("unreachable", "aborted")
-                if attempts >= self._attempts:
-                    raise
-                failures[engine.id] = failures.get(engine.id, 0) + 1
-                self.failovers += 1
-            else:
-                self.health.praise(incarnation_key(engine))
+            rest = turn.rest()
+            engine = await self._place(rest, failures)
+            received, error = await self._attempt(engine, rest, turn)
+            if error is not None and error.cause == "refused":
+                raise error  # the request itself is wrong: every engine would say so
+            kept = self._book(engine, turn, received, error)
+            completion = turn.completion()
+            if completion is not None:
                 return completion
+            attempts += error is None or error.cause not in WITHOUT_COUNTING
+            if kept:
+                hope_until = time.monotonic() + self._limits.wait_s
+            if attempts >= self._limits.attempts or time.monotonic() > hope_until:
+                raise error or EngineError("bad_output", engine.id, "its versions change faster than it answers")
+            self.counts["failovers"] += 1
+            failures[engine.id] = failures.get(engine.id, 0) + 1
 
     def candidates(self, *, pinned: bool) -> list[EngineInfo]:
-        """Engines that may be given a request now."""
+        """Engines that may be given a request now, room or not."""
         table = self._fleet.table
         if pinned:
             allowed = table.pinned(self._tokenizer)
@@ -99,71 +142,142 @@ class Router:
             ]
         return [e for e in allowed if self.health.usable(incarnation_key(e))]
 
-    async def _next_engine(self, request: GenerateRequest, failures: dict[str, int], deadline: float) -> EngineInfo:
-        """Waits for an engine that may take the request; raises EngineError("no_engine") at the deadline."""
-        found = self.candidates(pinned=request.pinned)
+    @property
+    def waiting(self) -> int:
+        """Turns that wait for a place at an engine."""
+        return len(self._line)
+
+    def congested(self) -> bool:
+        """Whether so many turns wait that a new group would only wait with them: half of all windows."""
+        if not self._adaptive:
+            return False
+        windows = sum(self.places.window(e) or 0 for e in self.candidates(pinned=False))
+        return self.waiting > max(LEAST_BACKLOG, windows // 2)
+
+    async def _place(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
+        """An engine at which a place is taken, as the table has it now. Raises EngineError("no_engine")."""
+        while True:
+            taken = await self._line.stand(request, failures)
+            for engine in self.candidates(pinned=request.pinned):
+                if incarnation_key(engine) == incarnation_key(taken):
+                    return engine
+            self._give_back(taken, request)  # the table changed between the place and the turn
+
+    def _take(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo | None:
+        places = self.places
+        found = {e.id: e for e in self.candidates(pinned=request.pinned) if places.room(e)}
         if not found:
-            with self._waits.during("engine"):
-                while not found:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise EngineError("no_engine", detail=f"none may take a request for {self._wait_s:g} s")
-                    await self._fleet.changed(min(left, RECHECK_S))
-                    found = self.candidates(pinned=request.pinned)
-        return self._choose(found, request, failures)
-
-    def _choose(self, found: list[EngineInfo], request: GenerateRequest, failures: dict[str, int]) -> EngineInfo:
-        # the engines that failed this very turn come last
-        fewest = min(failures.get(e.id, 0) for e in found)
-        found = [e for e in found if failures.get(e.id, 0) == fewest]
-        idlest = min(found, key=lambda e: (self._load(e), e.running + e.waiting, e.id))
-        by_id = {e.id: e for e in found}
-        size = len(request.ids) + request.max_new_tokens
-        for name in (f"s:{request.session}", f"g:{request.group}"):
-            usual = by_id.get(self._engine_of.get(name, ""))
-            if usual is not None:
-                busy = self._load(usual) > BUSIER_RATIO * self._load(idlest) + BUSIER_REQUESTS * size
-                chosen = idlest if busy else usual
-                break
-        else:
-            chosen = idlest
-        self._remember(f"s:{request.session}", chosen.id)
-        self._remember(f"g:{request.group}", chosen.id)
-        return chosen
-
-    async def _attempt(self, engine: EngineInfo, request: GenerateRequest) -> Completion:
-        size = len(request.ids) + request.max_new_tokens
-        self.tokens_in_flight[engine.id] = self._load(engine) + size
-        try:
-            return await self._connect(engine).generate(
-                request, version=engine.version.label, timeout_s=self._timeout_s, vocab_size=self._vocab_size
-            )
-        finally:
-            left = self.tokens_in_flight[engine.id] - size
-            if left:
-                self.tokens_in_flight[engine.id] = left
-            else:
-                del self.tokens_in_flight[engine.id]
-
-    def _blame(self, engine: EngineInfo, error: EngineError) -> None:
-        if error.cause in ("unreachable", "aborted"):
-            self.health.unreachable(incarnation_key(engine))
-        else:
-            self.health.strike(incarnation_key(engine))
-        self.health.forget_all_but(
-            {incarnation_key(e) for e in self._fleet.table.engines.values()} | {incarnation_key(engine)}
+            return None
+        names = f"s:{request.session}", f"g:{request.group}"
+        size = size_of(request)
+        chosen = choose(
+            [Candidate(e.id, places.load(e), e.running + e.waiting, failures.get(e.id, 0)) for e in found.values()],
+            [self._engine_of.get(name, "") for name in names],
+            size,
         )
+        for name in names:
+            self._engine_of[name] = chosen
+            self._engine_of.move_to_end(name)
+            if len(self._engine_of) > REMEMBERED:
+                self._engine_of.popitem(last=False)
+        places.enter(found[chosen], size)
+        return found[chosen]
 
-    def _load(self, engine: EngineInfo) -> int:
-        return self.tokens_in_flight.get(engine.id, 0)
+    def _give_back(self, engine: EngineInfo, request: GenerateRequest) -> None:
+        self.places.leave(engine, size_of(request))
+        self._line.move()
 
-    def _remember(self, name: str, engine_id: str) -> None:
-        self._engine_of[name] = engine_id
-        self._engine_of.move_to_end(name)
-        if len(self._engine_of) > REMEMBERED:
-            self._engine_of.popitem(last=False)
+    def _lacking(self, pinned: bool) -> Lacking:
+        return "window" if self.candidates(pinned=pinned) else "engine"
+
+    async def _attempt(
+        self, engine: EngineInfo, request: GenerateRequest, turn: Turn
+    ) -> tuple[Received, EngineError | None]:
+        """One request. What it brought, and why it brought no more."""
+        received = Received(
+            engine.id,
+            request.max_new_tokens,
+            vocab_size=self._vocab_size,
+            label=engine.version.label,
+            late=engine.late_spans,
+            # an engine knows the version of its weights, not that of an adapter over them
+            fixed=engine.version if engine.adapter else None,
+        )
+        call = Call(
+            received,
+            timeout_s=self._limits.timeout_s,
+            stall_s=self._limits.stall_s,
+            may_pause=lambda: self._is_in(engine, SILENT),
+            # an engine cannot see a stop string that began before its own tokens
+            enough=(lambda: turn.over_with(received.ids)) if turn.ids else None,
+        )
+        self._calls[call] = engine, request.pinned
+        try:
+            await self._connect(engine).stream(request, call, version=engine.version.label)
+        except EngineError as error:
+            return received, error
+        finally:
+            del self._calls[call]
+            self._give_back(engine, request)
+        return received, None
+
+    def _book(self, engine: EngineInfo, turn: Turn, received: Received, error: EngineError | None) -> int:
+        """Join what was received to the turn, and draw the conclusions about the engine. Returns the tokens joined."""
+        key, cause = incarnation_key(engine), error.cause if error else ""
+        kept = len(received.ids)
+        if cause == "bad_output":
+            # who talks nonsense now has perhaps done so before
+            self.counts["tokens_distrusted"] += kept
+            kept = 0
+        else:
+            unsure = turn.add(received)
+            self.counts["tokens_unattributed"] += unsure
+            kept -= unsure
+        if error is None:
+            self.health.praise(key)
+            return kept
+        self.counts[f"engine_{cause}"] += 1
+        self.counts["tokens_continued"] += kept
+        self._notices.say(
+            engine.id, cause, f"{error.detail}; {kept} tokens of {len(received.ids)} are kept, the turn goes on"
+        )
+        if cause in ("unreachable", "cut", "aborted"):
+            self.health.unreachable(key, str(error))
+        elif cause != "withdrawn":
+            self.health.strike(key, str(error))
+        self.health.forget_all_but({incarnation_key(e) for e in self._fleet.table.engines.values()} | {key})
+        return kept
+
+    def _is_in(self, engine: EngineInfo, states: frozenset[NodeState]) -> bool:
+        now = self._fleet.table.engines.get(engine.id)
+        return now is not None and now.incarnation == engine.incarnation and now.state in states
+
+    def _look_at_table(self, table: FleetTable) -> None:
+        """At every look at Redis: windows, calls that must end, turns that may begin."""
+        self.places.report(table.engines.values())
+        for call, (engine, pinned) in list(self._calls.items()):
+            why = self._withdrawn(table, engine, pinned)
+            if why:
+                call.leave("withdrawn", why)
+        self._line.move()
+
+    def _withdrawn(self, table: FleetTable, engine: EngineInfo, pinned: bool) -> str:
+        """Why a call at `engine` must end now, "" when it need not.
+
+        An engine that drains, or whose registration lapsed, still generates: its turns leave only when there is
+        another engine for them.
+        """
+        now = table.engines.get(engine.id)
+        if now is not None and now.incarnation != engine.incarnation:
+            return "it was restarted"
+        if now is not None and now.state in UNUSABLE:
+            return f"it is {now.state}"
+        if now is None or now.state is NodeState.DRAINING:
+            elsewhere = any(e.id != engine.id for e in self.candidates(pinned=pinned))
+            return ("its registration has lapsed" if now is None else "it drains") if elsewhere else ""
+        return ""
 
 
-def incarnation_key(engine: EngineInfo) -> str:
-    """What strikes are booked under: a restarted engine starts with none."""
-    return f"{engine.id}/{engine.incarnation}"
+def size_of(request: GenerateRequest) -> int:
+    """Tokens that a request may hold in an engine's cache."""
+    return len(request.ids) + request.max_new_tokens

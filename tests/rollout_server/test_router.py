@@ -15,7 +15,8 @@ from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.engine.fake_server import FakeServer, Fault, next_ids
 from rollout_server.engine.health import LIMIT, REST_S, Health
-from rollout_server.engine.router import Router
+from rollout_server.engine.http import connector
+from rollout_server.engine.router import Limits, Router
 from rollout_server.engine.sglang import SglangClient
 from rollout_server.fleet import Fleet, FleetTable
 from rollout_server.waits import Waits
@@ -46,9 +47,16 @@ def request(ids: list[int], *, session: str = "s", group: str = "g", pinned: boo
 
 @contextlib.asynccontextmanager
 async def routing(table: Fleet, **settings) -> AsyncIterator[Router]:
-    given = {"max_lag": 2, "timeout_s": 5.0, "attempts": 4, "wait_s": 5.0, "vocab_size": 1000} | settings
-    async with aiohttp.ClientSession() as session:
-        yield Router(table, lambda info: SglangClient(session, info.url, name=info.id), Waits(), **given)
+    limits = {"timeout_s": 5.0, "attempts": 4, "wait_s": 5.0}
+    limits |= {name: settings.pop(name) for name in [*limits, "stall_s"] if name in settings}
+    interval = settings.pop("interval", 8)
+    given = {"max_lag": 2, "vocab_size": 1000, "limits": Limits(**limits)} | settings
+    async with aiohttp.ClientSession(connector=connector()) as session:
+
+        def connect(info: EngineInfo) -> SglangClient:
+            return SglangClient(session, info.url, name=info.id, adapter=info.adapter, stream_interval=interval)
+
+        yield Router(table, connect, Waits(), **given)
 
 
 async def play(router: Router, session: str, turns: int, *, pause: float = 0.0) -> list[int]:
@@ -70,7 +78,11 @@ def expected(session: str, turns: int) -> list[int]:
 
 async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is_lost_or_doubled(until: Until) -> None:
     table = Table()
-    async with FakeServer(latency_s=0.05) as a, FakeServer(latency_s=0.05) as b, routing(table) as router:
+    async with (
+        FakeServer(version="1.5", latency_s=0.05) as a,
+        FakeServer(version="1.5", latency_s=0.05) as b,
+        routing(table) as router,
+    ):
         table.tell(engine("a", a.url), engine("b", b.url))
         names = [f"{'x' * i}" for i in range(1, 9)]
         playing = asyncio.gather(*(play(router, name, 6) for name in names))
@@ -78,7 +90,7 @@ async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is
         await a.stop()
         results = await asyncio.wait_for(playing, 20)
     assert results == [expected(name, 6) for name in names]
-    assert router.failovers >= 1 and router.tokens_in_flight == {}
+    assert router.counts["failovers"] >= 1 and router.places.in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -103,19 +115,19 @@ async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is
 )
 async def test_a_faulty_engine_costs_one_turn_and_not_the_trajectory(fault: Fault) -> None:
     table = Table()
-    async with FakeServer() as a, FakeServer() as b, routing(table, timeout_s=0.3) as router:
+    async with FakeServer(version="1.5") as a, FakeServer(version="1.5") as b, routing(table, timeout_s=0.3) as router:
         table.tell(engine("a", a.url), engine("b", b.url))
         a.faults["/generate"] = fault
         completion = await router(request([1, 2, 3]))
     assert completion.ids == next_ids([1, 2, 3], 8) and completion.engine == "b"
-    assert router.failovers == 1 and router.health.total == 1
+    assert router.counts["failovers"] == 1 and router.health.total == 1
 
 
 async def test_a_request_that_the_engine_refuses_is_not_sent_to_another() -> None:
     table = Table()
-    async with FakeServer() as a, FakeServer() as b, routing(table) as router:
+    async with FakeServer(version="1.5") as a, FakeServer(version="1.5") as b, routing(table) as router:
         table.tell(engine("a", a.url), engine("b", b.url))
-        a.faults["/generate"] = b.faults["/generate"] = Fault(status=400)
+        a.faults["/generate"] = b.faults["/generate"] = Fault(status=422)
         with pytest.raises(EngineError) as caught:
             await router(request([1]))
         assert caught.value.cause == "refused" and len(a.calls) + len(b.calls) == 1
@@ -123,7 +135,7 @@ async def test_a_request_that_the_engine_refuses_is_not_sent_to_another() -> Non
 
 async def test_babble_everywhere_ends_after_the_attempts_that_are_allowed() -> None:
     table = Table()
-    async with FakeServer() as a, routing(table, attempts=2) as router:
+    async with FakeServer(version="1.5") as a, routing(table, attempts=2) as router:
         table.tell(engine("a", a.url))
         a.faults["/generate"] = Fault(body={"output_ids": []})
         with pytest.raises(EngineError) as caught:
@@ -133,7 +145,11 @@ async def test_babble_everywhere_ends_after_the_attempts_that_are_allowed() -> N
 
 async def test_a_trajectory_stays_with_its_engine_and_a_group_starts_together() -> None:
     table = Table()
-    async with FakeServer(latency_s=0.01) as a, FakeServer(latency_s=0.01) as b, routing(table) as router:
+    async with (
+        FakeServer(version="1.5", latency_s=0.01) as a,
+        FakeServer(version="1.5", latency_s=0.01) as b,
+        routing(table) as router,
+    ):
         table.tell(engine("a", a.url), engine("b", b.url))
         used: dict[str, Counter[str]] = {}
 
@@ -149,7 +165,11 @@ async def test_a_trajectory_stays_with_its_engine_and_a_group_starts_together() 
 
 async def test_a_late_engine_is_given_work_at_once(until: Until) -> None:
     table = Table()
-    async with FakeServer(latency_s=0.05) as a, FakeServer(latency_s=0.05) as b, routing(table) as router:
+    async with (
+        FakeServer(version="1.5", latency_s=0.05) as a,
+        FakeServer(version="1.5", latency_s=0.05) as b,
+        routing(table) as router,
+    ):
         table.tell(engine("a", a.url))
         playing = asyncio.gather(*(play(router, "x" * i, 8) for i in range(1, 25)))
         await until(lambda: len(a.requests) >= 24, "the first engine has everything")
@@ -174,7 +194,11 @@ async def test_a_late_engine_is_given_work_at_once(until: Until) -> None:
 )
 async def test_an_engine_that_is_not_routable_gets_no_training_traffic(unfit: dict) -> None:
     table = Table()
-    async with FakeServer() as a, FakeServer() as b, routing(table, tokenizer="ours") as router:
+    async with (
+        FakeServer(version="1.5") as a,
+        FakeServer(version="1.5") as b,
+        routing(table, tokenizer="ours") as router,
+    ):
         table.tell(engine("a", a.url, **unfit), engine("b", b.url, PolicyVersion(1, 3), tokenizer="ours"))
         done = await asyncio.gather(*(router(request([i], session=str(i), group=str(i))) for i in range(12)))
         assert {c.engine for c in done} == {"b"} and a.calls == []
@@ -182,7 +206,7 @@ async def test_an_engine_that_is_not_routable_gets_no_training_traffic(unfit: di
 
 async def test_pinned_requests_go_to_any_ready_engine_and_rather_to_one_for_evaluation() -> None:
     table = Table()
-    async with FakeServer() as a, FakeServer() as b, routing(table) as router:
+    async with FakeServer(version="1.5") as a, FakeServer(version="1.5") as b, routing(table) as router:
         old = engine("a", a.url, PolicyVersion(1, 0))
         table.tell(old, target=PolicyVersion(2, 9))
         assert (await router(request([1], pinned=True))).engine == "a"
@@ -192,14 +216,14 @@ async def test_pinned_requests_go_to_any_ready_engine_and_rather_to_one_for_eval
 
 async def test_a_request_waits_for_an_engine_and_goes_on_when_one_comes() -> None:
     table = Table()
-    async with FakeServer() as a, routing(table) as router:
+    async with FakeServer(version="1.5") as a, routing(table) as router:
         table.tell(target=V5)
         waiting = asyncio.create_task(router(request([1])))
         await asyncio.sleep(0.15)
         assert not waiting.done()
         table.tell(engine("a", a.url))
         assert (await asyncio.wait_for(waiting, 1.0)).engine == "a"
-        assert 0.1 < router._waits.seconds()["engine"] < 1.0
+        assert 0.1 < router._line._waits.seconds()["engine"] < 1.0
 
 
 async def test_without_any_engine_the_wait_ends_at_its_deadline() -> None:
@@ -213,7 +237,7 @@ async def test_without_any_engine_the_wait_ends_at_its_deadline() -> None:
 async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
     """An unreachable engine does not use up attempts: the turn waits until it is back."""
     table = Table()
-    async with FakeServer() as a, routing(table, attempts=1, wait_s=20.0) as router:
+    async with FakeServer(version="1.5") as a, routing(table, attempts=1, wait_s=20.0) as router:
         table.tell(engine("a", a.url))
         await router(request([1]))
         await a.stop()
@@ -222,7 +246,7 @@ async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
         assert not waiting.done()
         await a.start()
         completion: Completion = await asyncio.wait_for(waiting, 10.0)
-    assert completion.ids == next_ids([1, 2], 8) and router.failovers >= 2
+    assert completion.ids == next_ids([1, 2], 8) and router.counts["failovers"] >= 2
 
 
 def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:

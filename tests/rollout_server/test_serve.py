@@ -20,7 +20,7 @@ from protocol.settings import RunSettings
 from protocol.testing import make_task
 from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
-from rollout_server.engine.fake_server import FakeServer, Fault
+from rollout_server.engine.fake_server import FakeServer, Fault, unsaid
 from rollout_server.lifecycle import Stop
 from rollout_server.serve import serve
 from rollout_server.testing import write_tokenizer
@@ -37,7 +37,8 @@ def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, version: str = "1.
     mark = tokens.own("</information>")[0]
 
     def say(body: dict[str, Any]) -> Sequence[int]:
-        return search if body["input_ids"].count(mark) < turns else answer
+        ids = body["input_ids"]
+        return unsaid(search if ids.count(mark) < turns else answer, ids)
 
     return FakeServer(say, version=version, latency_s=latency_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -15,8 +16,9 @@ from rollout_server.engine.base import EngineError, GenerateRequest
 from rollout_server.engine.control import EngineControl
 from rollout_server.engine.fake_server import FakeServer, Fault, next_ids
 from rollout_server.engine.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from rollout_server.engine.reply import parse_completion
+from rollout_server.engine.received import Received
 from rollout_server.engine.sglang import SglangClient
+from rollout_server.engine.turn import Turn
 
 REQUEST = GenerateRequest(
     ids=(1, 2), session="s", group="g", max_new_tokens=4, sampling=Sampling(temperature=0.7), stop=("</answer>",)
@@ -33,7 +35,11 @@ def reply(**changes: Any) -> dict[str, Any]:
 
 
 def parse(value: Any, *, limit: int = 8):
-    return parse_completion(value, engine="e", max_new_tokens=limit, vocab_size=100)
+    received = Received("e", limit, vocab_size=100)
+    received.take(value)
+    turn = Turn(replace(REQUEST, max_new_tokens=limit))
+    turn.add(received)
+    return turn.completion()
 
 
 def test_a_sound_reply_becomes_a_completion() -> None:
@@ -67,7 +73,6 @@ def test_a_version_with_a_foreign_label_counts_as_none() -> None:
         reply(output_ids=[5, 6, -1], meta={"output_token_logprobs": [[-1, 5], [-1, 6], [-1, -1]]}),
         reply(meta={"weight_versions": [{"version": "3.7", "start": 0, "end": 2}]}),
         reply(meta={"weight_versions": [{"version": "3.7", "start": 1, "end": 3}]}),
-        reply(meta={"finish_reason": None}),
         reply(meta={"finish_reason": {"type": "nonsense"}}),
         {"text": "hello"},
         [],
@@ -82,14 +87,32 @@ def test_a_broken_reply_is_bad_output(broken: Any) -> None:
 
 
 def test_more_tokens_than_were_asked_for_are_bad_output() -> None:
-    with pytest.raises(EngineError, match="where 2 were allowed"):
+    with pytest.raises(EngineError, match="where 2 were allowed") as caught:
         parse(reply(), limit=2)
+    assert caught.value.cause == "bad_output"
 
 
-def test_an_aborted_request_is_no_completion_even_with_tokens() -> None:
+@pytest.mark.parametrize(
+    ("status", "cause", "fault"),
+    [(None, "aborted", "fleet"), (503, "aborted", "fleet"), (500, "http_500", "engine"), (400, "refused", "request")],
+)
+def test_an_aborted_request_is_no_completion_but_its_tokens_are_kept(status, cause: str, fault: str) -> None:
+    received = Received("e", 8)
+    abort = {"type": "abort", "message": "Abort in waiting queue", "status_code": status}
     with pytest.raises(EngineError) as caught:
-        parse(reply(meta={"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}))
-    assert caught.value.cause == "aborted"
+        received.take(reply(meta={"finish_reason": abort}))
+    assert (caught.value.cause, caught.value.fault) == (cause, fault)
+    assert received.ids == [5, 6, 7] and received.spans() == ((PolicyVersion(3, 7), 0, 3),)
+
+
+def test_the_short_answer_to_a_request_that_was_aborted_in_the_queue_takes_nothing_away() -> None:
+    received = Received("e", 8, label="3.7")
+    received.take(reply(meta={"finish_reason": None, "completion_tokens": 3}))
+    with pytest.raises(EngineError, match="aborted"):
+        received.take(
+            {"text": "", "meta_info": {"id": "r", "finish_reason": {"type": "abort"}, "weight_version": "3.7"}}
+        )
+    assert received.ids == [5, 6, 7]
 
 
 async def test_what_is_asked_of_the_engine() -> None:
@@ -108,7 +131,9 @@ async def test_what_is_asked_of_the_engine() -> None:
         "stop": ["</answer>"],
         "no_stop_trim": True,
         "skip_special_tokens": False,
+        "stream_interval": 8,
     }
+    assert first["stream"] is True and "lora_path" not in first
     assert len(first["rid"]) == len(second["rid"]) == 32 and first["rid"] != second["rid"]
 
 
@@ -117,10 +142,25 @@ async def test_what_is_asked_of_the_engine() -> None:
     [
         (Fault(status=500), "http_500"),
         (Fault(status=503), "http_500"),
+        (Fault(status=429), "http_500"),
         (Fault(status=400), "refused"),
+        (Fault(status=401), "denied"),
+        (Fault(status=404), "denied"),
         (Fault(drop=True), "unreachable"),
         (Fault(hang=True), "timeout"),
         (Fault(body=[]), "bad_output"),
+        (Fault(body=reply(meta={"finish_reason": None})), "bad_output"),
+        (Fault(raw=b"<html>welcome</html>", content_type="text/html"), "bad_output"),
+        (Fault(raw=b"data: {}", content_type="application/json"), "bad_output"),
+        (Fault(raw=b"", after=0, drop=True), "unreachable"),
+        (Fault(raw=b"data: not json\n\n", after=1), "bad_output"),
+        (Fault(raw=b"welcome\n", after=1), "bad_output"),
+        (Fault(raw=b'data: {"error": {"message": "too long", "code": 400}}\n\n', after=0), "refused"),
+        (Fault(raw=b'data: {"error": {"message": "oops"}}\n\n', after=1), "http_500"),
+        (Fault(after=1, drop=True), "cut"),
+        (Fault(after=1, hang=True), "timeout"),
+        (Fault(after=1, spoil=lambda chunk: []), "bad_output"),
+        (Fault(after=1, spoil=lambda chunk: chunk | {"output_ids": [1]}), "bad_output"),
     ],
 )
 async def test_every_fault_has_its_cause(fault: Fault, cause: str) -> None:

@@ -1,0 +1,63 @@
+"""How many requests this server has in flight at one engine: additive increase, multiplicative decrease. Pure.
+
+An engine with too many requests puts some back for want of KV cache and computes them again (a retraction), or lets
+them queue, where they grow stale and cannot go elsewhere. Several rollout servers that shrink and grow by the same
+rule share an engine fairly without knowing of each other (Chiu and Jain, 1989).
+"""
+
+from __future__ import annotations
+
+import math
+
+from protocol.messages import EngineInfo
+
+SHRINK = 0.7
+PERIOD_S = 2.0
+"""One change in so long at most: a node's heartbeat, so that the engine's answer to the last change is seen first."""
+UNKNOWN_CAPACITY = 1024
+"""Requests for an engine that does not say how many it runs together."""
+
+
+class Window:
+    """Requests in flight from here to one incarnation of an engine.
+
+    Starts at what the engine runs together (`max_running`). Ceiling: that and a headroom of a sixteenth, which waits at
+    the engine and fills the gap when another ends. Floor: a sixteenth. Shrinks to 0.7 of itself when more than
+    twice the headroom wait there, or requests were retracted since the last look; grows by the headroom when it was
+    full and the engine was quiet. It never shrinks again before the last time has had its effect.
+    """
+
+    def __init__(self, engine: EngineInfo, now: float) -> None:
+        capacity = engine.max_running or UNKNOWN_CAPACITY
+        self._headroom = max(2, capacity // 16)
+        self._ceiling, self._floor = capacity + self._headroom, max(1, capacity // 16)
+        self._size = float(capacity)
+        self._retractions = engine.retractions
+        self._changed_at = now
+        self._was_full = False
+        self.in_flight = 0
+
+    @property
+    def size(self) -> int:
+        return int(self._size)
+
+    def room(self) -> bool:
+        """Whether one more may go. A window that says no is one that could grow."""
+        free = self.in_flight < self.size
+        self._was_full = self._was_full or not free
+        return free
+
+    def observe(self, engine: EngineInfo, now: float) -> None:
+        """Draw the conclusions of what the engine reports now."""
+        if now - self._changed_at < PERIOD_S:
+            return
+        struggles = engine.waiting > 2 * self._headroom or engine.retractions > self._retractions
+        self._retractions = engine.retractions
+        size = self._size
+        if struggles and self.in_flight <= math.ceil(size):
+            self._size = max(self._floor, SHRINK * size)
+        elif not struggles and self._was_full:
+            self._size = min(self._ceiling, size + self._headroom)
+        if self._size != size or not struggles:
+            self._was_full = False
+            self._changed_at = now
