@@ -252,5 +252,5 @@ class Agent:
     async def _exit(self, child: Child | None) -> None:
         """Raises EngineLost when the engine exits. An attached one has only the watchdog."""
         if child is not None:
-            status = await child.exited
+            status = await child.ended()
             raise lost(self._standing, NodeState.SUSPECT, f"the engine ended with status {status}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 import tempfile
@@ -28,7 +29,8 @@ def free_port(host: str) -> int:
 
 
 class Child:
-    """One engine, a tree of processes below a guard. `exited` is done when the engine and its tree are gone."""
+    """One engine, a tree of processes below a guard. `exited` is done when the engine and its tree are gone; to wait
+    for it, take `ended`."""
 
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path, home: tempfile.TemporaryDirectory[str]):
         self._process, self.log_path, self._home = process, log_path, home
@@ -71,6 +73,11 @@ class Child:
         """The engine's exit status, 128 + n for signal n; None while it runs."""
         return self._process.returncode
 
+    async def ended(self) -> int:
+        """Waits for the end of the engine; its exit status."""
+        # shielded: who is cancelled while it waits does not take the news from the others
+        return await asyncio.shield(self.exited)
+
     async def stop(self, *, grace_s: float = STOP_S) -> None:
         """SIGTERM, and SIGKILL to the whole tree after grace_s. Safe to call when it is gone."""
         with suppress(ProcessLookupError):  # it may end while it is being ended
@@ -80,6 +87,9 @@ class Child:
             if not self.exited.done():
                 # by ourselves: whoever stopped the engine may have stopped its guard too
                 await asyncio.to_thread(kill_below, self.pid)
+                self._process.send_signal(signal.SIGCONT)  # it takes leave of its dead, and exits
+                await asyncio.wait({self.exited}, timeout=guard.SWEEP_S)
+            if not self.exited.done():
                 self._process.kill()
         await self.exited
         self._home.cleanup()

@@ -47,7 +47,8 @@ class Watchdog:
         settings, silent_s, refused = self._settings, 0.0, 0
         while True:
             await asyncio.sleep(settings.probe_s)
-            timeout_s = min(settings.probe_timeout_s, max(SHORTEST_LOOK_S, settings.hang_s - silent_s))
+            left_s = settings.hang_s - silent_s - settings.probe_s
+            timeout_s = min(settings.probe_timeout_s, max(SHORTEST_LOOK_S, left_s))
             began = time.monotonic()
             error = None if self._swapping.locked() else await self._look(timeout_s)
             if error is None or self._swapping.locked():

@@ -1,0 +1,158 @@
+"""Registering an engine that somebody else runs: what is refused, in words, and that it comes and goes as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import UserError
+from protocol.messages import NodeState
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+from rollout_server.engine.fake_server import FakeServer, Fault
+from rollout_server.lifecycle import Stop
+from rollout_server.node import agent
+from rollout_server.node.attach import PROBE_TEXT
+from rollout_server.node.cli import attached
+from rollout_server.node.config import AttachedEngine, NodeSettings
+from rollout_server.node.serve import serve
+from rollout_server.testing import write_tokenizer
+from rollout_server.tokens import load_tokens
+
+Until = Callable[..., Awaitable[None]]
+V1 = PolicyVersion(1, 0)
+
+
+@pytest.fixture(autouse=True)
+def no_rollout_server_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "NOTICE_S", 0.1)
+    monkeypatch.setattr(agent, "FIRST_BACKOFF_S", 0.1)
+
+
+def settings(url: str, **kind: Any) -> NodeSettings:
+    quick = {"poll_s": 0.02, "heartbeat_s": 0.1, "probe_s": 0.1, "probe_timeout_s": 0.3, "hang_s": 0.8, "drain_s": 0.1}
+    return NodeSettings(id="e", kind=AttachedEngine(url=url, **{"wait_s": 0.2, **kind}), **quick)
+
+
+def run_of(world, tmp_path: Path) -> RunSettings:
+    model = write_tokenizer(tmp_path / "model", "words")
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 64}))
+    return RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
+
+
+async def refusal(world, tmp_path: Path, url: str) -> UserError:
+    """What a person is told when the node of `url` is started."""
+    with pytest.raises(UserError) as caught:
+        await asyncio.wait_for(serve(run_of(world, tmp_path), settings(url), stop=Stop()), 10)
+    assert world.registered("e") is None, "what was refused is not on the list"
+    return caught.value
+
+
+async def test_an_address_where_nobody_listens(world, tmp_path: Path) -> None:
+    async with FakeServer() as engine:
+        pass
+    error = await refusal(world, tmp_path, engine.url)
+    assert error.what == f"no engine answers at {engine.url}" and "connect call failed" in error.why.lower()
+
+
+@pytest.mark.parametrize(
+    ("model_info", "what"),
+    [
+        (Fault(status=404), "is not an engine"),
+        (Fault(body={"status": "ok", "passages": 7}), "is not an engine"),
+        (Fault(body=["a", "list"]), "is not an engine"),
+        (Fault(status=401), "wants a key"),
+        (Fault(body={"weight_version": "default", "model_type": "llama"}), "serves another model"),
+        (Fault(body={"weight_version": "default", "model_type": "qwen2", "vocab_size": 65}), "serves another model"),
+    ],
+)
+async def test_something_else_than_the_runs_engine_is_refused(
+    model_info: Fault, what: str, world, tmp_path: Path
+) -> None:
+    async with FakeServer() as engine:
+        engine.faults["/model_info"] = model_info
+        error = await refusal(world, tmp_path, engine.url)
+    assert what in error.what and engine.url in error.what and error.todo
+    if "key" in what:
+        assert "FORAY_ENGINE_API_KEY" in error.todo and "FORAY_ENGINE_ADMIN_KEY" in error.todo
+
+
+async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_a_text(world, tmp_path: Path) -> None:
+    other = write_tokenizer(tmp_path / "other", "bytes")
+    async with FakeServer() as engine:
+        engine.faults["/model_info"] = Fault(body={"weight_version": "default", "tokenizer_path": str(other)})
+        error = await refusal(world, tmp_path, engine.url)
+        assert "another tokenizer" in error.what and str(other) in error.why
+        # its files are on another machine
+        engine.faults["/model_info"] = Fault(body={"weight_version": "default", "model_path": "/elsewhere"})
+        engine.faults["/tokenize"] = Fault(body={"tokens": load_tokens(other).own(PROBE_TEXT)})
+        assert "another tokenizer" in (await refusal(world, tmp_path, engine.url)).what
+
+
+async def test_the_same_tokenizer_is_taken_on_its_word(world, until: Until, tmp_path: Path) -> None:
+    run = run_of(world, tmp_path)
+    async with FakeServer() as engine:
+        engine.faults["/tokenize"] = Fault(body={"tokens": load_tokens(run.model).own(PROBE_TEXT)})
+        stop = Stop()
+        node = asyncio.create_task(serve(run, settings(engine.url), stop=stop))
+        await until(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")
+        stop.asked.set()
+        await asyncio.wait_for(node, 10)
+        assert engine.calls.count("/tokenize") == 1
+
+
+async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_the_right_version(
+    world, until: Until, tmp_path: Path
+) -> None:
+    world.publish_weights(tmp_path / "weights", V1)
+    stop = Stop()
+    async with FakeServer() as engine:
+        node = asyncio.create_task(serve(run_of(world, tmp_path), settings(engine.url), stop=stop))
+
+        def state() -> NodeState | None:
+            info = world.registered("e")
+            return info.state if info else None
+
+        await until(lambda: state() is NodeState.READY, "READY")
+        assert world.registered("e").version == V1 and engine.version == "1.0"
+        await engine.stop()
+        await until(lambda: state() is NodeState.GONE, "GONE")
+        assert "waiting for it" in world.registered("e").detail
+        engine.version = "default"  # whoever runs it has started it again, with its first weights
+        seen: list[tuple[NodeState | None, PolicyVersion]] = []
+        await engine.start()
+        await until(lambda: seen.append((state(), world.registered("e").version)) or state() is NodeState.READY, "back")
+        assert seen[-1] == (NodeState.READY, V1) and engine.version == "1.0"
+        assert all(version == V1 for where, version in seen if where is NodeState.READY)
+        stop.asked.set()
+        await asyncio.wait_for(node, 10)
+
+
+def test_attaching_is_sugar_for_a_kind() -> None:
+    url = "http://10.0.0.7:30000"
+    assert attached({}, url) == {"engine": {"kind": {"type": "attach", "url": url}}}
+    tree = {"run": {"id": "r"}, "engine": {"role": "eval", "kind": {"type": "cpu", "threads": 2}}}
+    assert attached(tree, url)["engine"] == {"role": "eval", "kind": {"type": "attach", "url": url}}
+    assert tree["engine"]["kind"] == {"type": "cpu", "threads": 2}
+    kept = attached({"engine": {"kind": {"type": "attach", "url": "http://old", "max_running": 8}}}, url)
+    assert kept["engine"]["kind"] == {"type": "attach", "url": url, "max_running": 8}
+
+
+async def test_the_command_says_what_is_wrong_and_exits_with_2(world, tmp_path: Path) -> None:
+    run = run_of(world, tmp_path)
+    async with FakeServer() as engine:
+        engine.faults["/model_info"] = Fault(status=401)
+        argv = [sys.executable, "-m", "deploy", "engine", "--attach", engine.url, f"run.model={run.model}"]
+        argv += [f"run.id={run.id}", f"run.dir={run.dir}"]
+        env = os.environ | {"FORAY_REDIS_URL": world.url}
+        done = await asyncio.to_thread(subprocess.run, argv, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert f"error: the engine at {engine.url} wants a key" in done.stderr and "Traceback" not in done.stderr
