@@ -13,7 +13,7 @@ import random
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -75,9 +75,9 @@ class Baseline:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # its input ends, and so does it; one that computes is not waited for
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        for pipe in self._pipes():
+            with suppress(BrokenPipeError):  # of a line that a dead child did not read
+                pipe.close()
         if kind is not None:
             self._process.kill()
         self._process.wait()
