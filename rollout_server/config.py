@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from protocol.settings import Settings
@@ -39,6 +41,8 @@ class RolloutSettings(Settings):
     """Times one turn is tried after time-outs, errors or bad output. An unreachable engine does not count."""
     engine_wait_s: float = Field(default=600.0, gt=0)
     """Seconds one turn may stand waiting for an engine that may take it before its trajectory fails."""
+    journal_routes: Path | None = None
+    """File that takes one line of JSON for each request to an engine: when, to which, at which version. For proofs."""
     fleet_poll_s: float = Field(default=0.5, gt=0)
     """How often the engine table and the target version are read."""
     episode: EpisodeSettings = EpisodeSettings()

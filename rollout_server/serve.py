@@ -32,7 +32,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from rollout_server.app import Served, build_app
 from rollout_server.config import RolloutSettings
 from rollout_server.engine.http import connector
 from rollout_server.engine.router import Limits, Router
+from rollout_server.engine.routes import noting
 from rollout_server.engine.sglang import SglangClient
 from rollout_server.engine.turn import Ending
 from rollout_server.episode import Episode, build_episode, build_search
@@ -110,9 +111,12 @@ class RolloutServer:
         self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
         self._redis, self._search = redis, search
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s)
+        connect: Callable[[EngineInfo], SglangClient] = partial(_connect, session, settings.stream_interval)
+        if settings.journal_routes is not None:
+            connect = noting(connect, settings.journal_routes, self._fleet)
         self._router = Router(
             self._fleet,
-            partial(_connect, session, settings.stream_interval),
+            connect,
             stats.waits,
             max_lag=run.max_lag if settings.max_engine_lag is None else settings.max_engine_lag,
             limits=Limits(
