@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# SGLang asks for versions that a learner does not want, so it has an environment of its own.
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+SGLANG_VERSION := 0.5.21
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test sglang-env test-sglang lint format clean
 
 setup: $(STAMP)
 
@@ -22,6 +26,22 @@ demo: setup
 test: setup lint
 	$(BIN)/python -m pytest $(ARGS)
 
+# Real SGLang on a machine without a GPU: 3 GB, once. torch comes from the index that pip is set up with; the CPU's
+# torch is the smaller one.
+sglang-env: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): deploy/sglang_cpu/pins.txt
+	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
+	$(SGLANG_VENV)/bin/python -m pip install --quiet -r deploy/sglang_cpu/pins.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG_VERSION)
+	@touch $@
+
+# The engine contract over the fake, the embedded engine and real SGLang. FORAY_SGLANG_PYTHON names another
+# interpreter that has SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL an SGLang that runs already.
+test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
+	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,4 +53,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,12 +20,11 @@ import aiohttp
 import pytest
 import torch
 from contract_client import Client
-from contract_engines import Kind, Server, embedded, scripted, sglang
+from contract_engines import ADMIN_KEY, USER_KEY, Kind, Server, embedded, scripted, sglang
 from contract_models import perturbed, write_model, write_word_model
 
 PYTHON, URL, MODEL = (os.environ.get(f"FORAY_SGLANG_{name}", "") for name in ("PYTHON", "URL", "MODEL"))
 AVAILABLE: tuple[Kind, ...] = ("fake", "embedded", "sglang") if PYTHON or URL else ("fake", "embedded")
-USER_KEY, ADMIN_KEY = "user-key", "admin-key"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

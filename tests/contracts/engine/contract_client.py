@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import time
 import uuid
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import torch
 from contract_engines import Server
 
 PROMPT = list(range(40, 60))
@@ -151,21 +149,3 @@ def _decoded(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def reported(answer: Any, kind: str = "output") -> torch.Tensor:
-    """The log-probs that an answer brings."""
-    return torch.tensor([entry[0] for entry in answer["meta_info"][f"{kind}_token_logprobs"]])
-
-
-def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal as float32 on two implementations can be."""
-    torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
-
-
-def spans(answer: Any) -> list[tuple[str, int, int]]:
-    """`weight_versions` as (version, start, end), which must cover the output without a gap."""
-    found = [(s["version"], s["start"], s["end"]) for s in answer["meta_info"]["weight_versions"]]
-    assert found[0][1] == 0 and found[-1][2] == len(answer["output_ids"])
-    assert all(earlier[2] == later[1] for earlier, later in itertools.pairwise(found))
-    return found

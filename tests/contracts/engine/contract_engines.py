@@ -22,12 +22,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.publish.process_group import free_port
-from rollout_server.engine.fake_server import FakeServer
+from rollout_server.engine.fake_server import FakeServer, next_ids
 
 Kind = Literal["fake", "embedded", "sglang"]
 LAUNCHER = Path(__file__).parents[3] / "deploy" / "sglang_cpu" / "launch.py"
+USER_KEY, ADMIN_KEY = "user-key", "admin-key"
 START_S = 240.0
 """SGLang imports for half a minute when it is alone, and for minutes when it is not."""
+HEALTH_S = 4
+HEALTH = {"SGLANG_HEALTH_CHECK_TIMEOUT": str(HEALTH_S)}
+"""How long /health of SGLang waits for the token that it generates: 20 s unless told otherwise."""
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,7 +76,8 @@ def scripted() -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="fake engine", daemon=True)
     thread.start()
-    fake = FakeServer(version="1.0")
+    # slow enough that a pause meets a generation that runs
+    fake = FakeServer(_as_many_as_asked, version="1.0", pace_s=0.001)
     try:
         asyncio.run_coroutine_threadsafe(fake.start(), loop).result(10)
         yield fake.url
@@ -81,6 +86,10 @@ def scripted() -> Iterator[str]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+def _as_many_as_asked(body: dict[str, Any]) -> list[int]:
+    return next_ids(body["input_ids"], body["sampling_params"]["max_new_tokens"])
 
 
 @contextlib.contextmanager
@@ -117,7 +126,7 @@ def sglang(python: Path, model: Path, log: Path, *flags: str) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=model.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **HEALTH},
             start_new_session=True,
             preexec_fn=_die_with_us,
         )

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 
 import aiohttp
-from contract_client import PROMPT, Client, close, reported, spans
+from contract_client import PROMPT, Client
+from contract_proof import close, reported, spans
 
 
 async def test_an_aborted_stream_ends_with_everything_so_far(client: Client) -> None:

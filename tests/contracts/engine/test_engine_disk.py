@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from contract_client import PROMPT, Client, close, reported, spans
+from contract_client import PROMPT, Client
 from contract_models import FAULTS, spoilt
+from contract_proof import close, reported, spans
 
 
 @pytest.mark.engines("fake", "embedded", "sglang")

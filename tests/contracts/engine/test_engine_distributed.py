@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from contract_client import PROMPT, Client, close, reported, spans
+from contract_client import PROMPT, Client
 from contract_engines import picked
 from contract_group import FLATTENED, Trainer, buckets_of, trainer
 from contract_models import read_weights
-from test_engine_versions import border, over_old_cache
+from contract_proof import border, close, over_old_cache, reported, spans
 
 
 async def update(there: Trainer, load_format: str | None, version: str, *, flush: bool = True) -> None:

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 import torch
-from contract_client import PROMPT, Client, close, reported, spans
+from contract_client import PROMPT, Client
 from contract_engines import picked
 from contract_models import CONTEXT, CORPUS, read_tokenizer
+from contract_proof import close, reported, spans
 
 
 @pytest.mark.engines("fake", "embedded", "sglang")

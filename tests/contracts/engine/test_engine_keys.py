@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import aiohttp
 import pytest
-from conftest import ADMIN_KEY, USER_KEY
-from contract_engines import Server
+from contract_engines import ADMIN_KEY, USER_KEY, Server
 
 USER, ADMIN, WRONG, NONE = USER_KEY, ADMIN_KEY, "wrong", ""
 CASES = [

@@ -81,9 +81,9 @@ async def test_a_tag_that_is_one_word_ends_a_turn_and_stays_in_its_ids(guarded_c
 
 
 async def test_words_are_encoded_as_tokenizer_json_says(guarded_client: Client) -> None:
-    text = "question : <search> a b </search> think"
+    text = "question : <search> a b </search> answer"
     ids = read_tokenizer(guarded_client.server.first).encode(text).ids
-    # no new token: SGLang reports the id of the prompt's last token as 0 when it goes on to generate
+    # not the vocabulary's last word: SGLang reports its id as 0 among the prompt's log-probs
     body = {"text": text, "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
     answer = await guarded_client.ok("/generate", body)
     assert answer["meta_info"]["prompt_tokens"] == len(ids) == 7

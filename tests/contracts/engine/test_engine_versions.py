@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-from typing import Any
 
 import pytest
-import torch
-from contract_client import PROMPT, Client, close, reported, spans
-from contract_engines import Server, picked
-
-
-def border(answer: Any) -> int:
-    """The index at which version 2.0 begins."""
-    (old, _, end), (new, start, _) = spans(answer)
-    assert (old, new) == ("1.0", "2.0") and 0 < start == end < len(answer["output_ids"])
-    return start
-
-
-def expect_apart(got: torch.Tensor, other: torch.Tensor) -> None:
-    """The other weights would not have said the same: a border is proven, not just labelled."""
-    assert (got - other).abs().median() > 0.1
+from contract_client import PROMPT, Client
+from contract_proof import border, close, expect_apart, over_old_cache, reported, spans
 
 
 async def change(client: Client, *, flush: bool) -> None:
@@ -44,15 +29,6 @@ async def test_retract_samples_each_span_from_exactly_its_own_weights(client: Cl
         expect_apart(got[:start], new[:start])
         expect_apart(got[start:], old[start:])
         assert answer["meta_info"]["weight_version"] == "2.0"
-
-
-def over_old_cache(server: Server, ids: list[int], stored: int) -> torch.Tensor:
-    """Log-probs of ids[stored + 1:] by the second weights, over keys and values of ids[:stored] by the first."""
-    with torch.inference_mode():
-        cache = server.policy(server.first)(torch.tensor([ids[:stored]]), use_cache=True).past_key_values
-        rest = torch.tensor([ids[stored:]])
-        logits = server.policy(server.second)(rest, past_key_values=copy.deepcopy(cache)).logits[0]
-    return picked(logits[:-1], ids[stored + 1 :])
 
 
 async def test_in_place_goes_on_with_new_weights_over_old_keys_and_values(client: Client) -> None:
@@ -116,6 +92,17 @@ async def test_a_request_through_two_updates_has_three_spans(client: Client) -> 
     close(got[:first], one[:first])
     close(got[first:second], two[first:second])
     close(got[second:], one[second:])
+
+
+@pytest.mark.engines("fake", "embedded", "sglang")
+async def test_an_update_during_a_pause_splits_the_spans_after_all_that_was_sent(client: Client) -> None:
+    run = await client.begin(tokens=300)
+    await client.ok("/pause_generation", {"mode": "retract"})
+    await asyncio.sleep(0.1)
+    sent = run.count
+    await change(client, flush=True)
+    await client.ok("/continue_generation")
+    assert sent <= border(await run.answer()) < 300
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
