@@ -9,43 +9,54 @@ from rollout_server.cpu_engine.stopping import visible_text
 from rollout_server.cpu_engine.tokenizer import Tokenizer
 
 
-def answer(request: Request, length: int, tokenizer: Tokenizer, label: str) -> dict[str, Any]:
-    """What is known after `length` output tokens; `label` is the engine's present weight version.
+def answer(request: Request, tokenizer: Tokenizer, label: str) -> dict[str, Any]:
+    """A whole answer, after the request has ended; `label` is the engine's present weight version."""
+    length = len(request.output_ids)
+    meta = facts(request, length, label, True)
+    if request.return_logprob:
+        meta["output_token_logprobs"] = logprobs(request, 0, length)
+        meta["output_token_logprobs_length"] = length
+        meta["input_token_logprobs"] = prompt_logprobs(request)
+        if request.top_logprobs:
+            meta["output_top_logprobs"] = top_logprobs(request, 0, length)
+    return {"text": visible_text(request, length, tokenizer), "output_ids": request.output_ids[:], "meta_info": meta}
 
-    `weight_versions` is always there (SGLang: only when the version changed meanwhile), in stream chunks too.
+
+def facts(request: Request, length: int, label: str, ended: bool) -> dict[str, Any]:
+    """`meta_info` without log-probs, as known after `length` output tokens.
+
+    `weight_version` is that of the newest token, as in SGLang. `weight_versions` is always there (SGLang: at the end).
     """
+    spans = request.spans(length)
     meta: dict[str, Any] = {
         "id": request.rid,
-        "finish_reason": request.finish,
+        "finish_reason": request.finish if ended else None,
         "completion_tokens": length,
-        "weight_version": label,
-        "weight_versions": request.spans(length),
+        "weight_version": spans[-1]["version"] if spans else label,
+        "weight_versions": spans,
     }
-    if request.finish is None or request.finish.get("message") != "Abort in waiting queue":
+    if not (ended and request.finish and request.finish.get("message") == "Abort in waiting queue"):
         # SGLang leaves these out when a request is aborted while it waits
         meta["prompt_tokens"] = len(request.prompt_ids)
         meta["cached_tokens"] = request.cached_tokens
         meta["num_retractions"] = request.retractions
-    if request.return_logprob:
-        meta["output_token_logprobs"] = _entries(request.output_logprobs[:length], request.output_ids)
-        meta["output_token_logprobs_length"] = length
-        meta["input_token_logprobs"] = _prompt_entries(request)
-        if request.top_logprobs:
-            meta["output_top_logprobs"] = [[[lp, i, None] for lp, i in best] for best in request.output_top[:length]]
-    if request.finish is not None:
+    if ended:
         meta["e2e_latency"] = request.ended_at - request.arrived
-    return {
-        "text": visible_text(request, length, tokenizer),
-        "output_ids": request.output_ids[:length],
-        "meta_info": meta,
-    }
+    return meta
 
 
-def _entries(logprobs: list[float], ids: list[int]) -> list[list[Any]]:
-    return [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=False)]
+def logprobs(request: Request, start: int, end: int) -> list[list[Any]]:
+    """SGLang's `output_token_logprobs` of output tokens start..end-1: [log-prob, id, text (null)]."""
+    pairs = zip(request.output_logprobs[start:end], request.output_ids[start:end], strict=True)
+    return [[logprob, token, None] for logprob, token in pairs]
 
 
-def _prompt_entries(request: Request) -> list[list[Any]]:
+def top_logprobs(request: Request, start: int, end: int) -> list[list[list[Any]]]:
+    """SGLang's `output_top_logprobs` of output tokens start..end-1."""
+    return [[[logprob, token, None] for logprob, token in best] for best in request.output_top[start:end]]
+
+
+def prompt_logprobs(request: Request) -> list[list[Any]]:
     """Prompt tokens from logprob_start_len on; the first has no log-prob, as in SGLang."""
     if request.input_logprobs is None:
         return []

@@ -39,6 +39,10 @@ class EngineSettings(Settings):
     """Name of the environment variable that holds the API key of all routes; empty: none."""
     admin_api_key_env: str = ""
     """Name of the environment variable that holds the key of the control routes; empty: none."""
+    stream_interval: int = Field(default=1, ge=1)
+    """Tokens after which a stream gets its next chunk, unless its sampling parameters say otherwise."""
+    incremental_streaming_output: bool = False
+    """Send in each chunk of a stream only what is new, instead of all since the beginning."""
     update_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Longest wait for the trainer, in joining an update group and in receiving one broadcast, seconds."""
     seed: int = 0
@@ -56,8 +60,10 @@ def parse(argv: Sequence[str] | None = None) -> EngineSettings:
     for name, field in EngineSettings.model_fields.items():
         choices = getattr(field.annotation, "__args__", None)
         default = "required" if field.is_required() else f"default: {field.default or 'none'}"
+        switch: dict[str, str] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
         parser.add_argument(
             "--" + name.replace("_", "-"),
+            **switch,
             required=field.is_required(),
             choices=choices,
             default=argparse.SUPPRESS,

@@ -29,7 +29,6 @@ NEUTRAL: Body = {
     "logit_bias": None,
     "beam_width": None,
     "custom_params": None,
-    "stream_interval": None,
     "spaces_between_special_tokens": True,
 }
 """Sampling parameters of SGLang that this engine accepts only at the value that changes nothing."""
@@ -224,6 +223,9 @@ def _sampling(given: Body, limits: Limits) -> SamplingParams:
         no_stop_trim=_flag(given, "no_stop_trim"),
         skip_special_tokens=_flag(given, "skip_special_tokens", True),
         n=_integer(given, "n", 1, 1, 512),
+        stream_interval=0
+        if given.get("stream_interval") is None
+        else _integer(given, "stream_interval", 1, 1, 1 << 30),
         sampling_seed=None
         if given.get("sampling_seed") is None
         else _integer(given, "sampling_seed", 0, -(1 << 63), 1 << 63),

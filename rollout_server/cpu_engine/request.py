@@ -20,7 +20,10 @@ def failed(message: str) -> Finish:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """SGLang's sampling_params, checked. `top_k` 1 is greedy (temperature 0 becomes that), 1 << 30 filters nothing."""
+    """SGLang's sampling_params, checked. `top_k` 1 is greedy (temperature 0 becomes that), 1 << 30 filters nothing.
+
+    stream_interval  0: as the engine was told
+    """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -35,6 +38,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     n: int = 1
     sampling_seed: int | None = None
+    stream_interval: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +48,8 @@ class Request:
     versions  [label, index of the first output token sampled under it], in order
     seed      64 bits; with a position it determines the draw
     limit     most output tokens: max_new_tokens, or less where context or cache could not hold them
+    notify    called with the number of output tokens at the end and, with a `stream_interval` n > 0, after the first
+              token and every n more
     """
 
     rid: str
@@ -53,7 +59,7 @@ class Request:
     limit: int
     notify: Callable[[Request, int], None]
     end_ids: frozenset[int] = frozenset()
-    stream: bool = False
+    stream_interval: int = 0
     return_logprob: bool = False
     logprob_start: int = -1
     top_logprobs: int = 0
@@ -79,6 +85,11 @@ class Request:
     def scores_prompt(self) -> bool:
         """Whether log-probs of prompt tokens are still to be computed."""
         return self.return_logprob and self.logprob_start >= 0 and self.input_logprobs is None
+
+    def due(self, length: int) -> bool:
+        """Whether a stream gets a chunk after `length` tokens: after 1, n + 1, 2n + 1, ..., as in SGLang."""
+        n = self.stream_interval
+        return n == 1 or (n > 1 and length % n == 1)
 
     def spans(self, length: int) -> list[dict[str, Any]]:
         """SGLang's `weight_versions` of the first `length` output tokens: half-open [start, end)."""

@@ -33,8 +33,12 @@ HEADROOM = 32
 
 
 class Scheduler:
-    """Owned by the engine thread. `version` labels new tokens; `generation` counts weights and keys the prefix
-    cache."""
+    """Owned by the engine thread.
+
+    version     labels new tokens
+    generation  counts weights and keys the prefix cache
+    ring        called when requests have been notified, once for all of a step
+    """
 
     def __init__(self, runner: Runner, stopping: Stopping, counters: Counters, max_running: int, version: str) -> None:
         self.runner, self.stopping, self.counters = runner, stopping, counters
@@ -42,6 +46,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.cache = PrefixCache()
+        self.ring: Callable[[], None] = lambda: None
         self._submitted = 0
         self._ended: list[Request] = []
 
@@ -220,7 +225,7 @@ class Scheduler:
             finish = check(request)
             if finish is not None:
                 ends.append((request, finish))
-            elif request.stream:
+            elif request.due(len(request.output_ids)):
                 request.notify(request, len(request.output_ids))
         self.counters.count_tokens(len(self.running), now)
         for request, finish in sorted(ends, key=lambda pair: -pair[0].row):
@@ -261,6 +266,7 @@ class Scheduler:
         ended, self._ended = self._ended, []
         for request in ended:
             request.notify(request, len(request.output_ids))
+        self.ring()
 
 
 def by_prefix(rid: str) -> Callable[[Request], bool]:

@@ -25,7 +25,7 @@ from rollout_server.cpu_engine.contract import Limits
 from rollout_server.cpu_engine.control import Control
 from rollout_server.cpu_engine.counters import Counters
 from rollout_server.cpu_engine.engine import Engine
-from rollout_server.cpu_engine.generate import Generation
+from rollout_server.cpu_engine.generate import Generation, Streaming
 from rollout_server.cpu_engine.kv_rows import WIDTH_STEP, KvRows
 from rollout_server.cpu_engine.model import Model
 from rollout_server.cpu_engine.model_config import ModelConfig, read_model_config
@@ -78,7 +78,8 @@ def build_app(
 ) -> web.Application:
     """The HTTP application over a started engine."""
     limits = Limits(config.vocab, config.context, engine.scheduler.runner.kv.budget)
-    generation = Generation(engine, tokenizer, limits, settings.seed)
+    streaming = Streaming(settings.stream_interval, settings.incremental_streaming_output)
+    generation = Generation(engine, tokenizer, limits, settings.seed, streaming)
     info = {
         "served_model_name": settings.model_path.name or "model",
         "engine": "foray-cpu",

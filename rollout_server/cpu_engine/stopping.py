@@ -79,14 +79,15 @@ class Stopping:
 
 
 def visible_text(request: Request, length: int, tokenizer: Tokenizer) -> str:
-    """Text of the first `length` output tokens, cut before what ended it unless no_stop_trim. The ids are never cut."""
+    """Text of the first `length` output tokens. The ids are never cut, the text is as in SGLang: before what ended it.
+
+    With no_stop_trim it ends with what ended it: the newest token may reach beyond a stop string.
+    """
     ids, params, finish = request.output_ids[:length], request.params, request.finish
-    matched = finish.get("matched") if finish and not params.no_stop_trim else None
-    if isinstance(matched, int) and ids and ids[-1] == matched:
+    matched = finish.get("matched") if finish else None
+    if isinstance(matched, int) and not params.no_stop_trim and ids and ids[-1] == matched:
         ids.pop()
     text = tokenizer.decode(ids, params.skip_special_tokens)
     if isinstance(matched, str) and (at := text.find(matched)) >= 0:
-        return text[:at]
-    if finish is None:
-        return text.rstrip("\ufffd")  # half a character: the next chunk has it whole
+        return text[: at + len(matched)] if params.no_stop_trim else text[:at]
     return text

@@ -1,0 +1,117 @@
+"""One request's stream of events. What was encoded once is not encoded again: a chunk costs what is new in it.
+
+Chunks are cumulative, as SGLang's are by default, or `incremental`: then text, output_ids and output log-probs of the
+chunks are disjoint and everything else in meta_info still counts from the beginning, as in SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+
+from rollout_server.cpu_engine.answer import facts, prompt_logprobs, top_logprobs
+from rollout_server.cpu_engine.request import Request
+from rollout_server.cpu_engine.stopping import visible_text
+from rollout_server.cpu_engine.tokenizer import Tokenizer
+
+CONTEXT = 4
+"""Tokens before the new ones that are decoded with them: a decoder looks back one, and skipped ones do not count."""
+
+
+class Chunks:
+    """The chunks of `request`; `index` is its place in a batch, None outside of one."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, *, incremental: bool, index: int | None) -> None:
+        self._request, self._tokenizer, self._incremental = request, tokenizer, incremental
+        self._tail = "}\n\n" if index is None else f', "index": {index}}}\n\n'
+        self._text = GrowingText(request, tokenizer)
+        self._sent = 0
+        self._ids = self._logprobs = self._tops = ""
+        self._prompt = ""
+        self._facts = Facts(request)
+
+    def chunk(self, length: int, ended: bool, label: str) -> bytes:
+        """The event after `length` output tokens; `label` is the engine's present weight version."""
+        request, start, self._sent = self._request, self._sent, length
+        if self._incremental:
+            self._ids = self._logprobs = self._tops = ""
+        self._ids = _joined(self._ids, str(request.output_ids[start:length])[1:-1])
+        parts = ['data: {"text": ', json.dumps(self._shown(length, ended)), ', "output_ids": [', self._ids]
+        parts += ['], "meta_info": ', self._facts.json(length, ended, label)[:-1]]
+        if request.return_logprob:
+            pairs = zip(request.output_logprobs[start:length], request.output_ids[start:length], strict=True)
+            self._logprobs = _joined(self._logprobs, ", ".join([f"[{lp!r}, {token}, null]" for lp, token in pairs]))
+            self._prompt = self._prompt or json.dumps(prompt_logprobs(request))
+            parts += [', "output_token_logprobs": [', self._logprobs, f'], "output_token_logprobs_length": {length}']
+            parts += [', "input_token_logprobs": ', self._prompt]
+            if request.top_logprobs:
+                self._tops = _joined(self._tops, json.dumps(top_logprobs(request, start, length))[1:-1])
+                parts += [', "output_top_logprobs": [', self._tops, "]"]
+        parts += ["}", self._tail]
+        return "".join(parts).encode()
+
+    def _shown(self, length: int, ended: bool) -> str:
+        before = self._text.shown
+        whole = visible_text(self._request, length, self._tokenizer) if ended else self._text.grow(length)
+        return whole[len(before) :] if self._incremental else whole
+
+
+class Facts:
+    """`answer.facts` as JSON. Within a stream only two numbers of it change, until weights or place do."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._key: tuple[object, ...] = ()
+        self._before = self._between = self._after = ""
+
+    def json(self, length: int, ended: bool, label: str) -> str:
+        """Equal to json.dumps(facts(...))."""
+        request = self._request
+        key = (len(request.versions), request.retractions, request.cached_tokens)
+        if ended or not length or not request.versions or request.versions[-1][1] >= length:
+            return json.dumps(facts(request, length, label, ended))
+        if key != self._key:
+            mark = 1 << 60
+            pieces = json.dumps(facts(request, mark, label, False)).split(str(mark))
+            if len(pieces) != 3:  # the mark stands in the request's own name
+                return json.dumps(facts(request, length, label, ended))
+            self._key, (self._before, self._between, self._after) = key, pieces
+        return f"{self._before}{length}{self._between}{length}{self._after}"
+
+
+def _joined(entries: str, more: str) -> str:
+    return f"{entries}, {more}" if entries and more else entries or more
+
+
+class GrowingText:
+    """The text of a request's tokens while they come; `shown` only grows.
+
+    A token may be a piece of a character, and a decoder may join tokens by spaces: so new tokens are decoded together
+    with those before them, and only what this adds is new (as text-generation-inference does it). An end that may
+    turn out to be the beginning of a stop string is held back, since the finished text would be cut there.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._stops = () if request.params.no_stop_trim else request.params.stop
+        self._context = self._decoded = 0
+        self._text = self.shown = ""
+
+    def grow(self, length: int) -> str:
+        """The text that may be shown after `length` output tokens."""
+        ids, skip = self._request.output_ids, self._request.params.skip_special_tokens
+        known = self._tokenizer.decode(ids[self._context : self._decoded], skip)
+        both = self._tokenizer.decode(ids[self._context : length], skip)
+        if not both.endswith("\ufffd"):  # else half a character: the next token may complete it
+            self._text += both[len(known) :]
+            self._context, self._decoded = max(0, length - CONTEXT), length
+            self.shown = self._text[: len(self._text) - _held_back(self._text, self._stops)]
+        return self.shown
+
+
+def _held_back(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` with which one of the stop strings begins."""
+    longest = max((min(len(stop) - 1, len(text)) for stop in stops), default=0)
+    for n in range(longest, 0, -1):
+        if text.endswith(tuple(stop[:n] for stop in stops if len(stop) > n)):
+            return n
+    return 0
