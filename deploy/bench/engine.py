@@ -23,10 +23,7 @@ class EngineBench(BenchSettings):
     """The load."""
 
     help: ClassVar[str] = "tokens a second of the embedded engine against transformers' generate"
-    quick: ClassVar[dict[str, Any]] = {
-        **{"concurrency": 4, "prompt_tokens": 16, "new_tokens": 16},
-        **{"rounds": 1, "stream_interval": 1},
-    }
+    quick: ClassVar[dict[str, Any]] = {"concurrency": 4, "prompt_tokens": 16, "new_tokens": 16, "rounds": 1}
 
     model: Path | None = None
     """Directory of a model in Hugging Face layout; none: the demo's, as it is before any training."""

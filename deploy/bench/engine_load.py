@@ -166,7 +166,7 @@ async def _ask(
 ) -> int:
     """Tokens that came back. Chunks are read and only the last is decoded, so that the load costs little itself."""
     sampling: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "temperature": 1.0, "ignore_eos": True}
-    if stream and settings.stream_interval > 1:
+    if stream:
         sampling["stream_interval"] = settings.stream_interval
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "stream": stream}
     deadline = aiohttp.ClientTimeout(total=TIMEOUT_S)
