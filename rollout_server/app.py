@@ -89,6 +89,7 @@ async def _status(request: web.Request) -> web.Response:
             "version": engine.version.label,
             "role": engine.role,
             "takes_requests": engine.id in takes,
+            "obstacle": served.router.obstacle(engine),
             "strikes": round(served.router.health.strikes(incarnation_key(engine)), 3),
             "trouble": served.router.health.last(incarnation_key(engine)),
             "window": served.router.places.window(engine),

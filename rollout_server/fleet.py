@@ -38,14 +38,22 @@ class FleetTable:
 
         tokenizer  fingerprint of the rollout server's own; an engine that names another would be fed other words
         """
-        return (
-            engine.state is NodeState.READY
-            and engine.role == "rollout"
-            and self.target is not None
-            and engine.epoch == self.target.epoch
-            and self.target.step - engine.step <= max_lag
-            and same_tokenizer(engine, tokenizer)
-        )
+        return not self.obstacle(engine, max_lag=max_lag, tokenizer=tokenizer)
+
+    def obstacle(self, engine: EngineInfo, *, max_lag: int, tokenizer: str = "") -> str:
+        """Why `engine` gets no training traffic, in a few words; "" when it may."""
+        if not same_tokenizer(engine, tokenizer):
+            return "another tokenizer"
+        if engine.role != "rollout":
+            return f"for {engine.role} only"
+        if engine.state is not NodeState.READY:
+            return str(engine.state)
+        if self.target is None:
+            return "no version is wanted yet"
+        if engine.epoch != self.target.epoch:
+            return f"of epoch {engine.epoch}, not {self.target.epoch}"
+        behind = self.target.step - engine.step
+        return f"{behind} steps behind, {max_lag} are allowed" if behind > max_lag else ""
 
     def pinned(self, tokenizer: str = "") -> list[EngineInfo]:
         """Engines for evaluation: those with the role, or any READY one where none has it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 10.0
+AGAIN_S = 30.0
 """The same about the same engine is said once in so long, with the number of times that it was not."""
 FORGET_AFTER = 1024
 

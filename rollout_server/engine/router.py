@@ -27,7 +27,7 @@ from rollout_server.engine.notices import Notices
 from rollout_server.engine.places import Places, incarnation_key
 from rollout_server.engine.received import Received
 from rollout_server.engine.turn import Ending, Turn
-from rollout_server.fleet import Fleet, FleetTable
+from rollout_server.fleet import Fleet, FleetTable, same_tokenizer
 from rollout_server.waits import Waits
 
 REMEMBERED = 65_536
@@ -142,6 +142,11 @@ class Router:
             ]
         return [e for e in allowed if self.health.usable(incarnation_key(e))]
 
+    def obstacle(self, engine: EngineInfo) -> str:
+        """Why `engine` is given no training request now, "" when it is."""
+        why = self._fleet.table.obstacle(engine, max_lag=self._max_lag, tokenizer=self._tokenizer)
+        return why or ("" if self.health.usable(incarnation_key(engine)) else "rests after errors")
+
     @property
     def waiting(self) -> int:
         """Turns that wait for a place at an engine."""
@@ -255,6 +260,9 @@ class Router:
     def _look_at_table(self, table: FleetTable) -> None:
         """At every look at Redis: windows, calls that must end, turns that may begin."""
         self.places.report(table.engines.values())
+        for engine in table.engines.values():
+            if not same_tokenizer(engine, self._tokenizer):
+                self._notices.say(engine.id, "another tokenizer", "it gets no requests from here")
         for call, (engine, pinned) in list(self._calls.items()):
             why = self._withdrawn(table, engine, pinned)
             if why:

@@ -115,6 +115,9 @@ class SglangClient:
                 reader.settle()
             raise
         except aiohttp.ClientError:
+            # of a connection that is lost aiohttp hands out no more, but what had come by then is here
+            for data in response.content._buffer:
+                reader.feed(data)
             reader.settle()
             raise
         reader.settle()

@@ -13,10 +13,12 @@ import re
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.received import Received
 
-LONGEST_LINE = 16 << 20
+LONGEST_LINE = 8 << 20
 """Bytes. A turn of 32768 tokens with log-probs, cumulative, takes less than 2 MB."""
 
+_FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
 _GOES_ON = re.compile(rb'"finish_reason": ?null')
+_DONE_WELL = re.compile(rb'"finish_reason": ?\{"type": ?"(stop|length)"')
 
 
 class Events:
@@ -24,19 +26,26 @@ class Events:
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that `data` completes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        payloads = []
+        if b"\n" in data:
+            *lines, rest = (bytes(self._rest) + data).split(b"\n")
+            self._rest = bytearray(rest)
+            for line in lines:
+                if line.startswith(b"data:"):
+                    payloads.append(line[5:].strip())
+                elif line not in (b"", b"\r") and not line.startswith(_FIELDS):
+                    raise EngineError("bad_output", self._engine, f"not an event: {line[:100]!r}")
+        else:
+            self._rest += data
+        begun = bytes(self._rest[:6])
+        if not begun.startswith(_FIELDS) and not any(field.startswith(begun) for field in (*_FIELDS, b"\r")):
+            raise EngineError("bad_output", self._engine, f"not an event: {bytes(self._rest[:100])!r}")
         if len(self._rest) > LONGEST_LINE:
             raise EngineError("bad_output", self._engine, f"a line of more than {LONGEST_LINE} bytes")
-        payloads = []
-        for line in lines:
-            if line.startswith(b"data:"):
-                payloads.append(line[5:].strip())
-            elif line not in (b"", b"\r") and not line.startswith((b":", b"event:", b"id:", b"retry:")):
-                raise EngineError("bad_output", self._engine, f"not an event: {line[:100]!r}")
         return payloads
 
 
@@ -57,6 +66,8 @@ class Reader:
             if self._can_wait(payload):
                 self._pending = payload
             elif payload != b"[DONE]":
+                if self._holds_all(payload):
+                    self._pending = b""
                 self.settle()
                 self._take(payload)
 
@@ -69,6 +80,10 @@ class Reader:
     def _can_wait(self, payload: bytes) -> bool:
         """Whether a chunk need not be decoded now: it is not the last, and its label is that of the one before."""
         return self._cumulative and bool(_GOES_ON.search(payload)) and bool(self._same.search(payload))
+
+    def _holds_all(self, payload: bytes) -> bool:
+        """Whether a last chunk says all that the one before said, versions included."""
+        return self._cumulative and b'"weight_versions"' in payload and _DONE_WELL.search(payload) is not None
 
     def _take(self, payload: bytes) -> None:
         received = self._received

@@ -51,12 +51,13 @@ class Window:
         """Draw the conclusions of what the engine reports now."""
         if now - self._changed_at < PERIOD_S:
             return
+        quiet = engine.waiting <= self._headroom
         struggles = engine.waiting > 2 * self._headroom or engine.retractions > self._retractions
         self._retractions = engine.retractions
         size = self._size
         if struggles and self.in_flight <= math.ceil(size):
             self._size = max(self._floor, SHRINK * size)
-        elif not struggles and self._was_full:
+        elif quiet and not struggles and self._was_full:
             self._size = min(self._ceiling, size + self._headroom)
         if self._size != size or not struggles:
             self._was_full = False

@@ -249,6 +249,81 @@ async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
     assert completion.ids == next_ids([1, 2], 8) and router.counts["failovers"] >= 2
 
 
+async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first(until: Until) -> None:
+    table = Table()
+    async with FakeServer(version="1.5", latency_s=0.05) as a, routing(table) as router:
+        table.tell(engine("a", a.url, max_running=2))
+        order: list[str] = []
+
+        async def turn(group: str, number: int) -> None:
+            await router(request([number], session=f"{group}{number}", group=group))
+            order.append(group)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                tasks.create_task(turn("old", number))
+            await asyncio.sleep(0)
+            for number in range(4):
+                tasks.create_task(turn("young", number))
+            await asyncio.sleep(0)
+            for number in range(4, 8):
+                tasks.create_task(turn("old", number))
+            await until(lambda: router.waiting == 10, "two go, ten wait")
+            assert a._in_flight <= 2 and router.places.in_flight == 2 and not router.congested()
+        assert order == ["old"] * 8 + ["young"] * 4
+        assert router.waiting == 0 and router._line._waits.seconds()["window"] > 0.2
+
+
+async def test_without_adaptive_windows_nobody_waits_for_room(until: Until) -> None:
+    table = Table()
+    async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table, adaptive=False) as router:
+        table.tell(engine("a", a.url, max_running=2))
+        playing = [asyncio.create_task(router(request([i], session=str(i)))) for i in range(40)]
+        await until(lambda: a._in_flight == 40, "all are there")
+        assert router.waiting == 0 and not router.congested()
+        await asyncio.gather(*playing)
+
+
+async def test_a_turn_that_is_cancelled_leaves_its_place_to_the_next(until: Until) -> None:
+    table = Table()
+    async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table) as router:
+        table.tell(engine("a", a.url, max_running=1))
+        turns = [asyncio.create_task(router(request([i], session=str(i), group=str(i)))) for i in range(30)]
+        await until(lambda: router.waiting == 29, "one goes, the others wait")
+        assert router.congested(), "a new group would only wait with them"
+        for turn in turns[:-1]:
+            turn.cancel()
+        completion = await asyncio.wait_for(turns[-1], 1.0)
+        assert completion.ids == next_ids([29], 8) and len(a.requests) == 2
+        assert router.places.in_flight == 0 and router.waiting == 0 and not router.congested()
+
+
+async def test_a_full_engine_does_not_keep_a_turn_from_an_empty_one() -> None:
+    table = Table()
+    async with (
+        FakeServer(version="1.5", latency_s=0.05) as a,
+        FakeServer(version="1.5", latency_s=0.05) as b,
+        routing(table) as router,
+    ):
+        table.tell(engine("a", a.url, max_running=2), engine("b", b.url, max_running=2))
+        done = await asyncio.gather(*(router(request([i], session=str(i))) for i in range(4)))
+    assert Counter(c.engine for c in done) == {"a": 2, "b": 2}
+
+
+async def test_with_windows_full_an_evaluation_on_its_own_engine_need_not_wait() -> None:
+    table = Table()
+    async with (
+        FakeServer(version="1.5", latency_s=0.6) as a,
+        FakeServer(version="1.5") as b,
+        routing(table) as router,
+    ):
+        table.tell(engine("a", a.url, max_running=1), engine("b", b.url, role="eval"))
+        training = [asyncio.create_task(router(request([i], session=str(i)))) for i in range(3)]
+        await asyncio.sleep(0.01)
+        assert (await asyncio.wait_for(router(request([9], session="e", pinned=True)), 0.5)).engine == "b"
+        assert {c.engine for c in await asyncio.gather(*training)} == {"a"}
+
+
 def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:
     now = [0.0]
     health = Health(lambda: now[0])

@@ -209,7 +209,7 @@ async def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
     async def note(request: web.Request) -> web.Response:
         seen[request.path] = request.headers.get("Authorization", "")
-        return web.json_response({"weight_version": "1.0"} if request.path == "/model_info" else reply())
+        return web.json_response(reply() if request.path == "/generate" else {"status": "ok"})
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", note)
@@ -222,7 +222,7 @@ async def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             await SglangClient(session, url).generate(REQUEST, version="", timeout_s=5.0)
-            await EngineControl(session, url).version()
+            await EngineControl(session, url).pause("retract")
     finally:
         await runner.cleanup()
-    assert seen == {"/generate": "Bearer open sesame", "/model_info": "Bearer chief"}
+    assert seen == {"/generate": "Bearer open sesame", "/pause_generation": "Bearer chief"}

@@ -1,0 +1,131 @@
+"""The choice of an engine, over tables; and the window of requests at one."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.messages import EngineInfo, NodeState
+from rollout_server.engine.choose import Candidate, choose, foreign_tokens
+from rollout_server.engine.places import Places
+from rollout_server.engine.window import PERIOD_S, UNKNOWN_CAPACITY, Window
+
+
+def at(name: str, load: float, busy: int = 0, failures: int = 0) -> Candidate:
+    return Candidate(name, load, busy, failures)
+
+
+@pytest.mark.parametrize(
+    ("engines", "usual", "expected"),
+    [
+        ([at("a", 0), at("b", 0)], [], "a"),
+        ([at("a", 9), at("b", 1)], [], "b"),
+        ([at("a", 0, busy=3), at("b", 0, busy=1)], [], "b"),
+        ([at("a", 0), at("b", 400)], ["b", ""], "b"),
+        ([at("a", 0), at("b", 401)], ["b", ""], "a"),
+        ([at("a", 1000), at("b", 2400)], ["b", ""], "b"),
+        ([at("a", 1000), at("b", 2401)], ["b", ""], "a"),
+        ([at("a", 0), at("b", 50)], ["gone", "b"], "b"),
+        ([at("a", 0), at("b", 50), at("c", 60)], ["b", "c"], "b"),
+        ([at("a", 900), at("b", 0, failures=1)], [], "a"),
+        ([at("a", 900), at("b", 0, failures=1)], ["b", "b"], "a"),
+        ([at("a", 0, failures=2), at("b", 5, failures=1)], ["a", ""], "b"),
+    ],
+)
+def test_who_gets_a_turn_of_a_hundred_tokens(engines: list[Candidate], usual: list[str], expected: str) -> None:
+    assert choose(engines, usual, 100) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "ours", "expected"),
+    [
+        ({}, 0, 0),
+        ({"running": 4}, 4, 0),
+        ({"running": 4}, 6, 0),
+        ({"running": 4, "waiting": 2}, 4, 2 * 100),
+        ({"running": 10, "token_usage": 0.5, "max_tokens": 8000}, 4, 6 * 400),
+        ({"running": 10, "waiting": 5, "token_usage": 0.5, "max_tokens": 8000}, 0, 15 * 400),
+        ({"running": 0, "waiting": 3, "token_usage": 0.0, "max_tokens": 8000}, 0, 3 * 100),
+    ],
+)
+def test_what_other_servers_seem_to_have_at_an_engine(facts: dict, ours: int, expected: float) -> None:
+    assert foreign_tokens(engine(**facts), ours, 100) == expected
+
+
+def engine(**facts) -> EngineInfo:
+    return EngineInfo(**({"id": "e", "url": "", "state": NodeState.READY, "incarnation": "i"} | facts))
+
+
+def test_several_servers_see_each_other_by_what_the_engine_reports() -> None:
+    places = Places(adaptive=True, clock=lambda: 0.0)
+    loaded, idle = engine(id="a", running=30, max_tokens=10_000, token_usage=0.9), engine(id="b")
+    places.enter(loaded, 300)
+    places.report([loaded, idle])
+    assert places.load(loaded) == 300 + 29 * 300 and places.load(idle) == 0
+    assert (places.requests(loaded), places.tokens(loaded), places.in_flight) == (1, 300, 1)
+    places.leave(loaded, 300)
+    places.report([idle])
+    assert places.in_flight == 0 and places.load(loaded) == 0, "an incarnation that is gone is forgotten"
+
+
+class Heartbeats:
+    """A window and the engine's reports to it, one a period."""
+
+    def __init__(self, **facts) -> None:
+        self.facts = {"max_running": 64} | facts
+        self.now = 0.0
+        self.window = Window(engine(**self.facts), self.now)
+
+    def fill(self) -> None:
+        while self.window.room():
+            self.window.in_flight += 1
+
+    def beat(self, seconds: float = PERIOD_S, **facts) -> int:
+        self.now += seconds
+        self.facts |= facts
+        self.window.observe(engine(**self.facts), self.now)
+        return self.window.size
+
+
+def test_a_window_starts_at_what_the_engine_runs_and_grows_to_its_headroom_when_full_and_quiet() -> None:
+    beats = Heartbeats()
+    assert beats.window.size == 64 and beats.beat() == 64, "nobody asked for more"
+    beats.fill()
+    assert beats.beat() == 68
+    beats.fill()
+    assert beats.beat() == 68, "the ceiling"
+
+
+def test_it_shrinks_at_most_once_a_heartbeat_and_only_when_the_last_time_has_had_its_effect() -> None:
+    beats = Heartbeats()
+    beats.fill()
+    assert beats.beat(waiting=8) == 64, "a few that wait keep the engine busy"
+    assert beats.beat(waiting=9) == 44
+    assert beats.beat(PERIOD_S / 2) == 44
+    assert beats.beat() == 44, "64 are still in flight"
+    beats.window.in_flight = 44
+    assert beats.beat() == 31
+    beats.window.in_flight = 0
+    for _ in range(10):
+        beats.beat()
+    assert beats.window.size == 4, "the floor"
+
+
+def test_it_comes_back_step_by_step() -> None:
+    beats = Heartbeats()
+    beats.beat(waiting=100)
+    sizes = []
+    for _ in range(7):
+        beats.fill()
+        sizes.append(beats.beat(waiting=0))
+    assert sizes == [48, 52, 56, 60, 64, 68, 68]
+
+
+def test_a_retraction_is_a_reason_to_shrink_once() -> None:
+    beats = Heartbeats(retractions=5)
+    assert beats.beat() == 64, "those before its time are not its own"
+    assert beats.beat(retractions=6) == 44
+    assert beats.beat() == 44
+
+
+def test_an_engine_that_does_not_say_what_it_runs_is_given_much() -> None:
+    assert Heartbeats(max_running=0).window.size == UNKNOWN_CAPACITY
