@@ -41,6 +41,8 @@ class DiskPublisher:
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(".v*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
+        if any(p.name == WEIGHTS for p in model_files):
+            raise ValueError("weights among the model's files would replace those that are published")
         self._files = {p.name: (p, p.stat().st_size, sha256(p)) for p in model_files}
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:

@@ -50,6 +50,8 @@ class DistributedPublisher:
         self._announcement = Announcement(link)
         self._plan: tuple[WeightBucket, ...] = ()
         self._sender: Sender | None = None
+        self._disbanded: list[Sender] = []
+        """Senders whose threads have yet to end."""
         self._group: tuple[str, ...] = ()
         """Members of the group that `_sender` leads."""
         self._transfer: Transfer | None = None
@@ -108,6 +110,8 @@ class DistributedPublisher:
         """Ends the thread and the group."""
         self._snapshots.close()
         self._disband()
+        for sender in self._disbanded:
+            sender.join()
 
     # --- a version over the group ---
 
@@ -176,7 +180,8 @@ class DistributedPublisher:
             port=s.port or free_port(s.address),
             world_size=world_size,
             backend=s.backend,
-            timeout_s=max(s.prepare_s, s.transfer_s),
+            join_s=s.prepare_s,
+            timeout_s=s.transfer_s,
         )
 
     def _kept(self, packed: Iterator[Packed], copy: list[Packed]) -> Iterator[Packed]:
@@ -268,6 +273,7 @@ class DistributedPublisher:
     def _disband(self) -> None:
         if self._sender is not None:
             self._sender.close()
+            self._disbanded = [sender for sender in self._disbanded if sender.alive] + [self._sender]
         self._sender, self._group = None, ()
 
 

@@ -17,13 +17,30 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignor
 class UpdateGroup:
     """Rank 0 of a group of `world_size` ranks under `name`, which listens at `address`:`port`.
 
-    Constructing blocks until every rank has joined; raises RuntimeError (torch's DistError) after `timeout_s`.
+    Constructing blocks until every rank has joined; raises RuntimeError (torch's DistError) after `join_s` (by default
+    `timeout_s`). A broadcast may take `timeout_s`.
     """
 
-    def __init__(self, *, name: str, address: str, port: int, world_size: int, backend: str, timeout_s: float) -> None:
-        from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
+    def __init__(
+        self,
+        *,
+        name: str,
+        address: str,
+        port: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        join_s: float | None = None,
+    ) -> None:
+        from torch.distributed.distributed_c10d import (
+            Backend,
+            GroupName,
+            _new_process_group_helper,
+            _set_pg_timeout,
+            _world,
+        )
 
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=timeout_s if join_s is None else join_s)
         self.name = name
         # Rank 0 owns the store, as `tcp://` would have it; the others are clients of it.
         self._store = TCPStore(address, port, world_size, True, timeout, wait_for_workers=False)
@@ -38,6 +55,7 @@ class UpdateGroup:
             timeout=timeout,
         )
         _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        _set_pg_timeout(timedelta(seconds=timeout_s), self._group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send `tensor` to every other rank; blocks. Raises RuntimeError when a rank is gone or late."""

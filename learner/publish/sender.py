@@ -22,13 +22,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a group find each other; `timeout_s` bounds the joining and every broadcast."""
+    """Where the ranks of a group find each other; `join_s` bounds the joining, `timeout_s` every broadcast."""
 
     name: str
     address: str
     port: int
     world_size: int
     backend: str
+    join_s: float
     timeout_s: float
 
 
@@ -46,6 +47,11 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name=f"send {meeting.name}", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread has yet to end."""
+        return self._thread.is_alive()
+
     def send(self, tensors: Sequence[torch.Tensor]) -> Future[None]:
         """Broadcast them one by one; the future fails with RuntimeError when a rank is gone or late."""
         done: Future[None] = Future()
@@ -56,6 +62,10 @@ class Sender:
         """End the group after what is being sent; does not wait."""
         self._orders.put(None)
 
+    def join(self) -> None:
+        """Wait for the thread's end, which one of its timeouts brings about: torch does not survive it at exit."""
+        self._thread.join(self.meeting.join_s + self.meeting.timeout_s)
+
     def _run(self) -> None:
         meeting = self.meeting
         try:
@@ -65,6 +75,7 @@ class Sender:
                 port=meeting.port,
                 world_size=meeting.world_size,
                 backend=meeting.backend,
+                join_s=meeting.join_s,
                 timeout_s=meeting.timeout_s,
             )
         except (RuntimeError, ValueError, OSError) as error:

@@ -1,6 +1,7 @@
 """One version over one group, from prepare to verify: the conversation with the nodes. In the training thread.
 
-    prepare    view written; the members join (a new group) and answer; the first bucket is gathered meanwhile
+    prepare    view written; the members say that they are there, join (a new group), and answer "prepared" without
+               a detail; the first bucket is gathered meanwhile
     transfer   view written; each bucket is sent while the next one is gathered
     verify     every member has answered with a checksum; those of one kind agree
 
@@ -113,7 +114,7 @@ class Transfer:
 
     def _all(self, *phases: str) -> bool:
         heard = self.answers
-        return all(member in heard and heard[member].phase in phases for member in self.view.members)
+        return all(m in heard and heard[m].phase in phases and not heard[m].detail for m in self.view.members)
 
     def _silent(self) -> list[str]:
         """Members that did not answer at all, or else all that have not come as far as the others."""

@@ -36,6 +36,8 @@ PHASE_POLL_S = 0.02
 """How often the next phase is looked for."""
 GROUP_POLL_S = 0.05
 """How often a member of a group looks for the next view: training stands still until it has answered."""
+JOINING = "joining"
+"""Detail of an answer that comes before the group is there."""
 CLEAN_UP_S = 10.0
 """Deadline of a call that tidies up after a failure."""
 MARGIN_S = 1.0
@@ -141,6 +143,8 @@ class Receiver:
             await self._leave(client)
             offset = view.rank_offsets[view.members.index(part.member)]
             self._group, self._home = view.group, self._standing.incarnation
+            # nobody gets in before all are there: the learner must see who it is that is not
+            await self._answer(part, "prepared", detail=JOINING)
             await client.join_group(view, offset, timeout_s=part.left_s + MARGIN_S)
         await self._answer(part, "prepared")
 

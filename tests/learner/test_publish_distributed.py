@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,10 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 from learner.config import DistributedPublishSettings
-from learner.publish.base import Publisher
+from learner.publish.base import BadWeights, Publisher
 from learner.redis_client import RunStore
 from protocol.codec import decode_as
-from protocol.messages import EngineInfo, NodeState, WeightUpdate, WeightView
+from protocol.errors import Fenced
+from protocol.messages import EngineInfo, NodeState, ViewAnswer, WeightUpdate, WeightView
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.testing import write_tokenizer
@@ -30,12 +33,12 @@ Weights = dict[str, torch.Tensor]
 
 
 def make_model(directory: Path) -> Weights:
-    """A Qwen2 of some 0.1 million parameters, whose weights are returned."""
+    """A Qwen2 of 3 MB, so that it travels in several buckets; its weights are returned."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     write_tokenizer(directory, "words")
     config = Qwen2Config(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=4096, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, dtype="float32",
     )  # fmt: skip
     torch.manual_seed(0)
@@ -62,9 +65,8 @@ class Fleet:
         assert isinstance(epoch, int)
         store.own(epoch, f"L{len(self.stores)}")
         given = {"fsync": False, "bucket_mb": 1, "prepare_s": 10.0, "transfer_s": 10.0, "patience_s": 0.0} | settings
-        publisher = DistributedPublishSettings(**given).build(
-            self.run, sorted((self.folder / "model").iterdir()), store
-        )
+        files = sorted(self.run.model.glob("*.json"))
+        publisher = DistributedPublishSettings(**given).build(self.run, files, store)
         self.stores.append(store)
         self.publishers.append(publisher)
         return store, publisher, epoch
@@ -123,8 +125,6 @@ class Fleet:
         return {name: tensor + by for name, tensor in self.weights.items()}
 
     def expected(self, weights: Weights) -> dict[str, str]:
-        import hashlib
-
         return {n: hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in weights.items()}
 
     def target(self) -> WeightUpdate:
@@ -153,15 +153,23 @@ class Fleet:
         self.db.close()
 
 
+@pytest.fixture
+def fleet(engines: Fleet) -> Iterator[Fleet]:
+    """`engines`, whatever the test before did to them."""
+    for name in "ab":
+        if name not in engines.nodes or engines.nodes[name].poll() is not None:
+            engines.start(name)
+    yield engines
+    engines.forget()
+
+
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, redis_socket: str) -> Iterator[Fleet]:
+def engines(tmp_path_factory: pytest.TempPathFactory, redis_socket: str) -> Iterator[Fleet]:
     """Two engines, `a` and `b`, for all tests of this file."""
     folder = tmp_path_factory.mktemp("fleet")
     made = Fleet(folder, redis_socket, make_model(folder / "model"))
     made.db.flushall()
     try:
-        made.start("a")
-        made.start("b")
         yield made
     finally:
         made.close()
@@ -191,6 +199,203 @@ def test_two_engines_hold_what_was_sent_bit_for_bit(fleet: Fleet, flattened: boo
     assert (facts["publish_distributed"], facts["publish_fallbacks"], facts["publish_members"]) == (2, 0, 2)
     assert facts["publish_bytes"] == sum(t.numel() * 4 for t in fleet.weights.values())
     assert not list(fleet.run.weights_dir.glob(f"v{epoch}.1")), "nothing was written"
-    last = step(publisher, PolicyVersion(epoch, 2), fleet.shifted(2 / 8), "done")
-    assert last.version.step == 2
-    fleet.forget()
+    publisher.announce(update, "done")
+    last = fleet.target()
+    assert (last.version, last.transport) == (update.version, "distributed")
+    assert Path(last.path, "model.safetensors").is_file(), "at the end of a run its weights are on the disk"
+    assert fleet.checksums("a") == fleet.expected(fleet.shifted(2 / 8))
+
+
+def on_the_wire(weights: Weights, then: Callable[[], object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights; `then` is called before the last one, when the first buckets are on their way."""
+    named = list(weights.items())
+    yield from named[:-1]
+    time.sleep(0.3)
+    then()
+    yield named[-1]
+
+
+def test_a_member_that_dies_in_mid_transfer_costs_one_version_by_files_and_nothing_else(fleet: Fleet) -> None:
+    _, publisher, epoch = fleet.learner()
+    v = [PolicyVersion(epoch, n) for n in range(7)]
+    step(publisher, v[0], fleet.weights)
+    fleet.ready("a", "b", at=v[0])
+    began = time.monotonic()
+    update = publisher.publish(v[1], on_the_wire(fleet.shifted(0.5), fleet.nodes["b"].kill))
+    assert time.monotonic() - began < 5, "no deadline had to pass"
+    publisher.announce(update, "ready")
+    assert (update.transport, publisher.facts()["publish_fallbacks"]) == ("disk", 1)
+    fleet.ready("a", at=v[1])
+    assert fleet.checksums("a") == fleet.expected(fleet.shifted(0.5))
+    fleet.nodes["b"].wait()
+    fleet.until(lambda: fleet.info("b") is None, "the lease of b ends")
+    old = fleet.view().group
+    assert step(publisher, v[2], fleet.shifted(0.25)).transport == "distributed", "the next view is tried at once"
+    fleet.ready("a", at=v[2])
+    assert fleet.view().group != old
+    # a joiner: the target has no files until it is seen
+    fleet.start("b")
+    fleet.ready("a", "b", at=v[2])
+    assert fleet.target().path and publisher.facts()["publish_snapshots"] == 1
+    assert fleet.checksums("b") == fleet.expected(fleet.shifted(0.25))
+    assert step(publisher, v[3], fleet.shifted(0.75)).transport == "distributed"
+    fleet.ready("a", "b", at=v[3])
+    assert len(fleet.view().members) == 2, "the joiner is in the next view"
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.75))
+
+
+def test_a_member_that_hangs_is_left_out_and_gets_files(fleet: Fleet) -> None:
+    _, publisher, epoch = fleet.learner(prepare_s=1.0)
+    v = [PolicyVersion(epoch, n) for n in range(4)]
+    step(publisher, v[0], fleet.weights)
+    fleet.ready("a", "b", at=v[0])
+    fleet.nodes["b"].send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        update = step(publisher, v[1], fleet.shifted(0.5))
+        assert (update.transport, time.monotonic() - began < 3) == ("disk", True)
+        fleet.ready("a", at=v[1])
+        assert step(publisher, v[2], fleet.shifted(0.25)).transport == "distributed"
+        assert [m.partition("/")[0] for m in fleet.view().members] == ["a"]
+    finally:
+        fleet.nodes["b"].send_signal(signal.SIGCONT)
+    fleet.ready("a", "b", at=v[2])
+    assert fleet.target().path, "files were written for b"
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.25))
+
+
+class Liar:
+    """A link on which one member's checksum is another one."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+        found = self._store.answers(epoch, number)
+        wrong = {m: a.model_copy(update={"checksum": "0" * 64}) for m, a in found.items() if m[0] == "b" and a.checksum}
+        return found | wrong
+
+
+def test_members_that_hold_different_weights_are_quarantined_and_load_files_in_place(fleet: Fleet) -> None:
+    store, publisher, epoch = fleet.learner()
+    publisher.close()
+    settings = DistributedPublishSettings(fsync=False, bucket_mb=1)
+    publisher = settings.build(fleet.run, sorted(fleet.run.model.glob("*.json")), Liar(store))
+    fleet.publishers.append(publisher)
+    v = [PolicyVersion(epoch, n) for n in range(2)]
+    step(publisher, v[0], fleet.weights)
+    fleet.ready("a", "b", at=v[0])
+    before = {name: fleet.info(name).incarnation for name in "ab"}
+    update = publisher.publish(v[1], fleet.shifted(0.5).items())
+    assert update.transport == "disk"
+    # until the new version is announced there are files of the old one
+    fleet.ready("a", "b", at=v[0])
+    assert all("quarantined at 0.0: " + v[1].label in fleet.log(name) for name in "ab"), "weights of no version"
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.weights)
+    publisher.announce(update, "ready")
+    fleet.ready("a", "b", at=v[1])
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.5))
+    assert before == {name: fleet.info(name).incarnation for name in "ab"}, "neither engine was restarted"
+
+
+DYING = """
+import os, sys, json, time, torch
+from pathlib import Path
+from safetensors.torch import load_file
+from learner.config import DistributedPublishSettings
+from learner.redis_client import RunStore
+from protocol.messages import NodeState
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+run = RunSettings.model_validate_json(sys.argv[1])
+store = RunStore(run.redis_url, run.id)
+epoch = store.acquire("dying", 0, 60_000, takeover=True)
+store.own(epoch, "dying")
+publisher = DistributedPublishSettings(fsync=False, bucket_mb=1).build(run, sorted(run.model.glob("*.json")), store)
+weights = load_file(run.model / "model.safetensors")
+publisher.announce(publisher.publish(PolicyVersion(epoch, 0), weights.items()), "ready")
+while sum(e.version == (epoch, 0) and e.state is NodeState.READY for e in store.engines()) < 2:
+    time.sleep(0.02)
+def dies():
+    yield from list(weights.items())[:-1]
+    time.sleep(0.3)
+    os._exit(9)
+publisher.publish(PolicyVersion(epoch, 1), dies())
+"""
+
+
+def test_a_learner_that_dies_in_mid_transfer_leaves_engines_that_the_next_one_finds_whole(fleet: Fleet) -> None:
+    fleet.learner()
+    argv = [sys.executable, "-c", DYING, fleet.run.model_dump_json()]
+    died = subprocess.run(argv, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    assert died.returncode == 9, died.stderr.decode()
+    assert fleet.view().phase == "transfer"
+    _, publisher, epoch = fleet.learner()
+    update = step(publisher, PolicyVersion(epoch, 1), fleet.shifted(0.5))
+    fleet.ready("a", "b", at=update.version)
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.5))
+    update = step(publisher, PolicyVersion(epoch, 2), fleet.shifted(0.25))
+    assert update.transport == "distributed"
+    fleet.ready("a", "b", at=update.version)
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.25))
+
+
+def test_a_fenced_learner_can_neither_call_a_view_nor_announce(fleet: Fleet) -> None:
+    _, old, epoch = fleet.learner(prepare_s=1.0)
+    v0 = step(old, PolicyVersion(epoch, 0), fleet.weights).version
+    fleet.ready("a", "b", at=v0)
+    fleet.learner()
+    before = fleet.db.get(fleet.stores[-1].keys.view)
+    with pytest.raises(Fenced):
+        old.publish(PolicyVersion(epoch, 1), fleet.shifted(1.0).items())
+    assert fleet.db.get(fleet.stores[-1].keys.view) == before
+    fleet.ready("a", "b", at=v0)
+
+
+def test_weights_that_are_not_finite_end_the_view(fleet: Fleet) -> None:
+    _, publisher, epoch = fleet.learner()
+    v0 = step(publisher, PolicyVersion(epoch, 0), fleet.weights).version
+    fleet.ready("a", "b", at=v0)
+    bad = fleet.shifted(0.5)
+    list(bad.values())[-1].view(-1)[3] = float("nan")
+    with pytest.raises(BadWeights):
+        publisher.publish(PolicyVersion(epoch, 1), bad.items())
+    assert fleet.view().phase == "abort"
+    fleet.ready("a", "b", at=v0)
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.weights), "as they were"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_training_engine_holds_is_what_arrives(fleet: Fleet, stage: int) -> None:
+    from learner.config import LearnerSettings
+    from learner.serve import build_trainer
+
+    settings = LearnerSettings.model_validate({"engine": {"zero_stage": stage, "threads": 1}})
+    trainer = build_trainer(fleet.run, settings)  # not closed: one process group serves all tests of this process
+    _, publisher, epoch = fleet.learner()
+    v = [PolicyVersion(epoch, n) for n in range(2)]
+    publisher.announce(publisher.publish(v[0], trainer.iter_weights()), "ready")
+    fleet.ready("a", "b", at=v[0])
+    update = publisher.publish(v[1], trainer.iter_weights())
+    publisher.announce(update, "ready")
+    assert update.transport == "distributed"
+    fleet.ready("a", "b", at=v[1])
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.weights)
+
+
+def test_an_evaluation_holds_the_group_back(fleet: Fleet) -> None:
+    store, publisher, epoch = fleet.learner()
+    v0 = step(publisher, PolicyVersion(epoch, 0), fleet.weights).version
+    fleet.ready("a", "b", at=v0)
+    fleet.db.set(store.keys.evaluation, "x")
+    try:
+        update = step(publisher, PolicyVersion(epoch, 1), fleet.shifted(0.5))
+        assert (update.transport, publisher.facts()["publish_fallbacks"]) == ("disk", 0)
+        time.sleep(0.3)
+        fleet.ready("a", "b", at=v0)
+    finally:
+        fleet.db.delete(store.keys.evaluation)
+    fleet.ready("a", "b", at=update.version)
