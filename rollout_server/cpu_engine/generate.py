@@ -148,7 +148,8 @@ class Generation:
                     events.append(streams[number].chunk(length, ended, self._engine.scheduler.version))
                 if ended:
                     del streams[number]
-            await response.write(b"".join(events))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+            if streams:
+                await response.write(b"".join(events))
+            else:  # the last chunk and the end go out in one write
+                await response.write_eof(b"".join((*events, b"data: [DONE]\n\n")))
         return response
