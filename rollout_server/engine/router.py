@@ -109,6 +109,9 @@ class Router:
         self._look_at_table(fleet.table)
 
     async def __call__(self, request: GenerateRequest) -> Completion:
+        if self._vocab_size is not None and max(request.ids, default=0) >= self._vocab_size:
+            # SGLang 0.5.21 dies of such an id, and so would the next engine
+            raise EngineError("refused", detail=f"a token id is outside the vocabulary of {self._vocab_size}")
         turn = Turn(request, self._ending)
         failures: dict[str, int] = {}
         attempts = 0

@@ -133,6 +133,16 @@ async def test_a_request_that_the_engine_refuses_is_not_sent_to_another() -> Non
         assert caught.value.cause == "refused" and len(a.calls) + len(b.calls) == 1
 
 
+async def test_a_prompt_with_an_id_that_the_model_does_not_have_reaches_no_engine() -> None:
+    """Real SGLang dies of it."""
+    table = Table()
+    async with FakeServer(version="1.5") as a, routing(table) as router:
+        table.tell(engine("a", a.url))
+        with pytest.raises(EngineError) as caught:
+            await router(request([1, 1000]))
+        assert caught.value.fault == "request" and a.calls == []
+
+
 async def test_babble_everywhere_ends_after_the_attempts_that_are_allowed() -> None:
     table = Table()
     async with FakeServer(version="1.5") as a, routing(table, attempts=2) as router:
