@@ -1,0 +1,299 @@
+"""A node in a view: the order of its calls, and what becomes of the engine whatever ends the view. The test is the
+learner, the engine is scripted and loads in place: after its first bucket it holds weights of no version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from protocol.codec import decode_as, encode
+from protocol.messages import NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+from rollout_server.engine.fake_server import FakeServer, Fault
+from rollout_server.lifecycle import Stop
+from rollout_server.node import receive
+from rollout_server.node.config import AttachedEngine, NodeSettings
+from rollout_server.node.serve import serve
+from rollout_server.testing import write_tokenizer
+
+Until = Callable[..., Awaitable[None]]
+V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(1, 0), PolicyVersion(1, 1)
+BUCKETS = (
+    WeightBucket(names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((2, 3), (4,))),
+    WeightBucket(names=("c",), dtypes=("float32",), shapes=((5,),)),
+)
+JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+BEGIN, BUCKET, END = "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"
+PAUSE, CONTINUE, FLUSH = "/pause_generation", "/continue_generation", "/flush_cache"
+LABEL, CHECK, INFO, DISK = "/update_weight_version", "/weights_checker", "/model_info", "/update_weights_from_disk"
+WEIGHTS = {JOIN, LEAVE, BEGIN, BUCKET, END, LABEL, CHECK}
+
+
+class Member(FakeServer):
+    """The scripted engine with the routes of a weight-update group, which only say yes. `bodies`: what was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: dict[str, list[dict[str, Any]]] = {}
+
+    @web.middleware
+    async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path not in WEIGHTS:
+            return await super()._faulty(request, handler)  # type: ignore[no-any-return]
+        body = await request.json()
+        self.bodies.setdefault(request.path, []).append(body)
+
+        async def yes(_: web.Request) -> web.Response:
+            if request.path == LABEL:
+                self.version = body["new_version"]
+            return web.json_response({"success": True, "message": "", "per_engine_checksum": "c0ffee"})
+
+        return await super()._faulty(request, yes)  # type: ignore[no-any-return]
+
+    def swap(self) -> list[str]:
+        """The calls that pause, load and go on, in order."""
+        return [c for c in self.calls if c in WEIGHTS | {PAUSE, CONTINUE, FLUSH, DISK}]
+
+
+class Learner:
+    """The learner's half of the conversation, by hand."""
+
+    def __init__(self, world: Any, until: Until) -> None:
+        self.world, self.until = world, until
+        self.view = WeightView(
+            run=world.keys.run, epoch=1, step=1, number=1, phase="prepare", members=(), rank_offsets=(1,),
+            group="g", address="127.0.0.1", port=1, world_size=2, buckets=BUCKETS,
+        )  # fmt: skip
+
+    def say(self, phase: str, *, left_s: float = 10.0, **more: Any) -> None:
+        info = self.world.registered("e")
+        seconds, micros = self.world.sync.time()
+        given = {"phase": phase, "deadline": seconds + micros / 1e6 + left_s, "members": (f"e/{info.incarnation}",)}
+        self.view = self.view.model_copy(update=given | more)
+        self.world.sync.set(self.world.keys.view, encode(self.view))
+
+    def heard(self) -> ViewAnswer | None:
+        found = self.world.sync.hgetall(self.world.keys.answers(self.view.epoch, self.view.number))
+        answers = [decode_as(ViewAnswer, raw) for raw in found.values()]
+        return answers[0] if answers else None
+
+    async def hears(self, phase: str) -> ViewAnswer:
+        def true() -> bool:
+            answer = self.heard()
+            return answer is not None and answer.phase == phase and (phase == "failed" or not answer.detail)
+
+        await self.until(true, f"the answer {phase}")
+        answer = self.heard()
+        assert answer is not None
+        return answer
+
+    def announce(self, version: PolicyVersion) -> None:
+        update = WeightUpdate(
+            run=self.world.keys.run,
+            epoch=version.epoch,
+            step=version.step,
+            digest="d",
+            transport="distributed",
+            path="",
+        )
+        self.world.sync.hset(self.world.keys.target, mapping={"b": encode(update), "state": "ready"})
+
+
+@contextlib.asynccontextmanager
+async def ring(world: Any, until: Until, tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Member, Learner]]:
+    """An engine with a node, READY at V1 which was loaded from files, and its learner. `calls` begin after that."""
+    run = RunSettings(
+        id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
+    )
+    given = {"poll_s": 0.02, "heartbeat_s": 0.1, "drain_s": 0.0, "probe_s": 60.0} | settings
+    stop = Stop()
+    async with Member() as engine:
+        node = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **given)
+        serving = asyncio.create_task(serve(run, node, stop=stop))
+        try:
+            await until(lambda: world.registered("e") is not None, "it is registered")
+            world.publish_weights(tmp_path / "weights", V1)
+            await until(stands(world, NodeState.READY, V1), "READY at V1")
+            engine.calls.clear()
+            yield engine, Learner(world, until)
+        finally:
+            stop.asked.set()
+            await asyncio.wait_for(serving, 10)
+
+
+def stands(world: Any, state: NodeState, version: PolicyVersion) -> Callable[[], bool]:
+    def true() -> bool:
+        info = world.registered("e")
+        return info is not None and (info.state, info.version) == (state, version)
+
+    return true
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_the_calls_of_a_view_and_their_order(world, until: Until, tmp_path: Path, mode: str) -> None:
+    async with ring(world, until, tmp_path, pause_mode=mode) as (engine, learner):
+        learner.say("prepare")
+        answer = await learner.hears("prepared")
+        assert engine.swap() == [JOIN] and not engine.paused and not answer.touched
+        assert engine.bodies[JOIN][0] == {
+            "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
+            "group_name": "g", "backend": "gloo",
+        }  # fmt: skip
+        learner.say("transfer")
+        answer = await learner.hears("loaded")
+        assert engine.swap() == [JOIN, PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK] and engine.paused
+        assert (answer.checksum, answer.touched) == ("c0ffee", True)
+        assert 0 < answer.transfer_s < answer.pause_s
+        assert stands(world, NodeState.LOADING, V1)(), "not READY before the commit"
+        assert engine.bodies[BUCKET][0] == {
+            "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [4]], "group_name": "g",
+            "flush_cache": False, "abort_all_requests": False, "load_format": "flattened_bucket",
+        }  # fmt: skip
+        learner.announce(V2)
+        learner.say("commit", buckets=())
+        await until(stands(world, NodeState.READY, V2), "READY at V2")
+        tail = [FLUSH, LABEL, CONTINUE] if mode == "retract" else [LABEL, CONTINUE]
+        assert engine.swap()[7:] == tail and not engine.paused
+        assert engine.bodies[LABEL] == [{"new_version": "1.1", "abort_all_requests": False}]
+        info = world.registered("e")
+        assert info.updates == 2 and info.pause_s >= answer.pause_s
+        # the next view of the same group: no second joining
+        engine.calls.clear()
+        learner.say("prepare", number=2, step=2, buckets=BUCKETS, flattened=False)
+        await learner.hears("prepared")
+        learner.say("transfer")
+        await learner.hears("loaded")
+        learner.announce(PolicyVersion(1, 2))  # the announcement alone is the commit
+        await until(stands(world, NodeState.READY, PolicyVersion(1, 2)), "READY at the next one")
+        assert engine.swap() == [PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK, *tail]
+        assert engine.bodies[BUCKET][-1]["load_format"] is None
+
+
+@pytest.mark.parametrize("route", [JOIN, BEGIN, PAUSE])
+async def test_what_fails_before_the_first_tensor_leaves_the_engine_at_its_version(
+    world, until: Until, tmp_path: Path, route: str
+) -> None:
+    async with ring(world, until, tmp_path) as (engine, learner):
+        engine.faults[route] = Fault(status=400, times=1)
+        learner.say("prepare")
+        if route != JOIN:
+            await learner.hears("prepared")
+            learner.say("transfer")
+        answer = await learner.hears("failed")
+        assert not answer.touched and "400" in answer.detail
+        await until(stands(world, NodeState.READY, V1), "READY at V1 again")
+        assert not engine.paused and BUCKET not in engine.calls
+        # and the next view is taken part in
+        learner.say("prepare", number=2, group="h")
+        await learner.hears("prepared")
+        assert engine.bodies[JOIN][-1]["group_name"] == "h"
+
+
+@pytest.mark.parametrize("route", [BUCKET, END, CHECK])
+async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded_in_place(
+    world, until: Until, tmp_path: Path, route: str
+) -> None:
+    async with ring(world, until, tmp_path) as (engine, learner):
+        world.sync.delete(world.keys.target)  # no files to turn to for now
+        engine.faults[route] = Fault(status=400, times=1)
+        learner.say("prepare")
+        await learner.hears("prepared")
+        learner.say("transfer")
+        answer = await learner.hears("failed")
+        assert answer.touched and "400" in answer.detail
+        await until(stands(world, NodeState.QUARANTINED, V0), "QUARANTINED, at no version")
+        assert engine.paused and CONTINUE not in engine.calls, "it must not go on with what it holds"
+        assert engine.calls.count(END) == 1, "no session stays open"
+        incarnation = world.registered("e").incarnation
+        learner.announce(V2)
+        await asyncio.sleep(0.2)
+        assert stands(world, NodeState.QUARANTINED, V0)(), "a version without files is nothing to turn to"
+        path = world.publish_weights(tmp_path / "weights", V2)
+        await until(stands(world, NodeState.READY, V2), "READY at V2 by files")
+        assert (engine.loaded, engine.paused) == (str(path), False)
+        assert world.registered("e").incarnation == incarnation, "the engine was not started anew"
+
+
+async def test_a_quarantined_engine_that_does_not_load_is_lost(world, until: Until, tmp_path: Path) -> None:
+    async with ring(world, until, tmp_path) as (engine, learner):
+        world.sync.delete(world.keys.target)
+        engine.faults[BUCKET] = Fault(status=400)
+        engine.faults[PAUSE] = Fault(status=500, times=0)
+        learner.say("prepare")
+        await learner.hears("prepared")
+        learner.say("transfer")
+        await learner.hears("failed")
+        incarnation = world.registered("e").incarnation
+        engine.faults[PAUSE] = Fault(status=500, times=1)
+        world.publish_weights(tmp_path / "weights", V2)
+        await until(stands(world, NodeState.READY, V2), "READY at V2 in another incarnation")
+        assert world.registered("e").incarnation != incarnation and not engine.paused
+
+
+@pytest.mark.parametrize("end", ["deadline", "abort", "another view", "a newer epoch"])
+@pytest.mark.parametrize("after", ["prepared", "loaded"])
+async def test_every_end_of_a_view_but_a_commit(
+    world, until: Until, tmp_path: Path, end: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ring(world, until, tmp_path) as (engine, learner):
+        world.sync.delete(world.keys.target)
+        left_s = 0.5 if end == "deadline" else 10.0
+        learner.say("prepare", left_s=left_s if after == "prepared" else 10.0)
+        await learner.hears("prepared")
+        if after == "loaded":
+            learner.say("transfer", left_s=left_s)
+            await learner.hears("loaded")
+        new = PolicyVersion(2, 0) if end == "a newer epoch" else V2
+        if end == "abort":
+            learner.say("abort")
+        elif end == "another view":
+            learner.say("transfer", number=2)
+        elif end == "a newer epoch":
+            world.publish_weights(tmp_path / "weights", new)
+        if end == "a newer epoch":
+            await until(stands(world, NodeState.READY, new), "READY at the newer epoch's")
+        elif after == "prepared":
+            await until(lambda: LEAVE in engine.calls, "it left the group")
+            await until(stands(world, NodeState.READY, V1), "READY at what it held")
+            assert PAUSE not in engine.calls
+        else:
+            await until(stands(world, NodeState.QUARANTINED, V0), "QUARANTINED")
+            world.publish_weights(tmp_path / "weights", new)
+            await until(stands(world, NodeState.READY, new), "READY by files")
+        assert not engine.paused
+
+
+async def test_a_group_that_nobody_joins_costs_the_deadline_only(world, until: Until, tmp_path: Path) -> None:
+    async with ring(world, until, tmp_path) as (engine, learner):
+        engine.faults[JOIN] = Fault(hang=True, times=1)
+        learner.say("prepare", left_s=0.3)
+        await until(lambda: learner.heard() is not None, "it says that it is there")
+        assert (learner.heard().phase, learner.heard().detail) == ("prepared", receive.JOINING)
+        assert not (await learner.hears("failed")).touched
+        assert stands(world, NodeState.READY, V1)()
+
+
+async def test_an_engine_that_is_not_ready_or_not_meant_stays_out(world, until: Until, tmp_path: Path) -> None:
+    async with ring(world, until, tmp_path) as (engine, learner):
+        learner.say("prepare", members=("e/other",))
+        await asyncio.sleep(0.15)
+        learner.say("prepare", left_s=-1.0)
+        await asyncio.sleep(0.15)
+        learner.say("prepare", epoch=0)
+        await asyncio.sleep(0.15)
+        learner.say("prepare", epoch=1, step=0)
+        await asyncio.sleep(0.15)
+        assert engine.swap() == [] and learner.heard() is None
+        world.sync.set(world.keys.evaluation, "x")
+        learner.say("prepare", number=3, step=1)
+        answer = await learner.hears("failed")
+        assert (answer.touched, answer.detail) == (False, "an evaluation runs")
+        assert engine.swap() == []
