@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
     """Run `argv` as the engine; returns the guard's exit status. Waits for its end or for the end of stdin."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # were it stopped, it could not see the pipe end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever wants the engine to end tells the node
     engine = os.fork()
     if engine == 0:

@@ -2,7 +2,8 @@
 
 A sign of life is a token that it generated for us, or any change in what its scheduler says of itself. One of the two
 is enough, so that an engine that is merely busy is never taken for dead: its answer to us may be late, but its
-figures move with every step. Without a sign for `hang_s` the engine is lost.
+figures move with every step. While it is paused for a weight update, any answer is a sign: whether the update itself
+comes to an end is known by that one's deadline. Without a sign for `hang_s` the engine is lost.
 """
 
 from __future__ import annotations
@@ -49,21 +50,33 @@ class Watchdog:
             await asyncio.sleep(settings.probe_s)
             left_s = settings.hang_s - silent_s - settings.probe_s
             timeout_s = min(settings.probe_timeout_s, max(SHORTEST_LOOK_S, left_s))
-            began = time.monotonic()
-            error = None if self._swapping.locked() else await self._look(timeout_s)
-            if error is None or self._swapping.locked():
+            began, swapping = time.monotonic(), self._swapping.locked()
+            error = await (self._listen(timeout_s) if swapping else self._look(timeout_s))
+            if error is None or swapping != self._swapping.locked():
                 silent_s, refused = 0.0, 0
                 continue
             silent_s += settings.probe_s + min(timeout_s, time.monotonic() - began)
             refused = refused + 1 if error.cause == "unreachable" else 0
             self._stats.counts["strikes"] += 1
             log.warning("no sign of life from the engine for %.1f s: %s", silent_s, error)
+            # lost in the middle of an update, it is more than silent: it may hold weights of no version
+            state = NodeState.QUARANTINED if swapping else NodeState.SUSPECT
             if refused >= settings.probe_failures:
-                raise lost(self._standing, NodeState.SUSPECT, f"gone: {error}") from error
+                raise lost(self._standing, state, f"gone: {error}") from error
             if silent_s >= settings.hang_s:
                 self._stats.counts["hangs"] += 1
-                self._standing.become(NodeState.SUSPECT, f"hung: no sign of life for {silent_s:.1f} s: {error}")
+                self._standing.become(state, f"hung: no sign of life for {silent_s:.1f} s: {error}")
                 raise EngineHung(self._standing.detail) from error
+
+    async def _listen(self, timeout_s: float) -> EngineError | None:
+        """None: it answers. Else why not."""
+        try:
+            await asyncio.wait_for(self._client.model_info(), timeout_s)
+        except TimeoutError:
+            return EngineError("timeout", self._client.name, f"/model_info: no answer within {timeout_s:g} s")
+        except EngineError as error:
+            return error
+        return None
 
     async def _look(self, timeout_s: float) -> EngineError | None:
         """None: a sign of life. Else why it did not generate."""

@@ -122,6 +122,17 @@ def test_a_node_that_dies_takes_the_whole_tree_with_it(tmp_path: Path) -> None:
         assert process.wait(10) == 128 + signal.SIGKILL and _gone(tree)
 
 
+def test_a_stopped_guard_wakes_up_when_its_node_dies(tmp_path: Path) -> None:
+    inner = [sys.executable, "-I", "-S", guard.__file__, *_forking(tmp_path, 1000)]
+    text = f"import subprocess, time; p = subprocess.Popen({inner!r}, stdin=subprocess.PIPE); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", text]) as node:
+        tree = _tree(node.pid, 3)
+        for pid in tree:
+            os.kill(pid, signal.SIGSTOP)
+        node.kill()
+        assert _gone(tree)
+
+
 def test_an_engine_that_exits_leaves_nothing_behind_and_its_status_is_known(tmp_path: Path) -> None:
     with _guarded(*_forking(tmp_path, 0.5)) as process:
         tree = _tree(process.pid, 2)
