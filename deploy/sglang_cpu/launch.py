@@ -6,7 +6,8 @@ before SGLang loads a model, and again in every child process because `spawn` im
 1. `sgl_kernel` (a wheel of CUDA code) and `torchvision` (whose CPU-less wheel breaks transformers) are imported by
    SGLang unconditionally. The torch_native path of plain text models takes names from them and never calls them:
    placeholder modules serve the names and refuse every call.
-2. `torch.cuda.synchronize` is called by /weights_checker whatever the device: nothing to wait for without CUDA.
+2. /weights_checker calls `torch.cuda.synchronize` whatever the device, and LoRA asks for pinned memory: without CUDA
+   there is nothing to wait for and nothing to pin for. (LoRA here: `--enable-lora --lora-backend torch_native`.)
 3. transformers gives every model whose config.json says `qwen2` the class Qwen2Tokenizer, a byte-level BPE, also
    when tokenizer.json holds another kind of model (the demo's is a table of words): the file decides.
 4. On CPUs SGLang pads attention heads for tensor parallelism, and on the way forgets `head_dim` of a Qwen2 where
@@ -17,13 +18,14 @@ It rests on SGLang's internals: pins.txt names the one version it is tested with
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +80,25 @@ class _PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__path__ = []
 
 
-def _mend_synchronize() -> None:
+def _mend_cuda() -> None:
     import torch
 
-    if not torch.cuda.is_available():
-        torch.cuda.synchronize = lambda device=None: None
+    if torch.cuda.is_available():
+        return
+    torch.cuda.synchronize = lambda device=None: None
+    tensors: Any = torch.Tensor
+    tensors.pin_memory = lambda tensor, device=None: tensor
+    for name in ("tensor", "zeros", "arange"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+
+
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return made
 
 
 def _mend_tokenizer() -> None:
@@ -115,7 +131,7 @@ def _mend_head_dim() -> None:
     update_config.adjust_config_with_unaligned_cpu_tp = adjust
 
 
-_mend_synchronize()  # imports torch before the finder is there, so that torch sees that torchvision is absent
+_mend_cuda()  # imports torch before the finder is there, so that torch sees that torchvision is absent
 sys.meta_path.insert(0, _PlaceholderFinder())
 _mend_tokenizer()
 _mend_head_dim()

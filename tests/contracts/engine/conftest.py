@@ -21,7 +21,7 @@ import pytest
 import torch
 from contract_client import Client
 from contract_engines import ADMIN_KEY, USER_KEY, Kind, Server, embedded, scripted, sglang
-from contract_models import perturbed, write_model, write_word_model
+from contract_models import RANK, perturbed, write_model, write_word_model
 
 PYTHON, URL, MODEL = (os.environ.get(f"FORAY_SGLANG_{name}", "") for name in ("PYTHON", "URL", "MODEL"))
 AVAILABLE: tuple[Kind, ...] = ("fake", "embedded", "sglang") if PYTHON or URL else ("fake", "embedded")
@@ -94,7 +94,8 @@ async def client(server: Server) -> AsyncIterator[Client]:
 
 @pytest.fixture(scope="session")
 def guarded(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Server]:
-    """A second engine of each kind: with keys, streaming in increments, and with the demo's kind of tokenizer."""
+    """A second engine of each kind: with keys, streaming in increments, and with the demo's kind of tokenizer.
+    SGLang's takes adapters."""
     kind: Kind = request.param
     model = scratch / f"words-{kind}"
     write_word_model(model, 0)
@@ -107,6 +108,8 @@ def guarded(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Server]:
             return
         log = scratch / "sglang-guarded.log"
         flags = ["--api-key", USER_KEY, "--admin-api-key", ADMIN_KEY, "--incremental-streaming-output"]
+        flags += ["--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK)]
+        flags += ["--lora-target-modules", "all"]
         url = stack.enter_context(sglang(Path(PYTHON), model, log, *flags))
         yield Server(url, kind, model, model, scratch, log)
 

@@ -58,6 +58,14 @@ class Server:
             self.policies[path] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         return self.policies[path]
 
+    def policy_of(self, weights: dict[str, torch.Tensor]) -> Any:
+        """The same architecture with other weights."""
+        like = self.policy(self.first)
+        policy = type(like)(like.config).eval()
+        policy.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
+        policy.tie_weights()
+        return policy
+
     def logprobs(self, path: Path, ids: list[int], start: int, temperature: float = 1.0) -> torch.Tensor:
         """Log-probs of ids[start:] by transformers with the weights in `path`."""
         with torch.inference_mode():

@@ -17,6 +17,7 @@ from rollout_server.testing import write_tokenizer
 
 CORPUS = ["<search> who founded the city of müller </search>", "<answer> the 3 rivers 東京 </answer>"] * 4
 CONTEXT = 1024
+RANK, ALPHA = 4, 8
 
 
 def write_model(path: Path, seed: int) -> Path:
@@ -116,3 +117,37 @@ def spoilt(source: Path, target: Path, fault: str) -> Path:
     if fault == "cut off":
         file.write_bytes(file.read_bytes()[:-1000])
     return target
+
+
+def write_adapter(path: Path, base: Path, seed: int) -> Path:
+    """A LoRA adapter of rank 4 on every linear layer of a decoder, in PEFT's layout."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in read_weights(base).items():
+        if name.endswith("_proj.weight"):
+            at = f"base_model.model.{name.removesuffix('.weight')}"
+            rows, columns = weight.shape
+            tensors[f"{at}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.3
+            tensors[f"{at}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.3
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def merged(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """The weights of `base` with the adapter added: W + alpha / r * B A."""
+    weights, low = read_weights(base), load_file(adapter / "adapter_model.safetensors")
+    for name, down in low.items():
+        if name.endswith("lora_A.weight"):
+            into = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+            weights[into] = weights[into] + ALPHA / RANK * low[name.replace("lora_A", "lora_B")] @ down
+    return weights

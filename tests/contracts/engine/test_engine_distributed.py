@@ -95,12 +95,11 @@ async def test_buckets_in_bfloat16_are_taken_by_a_float32_engine(client: Client)
         await client.ok("/end_weight_update")
         await client.ok("/update_weight_version", {"new_version": "2.0", "abort_all_requests": False})
     answer = await client.generate(**greedy)
-    policy = type(server.policy(server.second))(server.policy(server.second).config).eval()
-    policy.load_state_dict({name: tensor.float() for name, tensor in rounded.items()}, strict=False)
-    policy.tie_weights()
     with torch.inference_mode():
-        logits = policy(torch.tensor([PROMPT + answer["output_ids"]])).logits[0, len(PROMPT) - 1 : -1]
-    close(reported(answer), picked(logits, answer["output_ids"]))
+        logits = server.policy_of(rounded)(torch.tensor([PROMPT + answer["output_ids"]])).logits[
+            0, len(PROMPT) - 1 : -1
+        ]
+    close(reported(answer), picked(logits[len(PROMPT) - 1 : -1], answer["output_ids"]))
 
 
 async def test_a_session_is_opened_once_and_closed_once(client: Client) -> None:
