@@ -1,4 +1,4 @@
-"""Which engines a test of the contract meets, and the running engines themselves: one of each for the whole session.
+"""Which engines a test of the contract meets, and the running engines themselves, shared by the whole session.
 
 Engines: `fake` (scripted, in this process), `embedded` (rollout_server.cpu_engine as a process), and `sglang`: real
 SGLang, which is the judge. SGLang takes part where FORAY_SGLANG_PYTHON names an interpreter that has it
@@ -32,13 +32,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("engines")
     wanted = mark.args if mark else ("embedded", "sglang")
     assert "sglang" in wanted or (mark and mark.kwargs.get("why")), f"{metafunc.definition.nodeid}: say why"
-    for fixture in ("server", "guarded"):
+    for fixture in ("server", "guarded", "unlapped"):
         if fixture in metafunc.fixturenames:
             kinds = [
                 # the first test of each engine waits until it has started
                 pytest.param(kind, marks=pytest.mark.timeout(360)) if kind == "sglang" else kind
                 for kind in AVAILABLE
-                if kind in wanted and (fixture, kind, bool(URL)) != ("guarded", "sglang", True)
+                if kind in wanted and not (URL and kind == "sglang" and fixture != "server")
             ]
             metafunc.parametrize(fixture, kinds, indirect=True, scope="session")
 
@@ -112,6 +112,22 @@ def guarded(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Server]:
         flags += ["--lora-target-modules", "all"]
         url = stack.enter_context(sglang(Path(PYTHON), model, log, *flags))
         yield Server(url, kind, model, model, scratch, log)
+
+
+@pytest.fixture(scope="session")
+def unlapped(request: pytest.FixtureRequest, scratch: Path, two_models: tuple[Path, Path]) -> Iterator[Server]:
+    """A third one, for swaps in place: SGLang's versions are right to the token when it does not launch a step before
+    it has booked the one before."""
+    kind: Kind = request.param
+    first, second = two_models
+    with contextlib.ExitStack() as stack:
+        if kind == "embedded":
+            url = stack.enter_context(embedded(first, "--max-running", "32"))
+            yield Server(url, kind, first, second, scratch)
+            return
+        log = scratch / "sglang-unlapped.log"
+        url = stack.enter_context(sglang(Path(PYTHON), first, log, "--disable-overlap-schedule"))
+        yield Server(url, kind, first, second, scratch, log)
 
 
 @pytest.fixture

@@ -1,0 +1,171 @@
+"""What lies between a learner and an engine, all of it real: Redis, a publisher, a node, the router with its client.
+
+And the arithmetic of the engine redone by transformers, from nothing but ids and the versions that were recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import torch
+from contract_engines import Server, picked
+from contract_models import read_weights
+
+from deploy.redis_child import find_server, ping, redis_argv
+from learner.config import DiskPublishSettings, DistributedPublishSettings
+from learner.publish.base import Publisher
+from learner.redis_client import RunStore
+from protocol.keys import Keys
+from protocol.messages import NodeState, VersionSpan
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import Completion
+from rollout_server.engine.control import EngineControl
+from rollout_server.engine.router import Limits, Router
+from rollout_server.engine.sglang import SglangClient
+from rollout_server.fleet import Fleet
+from rollout_server.lifecycle import Stop
+from rollout_server.node.config import AttachedEngine, NodeSettings
+from rollout_server.node.serve import serve
+from rollout_server.redis_client import RedisClient
+from rollout_server.waits import Waits
+
+Transport = Literal["disk", "distributed"]
+Mode = Literal["retract", "in_place"]
+RUNS = itertools.count(1)
+PATIENCE_S = 60.0
+
+
+@contextlib.contextmanager
+def private_redis() -> Iterator[str]:
+    """The URL of a Redis of our own."""
+    with tempfile.TemporaryDirectory(prefix="foray-") as folder:
+        url = f"unix://{folder}/s"
+        argv = redis_argv(find_server().path, Path(folder), url, maxmemory_mb=256)
+        child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 20
+            while ping(url):
+                assert child.poll() is None and time.monotonic() < deadline, "the private Redis did not start"
+                time.sleep(0.02)
+            yield url
+        finally:
+            child.terminate()
+            child.wait(10)
+
+
+@dataclass
+class Ring:
+    """A learner's half (`publish`) and a rollout server's half (`router`) around one engine."""
+
+    publisher: Publisher
+    router: Router
+    fleet: Fleet
+
+    async def publish(self, version: PolicyVersion, model: Path) -> None:
+        """What the learner does after a step: publish and announce. Does not wait for the engine to hold it."""
+
+        def in_the_training_thread() -> None:
+            update = self.publisher.publish(version, read_weights(model).items())
+            self.publisher.announce(update, "ready")
+
+        await asyncio.to_thread(in_the_training_thread)
+
+    async def until_held(self, version: PolicyVersion) -> None:
+        """Until the router sees an engine that is ready at `version`."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(
+                e.state is NodeState.READY and e.version == version for e in self.fleet.table.engines.values()
+            ):
+                await self.fleet.changed(0.2)
+
+
+@contextlib.asynccontextmanager
+async def ring(server: Server, redis_url: str, folder: Path, transport: Transport, mode: Mode) -> AsyncIterator[Ring]:
+    """A ring around `server`, whose engine holds the weights of `server.first` as version 1.0 when this is entered."""
+    run = RunSettings(id=f"ring-{next(RUNS)}", dir=folder, redis_url=redis_url, model=server.first)
+    store = RunStore(redis_url, run.id)
+    store.prepare()
+    epoch = store.acquire("learner", 0, 600_000, takeover=False)
+    assert epoch == 1
+    store.own(1, "learner")
+    files = [p for p in server.first.iterdir() if p.suffix == ".json"]
+    kinds = {"disk": DiskPublishSettings(fsync=False), "distributed": DistributedPublishSettings(fsync=False)}
+    publisher = kinds[transport].build(run, files, store)
+    redis, stop, waits = RedisClient(redis_url, Keys(run.id)), Stop(), Waits()
+    node = NodeSettings(id="e", kind=AttachedEngine(url=server.url), pause_mode=mode, poll_s=0.02, heartbeat_s=0.2)
+    fleet = Fleet(redis, waits, poll_s=0.05)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session, asyncio.TaskGroup() as tasks:
+        router = Router(
+            fleet,
+            lambda info: SglangClient(session, info.url, name=info.id),
+            waits,
+            max_lag=100,
+            limits=Limits(timeout_s=PATIENCE_S, stall_s=PATIENCE_S, wait_s=PATIENCE_S),
+            adaptive=False,
+        )
+        whole = Ring(publisher, router, fleet)
+        following, serving = tasks.create_task(fleet.follow()), None
+        try:
+            # whatever the last test has left there
+            await EngineControl(session, server.url).update_weights_from_disk(
+                str(server.first), label="1.0", flush=True, timeout_s=PATIENCE_S
+            )
+            await whole.publish(PolicyVersion(1, 0), server.first)
+            serving = tasks.create_task(serve(run, node, stop=stop))
+            await whole.until_held(PolicyVersion(1, 0))
+            yield whole
+        finally:
+            stop.asked.set()
+            if serving is not None:
+                await serving
+            following.cancel()
+            await asyncio.to_thread(publisher.close)
+            await redis.aclose()
+            store.close()
+
+
+def after_retract(models: dict[PolicyVersion, Any], prompt: Sequence[int], done: Completion) -> torch.Tensor:
+    """[n] log-probs if every token was sampled by its version from a cache of that version alone."""
+    ids = [*prompt, *done.ids]
+    parts = []
+    for span in done.spans:
+        with torch.inference_mode():
+            logits = models[span.version](torch.tensor([ids])).logits[0]
+        start, end = len(prompt) + span.start, len(prompt) + span.end
+        parts.append(picked(logits[start - 1 : end - 1], ids[start:end]))
+    return torch.cat(parts)
+
+
+def in_place(models: dict[PolicyVersion, Any], prompt: Sequence[int], done: Completion) -> torch.Tensor:
+    """[n] log-probs if keys and values were never made again: each is of the version in force when it was made.
+
+    The forward pass that samples token i reads token i - 1 and makes its key and value, so a version that samples
+    tokens [a, b) makes those of the tokens [a - 1, b - 1).
+    """
+    ids = [*prompt, *done.ids]
+    cache, position, rows = None, 0, []
+    for span in done.spans:
+        end = len(prompt) + span.end - 1
+        with torch.inference_mode():
+            out = models[span.version](torch.tensor([ids[position:end]]), past_key_values=cache, use_cache=True)
+        cache, position = out.past_key_values, end
+        rows.append(out.logits[0])
+    return picked(torch.cat(rows)[len(prompt) - 1 :], done.ids)
+
+
+def moved(spans: Sequence[VersionSpan], by: int) -> tuple[VersionSpan, ...]:
+    """The spans with every border between two of them `by` tokens further right: what a wrong label would look like."""
+    borders = [0, *(span.start + by for span in spans[1:]), spans[-1].end]
+    pairs = zip(spans, borders, borders[1:], strict=False)
+    return tuple(span.model_copy(update={"start": a, "end": b}) for span, a, b in pairs)
