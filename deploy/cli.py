@@ -43,7 +43,7 @@ VERBS: dict[str, Verb] = {
     "index": Verb("build a retriever's index", "deploy.commands.index"),
     "redis": Verb("run a Redis in the foreground, set up as a run needs it", "deploy.commands.redis"),
     "retriever": Verb("run one retriever", process="retriever"),
-    "engine": Verb("run one engine node", process="rollout_server.node"),
+    "engine": Verb("run one engine node, or --attach it to an engine that runs already", process="rollout_server.node"),
     "rollout": Verb("run one rollout server", process="rollout_server"),
     "learner": Verb("run the learner", process="learner"),
     "bench": Verb("measure one part beside a baseline of the same run", "deploy.commands.bench"),

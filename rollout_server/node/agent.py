@@ -70,7 +70,7 @@ class Agent:
         self._run, self._settings, self._registry, self._stats = run, settings, registry, stats
         self._standing, self._url, self._port = standing, url, port
         self._client = EngineControl(session, url, name=standing.id)
-        self._introduced = False
+        self._introduced = self._tainted = False
         self._follower = Follower(standing, registry, settings, stats)
 
     async def live(self) -> None:
@@ -133,15 +133,16 @@ class Agent:
     async def _incarnation(self) -> AsyncIterator[Child | None]:
         """A healthy engine for the time of the block, None for an attached one. Raises EngineLost."""
         standing, kind = self._standing, self._settings.kind
+        # what is left of a half-loaded version must be loaded again, whatever it calls itself
+        unsound = self._tainted and standing.sound_in != standing.incarnation
+        self._tainted = unsound or standing.state is NodeState.QUARANTINED
         standing.incarnation = secrets.token_hex(4)
         standing.loads = {}
-        # what is left of a half-loaded version must be loaded again, whatever it calls itself
-        tainted = standing.state is NodeState.QUARANTINED
         standing.become(NodeState.SYNCING, version=NO_VERSION)
         wanted = await self._wanted()
         if isinstance(kind, AttachedEngine):
-            await self._answering(kind, paused=tainted)
-            if not tainted:
+            await self._answering(kind, paused=self._tainted)
+            if not self._tainted:
                 await self._take_stock()
             yield None
             return

@@ -31,6 +31,8 @@ class Standing:
         self.version = NO_VERSION
         self.detail = ""
         self.incarnation = ""
+        self.sound_in = ""
+        """Incarnation in which it was READY last."""
         self.loads: dict[str, float] = {}
         self.pause_s = self.load_s = 0.0
         self.updates = 0
@@ -48,6 +50,8 @@ class Standing:
         if (state, version, detail) != (self.state, self.version, self.detail):
             log.info("%s: %s at %s%s", self.id, state, version.label, f": {detail}" if detail else "")
         self.state, self.version, self.detail = state, version, detail[:2000]
+        if state is NodeState.READY:
+            self.sound_in = self.incarnation
         self._changed.set()
 
     def learn(self, facts: Mapping[str, Any]) -> None:

@@ -60,7 +60,8 @@ class Watchdog:
             self._stats.counts["strikes"] += 1
             log.warning("no sign of life from the engine for %.1f s: %s", silent_s, error)
             # lost in the middle of an update, it is more than silent: it may hold weights of no version
-            state = NodeState.QUARANTINED if swapping else NodeState.SUSPECT
+            tainted = swapping or self._standing.state is NodeState.QUARANTINED
+            state = NodeState.QUARANTINED if tainted else NodeState.SUSPECT
             if refused >= settings.probe_failures:
                 raise lost(self._standing, state, f"gone: {error}") from error
             if silent_s >= settings.hang_s:

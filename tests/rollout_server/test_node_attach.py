@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,30 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
         await until(lambda: seen.append((state(), world.registered("e").version)) or state() is NodeState.READY, "back")
         assert seen[-1] == (NodeState.READY, V1) and engine.version == "1.0"
         assert all(version == V1 for where, version in seen if where is NodeState.READY)
+        stop.asked.set()
+        await asyncio.wait_for(node, 10)
+
+
+async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_until_it_is_whole(
+    world, until: Until, tmp_path: Path
+) -> None:
+    stop = Stop()
+    async with FakeServer() as engine:
+        node = asyncio.create_task(serve(run_of(world, tmp_path), settings(engine.url), stop=stop))
+        await until(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")
+        failing = engine.faults["/update_weights_from_disk"] = Fault(status=500)
+        world.publish_weights(tmp_path / "weights", V1)
+        await until(lambda: world.registered("e").state is NodeState.QUARANTINED, "QUARANTINED")
+        engine.faults["/health_generate"] = Fault(status=503)  # as engines do while they are paused
+        deadline = time.monotonic() + 2.5
+        while time.monotonic() < deadline:
+            assert engine.paused, "half of a version never generates"
+            assert world.registered("e").state is not NodeState.READY
+            await asyncio.sleep(0.02)
+        del engine.faults["/health_generate"]
+        failing.times = 0
+        await until(lambda: world.registered("e").state is NodeState.READY, "READY in the end", 20)
+        assert world.registered("e").version == V1 and engine.version == "1.0" and not engine.paused
         stop.asked.set()
         await asyncio.wait_for(node, 10)
 
