@@ -5,8 +5,10 @@ from __future__ import annotations
 from deploy.bench.base import BenchSettings
 from deploy.bench.engine import EngineBench
 from deploy.bench.rollout import RolloutBench
+from deploy.bench.weights import WeightsBench
 
 BENCHMARKS: dict[str, type[BenchSettings]] = {
     "engine": EngineBench,
     "rollout": RolloutBench,
+    "weights": WeightsBench,
 }
