@@ -16,6 +16,8 @@ alike. `serve.py` draws how the parts hang together. Where it differs from SGLan
 * A request that arrives during a pause can be aborted (SGLang: runs after the pause). An abort of a waiting request
   returns all of its tokens.
 * `weight_versions` is in every answer and stream chunk (SGLang: in the last one).
+* LoRA adapters need no flag; an unloaded one goes on for requests that use it already (SGLang: the answer waits).
+* A stream shows no text that may be cut off as a stop string and never holds a token back for it (SGLang: the chunk).
 * `sampling_seed` always holds. Non-finite output ends one request with status 500. No request ends the process.
 * The prefix cache is dropped at every weight update, with or without `flush_cache`. `/flush_cache` does not wait.
 * Listening beyond loopback needs an API key; keys come from environment variables only.

@@ -30,6 +30,8 @@ ADMIN = frozenset(
         "/begin_weight_update",
         "/end_weight_update",
         "/update_weights_from_distributed",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
     }
 )
 

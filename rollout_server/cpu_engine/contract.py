@@ -39,7 +39,6 @@ UNSUPPORTED = (
     "image_data",
     "video_data",
     "audio_data",
-    "lora_path",
     "session_params",
     "return_hidden_states",
     "return_routed_experts",
@@ -73,7 +72,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """One checked prompt of a body; `n` attempts are made from it."""
+    """One checked prompt of a body; `n` attempts are made from it. `adapter`: name of a LoRA adapter, "" for none."""
 
     rids: list[str]
     ids: list[int]
@@ -82,6 +81,7 @@ class Call:
     logprob_start: int
     top_logprobs: int
     extra_key: str
+    adapter: str
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,9 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
         _spread(body, "top_logprobs_num", 0, len(prompts), int),
         _spread(body, "extra_key", "", len(prompts), str),
         _spread(body, "cache_salt", "", len(prompts), str),
+        _spread(body, "lora_path", "", len(prompts), str),
     )
-    for ids, asked, own, rids, wanted, start, top, key, salt in zip(
+    for ids, asked, own, rids, wanted, start, top, key, salt, adapter in zip(
         prompts, given, params, names, *columns, strict=True
     ):
         if not -1 <= start <= len(ids):
@@ -127,7 +128,7 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
             )
         if len(ids) >= limits.cache:
             raise BadRequest(f"{len(ids)} prompt tokens do not fit in a cache of {limits.cache}")
-        calls.append(Call(rids, ids, own, wanted, start, top if wanted else 0, f"{key}\0{salt}"))
+        calls.append(Call(rids, ids, own, wanted, start, top if wanted else 0, f"{key}\0{salt}", adapter))
     return Parsed(calls, not batched and params[0].n == 1, _flag(body, "stream"))
 
 

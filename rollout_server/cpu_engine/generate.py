@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from rollout_server.cpu_engine.access import problem
+from rollout_server.cpu_engine.adapters import Adapters
 from rollout_server.cpu_engine.answer import answer
 from rollout_server.cpu_engine.bodies import read_json
 from rollout_server.cpu_engine.contract import BadRequest, Call, Limits, parse
@@ -32,8 +33,17 @@ class Streaming:
 class Generation:
     """The generating routes. `seed` starts the seeds of requests that bring none."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, limits: Limits, seed: int, streaming: Streaming) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        adapters: Adapters,
+        seed: int,
+        streaming: Streaming,
+    ) -> None:
         self._engine, self._tokenizer, self._limits, self._streaming = engine, tokenizer, limits, streaming
+        self._adapters = adapters
         self._next_seed = (seed & 0xFFFFFFFF) << 32
         self._live: set[str] = set()
         self._mailbox: Mailbox | None = None
@@ -78,6 +88,7 @@ class Generation:
         mailbox, now = self._open_mailbox(), time.perf_counter()
         requests: list[Request] = []
         for call in calls:
+            adapter = self._adapters.named(call.adapter)
             for attempt, rid in enumerate(call.rids):
                 number = len(requests)
 
@@ -97,7 +108,8 @@ class Generation:
                         return_logprob=call.return_logprob,
                         logprob_start=call.logprob_start,
                         top_logprobs=call.top_logprobs,
-                        extra_key=call.extra_key,
+                        extra_key=f"{call.extra_key}\0{adapter.number}" if adapter else call.extra_key,
+                        adapter=adapter,
                         arrived=now,
                     )
                 )

@@ -11,12 +11,14 @@ rows as plain batched products, prompt rows padded to the longest new part.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from rollout_server.cpu_engine.kv_rows import KvRows
+from rollout_server.cpu_engine.lora import AdapterPart, adapted
 from rollout_server.cpu_engine.model_config import ModelConfig, Rope
 from rollout_server.cpu_engine.weights import Weights
 
@@ -59,6 +61,7 @@ class Model:
         kv: KvRows,
         decode: DecodePart | None,
         prompts: PromptPart | None,
+        adapters: Sequence[AdapterPart] = (),
     ) -> torch.Tensor:
         """Hidden states [T, E] after the last norm; keys and values are written to `kv`. ids, positions, rows:
         int64 [T]."""
@@ -68,7 +71,8 @@ class Model:
         rotated = (c.heads + c.kv_heads) * c.head_dim
         x = self.weights.embed[ids]
         for number, layer in enumerate(self.weights.layers):
-            qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            h = self._norm(x, layer.input_norm)
+            qkv = adapted(F.linear(h, layer.qkv, layer.qkv_bias), h, adapters, number, "qkv")
             qk = qkv[:, :rotated].view(len(ids), -1, c.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q_part, k_part = qk[:, : c.heads], qk[:, c.heads :]
@@ -76,10 +80,11 @@ class Model:
             qk = rotate(qk, rotation)
             kv.write(number, address, qk[:, c.heads :], qkv[:, rotated:])
             mixed = self._attend(qk[:, : c.heads], kv.keys[number], kv.values[number], decode, prompts)
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
-            gate_up = F.linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+            x = x + adapted(F.linear(mixed, layer.out, layer.out_bias), mixed, adapters, number, "out")
+            h = self._norm(x, layer.post_norm)
+            gate_up = adapted(F.linear(h, layer.gate_up, layer.gate_up_bias), h, adapters, number, "gate_up")
             inner = F.silu(gate_up[:, : c.intermediate]).mul_(gate_up[:, c.intermediate :])
-            x = x + F.linear(inner, layer.down, layer.down_bias)
+            x = x + adapted(F.linear(inner, layer.down, layer.down_bias), inner, adapters, number, "down")
         return self._norm(x, self.weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout_server.cpu_engine.lora import Adapter
 
 Finish = dict[str, Any]
 """SGLang's `finish_reason`."""
@@ -46,6 +49,7 @@ class Request:
     """Lists only grow, and only on the engine thread; the HTTP side reads prefixes whose length it was told.
 
     versions  [label, index of the first output token sampled under it], in order
+    extra_key what may share keys and values; differs between adapters
     seed      64 bits; with a position it determines the draw
     limit     most output tokens: max_new_tokens, or less where context or cache could not hold them
     notify    called with the number of output tokens at the end and, with a `stream_interval` n > 0, after the first
@@ -64,6 +68,7 @@ class Request:
     logprob_start: int = -1
     top_logprobs: int = 0
     extra_key: str = ""
+    adapter: Adapter | None = None
     arrived: float = 0.0
 
     output_ids: list[int] = field(default_factory=list)

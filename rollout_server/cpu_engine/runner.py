@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rollout_server.cpu_engine.kv_rows import KvRows
+from rollout_server.cpu_engine.lora import Adapter, AdapterPart
 from rollout_server.cpu_engine.model import DecodePart, Model, PromptPart
 from rollout_server.cpu_engine.request import SamplingParams
 from rollout_server.cpu_engine.sampling import Rules, draw, mix
@@ -36,6 +37,7 @@ class Prompt:
     params: SamplingParams
     seed: int
     score_from: int | None = None
+    adapter: Adapter | None = None
     scores: list[float] = field(default_factory=list)
 
 
@@ -72,12 +74,14 @@ class Runner:
         self._seed = np.zeros(max_running, np.uint64)
         columns = (self.length, self._newest, self._temperature, self._top_k, self._top_p, self._min_p, self._seed)
         self._columns = columns
+        self._adapters: list[Adapter | None] = [None] * max_running
 
     def move(self, source: int, target: int) -> None:
         """Row `source` becomes row `target`."""
         self.kv.copy(source, target, int(self.length[source]))
         for column in self._columns:
             column[target] = column[source]
+        self._adapters[target] = self._adapters[source]
 
     def step(self, active: int, prompts: Sequence[Prompt], bans: Sequence[Ban], top: dict[int, int]) -> Sampled:
         """Advance rows 0..active-1 by one token and start `prompts` in the rows after them.
@@ -114,6 +118,7 @@ class Runner:
             p.top_p,
             p.min_p,
         )
+        self._adapters[row] = prompt.adapter
         self._seed[row] = mix(np.array([prompt.seed], np.uint64))[0]
         while len(prompt.ids) - prompt.start > CHUNK:
             end = prompt.start + CHUNK
@@ -145,7 +150,23 @@ class Runner:
             positions.append(starts[prompts.row] + prompts.offset)
             rows.append(prompts.row + prompts.first)
         decode = _decode_part(past) if active else None
-        return self.model.forward(torch.cat(ids), torch.cat(positions), torch.cat(rows), self.kv, decode, prompts)
+        adapters = self._adapter_parts(active, parts)
+        return self.model.forward(
+            torch.cat(ids), torch.cat(positions), torch.cat(rows), self.kv, decode, prompts, adapters
+        )
+
+    def _adapter_parts(self, active: int, parts: Sequence[tuple[int, list[int], int]]) -> list[AdapterPart]:
+        """Which tokens of a forward pass use which adapter."""
+        owners = self._adapters[:active] + [self._adapters[row] for row, _, _ in parts]
+        used = {owner for owner in owners if owner is not None}
+        if len(used) == 1 and None not in owners:
+            return [AdapterPart(adapter, None) for adapter in used]
+        sizes = [1] * active + [len(new) for _, new, _ in parts]
+        found = []
+        for adapter in used:
+            tokens = np.flatnonzero(np.repeat([owner is adapter for owner in owners], sizes))
+            found.append(AdapterPart(adapter, torch.from_numpy(tokens)))
+        return found
 
     def _score(self, prompt: Prompt, start: int, hidden: torch.Tensor) -> None:
         """Append log-probs of the tokens that follow positions start..start+len(hidden)-1, as far as asked for."""

@@ -183,7 +183,7 @@ class Scheduler:
         self.counters.prompt_tokens += len(ids)
         self.counters.cached_tokens += shared
         score = max(request.logprob_start, 0) if request.scores_prompt else None
-        return Prompt(ids, shared, request.params, request.seed, score)
+        return Prompt(ids, shared, request.params, request.seed, score, request.adapter)
 
     def _started(self, request: Request, prompt: Prompt) -> None:
         if prompt.score_from is not None:

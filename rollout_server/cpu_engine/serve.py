@@ -20,6 +20,7 @@ from aiohttp import web
 
 from protocol.errors import UserError
 from rollout_server.cpu_engine.access import guard
+from rollout_server.cpu_engine.adapters import Adapters
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.contract import Limits
 from rollout_server.cpu_engine.control import Control
@@ -79,7 +80,8 @@ def build_app(
     """The HTTP application over a started engine."""
     limits = Limits(config.vocab, config.context, engine.scheduler.runner.kv.budget)
     streaming = Streaming(settings.stream_interval, settings.incremental_streaming_output)
-    generation = Generation(engine, tokenizer, limits, settings.seed, streaming)
+    adapters = Adapters(engine)
+    generation = Generation(engine, tokenizer, limits, adapters, settings.seed, streaming)
     info = {
         "served_model_name": settings.model_path.name or "model",
         "engine": "foray-cpu",
@@ -94,7 +96,7 @@ def build_app(
     app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
     app.add_routes(Control(engine, generation, info, settings.model_dump(mode="json")).routes())
     updates = app[UPDATES] = Updates(engine, settings.update_timeout_s)
-    app.add_routes(updates.routes())
+    app.add_routes(updates.routes() + adapters.routes())
     return app
 
 
