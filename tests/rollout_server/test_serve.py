@@ -31,7 +31,7 @@ V5 = PolicyVersion(1, 5)
 SEARCH = {"type": "fake", "otherwise": ('"b"\nd e f',)}
 
 
-def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, version: str = "1.5") -> FakeServer:
+def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, pace_s: float = 0.0, version: str = "1.5") -> FakeServer:
     """An engine that searches `turns` times and then answers c."""
     search, answer = tokens.own("<search> a b </search>"), tokens.own("<answer> c </answer>")
     mark = tokens.own("</information>")[0]
@@ -40,7 +40,7 @@ def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, version: str = "1.
         ids = body["input_ids"]
         return unsaid(search if ids.count(mark) < turns else answer, ids)
 
-    return FakeServer(say, version=version, latency_s=latency_s)
+    return FakeServer(say, version=version, latency_s=latency_s, pace_s=pace_s)
 
 
 @contextlib.asynccontextmanager
@@ -110,17 +110,25 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens) -> No
         await asyncio.sleep(0.2)
         status, body = await get(f"{url}/ready")
         assert status == 503 and body["reasons"] == ["no engine takes training requests"]
-        world.register("e", engine.url, V5)
+        world.register("e", engine.url, V5, max_running=48)
         world.register("old", engine.url, PolicyVersion(1, 2))
+        world.register("odd", engine.url, V5, tokenizer="theirs")
         world.issue(make_task(1, group_size=3))
         await until(world.published, "a group is published")
         assert (await get(f"{url}/ready"))[0] == 200
         _, body = await get(f"{url}/status")
         assert body["target"] == "1.5" and body["values"]["groups_published"] == 1
-        assert {e["id"]: e["takes_requests"] for e in body["engines"]} == {"e": True, "old": False}
+        engines = {e["id"]: e for e in body["engines"]}
+        assert {name: e["takes_requests"] for name, e in engines.items()} == {"e": True, "odd": False, "old": False}
+        assert {name: e["obstacle"] for name, e in engines.items()} == {
+            **{"e": "", "odd": "another tokenizer", "old": "3 steps behind, 2 are allowed"}
+        }
+        assert (engines["e"]["window"], engines["e"]["requests_in_flight"], engines["e"]["trouble"]) == (48, 0, "")
         async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
             text = await response.text()
         assert "foray_rollout_groups_published_total 1.0" in text
+        for counter in ("failovers", "tokens_continued", "tokens_unattributed", "tokens_distrusted"):
+            assert f"foray_rollout_{counter}_total 0.0" in text
         assert 'foray_rollout_wait_seconds_total{cause="credit"}' in text
 
         def snapshot() -> MetricsSnapshot:
@@ -129,6 +137,7 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens) -> No
         await until(lambda: snapshot().values.get("trajectories") == 3, "the metrics reach Redis", 3)
         values = snapshot().values
         expected = {"turns": 6, "searches": 3, "search_errors": 0, "failovers": 0, "groups_in_flight": 0, "stale": 0}
+        expected |= {"tokens_continued": 0, "tokens_unattributed": 0, "turns_waiting": 0, "requests_in_flight": 0}
         assert {name: values[name] for name in expected} == expected
         assert values["tokens_generated"] == 3 * (4 + 3) and values["tokens_observed"] > 0
         assert "em_mean" in values and "event_loop_lag_s" in values
@@ -143,14 +152,14 @@ async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
 ) -> None:
     world.target(V5)
     async with (
-        talker(tokens, turns=3, latency_s=0.05) as a,
-        talker(tokens, turns=3, latency_s=0.05) as b,
-        server(world, model) as (url, _),
+        talker(tokens, turns=3, pace_s=0.03) as a,
+        talker(tokens, turns=3, pace_s=0.03) as b,
+        server(world, model, stream_interval=1) as (url, _),
     ):
         world.register("a", a.url, V5)
         world.register("b", b.url, V5)
         world.issue(*(make_task(seq, group_size=4) for seq in range(1, 11)))
-        await until(lambda: len(a.requests) > 20 and len(b.requests) > 20, "both are busy")
+        await until(lambda: a.tokens_made > 30 and b.tokens_made > 30, "both are in the middle of turns")
         await a.stop()
         await until(lambda: len(world.published()) == 10, "every group is published", 20)
         _, body = await get(f"{url}/status")
@@ -158,7 +167,13 @@ async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
     assert sorted(g.seq for g in groups) == list(range(1, 11)) and {g.attempt for g in groups} == {1}
     assert all(t.status is Status.ANSWERED and t.turns == 4 for g in groups for t in g.trajectories)
     whole = {tuple(t.ids.tolist()[-3:]) for g in groups for t in g.trajectories}
-    assert whole == {tuple(tokens.own("<answer> c </answer>"))} and body["values"]["failovers"] > 0
+    assert whole == {tuple(tokens.own("<answer> c </answer>"))}
+    values = body["values"]
+    assert values["failovers"] > 0 and values["tokens_continued"] > 0 and values["tokens_unattributed"] == 0
+    said = [s.ids.tolist() for g in groups for t in g.trajectories for s in t.segments if s.owner is Owner.POLICY]
+    assert [ids for ids in said if ids not in (tokens.own("<search> a b </search>"), list(*whole))] == []
+    (dead,) = (e for e in body["engines"] if e["id"] == "a")
+    assert dead["obstacle"] == "rests after errors" and "at a" in dead["trouble"]
 
 
 async def test_a_late_engine_takes_traffic(world, until: Until, model: Path, tokens) -> None:

@@ -26,7 +26,16 @@ class Server:
         self.redis = world.client()
         self.run = world.keys.run
         self.sink = Sink(self.redis, self.stats)
-        self.tasks = Tasks(self.redis, self.sink, self.stats, consumer=name, concurrency=concurrency, idle_ms=idle_ms)
+        self.congested = False
+        self.tasks = Tasks(
+            self.redis,
+            self.sink,
+            self.stats,
+            consumer=name,
+            concurrency=concurrency,
+            idle_ms=idle_ms,
+            congested=lambda: self.congested,
+        )
         self.let = asyncio.Event()
         self.quick: set[int] = set()
         self.begun: list[int] = []
@@ -65,6 +74,23 @@ async def test_no_more_tasks_are_leased_than_there_are_places(world, until: Call
         server.let.set()
         await until(lambda: len(world.published()) == 5, "all are published")
     assert [m.seq for m in world.published()] == [1, 2, 3, 4, 5] and world.pending() == 0
+
+
+async def test_a_server_whose_turns_wait_for_engines_leaves_tasks_to_the_others(
+    world, until: Callable[..., Awaitable[None]]
+) -> None:
+    server = Server(world, "a")
+    server.congested = True
+    async with server.running():
+        world.issue(make_task(1))
+        await asyncio.sleep(0.3)
+        assert server.begun == [] and world.pending() == 0
+        assert server.stats.waits.seconds()["backlog"] > 0.2
+        server.congested = False
+        await until(lambda: server.begun == [1], "it goes on when they have caught up", 1.0)
+        server.congested = True
+        server.tasks.stop()
+        await until(server.leasing.done, "a stop does not wait for them", 1.0)
 
 
 async def test_a_dead_servers_tasks_are_taken_over(world, until: Callable[..., Awaitable[None]]) -> None:
