@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any, Literal
 
 import aiohttp
@@ -82,6 +83,19 @@ class EngineControl:
         except (TypeError, AttributeError) as error:
             raise EngineError("bad_output", self.name, f"/v1/loads: {error}") from None
         return out | {"token_usage": out["token_usage"] / len(ranks)}
+
+    async def counter(self, name: str) -> float:
+        """A counter in `GET /metrics`, summed over its labels; 0.0 where the engine does not count that."""
+        text = await self._http.call(
+            "GET", "/metrics", None, timeout_s=CONTROL_TIMEOUT_S, headers=self._http.open_headers
+        )
+        values = [
+            line.rpartition(" ")[2] for line in str(text).splitlines() if re.match(re.escape(name) + r"[{ ]", line)
+        ]
+        try:
+            return sum(float(value) for value in values)
+        except ValueError as error:
+            raise EngineError("bad_output", self.name, f"/metrics: {error}") from None
 
     async def pause(self, mode: Literal["retract", "in_place", "abort"]) -> None:
         """Hold every request: `retract` requeues them, so that no key or value of the old version survives."""

@@ -43,7 +43,7 @@ class EngineHttp:
     async def control(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:
-        """A call that the admin key opens; the decoded JSON, None where the engine answers plain text."""
+        """A call that the admin key opens; the decoded JSON, or the text where the engine answers with that."""
         return await self.call(method, path, body, timeout_s=timeout_s, headers=self.admin_headers)
 
     async def call(
@@ -65,7 +65,7 @@ class EngineHttp:
                 if response.status >= 400:
                     cause = "http_500" if response.status >= 500 else "refused"
                     raise EngineError(cause, self.name, f"{path}: {response.status} {(await response.text())[:500]}")
-                return await _json(response) if parse else None
+                return await _content(response) if parse else None
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise EngineError("unreachable", self.name, f"{path}: {error}") from None
         except TimeoutError:
@@ -76,12 +76,9 @@ class EngineHttp:
             raise EngineError("bad_output", self.name, f"{path}: not JSON: {str(error)[:200]}") from None
 
 
-async def _json(response: aiohttp.ClientResponse) -> Any:
-    # flush_cache, pause and abort answer with plain text or nothing
-    if response.content_type != "application/json":
-        await response.read()
-        return None
-    return await response.json()
+async def _content(response: aiohttp.ClientResponse) -> Any:
+    # flush_cache, pause, abort and metrics answer with plain text or nothing
+    return await (response.json() if response.content_type == "application/json" else response.text())
 
 
 def json_object(reply: Any, name: str) -> dict[str, Any]:

@@ -21,6 +21,10 @@ NO_VERSION = PolicyVersion(0, 0)
 """What an engine holds that was launched with the run's initial model before any version was published."""
 
 
+SGLANG_RETRACTIONS = "sglang:num_retracted_requests_total"
+"""SGLang's /v1/loads knows only the retractions of a moment; the counter is in /metrics, with --enable-metrics."""
+
+
 class Standing:
     """State, version and load of one engine. `become` is the only way to change the first two."""
 
@@ -100,6 +104,15 @@ class Standing:
             try:
                 self.loads = await client.loads()
             except EngineError as error:
-                log.debug("no load figures: %s", error)  # the probe decides whether it is well
+                log.debug("no load figures: %s", error)  # the watchdog decides whether it is well
                 self.loads = {}
+            if self._fixed.kind == "sglang":
+                self.loads |= await self._retractions(client)
             await asyncio.sleep(every_s)
+
+    async def _retractions(self, client: EngineControl) -> dict[str, float]:
+        try:
+            return {"retractions": await client.counter(SGLANG_RETRACTIONS)}
+        except EngineError as error:
+            log.debug("no count of retractions: %s", error)  # one that we did not start may keep no metrics
+            return {}

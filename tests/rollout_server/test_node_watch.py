@@ -78,6 +78,11 @@ async def update(request):
     version[0] = body["weight_version"]
     return web.json_response({"success": True, "message": ""})
 
+async def metrics(request):
+    lines = ["# TYPE sglang:num_retracted_requests_total counter"]
+    lines += [f'sglang:num_retracted_requests_total{{tp_rank="{rank}"}} {rank + 1}.0' for rank in (0, 1)]
+    return web.Response(text="\\n".join(lines))
+
 def fixed(answer):
     async def handler(request):
         return web.json_response(answer())
@@ -90,7 +95,8 @@ app.add_routes([
     web.post("/update_weights_from_disk", update), web.get("/v1/loads", fixed(loads)),
     web.get("/model_info", fixed(lambda: {"weight_version": version[0]})),
     web.get("/server_info", fixed(lambda: {"tp_size": 2, "version": "0.5.21", "enable_lora": True})),
-    web.post("/pause_generation", fixed(dict)), web.post("/continue_generation", fixed(dict)),
+    web.get("/metrics", metrics), web.post("/pause_generation", fixed(dict)),
+    web.post("/continue_generation", fixed(dict)),
 ])
 web.run_app(app, host=args.host, port=int(args.port), print=None)
 '''
@@ -160,6 +166,7 @@ async def test_what_the_engine_says_of_itself_is_registered(world, until: Until,
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path), pause_mode="in_place"):
         await until(stands(world, NodeState.READY, V1), "READY")
+        await until(lambda: info(world).retractions == 3, "its counter of retractions")
         there = info(world)
     assert (there.kind, there.ranks, there.max_tokens, there.max_running) == ("sglang", 2, 4096, 24)
     assert there.transports == ("disk", "distributed", "adapter") and there.late_spans == 1
