@@ -80,6 +80,14 @@ class Client:
             "/update_weights_from_disk", {"model_path": str(path), "weight_version": version, **more}
         )
 
+    async def swap(self, path: Path, version: str | None) -> None:
+        """Other weights as a node brings them: in a pause. Without one, SGLang may still count the request that it has
+        just answered, then cannot flush its cache, and ends."""
+        await self.ok("/pause_generation", {"mode": "retract"})
+        status, answer = await self.load(path, version)
+        assert (status, answer["success"]) == (200, True), answer
+        await self.ok("/continue_generation")
+
     async def running(self) -> int:
         """Requests that run, as the engine last said: SGLang says so after each step, so not while it is paused."""
         _, loads = await self.get("/v1/loads")

@@ -62,6 +62,17 @@ async def test_a_pause_stops_running_requests_and_they_go_on_with_exact_logprobs
     close(reported(answer), client.server.logprobs(client.server.first, PROMPT + answer["output_ids"], len(PROMPT)))
 
 
+async def test_loads_say_nothing_new_while_sglang_is_paused(client: Client) -> None:
+    """SGLang writes its load down after each step, and a paused engine takes none: a router must not believe it."""
+    await client.begin(tokens=900)
+    await client.until_running(1)
+    await client.ok("/pause_generation", {"mode": "retract"})
+    await client.ok("/flush_cache")  # answered after the retraction
+    _, loads = await client.get("/v1/loads")
+    assert loads["loads"][0]["num_running_reqs"] == (1 if client.server.real else 0)
+    assert loads["loads"][0]["num_waiting_reqs"] == (0 if client.server.real else 1)
+
+
 async def test_the_cache_can_be_flushed_after_retract_and_not_in_place(client: Client) -> None:
     run = await client.begin(tokens=500)
     await client.ok("/pause_generation", {"mode": "in_place"})
