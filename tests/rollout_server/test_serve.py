@@ -152,14 +152,14 @@ async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
 ) -> None:
     world.target(V5)
     async with (
-        talker(tokens, turns=3, pace_s=0.03) as a,
-        talker(tokens, turns=3, pace_s=0.03) as b,
+        talker(tokens, turns=3, pace_s=0.1) as a,
+        talker(tokens, turns=3, pace_s=0.1) as b,
         server(world, model, stream_interval=1) as (url, _),
     ):
         world.register("a", a.url, V5)
         world.register("b", b.url, V5)
         world.issue(*(make_task(seq, group_size=4) for seq in range(1, 11)))
-        await until(lambda: a.tokens_made > 30 and b.tokens_made > 30, "both are in the middle of turns")
+        await until(lambda: a.tokens_made > 25 and b.tokens_made > 25, "both are in the middle of turns")
         await a.stop()
         await until(lambda: len(world.published()) == 10, "every group is published", 20)
         _, body = await get(f"{url}/status")
