@@ -86,7 +86,10 @@ class Segment(Message):
     """A run of tokens with one owner.
 
     ids       [n] int32
-    logprobs  [n] float32 behaviour log-probs for the policy's tokens, [0] for the others
+    logprobs  [n] float32 behaviour log-probs for the policy's tokens, [0] for the others: of softmax(logits / T) over
+              the whole vocabulary, T being the group's `sampling.temperature`, not renormalised to what top-p and
+              top-k left. With T = 0 (greedy) the token was not drawn: they are of softmax(logits), and no ratio to
+              them is an importance weight
     spans     versions that cover [0, n) without a gap for the policy's tokens, empty for the others
     query, passage_ids, latency_s and error belong to an observation: what was searched, what came back, how long it
     took, and why it failed ("" when it did not).
