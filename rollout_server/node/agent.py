@@ -180,8 +180,11 @@ class Agent:
         return update if update is not None and self._follower.wanted(update) else None
 
     async def _weights(self, wanted: WeightUpdate | None) -> tuple[Path, str]:
-        """(directory, label) to launch with: the target where there is a sound one, the run's model otherwise."""
-        if wanted is not None:
+        """(directory, label) to launch with: the target where there is a sound one, the run's model otherwise.
+
+        An adapter is loaded over the run's model once the engine is up.
+        """
+        if wanted is not None and wanted.transport != "adapter":
             try:
                 return (await asyncio.to_thread(verify, wanted)).resolve(), wanted.version.label
             except WeightsCorrupt as error:

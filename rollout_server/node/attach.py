@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ async def introduce(client: EngineControl, url: str, model: Path, *, wait_s: flo
     info = await _first_answer(client, url, wait_s)
     if "weight_version" not in info:
         raise _no_engine(url, f"its /model_info says nothing of a weight version: {str(info)[:200]}")
+    try:
+        await client.abort(
+            uuid.uuid4().hex
+        )  # a request that nobody made: only whether our key opens the control routes
+    except EngineError as error:
+        raise _refused(url, error) from None
     _same_architecture(info, url, model)
     await _same_tokenizer(client, info, url, model)
 

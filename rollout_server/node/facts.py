@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from protocol.messages import Transport
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.control import EngineControl
 
 log = logging.getLogger(__name__)
 
+EVERY_TRANSPORT: tuple[Transport, ...] = ("disk", "distributed", "adapter")
 EMBEDDED = "foray-cpu"
 """What the embedded engine's /server_info calls itself."""
 
@@ -31,7 +33,8 @@ async def read_facts(client: EngineControl, *, pause_mode: str) -> dict[str, Any
     real = info.get("engine") != EMBEDDED
     out: dict[str, Any] = {
         "kind": "sglang" if real else "cpu",
-        "transports": ("disk", "distributed", "adapter") if info.get("enable_lora") else ("disk", "distributed"),
+        # SGLang takes adapters where it was started with --enable-lora, the embedded engine always
+        "transports": ("disk", "distributed") if real and not info.get("enable_lora") else EVERY_TRANSPORT,
         "ranks": max(1, _number(info, "tp_size", 1)) * max(1, _number(info, "pp_size", 1)),
         "late_spans": int(real and pause_mode == "in_place" and not info.get("disable_overlap_schedule")),
         "max_tokens": int(loads["max_tokens"]) or _number(info, "max_total_num_tokens", 0),

@@ -60,7 +60,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: Stop | None =
         agent = Agent(run, settings, registry, stats, session, standing, url=url, port=port)
         try:
             with stop_on_signals(stop), plain_errors():
-                log.info("node of %s, which will listen on %s", engine_id, url)
+                log.info("node of %s at %s", engine_id, url)
                 async with asyncio.TaskGroup() as tasks:
                     running = [
                         tasks.create_task(agent.live(), name="live"),

@@ -82,8 +82,14 @@ async def test_something_else_than_the_runs_engine_is_refused(
         engine.faults["/model_info"] = model_info
         error = await refusal(world, tmp_path, engine.url)
     assert what in error.what and engine.url in error.what and error.todo
-    if "key" in what:
-        assert "FORAY_ENGINE_API_KEY" in error.todo and "FORAY_ENGINE_ADMIN_KEY" in error.todo
+
+
+async def test_a_key_that_does_not_open_the_control_routes_is_refused_at_once(world, tmp_path: Path) -> None:
+    async with FakeServer() as engine:
+        engine.faults["/abort_request"] = Fault(status=401)
+        error = await refusal(world, tmp_path, engine.url)
+    assert "wants a key" in error.what
+    assert "FORAY_ENGINE_API_KEY" in error.todo and "FORAY_ENGINE_ADMIN_KEY" in error.todo
 
 
 async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_a_text(world, tmp_path: Path) -> None:
