@@ -152,6 +152,15 @@ def test_weights_staged_one_by_one_are_those_that_are_loaded_from_disk(
         another.finished()
 
 
+def test_numbers_are_finite_also_where_their_sum_is_not(tmp_path: Path) -> None:
+    write(tmp_path, "qwen2 tied")
+    weights = Weights(read_model_config(tmp_path), torch.float32)
+    weights.put("model.norm.weight", torch.full([48], 3e38))
+    for wrong in (torch.inf, torch.nan):
+        with pytest.raises(WeightsError, match="finite"):
+            weights.put("model.norm.weight", torch.full([48], 3e38).index_fill_(0, torch.tensor([5]), wrong))
+
+
 def test_a_prompt_longer_than_one_chunk_is_computed_and_scored_in_pieces(tmp_path: Path) -> None:
     model = write(tmp_path, "qwen2 tied")
     s = scheduler(tmp_path)
