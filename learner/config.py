@@ -71,7 +71,24 @@ class DistributedPublishSettings(FilesSettings):
         return DistributedPublisher(run, self, DiskPublisher(run, self, model_files, link), link)
 
 
-PublishSettings = Annotated[DiskPublishSettings | DistributedPublishSettings, Field(discriminator="type")]
+class AdapterPublishSettings(FilesSettings):
+    """Only a LoRA adapter reaches the engines, as files; they hold the run's initial model and never pause."""
+
+    type: Literal["adapter"] = "adapter"
+    """Transport."""
+    alpha: float = Field(default=16.0, gt=0)
+    """lora_alpha: the adapter's product is scaled by alpha / rank."""
+
+    def build(self, run: RunSettings, model_files: Sequence[Path], link: Link) -> Publisher:
+        """The publisher; imports torch and safetensors. An adapter needs none of the model's files."""
+        from learner.publish.adapter import AdapterPublisher
+
+        return AdapterPublisher(run, self, link)
+
+
+PublishSettings = Annotated[
+    DiskPublishSettings | DistributedPublishSettings | AdapterPublishSettings, Field(discriminator="type")
+]
 """Union of the transports: a new one is one file and one member here."""
 
 
@@ -105,7 +122,7 @@ class LearnerSettings(TrainerSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint `/metrics`; 0: none."""
     publish: PublishSettings = DiskPublishSettings()
-    """How new weights reach the engines: `publish.type` is disk (where nothing is said) or distributed."""
+    """How new weights reach the engines: `publish.type` is disk (where nothing is said), distributed or adapter."""
 
     @field_validator("publish", mode="before")
     @classmethod

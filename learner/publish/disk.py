@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from learner.config import FilesSettings
 from learner.durable import flush, sha256
 from learner.publish.base import BadWeights, Link
-from protocol.messages import WeightUpdate
+from protocol.messages import Transport, WeightUpdate
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -29,10 +29,14 @@ log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
+Tensors = dict[str, torch.Tensor]
 
 
 class DiskPublisher:
     """Publishes into `run.weights_dir`. `model_files`: configuration and tokenizer, put into every version."""
+
+    transport: Transport = "disk"
+    weights_file = WEIGHTS
 
     def __init__(self, run: RunSettings, settings: FilesSettings, model_files: Sequence[Path], link: Link) -> None:
         self._run, self._settings, self._link = run.id, settings, link
@@ -41,7 +45,7 @@ class DiskPublisher:
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(".v*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
-        if any(p.name == WEIGHTS for p in model_files):
+        if any(p.name == self.weights_file for p in model_files):
             raise ValueError("weights among the model's files would replace those that are published")
         self._files = {p.name: (p, p.stat().st_size, sha256(p)) for p in model_files}
 
@@ -49,17 +53,22 @@ class DiskPublisher:
         """Writes the version and returns what to announce. Raises BadWeights and OSError; neither leaves a trace."""
         began = time.monotonic()
         tensors, digest = _checked(weights)
+        made = self._described(tensors)
         final = self._folder / f"v{version.label}"
         part = self._folder / f".v{version.label}.{os.getpid()}.tmp"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
-            save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
-            files = {WEIGHTS: {"bytes": (part / WEIGHTS).stat().st_size, "sha256": sha256(part / WEIGHTS)}}
+            save_file(tensors, part / self.weights_file, metadata={"format": "pt"})
+            for name, text in made.items():
+                (part / name).write_text(text)
+            files = {}
+            for name in (self.weights_file, *made):
+                files[name] = {"bytes": (part / name).stat().st_size, "sha256": sha256(part / name)}
+                self._flush(part / name)
             for name, (source, size, digest_of_file) in self._files.items():
                 _place(source, part / name)
                 files[name] = {"bytes": size, "sha256": digest_of_file}
-            self._flush(part / WEIGHTS)
             manifest = {"version": version.label, "digest": digest, "files": files, "tensors": len(tensors)}
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
             self._flush(part / MANIFEST)
@@ -70,13 +79,14 @@ class DiskPublisher:
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        num_bytes = int(str(files[WEIGHTS]["bytes"]))
+        num_bytes = int(str(files[self.weights_file]["bytes"]))
         self._last = {"publish_disk_s": time.monotonic() - began, "publish_bytes": num_bytes}
         return WeightUpdate(
             run=self._run,
             epoch=version.epoch,
             step=version.step,
             digest=digest,
+            transport=self.transport,
             path=str(final),
             num_bytes=num_bytes,
         )
@@ -100,14 +110,18 @@ class DiskPublisher:
     def close(self) -> None:
         """Nothing is held open."""
 
+    def _described(self, tensors: Tensors) -> dict[str, str]:
+        """More files of a version, by name, that follow from its tensors."""
+        return {}
+
     def _flush(self, path: Path) -> None:
         if self._settings.fsync:
             flush(path)
 
 
-def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], str]:
+def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensors, str]:
     """Tensors that safetensors can write, and the sha256 hex over their bytes in order of name."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     places: set[int] = set()
     for name, tensor in weights:
         tensor = tensor.detach().cpu().contiguous()

@@ -183,7 +183,23 @@ class EngineControl:
             raise EngineError("bad_output", self.name, f"/weights_checker: {str(reply.get('message', reply))[:300]}")
         return hashlib.sha256(json.dumps(reply["ranks"], sort_keys=True).encode()).hexdigest()
 
+    # --- adapters ---
+
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
+        """`POST /load_lora_adapter`; one of that name that is there already counts as loaded. Raises EngineError."""
+        body = {"lora_name": name, "lora_path": path}
+        try:
+            await self._weights("/load_lora_adapter", body, timeout_s)
+        except EngineError as error:
+            if "already loaded" not in error.detail:
+                raise
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """`POST /unload_lora_adapter`: SGLang answers when no request uses it any more."""
+        await self._weights("/unload_lora_adapter", {"lora_name": name}, timeout_s)
+
     async def _weights(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         reply = json_object(await self._http.control("POST", path, body, timeout_s), self.name)
         if reply.get("success") is False:
-            raise EngineError("refused", self.name, f"{path}: {str(reply.get('message', 'refused'))[:500]}")
+            why = reply.get("message") or reply.get("error_message") or "refused"
+            raise EngineError("refused", self.name, f"{path}: {str(why)[:500]}")

@@ -94,3 +94,5 @@ class NodeSettings(Settings):
     drain_s: float = Field(default=30.0, ge=0)
     """After SIGTERM: seconds that requests in flight may take to finish. Those that are left are ended with what they
     have, and go on elsewhere from there."""
+    keep_adapters: int = Field(default=2, ge=1)
+    """LoRA adapters that stay loaded, the newest ones: requests that began with an older one may still run."""

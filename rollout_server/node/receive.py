@@ -218,6 +218,7 @@ class Receiver:
             raise EngineError("bad_output", client.name, f"it says it holds {held and held.label}, not {version.label}")
         await client.resume()
         standing.pause_s, standing.load_s = part.pause_s(), part.transfer_s
+        standing.learn({"adapter": ""})
         standing.updates += 1
         self._stats.counts["updates"] += 1
         self._stats.counts["updates_distributed"] += 1

@@ -19,6 +19,7 @@ from protocol.messages import NodeState, WeightUpdate
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.control import EngineControl
 from rollout_server.metrics import Stats
+from rollout_server.node.adopt import Adopter
 from rollout_server.node.config import NodeSettings
 from rollout_server.node.manifest import WeightsCorrupt, verify
 from rollout_server.node.receive import GROUP_POLL_S, Receiver
@@ -60,6 +61,13 @@ class Follower:
 
         Also waits for evaluations to end. Raises EngineLost when a swap failed half-way; else ended by cancellation.
         """
+        adopter = Adopter(client, self._standing, self._settings, self._stats)
+        try:
+            await self._follow(client, adopter)
+        finally:
+            adopter.close()
+
+    async def _follow(self, client: EngineControl, adopter: Adopter) -> None:
         outage = Outage("reading the target", self._stats.waits, longest_s=2.0)
         failures = 0
         tried: WeightUpdate | None = None
@@ -77,7 +85,7 @@ class Follower:
                     await asyncio.sleep(min(poll_s, GROUP_POLL_S) if self._receiver.in_group else poll_s)
                     continue
                 failures, tried = (failures if update == tried else 0), update
-                failures = 0 if await self._advance(client, update, failures) else failures + 1
+                failures = 0 if await self._advance(client, adopter, update, failures) else failures + 1
             except (RedisDown, RedisFull) as error:
                 await outage.wait(error)
                 continue
@@ -98,7 +106,7 @@ class Follower:
         # the version we hold, but not taking traffic: a corrupt copy was mended, or it was never read back
         return behind or (update.version == self._standing.version and self._standing.state is NodeState.SYNCING)
 
-    async def _advance(self, client: EngineControl, update: WeightUpdate, failures: int) -> bool:
+    async def _advance(self, client: EngineControl, adopter: Adopter, update: WeightUpdate, failures: int) -> bool:
         """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisDown."""
         label = update.version.label
         try:
@@ -114,7 +122,7 @@ class Follower:
         async with self.swapping:
             if self._standing.state is NodeState.DRAINING:
                 return True
-            return await self._swap(client, update)
+            return await (adopter.adopt(update) if update.transport == "adapter" else self._swap(client, update))
 
     async def _undisturbed(self, update: WeightUpdate) -> bool:
         """Waits while an evaluation runs; False when the target moved on meanwhile."""
@@ -156,6 +164,7 @@ class Follower:
             self._stats.counts["strikes"] += 1
             raise lost(standing, NodeState.QUARANTINED, f"{label} is loaded in part: {error}") from error
         standing.pause_s = time.monotonic() - paused_at
+        standing.learn({"adapter": ""})
         standing.updates += 1
         self._stats.counts["updates"] += 1
         standing.become(NodeState.READY, version=update.version)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner.config import DiskPublishSettings, LearnerSettings
+from learner.config import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
 from learner.publish import disk as module
 from learner.publish.base import BadWeights, Publisher
 from protocol.errors import UserError
@@ -134,6 +134,53 @@ def test_publishing_a_small_model_takes_no_time(run: RunSettings) -> None:
         seconds.append(time.perf_counter() - begun)
     assert min(seconds) < 0.1
     assert os.stat(run.weights_dir / "v1.0" / "tokenizer.json").st_nlink >= 5, "the tokenizer is written once"
+
+
+def lora(rank: int = 4) -> list[tuple[str, torch.Tensor]]:
+    at = "model.layers.0.self_attn."
+    return [
+        (f"{at}q_proj.lora_A.weight", torch.randn(rank, 16)),
+        (f"{at}q_proj.lora_B.weight", torch.randn(16, rank)),
+        (f"base_model.model.{at}v_proj.lora_A.default.weight", torch.randn(rank, 16)),
+        (f"base_model.model.{at}v_proj.lora_B.default.weight", torch.randn(8, rank)),
+    ]
+
+
+def test_an_adapter_is_a_directory_in_pefts_layout(run: RunSettings) -> None:
+    told = Told()
+    publisher = AdapterPublishSettings(alpha=8).build(run, sorted(run.model.iterdir()), told)
+    given = lora()
+    update = publisher.publish(PolicyVersion(1, 3), given)
+    path = Path(update.path)
+    assert update.transport == "adapter" and path.name == "v1.3"
+    assert sorted(p.name for p in path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+    ]
+    config = json.loads((path / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    tensors = load_file(path / "adapter_model.safetensors")
+    for name, tensor in given:
+        at = "base_model.model." + name.removeprefix("base_model.model.").replace(".default", "")
+        assert torch.equal(tensors.pop(at), tensor)
+    assert not tensors
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name, facts in manifest["files"].items():
+        raw = (path / name).read_bytes()
+        assert (len(raw), hashlib.sha256(raw).hexdigest()) == (facts["bytes"], facts["sha256"])
+    publisher.announce(update, "ready")
+    assert told == [(update, "ready")]
+
+
+def test_what_is_no_adapter_is_refused(run: RunSettings) -> None:
+    publisher = AdapterPublishSettings().build(run, [], Told())
+    with pytest.raises(UserError, match="no LoRA parameter"):
+        publisher.publish(PolicyVersion(1, 0), weights())
+    with pytest.raises(UserError, match="ranks"):
+        publisher.publish(PolicyVersion(1, 0), [*lora(4)[:2], *lora(2)[2:]])
+    assert list(run.weights_dir.iterdir()) == []
 
 
 def test_a_transport_is_chosen_by_its_name_and_files_are_the_default() -> None:

@@ -19,7 +19,7 @@ import redis
 import torch
 from safetensors.torch import load_file
 
-from learner.config import DistributedPublishSettings
+from learner.config import AdapterPublishSettings, DistributedPublishSettings
 from learner.publish.base import BadWeights, Publisher
 from learner.redis_client import RunStore
 from protocol.codec import decode_as
@@ -49,9 +49,9 @@ def make_model(directory: Path) -> Weights:
 class Fleet:
     """A run with one learner's store and any number of nodes with embedded engines."""
 
-    def __init__(self, folder: Path, socket: str, weights: Weights) -> None:
+    def __init__(self, folder: Path, socket: str, weights: Weights, run: str = "t1") -> None:
         self.folder, self.weights = folder, weights
-        self.run = RunSettings(id="t1", dir=folder / "run", redis_url=f"unix://{socket}", model=folder / "model")
+        self.run = RunSettings(id=run, dir=folder / "run", redis_url=f"unix://{socket}", model=folder / "model")
         self.db = redis.Redis(unix_socket_path=socket)
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.stores: list[RunStore] = []
@@ -59,14 +59,19 @@ class Fleet:
 
     def learner(self, **settings: Any) -> tuple[RunStore, Publisher, int]:
         """The next learner: its store, its publisher, its epoch. The one before is fenced."""
+        given = {"fsync": False, "bucket_mb": 1, "prepare_s": 10.0, "transfer_s": 10.0, "patience_s": 0.0} | settings
+        return self.learner_of(DistributedPublishSettings(**given))
+
+    def learner_of(
+        self, settings: DistributedPublishSettings | AdapterPublishSettings
+    ) -> tuple[RunStore, Publisher, int]:
         store = RunStore(self.run.redis_url, self.run.id)
         store.prepare()
         epoch = store.acquire(f"L{len(self.stores)}", 0, 60_000, takeover=True)
         assert isinstance(epoch, int)
         store.own(epoch, f"L{len(self.stores)}")
-        given = {"fsync": False, "bucket_mb": 1, "prepare_s": 10.0, "transfer_s": 10.0, "patience_s": 0.0} | settings
         files = sorted(self.run.model.glob("*.json"))
-        publisher = DistributedPublishSettings(**given).build(self.run, files, store)
+        publisher = settings.build(self.run, files, store)
         self.stores.append(store)
         self.publishers.append(publisher)
         return store, publisher, epoch
@@ -305,7 +310,7 @@ DYING = """
 import os, sys, json, time, torch
 from pathlib import Path
 from safetensors.torch import load_file
-from learner.config import DistributedPublishSettings
+from learner.config import AdapterPublishSettings, DistributedPublishSettings
 from learner.redis_client import RunStore
 from protocol.messages import NodeState
 from protocol.settings import RunSettings
@@ -399,3 +404,56 @@ def test_an_evaluation_holds_the_group_back(fleet: Fleet) -> None:
     finally:
         fleet.db.delete(store.keys.evaluation)
     fleet.ready("a", "b", at=update.version)
+
+
+def test_an_adapter_reaches_a_real_engine_and_means_what_it_says(
+    tmp_path_factory: pytest.TempPathFactory, redis_socket: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("adapter")
+    fleet = Fleet(folder, redis_socket, make_model(folder / "model"), run="t2")
+    try:
+        _, publisher, epoch = fleet.learner_of(AdapterPublishSettings(fsync=False, alpha=8.0))
+        torch.manual_seed(1)
+        policies = {}
+        for number in range(2):
+            model = AutoModelForCausalLM.from_pretrained(fleet.run.model)
+            adapter = []
+            for name, weight in model.named_parameters():
+                if name.endswith(("q_proj.weight", "down_proj.weight")):
+                    a, b = torch.randn(4, weight.shape[1]) / 8, torch.randn(weight.shape[0], 4) / 8
+                    weight.data += 8.0 / 4 * b @ a
+                    at = name.removesuffix(".weight")
+                    adapter += [(f"{at}.lora_A.weight", a), (f"{at}.lora_B.weight", b)]
+            version = PolicyVersion(epoch, number)
+            update = publisher.publish(version, adapter)
+            publisher.announce(update, "ready")
+            assert update.num_bytes < 100_000, "an adapter is small"
+            if not number:
+                fleet.start("a")  # it launches with the initial model
+            fleet.ready("a", at=version)
+            info = fleet.info("a")
+            assert info is not None and info.adapter == version.label and info.pause_s == 0
+            policies[version.label] = model
+        for label, model in policies.items():  # both are there: requests that began with the older one go on
+            assert_same_logprobs(info.url, label, model)
+    finally:
+        fleet.close()
+
+
+def assert_same_logprobs(url: str, adapter: str, model: Any) -> None:
+    ids = [5, 6, 7, 8]
+    body = {
+        "input_ids": ids, "lora_path": adapter, "return_logprob": True,
+        "sampling_params": {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True},
+    }  # fmt: skip
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as reply:
+        answer = json.load(reply)
+    given = [row[0] for row in answer["meta_info"]["output_token_logprobs"]]
+    whole = [*ids, *answer["output_ids"]]
+    with torch.inference_mode():
+        logits = model(torch.tensor([whole])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    expected = logits[torch.arange(len(given)), torch.tensor(answer["output_ids"])]
+    assert torch.allclose(torch.tensor(given), expected, atol=1e-3)
