@@ -174,6 +174,8 @@ def render(seen: Observation, *, max_lag: int) -> str:
             f"learner   step {v.get('step', 0):.0f} of {v.get('steps', 0):.0f}, lag {v.get('lag_mean', 0):.2f} "
             f"(max {v.get('lag_max', 0):.0f}), checkpoint at step {v.get('checkpoint_step', 0):.0f}"
         )
+        if "publish_bytes" in v:
+            lines.append(_weights_line(v))
     for p in seen.of("rollout"):
         v = p.values
         lines.append(
@@ -183,7 +185,7 @@ def render(seen: Observation, *, max_lag: int) -> str:
     for e in seen.engines:
         lines.append(
             f"engine    {e.id}: {e.state}, version {e.version.label}, {e.running} running, {e.waiting} waiting, "
-            f"{e.tokens_per_s:.0f} tok/s, {e.url}"
+            f"{e.tokens_per_s:.0f} tok/s, paused {e.pause_s:.2f} s at the last update, {e.url}"
         )
     lines.append(
         f"streams   tasks {seen.tasks.waiting} waiting, {seen.tasks.held} leased; "
@@ -200,3 +202,15 @@ def render(seen: Observation, *, max_lag: int) -> str:
     for problem in wrong:
         lines += [f"problem:  {problem.what}", f"   do:    {problem.todo}"]
     return "\n".join(lines)
+
+
+def _weights_line(v: Mapping[str, float]) -> str:
+    """How the last version went to the engines, phase by phase, and how versions went since the learner's start."""
+    phases = ("gather", "prepare", "transfer", "verify", "commit", "disk")
+    seconds = {phase: v.get(f"publish_{phase}_s", 0.0) for phase in phases}
+    told = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s) or "nothing yet"
+    line = f"weights   {v['publish_bytes'] / 1e6:.1f} MB, last version in {sum(seconds.values()):.2f} s ({told})"
+    if "publish_distributed" in v:
+        sent, files, fallbacks = (v.get(f"publish_{name}", 0.0) for name in ("distributed", "disk", "fallbacks"))
+        line += f"; {sent:.0f} versions sent, {files:.0f} by files ({fallbacks:.0f} after a failed transfer)"
+    return line

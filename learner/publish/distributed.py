@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 SHUNNED_S = 60.0
 """A member that kept the others waiting is left out for so long."""
+PHASES = ("gather", "prepare", "transfer", "verify", "commit", "disk")
 MOST_SKIPPED = 32
 """After failures in a row 0, 1, 3, 7 ... versions go by files before the group is tried again, at most so many."""
 
@@ -104,7 +105,8 @@ class DistributedPublisher:
 
     def facts(self) -> Mapping[str, float]:
         """Seconds of each phase and bytes of the last version, and how versions went since the start."""
-        return {**self._counts, "publish_snapshots": self._snapshots.written, **self._last}
+        none = dict.fromkeys((f"publish_{phase}_s" for phase in PHASES), 0.0)  # or the last version's would stay
+        return {**self._counts, "publish_snapshots": self._snapshots.written, **none, **self._last}
 
     def close(self) -> None:
         """Ends the thread and the group."""
