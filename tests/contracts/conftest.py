@@ -19,10 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which cell each test belongs to; the cases of one test share a cell."""
     for item in items:
         params = getattr(item, "callspec", None) and item.callspec.params  # type: ignore[attr-defined]
-        engine = params and (params.get("server") or params.get("guarded"))
-        if engine in ENGINES:
+        engines = [value for value in (params or {}).values() if value in ENGINES]
+        if engines:
             name = getattr(item, "originalname", item.name)
-            _cells[item.nodeid] = (item.path.stem.removeprefix("test_engine_"), name, engine)
+            _cells[item.nodeid] = (item.path.stem.removeprefix("test_engine_"), name, engines[0])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -41,7 +41,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     out.write_line(_row("", ENGINES))
     if any(engine == "sglang" for _, _, engine in _outcomes):
         previous = ""
-        for file, test in dict.fromkeys((file, test) for file, test, _ in _outcomes):
+        rows = dict.fromkeys((file, test) for file, test, _ in _outcomes)
+        for file, test in sorted(rows, key=lambda row: row[0]):
             if file != previous:
                 out.write_line(file)
             previous = file

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import torch
 from contract_client import Client
-from contract_engines import ADMIN_KEY, USER_KEY, Kind, Server, embedded, scripted, sglang
+from contract_engines import ADMIN_KEY, LOGS, USER_KEY, Kind, Server, embedded, scripted, sglang, tail
 from contract_models import RANK, perturbed, write_model, write_word_model
 
 PYTHON, URL, MODEL = (os.environ.get(f"FORAY_SGLANG_{name}", "") for name in ("PYTHON", "URL", "MODEL"))
@@ -41,6 +41,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 if kind in wanted and not (URL and kind == "sglang" and fixture != "server")
             ]
             metafunc.parametrize(fixture, kinds, indirect=True, scope="session")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where something failed: the end of each log of SGLang, and where all of it is."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        for log in LOGS:
+            terminalreporter.section(str(log))
+            terminalreporter.write_line(tail(log))
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +102,7 @@ async def client(server: Server) -> AsyncIterator[Client]:
 @pytest.fixture(scope="session")
 def guarded(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Server]:
     """A second engine of each kind: with keys, streaming in increments, and with the demo's kind of tokenizer.
-    SGLang's takes adapters."""
+    SGLang must be told that adapters will come."""
     kind: Kind = request.param
     model = scratch / f"words-{kind}"
     write_word_model(model, 0)

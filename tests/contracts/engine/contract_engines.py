@@ -33,6 +33,8 @@ HEALTH_S = 4
 HEALTH = {"SGLANG_HEALTH_CHECK_TIMEOUT": str(HEALTH_S)}
 """How long /health of SGLang waits for the token that it generates: 20 s unless told otherwise."""
 PR_SET_PDEATHSIG = 1
+LOGS: list[Path] = []
+"""Of every SGLang that was started; pytest keeps its folders of the last runs."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -127,6 +129,7 @@ def sglang(python: Path, model: Path, log: Path, *flags: str) -> Iterator[str]:
     command += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
     # without a limit the cache takes most of the machine's memory
     command += ["--max-total-tokens", "65536", "--skip-server-warmup", "--enable-metrics", *flags]
+    LOGS.append(log)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

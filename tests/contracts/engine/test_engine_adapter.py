@@ -1,4 +1,4 @@
-"""LoRA adapters: loaded beside the base weights, and named by each request. The embedded engine has none of them."""
+"""LoRA adapters: loaded beside the base weights, and named by each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from contract_engines import ADMIN_KEY, Server, picked
 from contract_models import merged, write_adapter
 from contract_proof import close, expect_apart, reported
 
-pytestmark = pytest.mark.engines("sglang")
 PROMPT = [24, 21, 5, 11, 12, 6]
 
 
