@@ -364,8 +364,6 @@ class EngineInfo(Message):
     """Its ranks in a weight-update group (tensor parallel size)."""
     adapter: Name = ""
     """Name of the LoRA adapter that holds `version`; requests must ask for it. "": the weights themselves do."""
-    late_spans: Annotated[int, Field(ge=0, le=64)] = 0
-    """Tokens at the start of each new version span that the version before sampled (SGLang in_place: 1)."""
     max_tokens: Count = 0
     """Tokens its KV cache holds; 0 where it does not say."""
     retractions: Count = 0

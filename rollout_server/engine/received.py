@@ -24,7 +24,6 @@ class Received:
     limit       most tokens that were asked for
     vocab_size  ids must be below it; None: unknown
     label       version that the engine was known to hold when it was asked; "" unknown
-    late        tokens at the start of each further span that the version before sampled (`EngineInfo.late_spans`)
     fixed       version of every token, whatever the engine says: it knows its base model, and not the adapter's step
 
     ids [n], logprobs [n]; finish_reason and matched as in Completion, "" while more may come.
@@ -37,11 +36,10 @@ class Received:
         *,
         vocab_size: int | None = None,
         label: str = "",
-        late: int = 0,
         fixed: PolicyVersion | None = None,
     ) -> None:
         self.engine, self._limit, self._vocab_size = engine, limit, vocab_size
-        self._late, self._fixed = late, fixed
+        self._fixed = fixed
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason = ""
@@ -98,18 +96,8 @@ class Received:
         if self._fixed is not None:
             return ((self._fixed, 0, n),) if n else ()
         if self._spans:
-            return _shifted(self._spans, self._late)
+            return self._spans
         # an answer that ended well under one label is that version's, even if the table was behind
         sure = n if self.finish_reason and len(self._labels) == 1 else self._sure
         label = next(iter(self._labels), "") if sure == n else self._expected
         return ((version_of(label), 0, sure),) if sure else ()
-
-
-def _shifted(spans: Spans, late: int) -> Spans:
-    """Every boundary between two spans moved right by `late` tokens; a span that this swallows is gone."""
-    if not late or len(spans) < 2:
-        return spans
-    end = spans[-1][2]
-    starts = [0] + [min(start + late, end) for _, start, _ in spans[1:]]
-    moved = zip((version for version, _, _ in spans), starts, [*starts[1:], end], strict=True)
-    return tuple((version, a, b) for version, a, b in moved if a < b)

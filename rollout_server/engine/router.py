@@ -207,7 +207,6 @@ class Router:
             request.max_new_tokens,
             vocab_size=self._vocab_size,
             label=engine.version.label,
-            late=engine.late_spans,
             # an engine knows the version of its weights, not that of an adapter over them
             fixed=engine.version if engine.adapter else None,
         )

@@ -168,7 +168,15 @@ class Agent:
         standing.become(NodeState.SYNCING, f"launching with {label}")
 
         def argv(home: Path) -> list[str]:
-            return command(kind, model=model, label=label, host=self._settings.host, port=self._port, home=home)
+            return command(
+                kind,
+                model=model,
+                label=label,
+                host=self._settings.host,
+                port=self._port,
+                home=home,
+                in_place=self._settings.pause_mode == "in_place",
+            )
 
         log_path = (self._run.dir / "logs" / f"{standing.id}.engine.log").resolve()
         return await Child.start(argv, environment(kind), log_path), model

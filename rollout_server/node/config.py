@@ -70,7 +70,8 @@ class NodeSettings(Settings):
     role: Literal["rollout", "eval"] = "rollout"
     """`eval` engines serve evaluation only."""
     pause_mode: Literal["retract", "in_place"] = "retract"
-    """How requests in flight are held during a swap. `in_place` keeps the old version's KV cache for them."""
+    """How requests in flight are held during a swap. `in_place` keeps the old version's KV cache for them, and costs
+    SGLang its overlap scheduling: with it, versions in place would be wrong by a token."""
     poll_s: float = Field(default=0.25, gt=0)
     """How often the target version is read."""
     heartbeat_s: float = Field(default=2.0, gt=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from protocol.errors import UserError
 from protocol.messages import Transport
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.control import EngineControl
@@ -14,13 +15,15 @@ log = logging.getLogger(__name__)
 EVERY_TRANSPORT: tuple[Transport, ...] = ("disk", "distributed", "adapter")
 EMBEDDED = "foray-cpu"
 """What the embedded engine's /server_info calls itself."""
+NO_OVERLAP = "--disable-overlap-schedule"
 
 
 async def read_facts(client: EngineControl, *, pause_mode: str) -> dict[str, Any]:
     """Fields of EngineInfo that the engine decides; empty for one that says nothing of itself. Raises EngineError.
 
-    late_spans is SGLang's habit under in_place pauses: the first token of a new version span was sampled by the
-    version before, since the next step is launched before the last one's tokens are booked (overlap scheduling).
+    Raises UserError for an SGLang that cannot be swapped in place: with overlap scheduling it launches a step before it
+    has booked the one before, so a pause in place finds tokens that are sampled and not booked. They are then said to
+    be of the new version, for some requests and not for others: nobody outside can tell which.
     """
     try:
         info = await client.server_info()
@@ -31,12 +34,17 @@ async def read_facts(client: EngineControl, *, pause_mode: str) -> dict[str, Any
         return {}
     loads = await client.loads()
     real = info.get("engine") != EMBEDDED
+    if real and pause_mode == "in_place" and not info.get("disable_overlap_schedule"):
+        raise UserError(
+            "this SGLang cannot be swapped in place",
+            why="with overlap scheduling it names the wrong version for one token of some requests",
+            todo=f"start it with {NO_OVERLAP}, or set engine.pause_mode=retract",
+        )
     out: dict[str, Any] = {
         "kind": "sglang" if real else "cpu",
         # SGLang takes adapters where it was started with --enable-lora, the embedded engine always
         "transports": ("disk", "distributed") if real and not info.get("enable_lora") else EVERY_TRANSPORT,
         "ranks": max(1, _number(info, "tp_size", 1)) * max(1, _number(info, "pp_size", 1)),
-        "late_spans": int(real and pause_mode == "in_place" and not info.get("disable_overlap_schedule")),
         "max_tokens": int(loads["max_tokens"]) or _number(info, "max_total_num_tokens", 0),
     }
     if loads["max_running"]:

@@ -13,19 +13,29 @@ import yaml
 from protocol.errors import UserError
 from rollout_server.engine.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from rollout_server.node.config import CpuEngine, SglangEngine
+from rollout_server.node.facts import NO_OVERLAP
 
 KEYS_FILE = "keys.yaml"
+ALWAYS = ("--incremental-streaming-output", "--enable-metrics")
 SOURCE = Path(__file__).resolve().parents[2]
 """The directory that holds Foray's packages: in a checkout, its root."""
 MAKE_ENVIRONMENT = "`make sglang-env` builds .venv-sglang for a machine without GPUs; else set engine.kind.python"
 
 
 def command(
-    kind: CpuEngine | SglangEngine, *, model: Path, label: str, host: str, port: int, home: Path | None = None
+    kind: CpuEngine | SglangEngine,
+    *,
+    model: Path,
+    label: str,
+    host: str,
+    port: int,
+    home: Path | None = None,
+    in_place: bool = False,
 ) -> list[str]:
     """The command line of an engine that serves `model` and calls it `label`. Raises UserError.
 
-    home  a directory of this launch alone: SGLang reads its keys from a file there
+    home      a directory of this launch alone: SGLang reads its keys from a file there
+    in_place  it will be paused in place: SGLang must then book each step before it launches the next (`facts.py`)
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
     if isinstance(kind, CpuEngine):
@@ -41,7 +51,7 @@ def command(
         *(_interpreter(kind.python), *program, *common),
         *("--max-running-requests", str(kind.max_running)),
         # a streamed turn is then as long as its tokens, not as their square; and retractions can be read
-        *(flag for flag in ("--incremental-streaming-output", "--enable-metrics") if flag not in kind.args),
+        *(flag for flag in (*ALWAYS, *([NO_OVERLAP] if in_place else [])) if flag not in kind.args),
         *kind.args,
         *_keys(kind, home),
     ]

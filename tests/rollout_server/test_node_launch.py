@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import stat
@@ -10,14 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 import yaml
 
 from protocol.errors import UserError
+from rollout_server.engine.control import EngineControl
 from rollout_server.node import guard
 from rollout_server.node.child import Child
 from rollout_server.node.config import CpuEngine, SglangEngine
+from rollout_server.node.facts import NO_OVERLAP, read_facts
 from rollout_server.node.guard import descendants
 from rollout_server.node.launch import command
 
@@ -58,6 +62,7 @@ def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(
     plain = command(kind, **GIVEN, home=tmp_path)
     assert plain[:3] == [sys.executable, "-m", "sglang.launch_server"] and "--config" not in plain
     assert plain[plain.index("--tp-size") + 1] == "2" and "--incremental-streaming-output" in plain
+    assert NO_OVERLAP not in plain and NO_OVERLAP in command(kind, **GIVEN, home=tmp_path, in_place=True)
     monkeypatch.setenv("FORAY_ENGINE_API_KEY", "open: sesame")
     monkeypatch.setenv("FORAY_ENGINE_ADMIN_KEY", "s3cret")
     real = command(kind, **GIVEN, home=tmp_path)
@@ -67,6 +72,21 @@ def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(UserError, match="takes one --config"):
         command(SglangEngine(python=sys.executable, args=("--config", "mine.yaml")), **GIVEN, home=tmp_path)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+async def test_an_sglang_that_misnames_versions_in_place_is_not_taken(exact: bool) -> None:
+    class Described:
+        async def server_info(self) -> dict[str, object]:
+            return {"tp_size": 1, "disable_overlap_schedule": exact}
+
+        async def loads(self) -> dict[str, float]:
+            return {"max_tokens": 8.0, "max_running": 2.0}
+
+    engine = cast(EngineControl, Described())
+    assert (await read_facts(engine, pause_mode="retract"))["kind"] == "sglang"
+    with contextlib.nullcontext() if exact else pytest.raises(UserError, match=r"cannot be swapped in place"):
+        await read_facts(engine, pause_mode="in_place")
 
 
 def test_interpreter_and_launcher_are_found_from_here_and_in_the_checkout(

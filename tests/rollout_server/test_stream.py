@@ -161,17 +161,6 @@ def test_comments_names_and_carriage_returns_are_no_garbage(cut: int) -> None:
     assert events.feed(data[:cut]) + events.feed(data[cut:]) == [b"{}", b"[DONE]"]
 
 
-def test_late_spans_move_every_boundary_but_the_ends() -> None:
-    label = [("1.5", 0, 4), ("1.6", 4, 5), ("1.7", 5, 12)]
-    given_spans = [{"version": v, "start": a, "end": b} for v, a, b in label]
-    said = chunks(IDS, 64)
-    said[-1]["meta_info"]["weight_versions"] = given_spans
-    moved = [(v.label, a, b) for v, a, b in read(raw(said), late=1).spans()]
-    assert moved == [("1.5", 0, 5), ("1.6", 5, 6), ("1.7", 6, 12)]
-    far = [(v.label, a, b) for v, a, b in read(raw(said), late=7).spans()]
-    assert far == [("1.5", 0, 11), ("1.6", 11, 12)], "a span that the delay swallows is gone"
-
-
 def test_an_adapters_version_goes_before_what_the_engine_says() -> None:
     received = read(raw(chunks(IDS, 4)), fixed=PolicyVersion(2, 9))
     assert received.spans() == ((PolicyVersion(2, 9), 0, len(IDS)),)
