@@ -163,13 +163,19 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
         time.sleep(0.5)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        with contextlib.suppress(ProcessLookupError):
+def _end_group(process: subprocess.Popen[bytes], patience_s: float = 15.0) -> None:
+    """SIGTERM, and SIGKILL for what is left; its last process tidies the semaphores up once the others are gone."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + patience_s
+        try:
             os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-    # the leader is gone first; its scheduler and detokenizer die with their group
+            while time.monotonic() < deadline:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+        except ProcessLookupError:
+            break
+    process.wait()
 
 
 def tail(log: Path, lines: int = 25) -> str:
