@@ -24,7 +24,7 @@ from protocol.messages import NodeState, ViewAnswer, WeightView
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.01
+POLL_S = 0.005
 ROLL_CALL_S = 0.5
 """How often the registrations of the members are looked at while they are waited for."""
 VIEW_OUTLIVES_S = 60.0
