@@ -43,7 +43,9 @@ class Call:
         self._timeout_s, self._stall_s, self._may_pause = timeout_s, stall_s, may_pause
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
-        self._deadline = self._heard = math.inf
+        self._deadline = math.inf
+        self.heard_at = -math.inf
+        """When the last piece of the answer came, by the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
         self._why: EngineError | None = None
         self._open = False
@@ -57,9 +59,9 @@ class Call:
 
     def heard(self) -> None:
         """A piece of the answer has come."""
-        if self._heard == math.inf and self._stall_s < self._timeout_s:
+        if self.heard_at == -math.inf and self._stall_s < self._timeout_s:
             self._arm(self._stall_s)
-        self._heard = self._loop.time()
+        self.heard_at = self._loop.time()
         if self.received.finish_reason and self._stall_s > GRACE_S:
             self._stall_s = GRACE_S
             self._arm(GRACE_S)
@@ -95,11 +97,11 @@ class Call:
         if now >= self._deadline:
             self.leave("timeout", f"not done within {self._timeout_s:g} s, {len(self.received.ids)} tokens")
             return
-        due = self._heard + self._stall_s
+        due = self.heard_at + self._stall_s if self.heard_at > -math.inf else self._deadline
         if now >= due:
             if not self._may_pause():
                 self.leave("stalled", f"silent for {self._stall_s:g} s after {len(self.received.ids)} tokens")
                 return
-            self._heard = now  # when it goes on it has the whole time again
+            self.heard_at = now  # when it goes on it has the whole time again
             due = now + RECHECK_S
         self._arm(max(0.0, min(due, self._deadline) - now))

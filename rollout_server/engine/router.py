@@ -11,6 +11,7 @@ nothing is believed, and the piece that it was to write is sampled again.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -252,8 +253,21 @@ class Router:
             self.health.unreachable(key, str(error))
         elif cause != "withdrawn":
             self.health.strike(key, str(error))
+        if cause in ("stalled", "timeout"):
+            self._leave_hung(key, cause)
         self.health.forget_all_but({incarnation_key(e) for e in self._fleet.table.engines.values()} | {key})
         return kept
+
+    def _leave_hung(self, key: str, cause: str) -> None:
+        """End all calls at an engine that has kept one waiting for too long and says nothing to the others either.
+
+        Those that it has not begun to answer would else wait for the limit of a whole call: they may stand in a queue.
+        """
+        calls = [call for call, (engine, _) in self._calls.items() if incarnation_key(engine) == key]
+        last = max((call.heard_at for call in calls), default=0.0)
+        if asyncio.get_running_loop().time() - last >= self._limits.stall_s:
+            for call in calls:
+                call.leave(cause, "silent to every request")
 
     def _is_in(self, engine: EngineInfo, states: frozenset[NodeState]) -> bool:
         now = self._fleet.table.engines.get(engine.id)

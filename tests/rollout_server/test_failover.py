@@ -201,6 +201,27 @@ async def test_an_engine_that_loads_weights_may_be_silent_and_one_that_does_not_
     assert router.counts["engine_stalled"] == 1 and router.health.total == 1
 
 
+async def test_a_frozen_engine_loses_the_turns_that_it_has_not_begun_together_with_those_that_it_has(
+    until: Until,
+) -> None:
+    table = Table()
+    async with (
+        FakeServer(twenty, version="1.6", pace_s=0.01) as a,
+        FakeServer(twenty, version="1.6") as b,
+        routing(table, stall_s=0.3, timeout_s=60.0) as router,
+    ):
+        table.tell(info("a", a))
+        turns = [asyncio.create_task(router(ask([7])))]
+        await until(lambda: a.tokens_made >= 5, "one is begun")
+        a._running.clear()
+        turns += [asyncio.create_task(router(ask([i]))) for i in (8, 9)]
+        await until(lambda: a._in_flight == 3, "two are not")
+        table.tell(info("a", a), info("b", b))
+        done = await asyncio.wait_for(asyncio.gather(*turns), 5.0)
+    assert [c.ids for c in done] == [next_ids([i], 20) for i in (7, 8, 9)] and {c.engine for c in done} == {"b"}
+    assert router.counts["engine_stalled"] == 3
+
+
 async def test_tokens_whose_version_is_in_doubt_are_sampled_again_and_never_mislabelled(until: Until) -> None:
     """SGLang says which version sampled which token only at the end. This stream has no end."""
     table = Table()
