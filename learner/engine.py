@@ -88,8 +88,8 @@ class DeepSpeedEngine:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         return added.tolist(), largest.tolist()
 
-    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the module, CPU tensor of its own) of every parameter and saved buffer, shared ones once.
+    def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the module, tensor of its own on `device`) of every parameter and saved buffer, shared ones once.
 
         With ZeRO-3 a collective: every rank must consume it, and every rank gets the whole tensors.
         """
@@ -97,12 +97,12 @@ class DeepSpeedEngine:
         named = list(module.named_parameters())
         for chunk in _chunks(named):
             with self._gathered([p for _, p in chunk]):
-                copies = [(name, p.detach().to("cpu", copy=True)) for name, p in chunk]
+                copies = [(name, p.detach().to(device, copy=True)) for name, p in chunk]
             yield from copies
         saved = module.state_dict(keep_vars=True).keys() if self.settings.engine.zero_stage < 3 else ()
         for name, buffer in module.named_buffers():
             if name in saved:
-                yield name, buffer.detach().to("cpu", copy=True)
+                yield name, buffer.detach().to(device, copy=True)
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
         # Below stage 3 this does nothing.

@@ -143,7 +143,7 @@ class TrainingLoop:
         version = PolicyVersion(p.lease.epoch, self.policy_step)
         if self._update is None or self._update.version != version:
             try:
-                self._update = p.publisher.publish(version, p.engine.iter_weights())
+                self._update = p.publisher.publish(version, p.engine.iter_weights(p.publisher.device))
             except OSError as error:
                 raise UserError(
                     f"the weights of version {version.label} could not be written: {error}",

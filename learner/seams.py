@@ -56,8 +56,8 @@ class TrainEngine(Protocol):
         """One optimiser step."""
         ...
 
-    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face name -> CPU tensor, of the policy as it is now."""
+    def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face name -> tensor of its own on `device` ("cpu" or "cuda"), of the policy as it is now."""
         ...
 
     def save_state(self, directory: Path) -> None:

@@ -198,9 +198,11 @@ class Trainer:
         means = {name: value / batch.num_tokens for name, value in zip(totals.sums, sums[1:], strict=True)}
         return {"loss": sums[0], **means, **dict(zip(totals.maxima, maxima, strict=True)), **batch.stats}
 
-    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, CPU tensor) of every weight, tied ones once, as `save_pretrained` would; collective."""
-        for name, tensor in self._engine.iter_weights():
+    def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor on `device`) of every weight, tied ones once, as `save_pretrained` would;
+        collective.
+        """
+        for name, tensor in self._engine.iter_weights(device):
             yield name.removeprefix(PREFIX), tensor
 
     def save_state(self, directory: Path) -> None:

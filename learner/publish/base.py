@@ -55,8 +55,13 @@ class Link(Protocol):
 class Publisher(Protocol):
     """A transport. All calls come from the training thread, in this order for every version."""
 
+    @property
+    def device(self) -> str:
+        """Where `publish` wants the tensors: "cpu" or "cuda"."""
+        ...
+
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-        """Makes `version` available. weights: Hugging Face name -> CPU tensor. Raises BadWeights, OSError, Fenced."""
+        """Makes `version` available. weights: Hugging Face name -> tensor. Raises BadWeights, OSError, Fenced."""
         ...
 
     def announce(self, update: WeightUpdate, state: str) -> None:

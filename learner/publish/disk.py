@@ -35,6 +35,7 @@ Tensors = dict[str, torch.Tensor]
 class DiskPublisher:
     """Publishes into `run.weights_dir`. `model_files`: configuration and tokenizer, put into every version."""
 
+    device = "cpu"
     transport: Transport = "disk"
     weights_file = WEIGHTS
 

@@ -5,9 +5,8 @@ one whose transfer failed, whatever the reason (counted, and logged with it). An
 of a version that was sent (`snapshot.py`); for these, and for a failed transfer, the learner keeps a copy of the
 weights in main memory: as many bytes as the model has, and one bucket more while it is renewed.
 
-With backend `nccl` tensors would have to stay on the learner's device; that path sends each bucket from there
-(`Packed.flat` is on the device of the tensors that `weights` yields) and copies it for the snapshot afterwards. It has
-not been run: there was no machine with two GPUs.
+With backend `nccl` the tensors stay on the learner's device, each bucket is sent from there, and copied to main memory
+meanwhile. That has not been run: there was no machine with two GPUs.
 """
 
 from __future__ import annotations
@@ -67,6 +66,11 @@ class DistributedPublisher:
         self._snapshots = Snapshots(link, self._announcement, self._snapshot, patience_s=settings.patience_s)
 
     # --- the seam ---
+
+    @property
+    def device(self) -> str:
+        """NCCL sends from GPUs only, gloo from main memory."""
+        return "cuda" if self._settings.backend == "nccl" else "cpu"
 
     def publish(self, version: PolicyVersion, weights: Iterable[Named]) -> WeightUpdate:
         """Sends `version` to the engines that are ready, or writes it. Raises BadWeights, OSError, Fenced."""
@@ -193,8 +197,8 @@ class DistributedPublisher:
         for one in packed:
             if old is not None and old[1]:
                 del old[1][0]
-            copy.append(replace(one, flat=one.flat.cpu()) if one.flat.device.type != "cpu" else one)
-            yield one
+            yield one  # on its way before it is copied
+            copy.append(replace(one, flat=one.flat.cpu()))  # the same tensor, where it is on the CPU already
 
     def _sent(self, version: PolicyVersion, transfer: Transfer, copy: list[Packed]) -> WeightUpdate:
         self._failures = 0

@@ -79,7 +79,7 @@ class TinyEngine:
             self.weights += torch.tensor([1.0, micro.targets.sum(), micro.advantages.sum(), micro.weights.sum()])
         return TinyReport(0.5, batch.num_tokens, dict(batch.stats))
 
-    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         yield "weights", self.weights
         yield "tied", self.weights
 
