@@ -53,7 +53,7 @@ class DistributedPublishSettings(FilesSettings):
     backend: Literal["gloo", "nccl"] = "gloo"
     """`gloo` sends from main memory, over sockets; `nccl` from GPU to GPU (not tried yet)."""
     bucket_mb: int = Field(default=256, ge=1)
-    """Bytes of one broadcast, in MiB: one is sent while the next is gathered."""
+    """Most MiB of one broadcast: one is sent while the next is gathered. A small model is cut finer."""
     flattened: bool = True
     """One broadcast for each bucket; off: one for each tensor."""
     prepare_s: float = Field(default=15.0, gt=0)

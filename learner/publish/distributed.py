@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 SHUNNED_S = 60.0
 """A member that kept the others waiting is left out for so long."""
+PIECES, SMALLEST_BUCKET = 8, 8 << 20
+"""A model smaller than eight buckets is cut finer, so that there is something to overlap; but a call has its price."""
 PHASES = ("gather", "prepare", "transfer", "verify", "commit", "disk")
 MOST_SKIPPED = 32
 """After failures in a row 0, 1, 3, 7 ... versions go by files before the group is tried again, at most so many."""
@@ -253,7 +255,9 @@ class DistributedPublisher:
                 yield name, tensor
 
         update = self._write(version, passing())
-        self._plan = plan(layout(seen), self._settings.bucket_mb << 20)
+        whole = layout(seen)
+        size = min(self._settings.bucket_mb << 20, max(SMALLEST_BUCKET, num_bytes(whole) // PIECES))
+        self._plan = plan(whole, size)
         return update
 
     def _write(self, version: PolicyVersion, named: Iterable[Named]) -> WeightUpdate:
