@@ -141,15 +141,15 @@ class TrainingLoop:
         """Publishes the policy as it is, unless that is done, and makes it the target."""
         p = self.parts
         version = PolicyVersion(p.lease.epoch, self.policy_step)
-        if self._update is None or self._update.version != version:
-            try:
+        try:
+            if self._update is None or self._update.version != version:
                 self._update = p.publisher.publish(version, p.engine.iter_weights(p.publisher.device))
-            except OSError as error:
-                raise UserError(
-                    f"the weights of version {version.label} could not be written: {error}",
-                    todo=f"make room below {p.run.dir} and start again: it goes on from the last checkpoint",
-                ) from error
-        p.publisher.announce(self._update, state)
+            p.publisher.announce(self._update, state)
+        except OSError as error:
+            raise UserError(
+                f"the weights of version {version.label} could not be written: {error}",
+                todo=f"make room below {p.run.dir} and start again: it goes on from the last checkpoint",
+            ) from error
         self._announced = True
         p.publisher.collect([engine.version for engine in p.store.engines()])
 

@@ -92,7 +92,7 @@ class Transfer:
     def _settled(self, future: Future[None]) -> None:
         error = future.exception()
         if error is not None:
-            raise TransferFailed(f"the group is broken: {str(error).strip().splitlines()[0][:300]}", self._silent())
+            raise TransferFailed(f"the group is broken: {str(error).strip().splitlines()[0][:300]}")
 
     def _write(self, phase: str, seconds: float) -> None:
         buckets = self.view.buckets if phase in ("prepare", "transfer") else ()  # nodes read it again and again
@@ -106,8 +106,7 @@ class Transfer:
         while not until():
             self._listen()
             if time.monotonic() > deadline:
-                silent = self._silent()
-                raise TransferFailed(f"the deadline of {phase} has passed, without {', '.join(silent)}", silent)
+                raise self._late(phase)
             if until():  # what was just heard may be it
                 return
             time.sleep(POLL_S)
@@ -116,10 +115,11 @@ class Transfer:
         heard = self.answers
         return all(m in heard and heard[m].phase in phases and not heard[m].detail for m in self.view.members)
 
-    def _silent(self) -> list[str]:
-        """Members that did not answer at all, or else all that have not come as far as the others."""
+    def _late(self, phase: str) -> TransferFailed:
+        """Who did not say a word is to blame. In a group that hangs, that is nobody: it may be any of its members."""
         silent = [member for member in self.view.members if member not in self.answers]
-        return silent or [m for m in self.view.members if self.answers[m].phase != "loaded"]
+        behind = silent or [m for m in self.view.members if self.answers[m].phase != "loaded"]
+        return TransferFailed(f"the deadline of {phase} has passed, without {', '.join(behind)}", silent)
 
     def _listen(self) -> None:
         """Takes in the answers; raises TransferFailed when one says so, or when a member is gone."""

@@ -198,6 +198,22 @@ async def test_what_fails_before_the_first_tensor_leaves_the_engine_at_its_versi
         assert engine.bodies[JOIN][-1]["group_name"] == "h"
 
 
+async def test_a_session_that_a_dead_node_left_open_is_closed(world, until: Until, tmp_path: Path) -> None:
+    async with ring(world, until, tmp_path) as (engine, learner):
+        world.sync.delete(world.keys.target)
+        message = "a weight-update session is already open; call end_weight_update() first"
+        engine.faults[BEGIN] = Fault(body={"success": False, "message": message}, times=1)
+        learner.say("prepare")
+        await learner.hears("prepared")
+        learner.say("transfer")
+        assert (await learner.hears("failed")).touched, "nobody knows what was sent in it"
+        assert engine.swap() == [JOIN, PAUSE, BEGIN, END] or engine.swap() == [JOIN, PAUSE, BEGIN, END, LEAVE]
+        world.publish_weights(tmp_path / "weights", V2)
+        await until(stands(world, NodeState.READY, V2), "READY by files")
+        learner.say("prepare", number=2, step=2, group="h")
+        await learner.hears("prepared")
+
+
 @pytest.mark.parametrize("route", [BUCKET, END, CHECK])
 async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded_in_place(
     world, until: Until, tmp_path: Path, route: str
@@ -239,7 +255,7 @@ async def test_a_quarantined_engine_that_does_not_load_is_lost(world, until: Unt
         assert world.registered("e").incarnation != incarnation and not engine.paused
 
 
-@pytest.mark.parametrize("end", ["deadline", "abort", "another view", "a newer epoch"])
+@pytest.mark.parametrize("end", ["deadline", "abort", "another view", "a newer epoch", "files of the version"])
 @pytest.mark.parametrize("after", ["prepared", "loaded"])
 async def test_every_end_of_a_view_but_a_commit(
     world, until: Until, tmp_path: Path, end: str, after: str, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +269,12 @@ async def test_every_end_of_a_view_but_a_commit(
             learner.say("transfer", left_s=left_s)
             await learner.hears("loaded")
         new = PolicyVersion(2, 0) if end == "a newer epoch" else V2
+        if end == "files of the version":
+            # what the engine was sent may be the very reason for it
+            world.publish_weights(tmp_path / "weights", new)
+            await until(stands(world, NodeState.READY, new), "READY by files")
+            assert DISK in engine.calls and LABEL not in engine.calls
+            return
         if end == "abort":
             learner.say("abort")
         elif end == "another view":
