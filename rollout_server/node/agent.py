@@ -93,6 +93,9 @@ class Agent:
                     tasks.create_task(self._exit(child), name="exit")
             except* EngineLost:
                 self._stats.counts["restarts"] += not isinstance(self._settings.kind, AttachedEngine)
+            if (ourselves := asyncio.current_task()) and ourselves.cancelling():
+                # a group that was cancelled and whose tasks also failed raises their errors alone
+                raise asyncio.CancelledError
             if time.monotonic() - born > SOUND_AFTER_S:
                 backoff = FIRST_BACKOFF_S
             await asyncio.sleep(backoff)

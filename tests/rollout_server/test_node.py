@@ -91,6 +91,21 @@ async def test_a_new_version_is_loaded_read_back_and_announced(world, until: Unt
         await until(stands(world, NodeState.READY, V2), "READY at the next one")
 
 
+async def test_a_stop_that_meets_the_engines_end_is_still_a_stop(
+    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def found_dead_when_told_to_stop(watchdog: agent.Watchdog) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise agent.EngineLost("at the same moment")
+
+    monkeypatch.setattr(agent.Watchdog, "watch", found_dead_when_told_to_stop)
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY), "READY")
+    assert world.registered("e") is None
+
+
 async def test_an_engine_that_holds_the_target_already_is_left_alone(world, until: Until, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with FakeServer(version="1.0") as engine, node(world, engine, tmp_path):
