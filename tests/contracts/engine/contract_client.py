@@ -15,6 +15,8 @@ from contract_engines import Server
 
 PROMPT = list(range(40, 60))
 DONE = "[DONE]"
+LONG, ENDLESS = 600, 900
+"""Tokens of a generation that something shall meet in the middle, and of one that something shall end."""
 
 
 class Client:
@@ -57,9 +59,11 @@ class Client:
                         yield json.loads(last)
         assert last == DONE
 
-    async def begin(self, rid: str = "", tokens: int = 900, at_least: int = 8, **sampling: Any) -> Run:
+    async def begin(self, rid: str = "", tokens: int = ENDLESS, at_least: int = 8, **sampling: Any) -> Run:
         """A long generation that has begun to decode: at least so many tokens have come."""
-        run = Run(self, rid or uuid.uuid4().hex, {"max_new_tokens": tokens, "ignore_eos": True, **sampling})
+        # every fourth chunk: a reader that falls behind would meet a generation that is over
+        asked = {"max_new_tokens": tokens, "ignore_eos": True, "stream_interval": 4, **sampling}
+        run = Run(self, rid or uuid.uuid4().hex, asked)
         await run.reached(at_least)
         return run
 

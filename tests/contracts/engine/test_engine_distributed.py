@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from contract_client import PROMPT, Client
+from contract_client import LONG, PROMPT, Client
 from contract_engines import picked
 from contract_group import FLATTENED, Trainer, buckets_of, trainer
 from contract_models import read_weights
@@ -60,7 +60,7 @@ async def test_retract_samples_each_span_from_its_own_weights_when_they_are_sent
 ) -> None:
     server = client.server
     async with trainer(client) as there:
-        run = await client.begin(tokens=400)
+        run = await client.begin(tokens=LONG)
         await client.ok("/pause_generation", {"mode": "retract"})
         await update(there, load_format, "2.0")
         await client.ok("/continue_generation")
@@ -73,7 +73,7 @@ async def test_retract_samples_each_span_from_its_own_weights_when_they_are_sent
 async def test_in_place_swaps_at_the_same_border_when_weights_are_sent(client: Client) -> None:
     server = client.server
     async with trainer(client) as there:
-        run = await client.begin(tokens=400)
+        run = await client.begin(tokens=LONG)
         await client.ok("/pause_generation", {"mode": "in_place"})
         await update(there, FLATTENED, "2.0", flush=False)
         await client.ok("/continue_generation")

@@ -7,7 +7,7 @@ import uuid
 
 import aiohttp
 import pytest
-from contract_client import PROMPT, Client
+from contract_client import ENDLESS, LONG, PROMPT, Client
 from contract_proof import close, reported
 
 
@@ -43,20 +43,20 @@ async def test_pause_abort_is_the_default_and_returns_partial_answers(client: Cl
     await client.ok("/pause_generation", {})
     answer = await run.answer()
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < len(answer["output_ids"]) < 900
+    assert 0 < len(answer["output_ids"]) < ENDLESS
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_pause_stops_running_requests_and_they_go_on_with_exact_logprobs(client: Client, mode: str) -> None:
-    run = await client.begin(tokens=500)
+    run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": mode})
     await asyncio.sleep(0.1)  # what was on its way when the pause came
     count = run.count
     await asyncio.sleep(0.3)
-    assert run.count == count < 500
+    assert run.count == count < LONG
     await client.ok("/continue_generation")
     answer = await run.answer()
-    assert len(answer["output_ids"]) == 500
+    assert len(answer["output_ids"]) == LONG
     # keys and values of a retracted request are computed anew
     assert answer["meta_info"]["num_retractions"] == (1 if mode == "retract" else 0)
     close(reported(answer), client.server.logprobs(client.server.first, PROMPT + answer["output_ids"], len(PROMPT)))
@@ -64,7 +64,7 @@ async def test_a_pause_stops_running_requests_and_they_go_on_with_exact_logprobs
 
 async def test_loads_say_nothing_new_while_sglang_is_paused(client: Client) -> None:
     """SGLang writes its load down after each step, and a paused engine takes none: a router must not believe it."""
-    await client.begin(tokens=900)
+    await client.begin()
     await client.until_running(1)
     await client.ok("/pause_generation", {"mode": "retract"})
     await client.ok("/flush_cache")  # answered after the retraction
@@ -74,7 +74,7 @@ async def test_loads_say_nothing_new_while_sglang_is_paused(client: Client) -> N
 
 
 async def test_the_cache_can_be_flushed_after_retract_and_not_in_place(client: Client) -> None:
-    run = await client.begin(tokens=500)
+    run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": "in_place"})
     assert (await client.post("/flush_cache"))[0] == 400
     await client.ok("/continue_generation")
@@ -88,7 +88,7 @@ async def test_the_cache_can_be_flushed_after_retract_and_not_in_place(client: C
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_an_abort_during_a_pause_ends_a_stream_with_every_token_that_was_sent(client: Client, mode: str) -> None:
-    run = await client.begin(tokens=900)
+    run = await client.begin()
     await client.ok("/pause_generation", {"mode": mode})
     await asyncio.sleep(0.1)
     received = run.chunks[-1]["output_ids"]
@@ -107,15 +107,14 @@ async def test_an_abort_during_a_pause_ends_a_stream_with_every_token_that_was_s
 async def test_an_unstreamed_call_aborted_in_the_queue_loses_what_sglang_had_not_handed_on(client: Client) -> None:
     """SGLang hands tokens of an unstreamed call on by fifties: reason enough to stream."""
     rid = "d" * 32
-    task = asyncio.create_task(client.generate(fields={"rid": rid}, max_new_tokens=900, ignore_eos=True))
-    await client.until_running(1)
-    await asyncio.sleep(0.4)
+    task = asyncio.create_task(client.generate(fields={"rid": rid}, max_new_tokens=ENDLESS, ignore_eos=True))
+    await client.begin(at_least=120)  # decoded together, so the other has come about as far
     await client.ok("/pause_generation", {"mode": "retract"})
     await client.ok("/abort_request", {"rid": rid})
     answer = await task
     assert answer["meta_info"]["finish_reason"]["message"] == "Abort in waiting queue"
     count = len(answer["output_ids"])
-    assert 0 < count < 900
+    assert 0 < count < ENDLESS
     if client.server.real:
         assert count % 50 == 0
 

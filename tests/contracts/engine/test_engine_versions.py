@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from contract_client import PROMPT, Client
+from contract_client import ENDLESS, LONG, PROMPT, Client
 from contract_proof import border, close, expect_apart, over_old_cache, reported, spans
 
 
@@ -16,7 +16,7 @@ async def change(client: Client, *, flush: bool) -> None:
 
 async def test_retract_samples_each_span_from_exactly_its_own_weights(client: Client) -> None:
     server = client.server
-    runs = [await client.begin(tokens=500) for _ in range(3)]
+    runs = [await client.begin(tokens=LONG) for _ in range(3)]
     await client.ok("/pause_generation", {"mode": "retract"})
     await change(client, flush=True)
     await client.ok("/continue_generation")
@@ -35,7 +35,7 @@ async def test_in_place_goes_on_with_new_weights_over_old_keys_and_values(client
     """SGLang names the border one token too early: the first token of a new span was sampled by the old weights,
     since it was in flight when the pause came. Whoever reads its spans must move such a border by one."""
     server = client.server
-    run = await client.begin(tokens=400)
+    run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": "in_place"})
     await change(client, flush=False)
     await client.ok("/continue_generation")
@@ -52,7 +52,7 @@ async def test_in_place_goes_on_with_new_weights_over_old_keys_and_values(client
 
 async def test_keys_and_values_of_two_versions_are_kept_apart_by_the_extra_key(client: Client) -> None:
     """After in_place a cache may hold what two versions computed together; only requests of the old key may meet it."""
-    run = await client.begin(tokens=300)
+    run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": "in_place"})
     await change(client, flush=False)
     await client.ok("/continue_generation")
@@ -66,18 +66,18 @@ async def test_keys_and_values_of_two_versions_are_kept_apart_by_the_extra_key(c
 @pytest.mark.engines("embedded", why="SGLang has put the new weights in when it finds out, and its process ends")
 async def test_in_place_with_a_flush_is_refused_before_any_weight_changes(client: Client) -> None:
     before = await client.checksums()
-    run = await client.begin(tokens=300)
+    run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": "in_place"})
     status, answer = await client.load(client.server.second, "2.0")
     assert status == 400 and "flush" in answer["message"]
     assert await client.checksums() == before
     await client.ok("/continue_generation")
-    assert spans(await run.answer()) == [("1.0", 0, 300)]
+    assert spans(await run.answer()) == [("1.0", 0, LONG)]
 
 
 async def test_a_request_through_two_updates_has_three_spans(client: Client) -> None:
     server = client.server
-    run = await client.begin(tokens=600)
+    run = await client.begin(tokens=ENDLESS)
     for path, version in ((server.second, "2.0"), (server.first, "3.0")):
         await client.ok("/pause_generation", {"mode": "retract"})
         assert (await client.load(path, version))[0] == 200
@@ -96,13 +96,13 @@ async def test_a_request_through_two_updates_has_three_spans(client: Client) -> 
 
 @pytest.mark.engines("fake", "embedded", "sglang")
 async def test_an_update_during_a_pause_splits_the_spans_after_all_that_was_sent(client: Client) -> None:
-    run = await client.begin(tokens=300)
+    run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": "retract"})
     await asyncio.sleep(0.1)
     sent = run.count
     await change(client, flush=True)
     await client.ok("/continue_generation")
-    assert sent <= border(await run.answer()) < 300
+    assert sent <= border(await run.answer()) < LONG
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -110,7 +110,7 @@ async def test_a_label_that_is_changed_during_a_pause_ends_the_span_of_running_r
     client: Client, mode: str
 ) -> None:
     """What a trainer does whose weights came in several buckets."""
-    run = await client.begin(tokens=300)
+    run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": mode})
     await client.ok("/update_weight_version", {"new_version": "1.1", "abort_all_requests": False})
     await client.ok("/continue_generation")
