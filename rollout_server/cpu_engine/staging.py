@@ -38,6 +38,9 @@ class Staging:
         self.empty = False
         try:
             self._weights.put(name, tensor)
+            if name in self._weights.places:
+                # read back from where it lies now, so that nobody has to while generation is paused
+                self._weights.checksum(name)
         except WeightsError as error:
             self.fail(str(error))
         self._missing.discard(name)

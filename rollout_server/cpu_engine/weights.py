@@ -65,6 +65,8 @@ class Weights:
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
         self.places: dict[str, Place] = {}
+        self._sums: dict[str, str] = {}
+        """Checksums of what has not been replaced since they were taken."""
         self.embed = self._whole("model.embed_tokens.weight", config.vocab, config.hidden)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.layers)]
         self.norm = self._whole("model.norm.weight", config.hidden)
@@ -74,6 +76,7 @@ class Weights:
         """Replace every tensor by the one in `directory`. Raises WeightsError, and then nothing has changed."""
         tensors = read_tensors(directory)
         self.verify(tensors)
+        self._sums.clear()
         for name, place in self.places.items():
             place.put(tensors[name])
 
@@ -97,6 +100,7 @@ class Weights:
                 return
             raise WeightsError(f"unknown tensor {name!r}")
         self._check(name, place, tensor)
+        self._sums.pop(name, None)
         place.put(tensor)
         _check_finite(name, place.view)  # after the conversion: a float64 may be beyond float32
 
@@ -113,7 +117,13 @@ class Weights:
 
     def checksums(self) -> dict[str, str]:
         """sha256 (hex) of each tensor's bytes in the engine's dtype and Hugging Face's layout, by name."""
-        return {name: _digest(place.get()) for name, place in sorted(self.places.items())}
+        return {name: self.checksum(name) for name in sorted(self.places)}
+
+    def checksum(self, name: str) -> str:
+        """That of one tensor, which is read once and not again before it is replaced."""
+        if name not in self._sums:
+            self._sums[name] = _digest(self.places[name].get())
+        return self._sums[name]
 
     def _whole(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(*shape, dtype=self.dtype)
