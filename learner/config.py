@@ -47,7 +47,8 @@ class DistributedPublishSettings(FilesSettings):
     type: Literal["distributed"] = "distributed"
     """Transport."""
     address: str = "127.0.0.1"
-    """Address of this host by which the engines reach it. Every host that can connect could read the weights."""
+    """Address of this host by which the engines reach it. Every host that can connect could read the weights. gloo
+    itself connects by the address of the host's name, or of the interface in GLOO_SOCKET_IFNAME."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port on which the ranks meet; 0 takes a free one for each new group."""
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -60,6 +61,8 @@ class DistributedPublishSettings(FilesSettings):
     """How long the engines may take to join the group and say so; who does not is left out for a minute."""
     transfer_s: float = Field(default=120.0, gt=0)
     """How long one version may take from its first byte to the checksums."""
+    stall_s: float = Field(default=20.0, gt=0)
+    """How long one bucket, or the last engine's checksum, may take: an engine that hangs must not hold up training."""
     patience_s: float = Field(default=5.0, ge=0)
     """An engine that serves and missed a version waits so long for the next one before files are written for it."""
 

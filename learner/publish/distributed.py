@@ -85,7 +85,8 @@ class DistributedPublisher:
         packed = self._kept(pack(self._plan, named), copy)
         transfer = self._begin(version, members)
         try:
-            transfer.run(packed, prepare_s=self._settings.prepare_s, transfer_s=self._settings.transfer_s)
+            s = self._settings
+            transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s)
         except (TransferFailed, RedisUnavailable) as error:
             self._failed(transfer, error)
             return self._fall_back(version, packed, copy, str(error))

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.25
 LONGEST_PAUSE_S = 30.0
 LEAVING = (NodeState.DRAINING, NodeState.GONE)
+STARTING = ("launching", "reading")
+"""How the detail of a SYNCING engine begins that is being launched: it looks at the target again when it is up."""
 
 
 class Snapshots:
@@ -82,5 +84,9 @@ class Snapshots:
             return False
         if engine.state is NodeState.LOADING:
             return False  # a member of the view that is about to go on
+        if engine.state is NodeState.JOINING or (
+            engine.state is NodeState.SYNCING and engine.detail.startswith(STARTING)
+        ):
+            return False
         serves = engine.state is NodeState.READY and engine.epoch == update.epoch
         return not serves or time.monotonic() > self._since[1] + self._patience_s

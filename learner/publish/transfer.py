@@ -48,8 +48,11 @@ class Transfer:
         self.answers: dict[str, ViewAnswer] = {}
         self._next_roll_call = 0.0
 
-    def run(self, buckets: Iterator[Packed], *, prepare_s: float, transfer_s: float) -> None:
-        """The whole; `buckets` is gathered as it is consumed. Raises TransferFailed, and what gathering raises."""
+    def run(self, buckets: Iterator[Packed], *, prepare_s: float, transfer_s: float, stall_s: float) -> None:
+        """The whole; `buckets` is gathered as it is consumed. Raises TransferFailed, and what gathering raises.
+
+        prepare_s, transfer_s  deadlines of the phases; stall_s: of each single wait within the transfer
+        """
         began = time.monotonic()
         self._write("prepare", prepare_s)
         first = self._gather(buckets)
@@ -58,8 +61,8 @@ class Transfer:
         self.seconds["prepare"] = time.monotonic() - began - self.seconds["gather"]
         began = time.monotonic()
         self._write("transfer", transfer_s)
-        self._send(first, buckets, began + transfer_s)
-        self._wait(lambda: self._all("loaded"), began + transfer_s, "transfer")
+        self._send(first, buckets, began + transfer_s, stall_s)
+        self._wait(lambda: self._all("loaded"), min(began + transfer_s, time.monotonic() + stall_s), "transfer")
         self.seconds["verify"] = max(answer.verify_s for answer in self.answers.values())
         self.seconds["transfer"] = time.monotonic() - began - self.seconds["verify"]
         self._compare()
@@ -72,7 +75,7 @@ class Transfer:
         """Tells the members to go on with the new version; the target says so already."""
         self._write("commit", VIEW_OUTLIVES_S)
 
-    def _send(self, first: Packed | None, rest: Iterator[Packed], deadline: float) -> None:
+    def _send(self, first: Packed | None, rest: Iterator[Packed], deadline: float, stall_s: float) -> None:
         under_way: deque[Future[None]] = deque()
         packed = first
         while packed is not None:
@@ -80,7 +83,7 @@ class Transfer:
             under_way.append(self._sender.send(tensors))
             packed = self._gather(rest)
             while under_way and (len(under_way) > 1 or packed is None):  # one is sent, one is ready
-                self._wait(under_way[0].done, deadline, "transfer")
+                self._wait(under_way[0].done, min(deadline, time.monotonic() + stall_s), "transfer")
                 self._settled(under_way.popleft())
 
     def _gather(self, buckets: Iterator[Packed]) -> Packed | None:
@@ -116,10 +119,11 @@ class Transfer:
         return all(m in heard and heard[m].phase in phases and not heard[m].detail for m in self.view.members)
 
     def _late(self, phase: str) -> TransferFailed:
-        """Who did not say a word is to blame. In a group that hangs, that is nobody: it may be any of its members."""
+        """Who did not say a word is to blame, or is behind the others. When all hang it may be any of them."""
         silent = [member for member in self.view.members if member not in self.answers]
         behind = silent or [m for m in self.view.members if self.answers[m].phase != "loaded"]
-        return TransferFailed(f"the deadline of {phase} has passed, without {', '.join(behind)}", silent)
+        blamed = behind if silent or len(behind) < len(self.view.members) else []
+        return TransferFailed(f"the deadline of {phase} has passed, without {', '.join(behind)}", blamed)
 
     def _listen(self) -> None:
         """Takes in the answers; raises TransferFailed when one says so, or when a member is gone."""
@@ -127,7 +131,7 @@ class Transfer:
         for member in self.view.members:
             answer = self.answers.get(member)
             if answer is not None and answer.phase == "failed":
-                raise TransferFailed(f"{member}: {answer.detail}")
+                raise TransferFailed(f"{member}: {answer.detail}", [member] if self.view.phase == "prepare" else [])
         if time.monotonic() < self._next_roll_call:
             return
         self._next_roll_call = time.monotonic() + ROLL_CALL_S

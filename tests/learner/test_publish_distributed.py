@@ -97,6 +97,20 @@ class Fleet:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.nodes[name] = subprocess.Popen(argv, stdout=log, stderr=log, cwd=self.folder, env=env)
 
+    def engine_pid(self, name: str) -> int:
+        """The process that listens where the engine's URL says."""
+        info = self.info(name)
+        assert info is not None
+        port = info.url.rpartition(":")[2]
+        for folder in Path("/proc").iterdir():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
+            except OSError:
+                continue  # it ended
+            if b"rollout_server.cpu_engine" in words and port.encode() in words and b"-S" not in words:
+                return int(folder.name)
+        raise AssertionError(f"no engine listens on port {port}")
+
     def info(self, name: str) -> EngineInfo | None:
         found = [e for e in self.stores[-1].engines() if e.id == name]
         return found[0] if found else None
@@ -249,23 +263,46 @@ def test_a_member_that_dies_in_mid_transfer_costs_one_version_by_files_and_nothi
     assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.75))
 
 
-def test_a_member_that_hangs_is_left_out_and_gets_files(fleet: Fleet) -> None:
-    _, publisher, epoch = fleet.learner(prepare_s=1.0)
+@pytest.mark.parametrize("stopped", ["node", "engine"])
+def test_a_member_that_hangs_is_left_out_and_gets_files(fleet: Fleet, stopped: str) -> None:
+    _, publisher, epoch = fleet.learner(prepare_s=1.0 if stopped == "node" else 10.0)
     v = [PolicyVersion(epoch, n) for n in range(4)]
     step(publisher, v[0], fleet.weights)
     fleet.ready("a", "b", at=v[0])
-    fleet.nodes["b"].send_signal(signal.SIGSTOP)
+    pid = fleet.nodes["b"].pid if stopped == "node" else fleet.engine_pid("b")
+    os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
         update = step(publisher, v[1], fleet.shifted(0.5))
-        assert (update.transport, time.monotonic() - began < 3) == ("disk", True)
+        assert (update.transport, time.monotonic() - began < 4) == ("disk", True)
         fleet.ready("a", at=v[1])
         assert step(publisher, v[2], fleet.shifted(0.25)).transport == "distributed"
         assert [m.partition("/")[0] for m in fleet.view().members] == ["a"]
     finally:
-        fleet.nodes["b"].send_signal(signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     fleet.ready("a", "b", at=v[2])
     assert fleet.target().path, "files were written for b"
+    assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.25))
+
+
+def test_an_engine_that_hangs_in_the_transfer_is_found_by_the_others_being_done(fleet: Fleet) -> None:
+    _, publisher, epoch = fleet.learner(stall_s=1.5)
+    v = [PolicyVersion(epoch, n) for n in range(3)]
+    step(publisher, v[0], fleet.weights)
+    fleet.ready("a", "b", at=v[0])
+    pid = fleet.engine_pid("b")
+    try:
+        began = time.monotonic()
+        frozen = on_the_wire(fleet.shifted(0.5), lambda: os.kill(pid, signal.SIGSTOP))
+        update = publisher.publish(v[1], frozen)
+        publisher.announce(update, "ready")
+        assert (update.transport, time.monotonic() - began < 6) == ("disk", True)
+        fleet.ready("a", at=v[1])
+        update = step(publisher, v[2], fleet.shifted(0.25))
+        fleet.ready("a", at=v[2])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    fleet.ready("a", "b", at=v[2])
     assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.25))
 
 
