@@ -81,25 +81,32 @@ class Agent:
         backoff = FIRST_BACKOFF_S
         while True:
             born = time.monotonic()
+            # A task of its own: a group that is cancelled while one of its tasks fails raises that error alone, and
+            # we would go on although we were told to end.
+            life = asyncio.create_task(self._one_life(), name="engine")
             try:
-                async with self._incarnation() as child, asyncio.TaskGroup() as tasks:
-                    every_s = self._settings.heartbeat_s
-                    tasks.create_task(self._follower.follow(self._client), name="follow")
-                    tasks.create_task(self._standing.measure(self._client, every_s=every_s), name="measure")
-                    watchdog = Watchdog(
-                        self._client, self._standing, self._settings, self._stats, self._follower.swapping
-                    )
-                    tasks.create_task(watchdog.watch(), name="watchdog")
-                    tasks.create_task(self._exit(child), name="exit")
-            except* EngineLost:
-                self._stats.counts["restarts"] += not isinstance(self._settings.kind, AttachedEngine)
-            if (ourselves := asyncio.current_task()) and ourselves.cancelling():
-                # a group that was cancelled and whose tasks also failed raises their errors alone
-                raise asyncio.CancelledError
+                await asyncio.wait({life})
+            finally:
+                life.cancel()
+                await asyncio.wait({life})
+            life.result()
             if time.monotonic() - born > SOUND_AFTER_S:
                 backoff = FIRST_BACKOFF_S
             await asyncio.sleep(backoff)
             backoff = min(LONGEST_BACKOFF_S, 2 * backoff)
+
+    async def _one_life(self) -> None:
+        """One incarnation from its launch to its loss, or to our cancellation. Raises UserError as `live` does."""
+        try:
+            async with self._incarnation() as child, asyncio.TaskGroup() as tasks:
+                every_s = self._settings.heartbeat_s
+                tasks.create_task(self._follower.follow(self._client), name="follow")
+                tasks.create_task(self._standing.measure(self._client, every_s=every_s), name="measure")
+                watchdog = Watchdog(self._client, self._standing, self._settings, self._stats, self._follower.swapping)
+                tasks.create_task(watchdog.watch(), name="watchdog")
+                tasks.create_task(self._exit(child), name="exit")
+        except* EngineLost:
+            self._stats.counts["restarts"] += not isinstance(self._settings.kind, AttachedEngine)
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Take no more traffic, let what runs finish for drain_s or until `hurry`, and hand back what is left."""
