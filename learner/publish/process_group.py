@@ -62,7 +62,7 @@ class UpdateGroup:
         torch.distributed.broadcast(tensor, src=0, group=self._group)
 
     def close(self) -> None:
-        """Leave; the other ranks' pending receives fail. Never raises for a group that is broken already."""
+        """Leave, once; the other ranks' pending receives fail. Never raises for a group that is broken already."""
         try:
             torch.distributed.destroy_process_group(self._group)
         finally:
