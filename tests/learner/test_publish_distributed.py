@@ -265,7 +265,7 @@ def test_a_member_that_dies_in_mid_transfer_costs_one_version_by_files_and_nothi
 
 @pytest.mark.parametrize("stopped", ["node", "engine"])
 def test_a_member_that_hangs_is_left_out_and_gets_files(fleet: Fleet, stopped: str) -> None:
-    _, publisher, epoch = fleet.learner(prepare_s=1.0 if stopped == "node" else 10.0)
+    _, publisher, epoch = fleet.learner(prepare_s=1.0 if stopped == "node" else 4.0)
     v = [PolicyVersion(epoch, n) for n in range(4)]
     step(publisher, v[0], fleet.weights)
     fleet.ready("a", "b", at=v[0])
