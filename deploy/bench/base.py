@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -29,7 +30,7 @@ class Measured:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class BenchSettings(Settings):
+class BenchSettings(Settings, ABC):
     """Base of every benchmark. Its fields are the flags of `foray bench`; importing it must import nothing heavy."""
 
     help: ClassVar[str] = ""
@@ -37,6 +38,6 @@ class BenchSettings(Settings):
     quick: ClassVar[dict[str, Any]] = {}
     """Settings of `--quick`: everything runs, the figures mean little."""
 
+    @abstractmethod
     def measure(self, say: Say) -> Measured:
         """Run ours and the baseline. Leaves no process behind, whatever happens."""
-        raise NotImplementedError

@@ -26,7 +26,7 @@ LOGPROB = -0.25
 
 
 class LatencyEngine:
-    """Plays `script`. Counts what it did, so that a benchmark can check that nothing was generated twice."""
+    """Plays `script`: the tokens of a turn, spread over the time that was drawn for it."""
 
     def __init__(self, script: Script) -> None:
         self._script = script

@@ -41,9 +41,9 @@ class EngineControl:
         info = await self.model_info()
         return PolicyVersion.parse(str(info.get("weight_version", "")))
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
         """`GET /model_info`: answers at once even while the engine is paused."""
-        return await self._ask("GET", "/model_info")
+        return await self._ask("GET", "/model_info", timeout_s=timeout_s)
 
     async def server_info(self) -> dict[str, Any]:
         """`GET /server_info`: how it was started. SGLang's scheduler answers it, so it may hang with that one."""

@@ -41,6 +41,7 @@ ALREADY_OPEN = "session is already open"
 JOINING = "joining"
 """Detail of an answer that comes before the group is there."""
 LISTENS_S = 2.0
+"""How long an engine may take to show that it listens, before it is taken into a group."""
 CLEAN_UP_S = 10.0
 """Deadline of a call that tidies up after a failure."""
 MARGIN_S = 1.0
@@ -144,7 +145,8 @@ class Receiver:
                 raise Over("an evaluation runs")
         except (RedisDown, RedisFull) as error:
             raise Over(f"Redis: {error}") from None
-        await self._listening(client)
+        # in a group, an engine that hangs would hold up all the others
+        await client.model_info(timeout_s=LISTENS_S)
         if not (self.in_group and self._group == view.group):
             await self._leave(client)
             offset = view.rank_offsets[view.members.index(part.member)]
@@ -153,15 +155,6 @@ class Receiver:
             await self._answer(part, "prepared", detail=JOINING)
             await client.join_group(view, offset, timeout_s=part.left_s + MARGIN_S)
         await self._answer(part, "prepared")
-
-    @staticmethod
-    async def _listening(client: EngineControl) -> None:
-        """Raises Over unless the engine answers at once: in a group, one that hangs would hold up all the others."""
-        try:
-            async with asyncio.timeout(LISTENS_S):
-                await client.model_info()
-        except TimeoutError:
-            raise Over(f"{client.name} does not answer") from None
 
     async def _phase(self, part: Part, wanted: str) -> None:
         """Waits until the view is in phase `wanted`, and takes its new deadline. Raises Over for every other end."""

@@ -72,11 +72,7 @@ class Watchdog:
     async def _listen(self, timeout_s: float) -> EngineError | None:
         """None: it answers. Else why not."""
         try:
-            # not wait_for, which in Python 3.11 loses a cancellation that comes together with the answer
-            async with asyncio.timeout(timeout_s):
-                await self._client.model_info()
-        except TimeoutError:
-            return EngineError("timeout", self._client.name, f"/model_info: no answer within {timeout_s:g} s")
+            await self._client.model_info(timeout_s=timeout_s)
         except EngineError as error:
             return error
         return None
