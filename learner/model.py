@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from learner.config_algorithm import ModelSettings
-from learner.losses import Scores, score_hidden
+from learner.scoring import Scores, score_hidden
 from protocol.errors import UserError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

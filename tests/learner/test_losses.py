@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from learner.losses import clipped_surrogate, importance_weight, log_ratio, score_hidden, score_logits, weighted_sum
+from learner.losses import clipped_surrogate, importance_weight, log_ratio, weighted_sum
+from learner.scoring import score_hidden, score_logits
 
 
 def slow_scores(logits: torch.Tensor, targets: list[int], temperature: float) -> tuple[list[float], list[float]]:
