@@ -92,7 +92,8 @@ class Segment(Message):
               them is an importance weight
     spans     versions that cover [0, n) without a gap for the policy's tokens, empty for the others
     query, passage_ids, latency_s and error belong to an observation: what was searched, what came back, how long it
-    took, and why it failed ("" when it did not).
+    took, and why it failed ("" when it did not)
+    reward    what the policy's turn earned by itself, part of the trajectory's reward; 0 where only outcomes count.
     """
 
     owner: Owner
@@ -105,6 +106,7 @@ class Segment(Message):
     passage_ids: tuple[Name, ...] = Field(default=(), max_length=1000)
     latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     error: Name = ""
+    reward: Number = 0.0
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Segment:
@@ -144,7 +146,11 @@ class Status(StrEnum):
 
 
 class Trajectory(Message):
-    """One attempt at a question. The first segment is the prompt."""
+    """One attempt at a question. The first segment is the prompt.
+
+    reward   of the whole trajectory, the rewards of its segments included
+    rewards  its parts by name, unweighted
+    """
 
     status: Status
     cause: Name = ""
