@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from learner.advantages import Outcomes
 from learner.aggregation import Aggregation, trajectory_weights
-from learner.config_algorithm import BatchSettings
+from learner.config_batch import BatchSettings
 from learner.packing import cut_rows, deal, pack_rows
 from protocol.messages import Trajectory, TrajectoryGroup
 from protocol.staleness import lag

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from learner.config_algorithm import TrainerSettings
+from learner.config_trainer import TrainerSettings
 from protocol.settings import RunSettings, Settings
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Settings of the computing half of the learner: algorithm, batch, optimiser, model, DeepSpeed.
+"""Settings of the algorithms.
 
 Nothing heavy is imported here: an algorithm's settings carry a lazy `build()` that imports torch when it is called.
 To add an algorithm: one file in `algorithms/`, one settings class and one line in `AlgorithmSettings`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from learner.aggregation import Aggregation
 from protocol.settings import Settings
@@ -82,80 +82,3 @@ AlgorithmSettings = Annotated[
     Discriminator(_tag),
 ]
 """Union over `type`; without one it is `grpo`."""
-
-
-class BatchSettings(Settings):
-    """How groups become micro-batches."""
-
-    micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Most tokens, padding included, in one forward pass; a longer trajectory goes alone. GPUs like many more."""
-    row_tokens: int = Field(default=0, ge=0)
-    """Trajectories are packed into rows of so many tokens (or of the longest one); 0 = each has a row of its own."""
-    shuffle_rewards: bool = False
-    """Control experiment: rewards are permuted among all trajectories of the batch before advantages are computed, so
-    that there is nothing to learn. The metrics still show the true rewards."""
-
-
-class OptimSettings(Settings):
-    """AdamW and its learning rate."""
-
-    lr: float = Field(default=1e-6, gt=0)
-    """Highest learning rate."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled decay of matrices; vectors (norms, biases) never decay."""
-    clip_norm: float = Field(default=1.0, ge=0)
-    """Gradients are scaled down to this norm; 0 = never."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up, over run.steps steps."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear rise from lr / warmup_steps."""
-    final_fraction: float = Field(default=0.1, ge=0, le=1)
-    """linear and cosine end at this share of lr."""
-
-
-class ModelSettings(Settings):
-    """How the policy is held and computed."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in the forward pass; the optimiser keeps float32 (bfloat16 needs zero_stage 1 or more)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
-    logit_chunk_bytes: int = Field(default=256 << 20, ge=1 << 10)
-    """Most bytes of float32 logits held at once; beyond it they are computed in chunks, twice."""
-
-
-class EngineSettings(Settings):
-    """DeepSpeed."""
-
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """What is partitioned over the ranks: nothing, optimiser, and gradients, and parameters."""
-    threads: int = Field(default=0, ge=0)
-    """Threads torch computes with on a CPU; 0 = its own choice. The same bits come only of the same number."""
-
-
-class TrainerSettings(Settings):
-    """All of the above: base class of the learner's section."""
-
-    algorithm: AlgorithmSettings = GrpoSettings()
-    """What is minimised."""
-    batch: BatchSettings = BatchSettings()
-    """How groups are packed."""
-    optim: OptimSettings = OptimSettings()
-    """How weights move."""
-    model: ModelSettings = ModelSettings()
-    """How the policy is computed."""
-    engine: EngineSettings = EngineSettings()
-    """How it is distributed."""
-
-    @model_validator(mode="after")
-    def _bfloat16_needs_zero(self) -> TrainerSettings:
-        # DeepSpeed's stage 0 silently takes an optimiser of another kind for bfloat16.
-        if self.model.dtype == "bfloat16" and self.engine.zero_stage == 0:
-            raise ValueError("model.dtype bfloat16 needs engine.zero_stage 1, 2 or 3")
-        return self

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, only not in __all__
 
-from learner.config_algorithm import TrainerSettings
+from learner.config_trainer import TrainerSettings
 from learner.optimizer import GuardedAdamW, parameter_groups
 from learner.schedule import learning_rate
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from learner.config_algorithm import ModelSettings
+from learner.config_model import ModelSettings
 from learner.scoring import Scores, score_hidden
 from protocol.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from learner.config_algorithm import OptimSettings
+from learner.config_engine import OptimSettings
 
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

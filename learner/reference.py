@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from learner.config_algorithm import ModelSettings
+from learner.config_model import ModelSettings
 from learner.model import load_policy
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from learner.config_algorithm import OptimSettings
+from learner.config_engine import OptimSettings
 
 
 def learning_rate(settings: OptimSettings, done: int, total: int) -> float:

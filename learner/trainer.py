@@ -13,7 +13,7 @@ import torch
 
 from learner.algorithms.base import Algorithm, LossOutput, TokenInputs
 from learner.batch import Batch, MicroBatch, cut_for_ranks
-from learner.config_algorithm import TrainerSettings
+from learner.config_trainer import TrainerSettings
 from learner.engine import DeepSpeedEngine, Update
 from learner.model import load_policy
 from learner.reference import FrozenReference

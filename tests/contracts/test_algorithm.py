@@ -12,7 +12,8 @@ import torch
 
 from learner.advantages import Outcomes
 from learner.algorithms.base import TokenInputs
-from learner.config_algorithm import AlgorithmSettings, GrpoSettings, TrainerSettings
+from learner.config_algorithm import AlgorithmSettings, GrpoSettings
+from learner.config_trainer import TrainerSettings
 from protocol.errors import UserError
 from protocol.settings import section
 

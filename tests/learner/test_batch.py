@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from learner.aggregation import trajectory_weights
 from learner.batch import Batch, MicroBatch, build_batch, cut_for_ranks
-from learner.config_algorithm import BatchSettings, GrpoSettings
+from learner.config_algorithm import GrpoSettings
+from learner.config_batch import BatchSettings
 from learner.packing import cut_rows, deal, pack_rows
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
 from protocol.testing import (

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.config_algorithm import OptimSettings, TrainerSettings
+from learner.config_engine import OptimSettings
+from learner.config_trainer import TrainerSettings
 from learner.engine import DeepSpeedEngine
 from learner.schedule import learning_rate
 

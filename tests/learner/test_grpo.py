@@ -10,7 +10,8 @@ import torch
 
 from learner.algorithms.base import TokenInputs
 from learner.batch import build_batch
-from learner.config_algorithm import BatchSettings, GrpoSettings
+from learner.config_algorithm import GrpoSettings
+from learner.config_batch import BatchSettings
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion

@@ -8,7 +8,9 @@ import torch
 import transformers
 
 from learner.batch import build_batch
-from learner.config_algorithm import BatchSettings, GrpoSettings, ModelSettings
+from learner.config_algorithm import GrpoSettings
+from learner.config_batch import BatchSettings
+from learner.config_model import ModelSettings
 from learner.model import PolicyModel, block_mask, load_policy
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from learner.batch import Batch, build_batch
-from learner.config_algorithm import TrainerSettings
+from learner.config_trainer import TrainerSettings
 from learner.trainer import Trainer
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
