@@ -1,6 +1,60 @@
-"""What a trajectory or a token was worth (pure numpy and torch): one file a family."""
+"""What a trajectory, a turn or a token was worth (pure numpy and torch): one file a family.
 
-from learner.advantages.groups import grpo_advantages, rloo_advantages
-from learner.advantages.outcomes import Outcomes
+Once a batch, in numpy float64: `Outcomes` -> one number for each trajectory (`groups`, `baselines`, `shaping`,
+`moments`). On tokens, in torch: returns and GAE over rows [B, T] (`returns`), whitening over the whole batch
+(`whitening`), credit by turns (`turns`). `rows` goes from a micro-batch's flat tokens to rows and back.
+"""
 
-__all__ = ["Outcomes", "grpo_advantages", "rloo_advantages"]
+from learner.advantages.baselines import Baseline, gpg_advantages, reinforce_advantages, remax_advantages
+from learner.advantages.groups import (
+    Spread,
+    dr_grpo_advantages,
+    gdpo_advantages,
+    grpo_advantages,
+    max_rl_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+)
+from learner.advantages.moments import RunningMoments
+from learner.advantages.outcomes import Outcomes, informative
+from learner.advantages.returns import discounted_returns, gae, rewards_at_end, settled_rewards
+from learner.advantages.rows import Rows, to_rows
+from learner.advantages.shaping import cost_shaped, normalize_rewards, overlong
+from learner.advantages.turns import Turns, normalized_turns, turn_advantages, turn_of_tokens, turn_returns
+from learner.advantages.whitening import whiten
+
+__all__ = [
+    "Baseline",
+    "Outcomes",
+    "Rows",
+    "RunningMoments",
+    "Spread",
+    "Turns",
+    "cost_shaped",
+    "discounted_returns",
+    "dr_grpo_advantages",
+    "gae",
+    "gdpo_advantages",
+    "gpg_advantages",
+    "grpo_advantages",
+    "informative",
+    "max_rl_advantages",
+    "normalize_rewards",
+    "normalized_turns",
+    "opo_advantages",
+    "overlong",
+    "pass_at_k_advantages",
+    "reinforce_advantages",
+    "reinforce_pp_baseline_advantages",
+    "remax_advantages",
+    "rewards_at_end",
+    "rloo_advantages",
+    "settled_rewards",
+    "to_rows",
+    "turn_advantages",
+    "turn_of_tokens",
+    "turn_returns",
+    "whiten",
+]

@@ -1,47 +1,141 @@
-"""Advantages from outcomes (pure numpy, float64): one number for each trajectory, before anything is packed.
+"""Advantages against the siblings in a group (pure numpy, float64): one number for each trajectory.
 
-A trajectory that does not vote (it ended for reasons of infrastructure) counts in no baseline and gets 0.
+In all of these a trajectory that does not vote counts in no baseline, no deviation and no denominator, and gets
+exactly 0. A group whose voters have the same reward but for rounding, and a group with one voter, get exactly 0, so
+that rounding divided by a small epsilon is never trained on. The order of trajectories does not matter; groups may be
+interleaved and of any size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 import numpy as np
-import numpy.typing as npt
 
-from learner.advantages.outcomes import Float64, Outcomes
+from learner.advantages.outcomes import Float64, Outcomes, contested, tolerance
 
-SAME = 1e-9
-"""Rewards of one group that differ by less than this, relative to their size, are one reward: 0.1 + 0.2 is not 0.3."""
+Spread = Literal["group", "batch", "none"]
+"""What centred rewards are divided by: the deviation of their group, that of all voters of the batch, or nothing."""
 
 
-def grpo_advantages(outcomes: Outcomes, *, normalize_std: bool, ddof: int, epsilon: float) -> Float64:
-    """[n] float64: (r - mean of the group) / (std of the group + epsilon) (GRPO, arXiv 2402.03300, section 4.1.2).
+def grpo_advantages(
+    outcomes: Outcomes, *, std: Spread = "group", ddof: int = 1, epsilon: float = 1e-6, normalize_std: bool = True
+) -> Float64:
+    """[n] float64: (r - mean of the group) / (deviation + epsilon) (GRPO, arXiv 2402.03300, section 4.1.2).
 
-    normalize_std=False leaves the division out (Dr. GRPO, arXiv 2503.20783). A group whose voters all have the same
-    reward, and a group with one voter, get exactly 0.
+    std="group" takes the deviation of the group, "batch" that of the rewards of all voters of the batch (TRL's
+    `scale_rewards="batch"`, arXiv 2508.08221), "none" divides by nothing (Dr. GRPO); normalize_std=False is another
+    way to say "none". ddof=1 divides the variance by n - 1, as verl, TRL, OpenRLHF, slime and AReaL do; epsilon is
+    1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF, 1e-5 in AReaL.
+
+    A group with one voter gets 0, as in TRL; verl and Search-R1 set mean 0 and deviation 1 there, which trains on the
+    raw reward; OpenRLHF refuses. A group of equal rewards gets exactly 0.
     """
     out = np.zeros(len(outcomes.rewards))
-    for members in _voters(outcomes):
+    divide = std if normalize_std else "none"
+    voting = outcomes.rewards[outcomes.votes]
+    for members in contested(outcomes):
         rewards = outcomes.rewards[members]
         centred = rewards - rewards.mean()
-        out[members] = centred / (rewards.std(ddof=ddof) + epsilon) if normalize_std else centred
+        if divide == "none":
+            out[members] = centred
+        else:
+            out[members] = centred / ((rewards if divide == "group" else voting).std(ddof=ddof) + epsilon)
     return out
 
 
+def dr_grpo_advantages(outcomes: Outcomes) -> Float64:
+    """[n] float64: r - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2).
+
+    Belongs with a loss whose denominator is a constant (`seq_mean_token_sum_norm`), else the bias towards long wrong
+    answers comes back. It is also REINFORCE with the group's mean as baseline, and prime-rl's default. One voter or
+    equal rewards: 0.
+    """
+    return grpo_advantages(outcomes, std="none")
+
+
 def rloo_advantages(outcomes: Outcomes) -> Float64:
-    """[n] float64: r - mean of the others in the group (RLOO, arXiv 2402.14740, equation 8)."""
+    """[n] float64: r - mean of the others in the group (RLOO, arXiv 2402.14740, equation 8).
+
+    One voter: 0, as in verl's `rloo_vectorized`; its `rloo` leaves the raw reward. Equal rewards: 0.
+    """
     out = np.zeros(len(outcomes.rewards))
-    for members in _voters(outcomes):
+    for members in contested(outcomes):
         rewards = outcomes.rewards[members]
         out[members] = (rewards - rewards.mean()) * (len(members) / (len(members) - 1))
     return out
 
 
-def _voters(outcomes: Outcomes) -> list[npt.NDArray[np.int64]]:
-    """Indices of the voters of each group in which at least two voters differ."""
-    groups = [np.flatnonzero((outcomes.group == g) & outcomes.votes) for g in np.unique(outcomes.group)]
-    return [members for members in groups if len(members) > 1 and not _same(outcomes.rewards[members])]
+def reinforce_pp_baseline_advantages(outcomes: Outcomes) -> Float64:
+    """[n] float64: r - mean of the group, to be whitened over all tokens of the batch (`whiten`).
+
+    The form of REINFORCE++ with a group baseline (arXiv 2501.03262): the whitening is over tokens, so
+    long answers weigh more in its moments. One voter or equal rewards: 0 before the whitening, which may shift it;
+    verl leaves the raw reward of one voter.
+    """
+    return grpo_advantages(outcomes, std="none")
 
 
-def _same(rewards: Float64) -> bool:
-    return bool(np.ptp(rewards) <= SAME * max(1.0, float(np.abs(rewards).max())))
+def opo_advantages(outcomes: Outcomes) -> Float64:
+    """[n] float64: r - sum(length * r) / sum(length) over the group (OPO, arXiv 2505.23585).
+
+    The baseline of least variance when the gradient's norm grows with the length; lengths are sampled tokens. A
+    group without a sampled token takes the plain mean. One voter or equal rewards: 0 (verl leaves the raw reward of
+    one).
+    """
+    out = np.zeros(len(outcomes.rewards))
+    for members in contested(outcomes):
+        rewards, lengths = outcomes.rewards[members], outcomes.lengths[members].astype(np.float64)
+        weights = lengths if lengths.sum() > 0 else np.ones_like(lengths)
+        out[members] = rewards - (weights * rewards).sum() / weights.sum()
+    return out
+
+
+def max_rl_advantages(outcomes: Outcomes) -> Float64:
+    """[n] float64: (r - mean) / mean of the group, 0 where the mean is not above 0 (MaxRL, as prime-rl has it).
+
+    With rewards of 0 and 1 it ascends the log-likelihood of being right; a mean near 0 makes it large (n - 1 for one
+    right of n). One voter or equal rewards: 0.
+    """
+    out = np.zeros(len(outcomes.rewards))
+    for members in contested(outcomes):
+        rewards = outcomes.rewards[members]
+        mean = rewards.mean()
+        if mean > tolerance(rewards):
+            out[members] = (rewards - mean) / mean
+    return out
+
+
+def pass_at_k_advantages(
+    outcomes: Outcomes, *, epsilon: float = 1e-6, ddof: int = 1, normalize_std: bool = True
+) -> Float64:
+    """[n] float64: (best - second) / (deviation of the group + epsilon) for the best of each group, 0 for all others.
+
+    Leave-one-out of the maximum (arXiv 2503.19595): only the one whose absence would lower the best of k is credited.
+    Two that share the best reward, but for rounding, share nothing: all get 0. One voter: 0; verl refuses it.
+    normalize_std=False leaves the division out.
+    """
+    out = np.zeros(len(outcomes.rewards))
+    for members in contested(outcomes):
+        rewards = outcomes.rewards[members]
+        second, best = np.sort(rewards)[-2:]
+        if best - second > tolerance(rewards):
+            scale = rewards.std(ddof=ddof) + epsilon if normalize_std else 1.0
+            out[members[rewards.argmax()]] = (best - second) / scale
+    return out
+
+
+def gdpo_advantages(
+    outcomes: Outcomes, weights: Mapping[str, float], *, ddof: int = 1, epsilon: float = 1e-6
+) -> Float64:
+    """[n] float64: sum over the named parts of weight * GRPO of that part, to be whitened over the batch.
+
+    GDPO (arXiv 2601.05242): parts are normalised before they are added, so that one with a small spread is not lost
+    beside one with a large. A part that is equal throughout a group adds 0 there. Raises KeyError for a part that no
+    trajectory has.
+    """
+    out = np.zeros(len(outcomes.rewards))
+    for name, weight in weights.items():
+        out += weight * grpo_advantages(outcomes.scored(outcomes.parts[name]), ddof=ddof, epsilon=epsilon)
+    return out

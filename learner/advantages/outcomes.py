@@ -3,42 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import TrajectoryGroup
+from protocol.messages import Status, TrajectoryGroup
 
 Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+SAME = 1e-9
+"""Rewards that differ by less than this, relative to their size, are one reward: 0.1 + 0.2 is not 0.3."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
     """What is known of the n trajectories of a batch.
 
-    rewards  [n] float64
-    votes    [n] bool
-    group    [n] int64, equal for the trajectories of one group
+    rewards    [n] float64
+    votes      [n] bool, False where a trajectory ended for reasons of infrastructure
+    group      [n] int64, equal for the trajectories of one group; any numbers, in any order
+    lengths    [n] int64, tokens that the policy sampled; where it is left out, all are as long (1)
+    truncated  [n] bool, True where the token budget ended it; where it is left out, none was
+    parts      name -> [n] float64, the unweighted parts of the rewards; 0 where a trajectory has no such part
+
+    Raises ValueError when the arrays differ in length.
     """
 
     rewards: Float64
-    votes: npt.NDArray[np.bool_]
-    group: npt.NDArray[np.int64]
+    votes: Bool
+    group: Int64
+    lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    truncated: Bool = field(default_factory=lambda: np.zeros(0, bool))
+    parts: dict[str, Float64] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(self.rewards)
+        if not len(self.lengths):
+            object.__setattr__(self, "lengths", np.ones(n, np.int64))
+        if not len(self.truncated):
+            object.__setattr__(self, "truncated", np.zeros(n, bool))
+        sizes = {len(x) for x in (self.votes, self.group, self.lengths, self.truncated, *self.parts.values())}
+        if sizes != {n}:
+            raise ValueError(f"{n} rewards, and arrays of {sorted(sizes)} beside them")
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup]) -> Outcomes:
         """The outcomes of every trajectory, in the order of the groups."""
         pairs = [(number, t) for number, g in enumerate(groups) for t in g.trajectories]
+        names = sorted({name for _, t in pairs for name in t.rewards})
         return cls(
-            np.array([t.reward for _, t in pairs], np.float64),
-            np.array([t.status.votes for _, t in pairs], bool),
-            np.array([number for number, _ in pairs], np.int64),
+            rewards=np.array([t.reward for _, t in pairs], np.float64),
+            votes=np.array([t.status.votes for _, t in pairs], bool),
+            group=np.array([number for number, _ in pairs], np.int64),
+            lengths=np.array([t.num_sampled for _, t in pairs], np.int64),
+            truncated=np.array([t.status is Status.TRUNCATED for _, t in pairs], bool),
+            parts={name: np.array([t.rewards.get(name, 0.0) for _, t in pairs], np.float64) for name in names},
         )
 
     def shuffled(self, seed: int) -> Outcomes:
-        """The same with the rewards of those that vote permuted among them, whatever their group."""
+        """The same with the rewards of those that vote permuted among them, whatever their group.
+
+        The parts move with their reward; lengths and truncation stay with their trajectory.
+        """
         voters = np.flatnonzero(self.votes)
-        rewards = self.rewards.copy()
-        rewards[voters] = rewards[np.random.default_rng(seed).permutation(voters)]
-        return Outcomes(rewards, self.votes, self.group)
+        order = np.arange(len(self.rewards))
+        order[voters] = np.random.default_rng(seed).permutation(voters)
+        return replace(
+            self, rewards=self.rewards[order], parts={name: part[order] for name, part in self.parts.items()}
+        )
+
+    def scored(self, rewards: Float64) -> Outcomes:
+        """The same with other rewards: after shaping or normalisation."""
+        return replace(self, rewards=np.asarray(rewards, np.float64))
+
+
+def same(rewards: Float64) -> bool:
+    """Whether the rewards [m], at least one, are equal but for rounding (`SAME`)."""
+    return bool(np.ptp(rewards) <= tolerance(rewards))
+
+
+def tolerance(rewards: Float64) -> float:
+    """How far two of the rewards [m], at least one, may be apart and still be one reward."""
+    return SAME * max(1.0, float(np.abs(rewards).max()))
+
+
+def voters_by_group(outcomes: Outcomes) -> list[Int64]:
+    """For each group with at least one voter, the indices of its voters, in ascending order of index."""
+    voters = np.flatnonzero(outcomes.votes)
+    voters = voters[np.argsort(outcomes.group[voters], kind="stable")]
+    edges = np.flatnonzero(np.diff(outcomes.group[voters])) + 1
+    return [members for members in np.split(voters, edges) if len(members)]
+
+
+def contested(outcomes: Outcomes) -> list[Int64]:
+    """Those of `voters_by_group` in which at least two voters differ: the others teach nothing about their group."""
+    return [m for m in voters_by_group(outcomes) if len(m) > 1 and not same(outcomes.rewards[m])]
+
+
+def informative(rewards: Float64, votes: Bool) -> bool:
+    """Whether a group, rewards [G] and votes [G], has two voters whose rewards differ by more than rounding.
+
+    What dynamic sampling keeps (DAPO, arXiv 2503.14476, section 3.2, states it as 0 < correct < G; this holds for any
+    reward). verl compares `np.std(metric)` with 0 exactly, so (0.1 + 0.2, 0.3) passes there, and keeps groups of one;
+    slime asks for std > 1e-6. Here a group of one voter is not informative: its advantage would be 0.
+    """
+    voting = np.asarray(rewards, np.float64)[np.asarray(votes, bool)]
+    return len(voting) > 1 and not same(voting)

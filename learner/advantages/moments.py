@@ -1,0 +1,64 @@
+"""The mean and deviation of everything seen so far: state that a checkpoint keeps (pure numpy)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from learner.advantages.outcomes import SAME, Float64
+
+
+class RunningMoments:
+    """Count, mean and sum of squared distances from it, in float64, one value or one set at a time.
+
+    Welford's update in the form for sets (Chan, Golub, LeVeque 1979): no sum of squares that loses its digits when the
+    mean is large. Rank 0 keeps one and feeds it the whole batch; or each rank keeps one and they are merged.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self._squares = 0.0
+
+    def update(self, values: Float64) -> None:
+        """Takes in values of any shape. Raises ValueError for one that is not finite: it would stay for ever."""
+        given = np.asarray(values, np.float64).ravel()
+        if not np.isfinite(given).all():
+            raise ValueError("a value is not finite")
+        if len(given):
+            mean = float(given.mean())
+            self._add(len(given), mean, float(np.square(given - mean).sum()))
+
+    def merge(self, other: RunningMoments) -> None:
+        """Takes in all that `other` has seen."""
+        if other.count:
+            self._add(other.count, other.mean, other._squares)
+
+    def std(self, ddof: int = 0) -> float:
+        """The deviation, its variance divided by count - ddof; 0 when that is not above 0."""
+        return math.sqrt(self._squares / (self.count - ddof)) if self.count > ddof else 0.0
+
+    def normalize(self, values: Float64, *, centre: bool = True, ddof: int = 0, epsilon: float = 1e-8) -> Float64:
+        """(values - mean) / (std + epsilon), of the shape of `values`, float64; without centre only the division.
+
+        As long as all that was seen was one value but for rounding, nothing is divided.
+        """
+        std = self.std(ddof)
+        scale = std + epsilon if std > SAME * max(1.0, abs(self.mean)) else 1.0
+        return (np.asarray(values, np.float64) - (self.mean if centre else 0.0)) / scale
+
+    def state(self) -> dict[str, float]:
+        """Numbers that JSON carries exactly."""
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Goes on from `state()`. Raises KeyError when a number is missing."""
+        self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
+
+    def _add(self, count: int, mean: float, squares: float) -> None:
+        total = self.count + count
+        step = mean - self.mean
+        self._squares += squares + step * step * self.count * count / total
+        self.mean += step * count / total
+        self.count = total

@@ -1,0 +1,89 @@
+"""Credit over time within a trajectory (pure torch): discounted returns and generalised advantage estimation.
+
+Rows [B, T] with a mask that is True at the policy's tokens and may have holes, where observations stand. Time counts
+the policy's tokens only: the recursion skips a hole and carries on what stands after it, so a hole neither discounts
+nor adds, as in verl >= 0.9 and AReaL. (OpenRLHF discounts through holes, with values of 0 in them; slime and Search-R1
+ignore the mask and use the critic's values of observations; older verl lost every reward beyond a hole. With gamma =
+lambda = 1 the first two agree.) What stands on a masked position, NaN included, never matters, but for a finite
+reward (`settled_rewards`). Results are constants (no gradient), computed in float64, in the dtype given, and exactly 0
+where the mask is False (verl leaves carried values there).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rewards_at_end(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, T]: the outcome rewards [B], each on the last token of its row where `mask` [B, T] holds; 0 elsewhere.
+
+    A row without such a token stays 0.
+    """
+    out = torch.zeros(mask.shape, dtype=rewards.dtype, device=rewards.device)
+    if not mask.shape[1]:
+        return out
+    place = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, place, -1).amax(1)
+    return torch.where(place[None, :] == last[:, None], rewards.detach()[:, None], out)
+
+
+def settled_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, T]: every reward on a masked position added to that of the last token before it where `mask` holds.
+
+    verl loses such a reward (a trajectory cut off right after an observation). One with no such token before it is
+    dropped: no token led to it. On masked positions what is not finite counts as 0.
+    """
+    given = torch.where(mask | rewards.isfinite(), rewards, 0.0).detach()
+    if not mask.shape[1]:
+        return given
+    place = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    owner = torch.where(mask, place, -1).cummax(1).values
+    out = torch.zeros_like(given).scatter_add(1, owner.clamp(min=0), torch.where(owner >= 0, given, 0.0))
+    return torch.where(mask, out, 0.0)
+
+
+def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """[B, T]: G_t = r_t + gamma * G of the row's next token where `mask` holds (see the module for holes).
+
+    rewards [B, T], mask [B, T] bool. With KL already in the rewards, and whitened over the batch, these are the
+    advantages of REINFORCE++ (arXiv 2501.03262).
+    """
+    settled = settled_rewards(rewards, mask).double()
+    carried = settled.new_zeros(len(settled))
+    out = torch.zeros_like(settled)
+    for t in reversed(range(settled.shape[1])):
+        carried = torch.where(mask[:, t], settled[:, t] + gamma * carried, carried)
+        out[:, t] = carried
+    return torch.where(mask, out, 0.0).to(rewards.dtype)
+
+
+def gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float,
+    lam: float,
+    last_value: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages [B, T], not whitened, and returns [B, T] = advantages + values (GAE, arXiv 1506.02438, equation 16).
+
+    delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, `next` being the row's next token
+    where the mask holds.
+
+    rewards     [B, T]; those on masked positions move (`settled_rewards`)
+    values      [B, T] of the critic, in the dtype of the results, before the token is sampled
+    mask        [B, T] bool
+    last_value  [B] the critic's value after the last token, for a trajectory that was cut off; 0 when left out
+    """
+    settled = settled_rewards(rewards, mask).double()
+    known = torch.where(mask, values, 0.0).detach().double()
+    carried = settled.new_zeros(len(settled))
+    ahead = carried if last_value is None else last_value.detach().double()
+    out = torch.zeros_like(settled)
+    for t in reversed(range(settled.shape[1])):
+        delta = settled[:, t] + gamma * ahead - known[:, t]
+        carried = torch.where(mask[:, t], delta + gamma * lam * carried, carried)
+        ahead = torch.where(mask[:, t], known[:, t], ahead)
+        out[:, t] = carried
+    advantages = torch.where(mask, out, 0.0)
+    return advantages.to(values.dtype), (advantages + known).to(values.dtype)
