@@ -18,7 +18,7 @@ from learner.advantages import Outcomes
 from learner.aggregation import Aggregation, trajectory_weights
 from learner.config_batch import BatchSettings
 from learner.packing import cut_rows, deal, pack_rows
-from protocol.messages import Trajectory, TrajectoryGroup
+from protocol.messages import Owner, Trajectory, TrajectoryGroup
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
 
@@ -31,6 +31,7 @@ class Plan(Protocol):
 
     aggregation: Aggregation
     aggregation_length: int
+    minibatches: int
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory."""
@@ -49,8 +50,12 @@ class MicroBatch:
     behaviour  [N] float32, its log-prob when it was sampled
     advantages [N] float32
     weights    [N] float32, its share in the loss; 0 only in the dummies that fill up a rank
+    rewards    [N] float32, what was earned at it: a turn's reward at the turn's last trained token, the rest of the
+               trajectory's at the last of all
+    outcome    [N] float32, its trajectory's reward
     lags       [N] int64, steps between the version that sampled it and the one being trained
     trajectory [N] int64, its trajectory's number in the batch
+    turn       [N] int64, number of its turn in the trajectory, from 0
     """
 
     ids: IntArray
@@ -61,15 +66,40 @@ class MicroBatch:
     behaviour: FloatArray
     advantages: FloatArray
     weights: FloatArray
+    rewards: FloatArray
+    outcome: FloatArray
     lags: IntArray
     trajectory: IntArray
+    turn: IntArray
+
+
+Part = tuple[MicroBatch, ...]
+"""The micro-batches of one optimiser update."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one training step takes. `stats` are numbers for the metrics."""
+    """What one training step takes: an optimiser update for each part. `stats` are numbers for the metrics."""
 
-    micro_batches: tuple[MicroBatch, ...]
+    parts: tuple[Part, ...]
+    temperature: float
+    num_tokens: int
+    stats: dict[str, float]
+
+    @property
+    def micro_batches(self) -> Part:
+        """Those of all parts."""
+        return tuple(m for part in self.parts for m in part)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank does of a batch: as many parts as all others, and in each as many micro-batches.
+
+    num_tokens and stats are those of the whole batch.
+    """
+
+    parts: tuple[Part, ...]
     temperature: float
     num_tokens: int
     stats: dict[str, float]
@@ -77,14 +107,18 @@ class Batch:
 
 @dataclass
 class _Row:
-    """A trajectory that will be trained: inputs [L], and positions [n] of its trained tokens in the ids."""
+    """A trajectory that will be trained: inputs [L], and of its n trained tokens what `MicroBatch` says of each."""
 
     ids: IntArray
     trained: IntArray
     targets: IntArray
     behaviour: FloatArray
+    rewards: FloatArray
+    outcome: float
     lags: IntArray
+    turn: IntArray
     number: int
+    group: int
 
 
 @dataclass
@@ -116,40 +150,60 @@ def build_batch(
     outcomes = Outcomes.of(groups)
     tally = _Tally()
     rows: list[_Row] = []
-    for number, trajectory in enumerate(t for g in groups for t in g.trajectories):
-        row = _trained_part(trajectory, number, tally, now_step, lineage, max_lag)
+    pairs = [(place, t) for place, g in enumerate(groups) for t in g.trajectories]
+    for number, (group, trajectory) in enumerate(pairs):
+        row = _trained_part(trajectory, number, group, tally, now_step, lineage, max_lag)
         if row is not None:
             rows.append(row)
-    advantages = algorithm.advantages(outcomes.shuffled(now_step) if settings.shuffle_rewards else outcomes)
+    judged = outcomes
+    if settings.shuffle_rewards:
+        judged = outcomes.shuffled(now_step)
+        for row in rows:
+            row.rewards = np.append(np.zeros(len(row.trained) - 1), judged.rewards[row.number]).astype(np.float32)
+    advantages = algorithm.advantages(judged)
+    # The capacity is the batch's, not the part's: a row's width should not depend on how the batch is divided.
+    capacity = max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
+    divided = [[r for r in rows if r.group % algorithm.minibatches == n] for n in range(algorithm.minibatches)]
+    parts = tuple(_part(part, advantages, algorithm, capacity, settings) for part in divided if part)
+    stats = _statistics(rows, [m for part in parts for m in part], tally, outcomes, advantages)
+    return Batch(parts, temperature, sum(len(r.trained) for r in rows), stats)
+
+
+def _part(
+    rows: Sequence[_Row], advantages: npt.NDArray[np.float64], algorithm: Plan, capacity: int, settings: BatchSettings
+) -> Part:
+    """The micro-batches of one update: its denominators are its own."""
     counts = np.zeros(len(advantages), np.int64)
     for row in rows:
         counts[row.number] = len(row.trained)
     weights = trajectory_weights(counts.tolist(), algorithm.aggregation, algorithm.aggregation_length)
-    packed = pack_rows([len(r.ids) for r in rows], _capacity(rows, settings))
+    packed = pack_rows([len(r.ids) for r in rows], capacity)
     widths = [sum(len(rows[i].ids) for i in row) for row in packed]
-    micro_batches = tuple(
+    return tuple(
         _assemble([[rows[i] for i in packed[r]] for r in cut], advantages, weights)
         for cut in cut_rows(widths, settings.micro_batch_tokens)
     )
-    stats = _statistics(rows, micro_batches, tally, outcomes, advantages)
-    return Batch(micro_batches, temperature, int(counts.sum()), stats)
 
 
-def cut_for_ranks(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
-    """Micro-batches of each rank, equally many for all: ranks that are short of one get a dummy of weight 0."""
-    hands = deal([m.ids.size for m in batch.micro_batches], ranks)
+def cut_for_ranks(batch: Batch, ranks: int) -> list[Share]:
+    """What each rank does: equally many micro-batches in every part, since each takes part in every collective. Ranks
+    that are short of one get a dummy of weight 0.
+    """
+    dealt = [_deal(part, ranks) for part in batch.parts]
+    hands = [tuple(part[rank] for part in dealt) for rank in range(ranks)]
+    return [Share(hand, batch.temperature, batch.num_tokens, batch.stats) for hand in hands]
+
+
+def _deal(part: Part, ranks: int) -> list[Part]:
+    hands = deal([m.ids.size for m in part], ranks)
     longest = max(len(hand) for hand in hands)
-    dealt = [[batch.micro_batches[i] for i in hand] for hand in hands]
-    return [hand + [_dummy()] * (longest - len(hand)) for hand in dealt]
-
-
-def _capacity(rows: Sequence[_Row], settings: BatchSettings) -> int:
-    return max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
+    return [tuple(part[i] for i in hand) + (_dummy(),) * (longest - len(hand)) for hand in hands]
 
 
 def _trained_part(
     trajectory: Trajectory,
     number: int,
+    group: int,
     tally: _Tally,
     now_step: int,
     lineage: Sequence[PolicyVersion],
@@ -161,9 +215,11 @@ def _trained_part(
         return None
     trained = trajectory.mask.copy()
     trained[:1] = False  # nothing predicts the first token
-    lags = np.zeros(len(trained), np.int64)
-    base = 0
+    lags, turns = np.zeros(len(trained), np.int64), np.zeros(len(trained), np.int64)
+    base = turn = 0
     for segment in trajectory.segments:
+        turns[base : base + len(segment.ids)] = turn
+        turn += segment.owner is Owner.POLICY
         for span in segment.spans:
             place = slice(base + span.start, base + span.end)
             lags[place] = lag(now_step, span.version)
@@ -178,7 +234,33 @@ def _trained_part(
         return None
     ids = trajectory.ids.astype(np.int64)
     # Attention is causal: what follows the last trained token, and that token itself, need not be read.
-    return _Row(ids[: at[-1]], at, ids[at], trajectory.logprobs[at], lags[at], number)
+    return _Row(
+        ids=ids[: at[-1]],
+        trained=at,
+        targets=ids[at],
+        behaviour=trajectory.logprobs[at],
+        rewards=_credit(trajectory, at),
+        outcome=trajectory.reward,
+        lags=lags[at],
+        turn=turns[at],
+        number=number,
+        group=group,
+    )
+
+
+def _credit(trajectory: Trajectory, at: IntArray) -> FloatArray:
+    """[n] float32: rewards at the trained tokens `at`. One that was earned at a token that is not trained goes to the
+    last trained token before it, or to the first of all: no reward is lost, and their sum is the trajectory's.
+    """
+    out = np.zeros(len(at))
+    base, rest = 0, trajectory.reward
+    for segment in trajectory.segments:
+        base += len(segment.ids)
+        if segment.reward:
+            out[max(0, int(np.searchsorted(at, base)) - 1)] += segment.reward
+            rest -= segment.reward
+    out[-1] += rest
+    return out.astype(np.float32)
 
 
 def _assemble(
@@ -209,15 +291,18 @@ def _assemble(
         behaviour=np.concatenate([p.behaviour for p in parts]),
         advantages=advantages[numbers].astype(np.float32),
         weights=weights[numbers].astype(np.float32),
+        rewards=np.concatenate([p.rewards for p in parts]),
+        outcome=np.repeat([p.outcome for p in parts], [len(p.trained) for p in parts]).astype(np.float32),
         lags=np.concatenate([p.lags for p in parts]),
         trajectory=numbers,
+        turn=np.concatenate([p.turn for p in parts]),
     )
 
 
 def _dummy() -> MicroBatch:
     one, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
     nothing = np.zeros(1, np.float32)
-    return MicroBatch(one, one, one, zero, zero, nothing, nothing, nothing, zero, zero)
+    return MicroBatch(one, one, one, zero, zero, nothing, nothing, nothing, nothing, nothing, zero, zero, zero)
 
 
 def _statistics(

@@ -1,4 +1,4 @@
-"""Settings of the algorithms.
+"""Settings of the algorithms, one class each.
 
 Nothing heavy is imported here: an algorithm's settings carry a lazy `build()` that imports torch when it is called.
 To add an algorithm: one file in `algorithms/`, one settings class and one line in `AlgorithmSettings`.
@@ -11,47 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from learner.aggregation import Aggregation
-from protocol.settings import Settings
+from learner.config_policy import GroupSettings, PolicySettings, Proximal, RewardKlSettings, TopKlSettings
 
 if TYPE_CHECKING:
     from learner.algorithms.base import Algorithm
 
 
-class SurrogateSettings(Settings):
-    """What every algorithm with a clipped surrogate shares."""
-
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: float = Field(default=0.28, ge=0)
-    """The ratio is clipped at 1 + clip_high; more than clip_low lets rare tokens grow (DAPO, arXiv 2503.14476)."""
-    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"
-    """Proximal policy: the engines' own log-probs, or the learner's before the update (arXiv 2505.24298)."""
-    importance_cap: float = Field(default=2.0, ge=0)
-    """With old_logprobs: recompute, tokens weigh min(old / behaviour, this); 0 leaves the weight out."""
-    epochs: int = Field(default=1, ge=1, le=16)
-    """Optimiser updates on each batch."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the frozen initial policy; 0 needs no reference model."""
-    kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence (Schulman, "Approximating KL divergence"); k1 has no useful gradient of its own."""
-    entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus."""
-    aggregation: Aggregation = "token_mean"
-    """How token losses become one number; every denominator is of the whole batch."""
-    aggregation_length: int = Field(default=0, ge=0)
-    """seq_mean_token_sum only: constant that the sum is divided by (Dr. GRPO, arXiv 2503.20783); 0 = not divided."""
-
-
-class GrpoSettings(SurrogateSettings):
+class GrpoSettings(GroupSettings):
     """Group relative policy optimisation (arXiv 2402.03300)."""
 
     type: Literal["grpo"] = "grpo"
-    normalize_std: bool = True
-    """Divide by the group's standard deviation; false gives Dr. GRPO."""
-    std_ddof: Literal[0, 1] = 1
-    """1: the group's deviation divides by n - 1, as verl, TRL and OpenRLHF do."""
-    epsilon: float = Field(default=1e-6, ge=0)
-    """Added to the standard deviation."""
 
     def build(self) -> Algorithm:
         """The algorithm; imports torch."""
@@ -60,7 +29,41 @@ class GrpoSettings(SurrogateSettings):
         return Grpo(self)
 
 
-class RlooSettings(SurrogateSettings):
+class DrGrpoSettings(GroupSettings):
+    """GRPO without its two biases (arXiv 2503.20783): nothing is divided by a deviation or by a length."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+    std: Literal["group", "batch", "none"] = "none"
+    aggregation: Aggregation = "seq_mean_token_sum"
+    aggregation_length: int = Field(default=1024, ge=1)
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.grpo import Grpo
+
+        return Grpo(self)
+
+
+class DapoSettings(GroupSettings):
+    """Decoupled clip and dynamic sampling (arXiv 2503.14476)."""
+
+    type: Literal["dapo"] = "dapo"
+    filter: bool = True
+    overlong_length: int = Field(default=0, ge=0)
+    """Most tokens that a policy may write in a trajectory without losing all of `overlong_penalty`; 0: no shaping."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """The punishment grows linearly over the last so many tokens before overlong_length."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Taken off the reward at overlong_length and beyond."""
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.dapo import Dapo
+
+        return Dapo(self)
+
+
+class RlooSettings(PolicySettings):
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740), clipped."""
 
     type: Literal["rloo"] = "rloo"
@@ -72,13 +75,167 @@ class RlooSettings(SurrogateSettings):
         return Rloo(self)
 
 
+class ReinforceSettings(PolicySettings):
+    """REINFORCE (Williams 1992): -A log pi, no clipping; importance weights where old_logprobs is not behaviour."""
+
+    type: Literal["reinforce"] = "reinforce"
+    old_logprobs: Proximal = "recompute"
+    baseline: Literal["none", "batch", "group"] = "batch"
+    """What is taken off the reward."""
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.reinforce import Reinforce
+
+        return Reinforce(self)
+
+
+class ReinforcePpSettings(PolicySettings):
+    """REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens, the divergence taken off them, whitened."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+    kl: RewardKlSettings = RewardKlSettings()
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount from token to token."""
+    baseline: Literal["none", "group"] = "none"
+    """group: rewards are centred in their group first (REINFORCE++-baseline)."""
+    whiten: bool = True
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.reinforce_pp import ReinforcePp
+
+        return ReinforcePp(self)
+
+
+class PpoSettings(PolicySettings):
+    """Proximal policy optimisation with a critic (arXiv 1707.06347; `learner.critic`)."""
+
+    type: Literal["ppo"] = "ppo"
+    clip_high: float = Field(default=0.2, ge=0)
+    old_logprobs: Proximal = "recompute"
+    kl: RewardKlSettings = RewardKlSettings()
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount from token to token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
+    whiten: bool = True
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.ppo import Ppo
+
+        return Ppo(self)
+
+
+class GspoSettings(GroupSettings):
+    """Group sequence policy optimisation (arXiv 2507.18071): ratio and clip are of whole trajectories."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, ge=0, lt=1)
+    clip_high: float = Field(default=4e-4, ge=0)
+    old_logprobs: Proximal = "recompute"
+    aggregation: Aggregation = "seq_mean_token_mean"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.gspo import Gspo
+
+        return Gspo(self)
+
+
+class CispoSettings(GroupSettings):
+    """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, ge=0, le=1)
+    """The weight is clipped at 1 - clip_low: 1 leaves it open below."""
+    clip_high: float = Field(default=4.0, ge=0)
+    """The weight is clipped at 1 + clip_high."""
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.cispo import Cispo
+
+        return Cispo(self)
+
+
+class SapoSettings(GroupSettings):
+    """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in the place of the clip."""
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """The same where it is not."""
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.sapo import Sapo
+
+        return Sapo(self)
+
+
+class GpgSettings(PolicySettings):
+    """Group policy gradient (arXiv 2504.02546): -A log pi, with advantages scaled by the share of useful groups."""
+
+    type: Literal["gpg"] = "gpg"
+    old_logprobs: Proximal = "recompute"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.gpg import Gpg
+
+        return Gpg(self)
+
+
+class EmaPgSettings(GroupSettings):
+    """GRPO with a top-k divergence from an average of the policy (arXiv 2602.04417; `learner.reference.kind: ema`)."""
+
+    type: Literal["ema_pg"] = "ema_pg"
+    kl: TopKlSettings = TopKlSettings()
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.grpo import Grpo
+
+        return Grpo(self)
+
+
+class DecoupledPpoSettings(GroupSettings):
+    """Decoupled PPO for asynchronous data (AReaL, arXiv 2505.24298): the clip is around a proximal policy, importance
+    weights correct from the behaviour policy to it. GRPO's advantages, no critic.
+    """
+
+    type: Literal["decoupled_ppo"] = "decoupled_ppo"
+    old_logprobs: Proximal = "interpolate"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.grpo import Grpo
+
+        return Grpo(self)
+
+
 def _tag(value: Any) -> str:
     given = value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", "grpo")
     return str(given)
 
 
 AlgorithmSettings = Annotated[
-    Annotated[GrpoSettings, Tag("grpo")] | Annotated[RlooSettings, Tag("rloo")],
+    Annotated[GrpoSettings, Tag("grpo")]
+    | Annotated[DrGrpoSettings, Tag("dr_grpo")]
+    | Annotated[DapoSettings, Tag("dapo")]
+    | Annotated[RlooSettings, Tag("rloo")]
+    | Annotated[ReinforceSettings, Tag("reinforce")]
+    | Annotated[ReinforcePpSettings, Tag("reinforce_pp")]
+    | Annotated[PpoSettings, Tag("ppo")]
+    | Annotated[GspoSettings, Tag("gspo")]
+    | Annotated[CispoSettings, Tag("cispo")]
+    | Annotated[SapoSettings, Tag("sapo")]
+    | Annotated[GpgSettings, Tag("gpg")]
+    | Annotated[EmaPgSettings, Tag("ema_pg")]
+    | Annotated[DecoupledPpoSettings, Tag("decoupled_ppo")],
     Discriminator(_tag),
 ]
 """Union over `type`; without one it is `grpo`."""

@@ -1,9 +1,15 @@
-"""The seam to algorithms: outcomes in, advantages out; token scores in, a loss out."""
+"""The seam to algorithms: outcomes in, advantages out; token scores in, a loss out.
+
+outcomes --advantages--> one number a trajectory   (before packing, numpy)
+scored   --judge-------> advantages and returns of tokens   (before the first update, over all ranks)
+tokens   --loss--------> one number a micro-batch   (in every update)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,20 +18,95 @@ import torch
 from learner.advantages import Outcomes
 from learner.aggregation import Aggregation
 
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""Sums a float64 vector over the ranks; every rank must call it, in one order."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm wants to be computed before its loss.
+
+    reference         log-probs of the reference policy
+    values            values of a critic, and the returns that it learns from
+    entropy_gradient  whether the entropy is part of the loss
+    old               whether `TokenInputs.old` is the policy before the first update, instead of the engines' log-probs
+    old_to_judge      whether `judge` reads `Scored.old`
+    top, top_of       log-probs of the `top` likeliest tokens, of the policy before the first update or of the reference
+    """
+
+    reference: bool = False
+    values: bool = False
+    entropy_gradient: bool = False
+    old: bool = False
+    old_to_judge: bool = False
+    top: int = 0
+    top_of: Literal["policy", "reference"] = "policy"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One micro-batch before the first update: N trained tokens, all tensors [N], float32 unless said otherwise.
+
+    rewards     what was earned at this token: the outcome stands at its trajectory's last one
+    advantages  from the outcomes
+    behaviour   log-probs when the tokens were sampled
+    old         log-probs of the policy as it is, None where nobody asked
+    reference   log-probs of the reference, None where nobody asked
+    values      of the critic, None without one
+    mask        bool, False only in dummies that fill up a rank
+    trajectory  int64, number of the token's trajectory in the batch
+    turn        int64, number of the token's turn in its trajectory
+    """
+
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+    behaviour: torch.Tensor
+    old: torch.Tensor | None
+    reference: torch.Tensor | None
+    values: torch.Tensor | None
+    mask: torch.Tensor
+    trajectory: torch.Tensor
+    turn: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of the tokens of one micro-batch, [N] float32: what is to be done, and what the critic should have said."""
+
+    advantages: torch.Tensor
+    returns: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The k likeliest tokens in the place of each trained one (of whom: `Needs.top_of`).
+
+    policy     [N, k] log-probs of the policy, with gradient
+    reference  [N, k] log-probs of the reference
+    inside     [N] bool, whether the trained token is one of them
+    """
+
+    policy: torch.Tensor
+    reference: torch.Tensor
+    inside: torch.Tensor
+
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What a loss sees of one micro-batch: N trained tokens, all tensors [N].
+    """What a loss sees of one micro-batch: N trained tokens, all tensors [N], float32 unless said otherwise.
 
-    logprobs   float32 of the policy being trained, with gradient
-    entropy    float32 of its distributions, with gradient where `needs_entropy_gradient`
-    behaviour  float32 log-probs when the tokens were sampled
-    old        float32 log-probs of the proximal policy
-    reference  float32 log-probs of the frozen reference, None where the algorithm does not ask for one
-    advantages float32
-    weights    float32, share of each token in the loss of the whole batch (`learner.aggregation`)
+    logprobs   of the policy being trained, with gradient
+    entropy    of its distributions, with gradient where `Needs.entropy_gradient`
+    behaviour  log-probs when the tokens were sampled
+    old        log-probs of the proximal policy (see `Needs.old`)
+    reference  log-probs of the reference, None where the algorithm does not ask for one
+    advantages as judged
+    weights    share of each token in the loss of the whole batch (`learner.aggregation`)
     mask       bool, False only in dummies that fill up a rank
     trajectory int64, number of the token's trajectory in the batch
+    lags       int64, steps between the version that sampled the token and the one being trained
+    outcome    reward of the token's trajectory, for the metrics
+    top        where `Needs.top`
     """
 
     logprobs: torch.Tensor
@@ -37,6 +118,9 @@ class TokenInputs:
     weights: torch.Tensor
     mask: torch.Tensor
     trajectory: torch.Tensor
+    lags: torch.Tensor
+    outcome: torch.Tensor
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -46,34 +130,49 @@ class LossOutput:
     loss    scalar with gradient; the shares of all micro-batches add up to the loss of the batch
     sums    scalars without gradient, added up over the batch and divided by its number of trained tokens
     maxima  scalars without gradient, of which the largest in the batch is reported
+    ratios  (numerator, denominator), both added up over the batch; left out where the denominator is 0
     """
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+    ratios: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class Algorithm(Protocol):
     """One way to learn from outcomes.
 
     aggregation, aggregation_length  how token losses become one number (`learner.aggregation`)
-    epochs                           optimiser updates on each batch
-    needs_reference                  whether `loss` reads `TokenInputs.reference`
-    needs_entropy_gradient           whether the entropy is part of the loss
-    recomputes_old                   whether the proximal policy is the learner's own, instead of the engines'
+    minibatches                      parts of a batch, each with an update of its own
+    epochs                           passes over the batch
+    filters                          whether groups with nothing to learn from should be replaced by others
     """
 
     aggregation: Aggregation
     aggregation_length: int
+    minibatches: int
     epochs: int
-    needs_reference: bool
-    needs_entropy_gradient: bool
-    recomputes_old: bool
+    filters: bool
+
+    @property
+    def needs(self) -> Needs: ...
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory; 0 for those that do not vote."""
         ...
 
+    def judge(self, scored: Sequence[Scored], total: Total) -> tuple[list[Judgement], dict[str, float]]:
+        """Advantages (and returns) of every token of this rank, and facts for the metrics; collective."""
+        ...
+
     def loss(self, inputs: TokenInputs) -> LossOutput:
         """The loss of one micro-batch; no token of it may depend on another micro-batch."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must know (controllers), as JSON can say it; the same on every rank."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes up what `state` gave."""
         ...

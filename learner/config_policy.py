@@ -1,0 +1,144 @@
+"""Settings that algorithms share: clipping, off-policy corrections, divergence, entropy, aggregation.
+
+Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from learner.aggregation import Aggregation
+from protocol.settings import Settings
+
+Level = Literal["token", "sequence", "geometric"]
+KlType = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5", "reverse", "forward"]
+Proximal = Literal["behaviour", "recompute", "interpolate"]
+
+
+class CorrectionSettings(Settings):
+    """Importance weights old / behaviour on the loss. Only where `old_logprobs` is not `behaviour`: otherwise the
+    surrogate's own ratio corrects for the sampler already, and a second weight would correct twice.
+    """
+
+    mode: Literal["truncate", "mask", "off"] = "truncate"
+    """truncate: weights are limited to [low, high] (TIS); mask: those outside become 0 (MIS; IcePop at token level)."""
+    level: Level = "token"
+    """Weights of single tokens, of whole trajectories, or their geometric mean over the trajectory."""
+    low: float = Field(default=0.0, ge=0)
+    """Least weight."""
+    high: float = Field(default=2.0, gt=0)
+    """Greatest weight."""
+    normalize: bool = False
+    """Divide the weights by their mean over the batch's trained tokens."""
+
+
+class RejectionSettings(Settings):
+    """Tokens that are left out of the loss because policy and engines disagree too much on them.
+
+    Bounds are on old / behaviour. The loss keeps the denominators of the whole batch: rejecting is no higher rate.
+    """
+
+    level: Level | Literal["off"] = "off"
+    """What is compared with the bounds, and left out: a token, or a whole trajectory by its product or its mean."""
+    low: float = Field(default=0.5, ge=0)
+    """Least ratio that is kept."""
+    high: float = Field(default=2.0, gt=0)
+    """Greatest ratio that is kept."""
+    veto: float = Field(default=0.0, ge=0)
+    """A trajectory with any token below this ratio is left out; 0: none is."""
+
+
+class KlSettings(Settings):
+    """Divergence from the reference (`learner.reference`)."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight; 0 needs no reference model."""
+    type: KlType = "k3"
+    """Estimator from the sampled token (docs/algorithms.md says what each one's gradient is), or the divergence over
+    the `top` likeliest tokens with an exact tail: reverse = KL(policy || reference), forward the other way round."""
+    place: Literal["loss", "reward"] = "loss"
+    """In the loss, or taken off the rewards of tokens before advantages are computed."""
+    top: int = Field(default=32, ge=0)
+    """reverse and forward: tokens that are summed over; what is left is estimated from the sampled one."""
+    importance: bool = False
+    """Weigh the estimate by policy / old, since the tokens are of the old policy (reverse, forward: its tail only)."""
+    target: float = Field(default=0.0, ge=0)
+    """Divergence that an adaptive coefficient aims at (Ziegler et al., arXiv 1909.08593); 0: it is fixed."""
+    horizon: int = Field(default=10_000, ge=1)
+    """Trajectories over which the adaptive coefficient moves."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KlSettings:
+        if self.place == "reward" and self.type not in ("k1", "k2", "k3", "abs"):
+            raise ValueError(f"kl.type {self.type} has no value for each token that a reward could lose")
+        if self.target and self.place == "loss":
+            raise ValueError("kl.target (an adaptive coefficient) is for kl.place reward")
+        return self
+
+
+class RewardKlSettings(KlSettings):
+    """The divergence taken off the rewards, as PPO and REINFORCE++ do."""
+
+    type: KlType = "k1"
+    place: Literal["loss", "reward"] = "reward"
+
+
+class TopKlSettings(KlSettings):
+    """The divergence over the likeliest tokens, as EMA-PG has it."""
+
+    coefficient: float = Field(default=1e-3, ge=0)
+    type: KlType = "reverse"
+    importance: bool = True
+
+
+class PolicySettings(Settings):
+    """What every algorithm shares."""
+
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The ratio is clipped at 1 + clip_high; more than clip_low lets rare tokens grow (DAPO, arXiv 2503.14476)."""
+    dual_clip: float = Field(default=0.0, ge=0)
+    """Bound c > 1 on the loss of tokens with a negative advantage, c * |A| (arXiv 1912.09729); 0: none."""
+    old_logprobs: Proximal = "behaviour"
+    """Proximal policy: the engines' own log-probs; the learner's before the update (decoupled PPO, arXiv 2505.24298);
+    or one between them by the token's lag, without the pass that recomputing takes."""
+    correction: CorrectionSettings = CorrectionSettings()
+    """Importance weights, where old_logprobs is not behaviour."""
+    rejection: RejectionSettings = RejectionSettings()
+    """Tokens left out."""
+    epochs: int = Field(default=1, ge=1, le=16)
+    """Passes over each batch."""
+    minibatches: int = Field(default=1, ge=1)
+    """Parts of a batch, each with an optimiser update of its own in every pass."""
+    kl: KlSettings = KlSettings()
+    """Divergence from a reference."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number; every denominator is of the whole batch (of the update)."""
+    aggregation_length: int = Field(default=0, ge=0)
+    """seq_mean_token_sum only: constant that the sum is divided by (Dr. GRPO, arXiv 2503.20783); 0 = not divided."""
+    whiten: bool = False
+    """Advantages of the batch's tokens get mean 0 and deviation 1, over all ranks."""
+    filter: bool = False
+    """Groups whose trajectories all have the same reward are not trained but replaced (dynamic sampling of DAPO)."""
+
+    @model_validator(mode="after")
+    def _dual_clip_above_one(self) -> PolicySettings:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError("dual_clip must be above 1, or 0 for none")
+        return self
+
+
+class GroupSettings(PolicySettings):
+    """Advantage: the reward against its group's mean (GRPO, arXiv 2402.03300)."""
+
+    std: Literal["group", "batch", "none"] = "group"
+    """What the difference is divided by: the group's standard deviation, the batch's, or nothing (Dr. GRPO)."""
+    std_ddof: Literal[0, 1] = 1
+    """1: the deviation divides by n - 1, as verl, TRL and OpenRLHF do."""
+    epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation."""
