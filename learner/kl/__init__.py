@@ -1,5 +1,26 @@
 """Divergences of the policy from a reference (pure torch): one file a family."""
 
-from learner.kl.estimators import LOG_RATIO_LIMIT, kl_estimate
+from learner.kl.controller import AdaptiveKl, FixedKl, KlController
+from learner.kl.estimators import KlKind, kl_estimate
+from learner.kl.full import full_forward_kl, full_reverse_kl
+from learner.kl.masked import LOG_RATIO_LIMIT, clamped, cut, log_ratio, require_mask
+from learner.kl.reward import penalised
+from learner.kl.topk import topk_forward_kl, topk_reverse_kl
 
-__all__ = ["LOG_RATIO_LIMIT", "kl_estimate"]
+__all__ = [
+    "LOG_RATIO_LIMIT",
+    "AdaptiveKl",
+    "FixedKl",
+    "KlController",
+    "KlKind",
+    "clamped",
+    "cut",
+    "full_forward_kl",
+    "full_reverse_kl",
+    "kl_estimate",
+    "log_ratio",
+    "penalised",
+    "require_mask",
+    "topk_forward_kl",
+    "topk_reverse_kl",
+]

@@ -1,32 +1,87 @@
 """Estimators of KL(policy || reference) from the log-probs of sampled tokens (pure torch).
 
-John Schulman, "Approximating KL divergence" (2020), with x = log reference - log policy:
-k1 = -x (unbiased, any sign), k2 = x^2 / 2 (its gradient is that of the true KL, on policy) and
-k3 = e^x - x - 1 (unbiased, never negative).
+With x = log reference - log policy of the sampled token (clamped to +-20), w = e^x = reference / policy, and
+r = policy / sg(policy), which is 1 and has the gradient of log policy. Expectations are over tokens drawn from the
+policy; "reverse" is KL(policy || reference), "forward" is KL(reference || policy).
+
+kind   value                expected value    expected gradient                                source
+k1     -x                   reverse           0: of no use as a loss, good in a reward         Schulman 2020
+k2     x^2 / 2              E[x^2] / 2        reverse                                          Schulman 2020
+k3     w - x - 1            reverse, >= 0     forward                                          Schulman 2020
+abs    |x|                  E|x|              sum over tokens of |policy - reference|          verl
+k1+    -x                   reverse           reverse (the gradient is k2's, straight-through) verl
+k3+    w - x - 1            reverse, >= 0     reverse (the gradient is k2's, straight-through) verl
+k3++   r (w - x - 1)        reverse, >= 0     reverse                                          EMA-PG, arXiv 2602.04417
+k4     r sg(-x)             reverse           reverse (k1+ by another road)                    EMA-PG
+k5     sg(w) x + log r      forward           forward                                          EMA-PG
+
+(John Schulman, "Approximating KL divergence", 2020.)
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-LOG_RATIO_LIMIT = 20.0
-"""e^20 = 5e8: beyond it a ratio says only that two policies have nothing in common, and would overflow."""
+from learner.kl.masked import clamped, cut, log_ratio
+
+KlKind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5"]
+
+_DIFFERENTIATED = ("k1", "k3", "abs")
+"""Kinds whose importance ratio carries a gradient; in the others the gradient is already that of an expectation."""
 
 
 def kl_estimate(
-    policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, kind: Literal["k1", "k2", "k3"]
+    policy: torch.Tensor,
+    reference: torch.Tensor,
+    mask: torch.Tensor,
+    kind: KlKind,
+    importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Estimate for each token, of the shape of `policy` and `reference` (log-probs); 0 where `mask` is False.
 
+    importance  log-probs of the policy that drew the tokens, a constant, where that was not `policy`. The estimate is
+                multiplied by exp(clamp(policy - importance)), so that expectations over the drawn tokens are those of
+                the table. For k1, k3 and abs the ratio carries a gradient, which is then that of the expected value:
+                k1 and k3 estimate the gradient of the reverse divergence without bias (DeepSeek-V3.2, arXiv
+                2512.02556; TRL's `use_bias_correction_kl`). For the other kinds it is a constant: their gradient
+                already is that of an expectation, and would count twice.
+
     Masked positions are cut off before anything is computed, so a NaN or infinity there reaches neither the value nor
-    the gradient. x is clamped to +-20, where the gradient is 0.
+    the gradient. x is clamped to +-20, where the gradient is 0. The reference is a constant. Raises TypeError for a
+    mask that is not bool, ValueError for an unknown kind or shapes that differ.
     """
-    x = torch.where(mask, reference - policy, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    x = clamped(cut(reference.detach() - policy, mask))
+    estimate = _value(x, kind)
+    if importance is None:
+        return estimate
+    ratio = log_ratio(policy, importance.detach(), mask).exp()
+    return estimate * (ratio if kind in _DIFFERENTIATED else ratio.detach())
+
+
+def _value(x: torch.Tensor, kind: KlKind) -> torch.Tensor:
+    fixed = x.detach()
+    move = fixed - x  # 0, with the gradient of log policy
     if kind == "k1":
         return -x
     if kind == "k2":
         return 0.5 * x.square()
+    if kind == "k3":
+        return _k3(x)
+    if kind == "abs":
+        return x.abs()
+    if kind in ("k1+", "k4"):
+        return -fixed * (1 + move)
+    if kind == "k3+":
+        return _k3(fixed) - fixed * move
+    if kind == "k3++":
+        return move.exp() * _k3(x)
+    if kind == "k5":
+        return fixed.exp() * x + move
+    raise ValueError(f"unknown kind of divergence {kind!r}; known: {', '.join(get_args(KlKind))}")
+
+
+def _k3(x: torch.Tensor) -> torch.Tensor:
     # expm1 keeps the digits that e^x - 1 loses near 0, where policies usually are
     return torch.expm1(x) - x
