@@ -1,0 +1,209 @@
+"""Trackers: the real packages where they are installed, and that none of them stops or delays training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from learner.config_trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, TrackioSettings, WandbSettings
+from learner.trackers import fan
+from learner.trackers.base import RunFacts, Tracker
+from learner.trackers.fan import Trackers
+from protocol.errors import UserError
+from protocol.settings import RunSettings, Settings, section
+
+VALUES = {"step": 1, "loss": 0.5, "seqs": [1, 2], "seconds": {"wait": 0.25}, "broken": float("nan"), "ok": True}
+
+
+class Section(Settings):
+    trackers: tuple[TrackerSettings, ...] = ()
+    lr: float = 1e-3
+
+
+def facts_of(directory: Path, *, first_step: int = 1, epoch: int = 1) -> RunFacts:
+    run = RunSettings(id="run-7", dir=directory, redis_url="redis://:geheim@host:1/0")
+    return RunFacts.of(run, Section(), first_step=first_step, epoch=epoch)
+
+
+def log_steps(tracker: Tracker, facts: RunFacts, *steps: int) -> None:
+    """As a learner that begins with `facts` and ends after `steps`; nothing may be lost."""
+    trackers = Trackers([tracker], facts)
+    for step in steps:
+        trackers.log(step, VALUES | {"loss": step + facts.first_step / 100})
+    trackers.close(60.0)
+    assert trackers.dropped == 0
+
+
+class Broken:
+    name = "broken"
+
+    def __init__(self, *, at: str, hold: threading.Event | None = None) -> None:
+        self.at, self.hold, self.seen, self.closed = at, hold, [], False
+
+    def _maybe(self, where: str) -> None:
+        if self.at == where and self.hold is not None:
+            self.hold.wait(30)
+        elif self.at == where:
+            raise OSError("No space left on device")
+
+    def open(self, facts: RunFacts) -> None:
+        self._maybe("open")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._maybe("log")
+        self.seen.append((step, dict(values)))
+
+    def close(self) -> None:
+        self._maybe("close")
+        self.closed = True
+
+
+def test_numbers_reach_a_tracker_in_order_and_flat_and_finite(tmp_path: Path) -> None:
+    tracker = Broken(at="never")
+    log_steps(tracker, facts_of(tmp_path), 1, 2, 3)
+    assert [step for step, _ in tracker.seen] == [1, 2, 3] and tracker.closed
+    assert tracker.seen[0][1] == {"step": 1.0, "loss": 1.01, "seconds/wait": 0.25}
+
+
+@pytest.mark.parametrize("at", ["open", "log", "close"])
+def test_a_tracker_that_fails_is_counted_said_once_and_stops_nothing(
+    at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, sound = Broken(at=at), Broken(at="never")
+    with caplog.at_level(logging.WARNING):
+        trackers = Trackers([broken, sound], facts_of(tmp_path))
+        for step in range(5):
+            trackers.log(step, VALUES)
+        trackers.close()
+    assert len(sound.seen) == 5 and sound.closed
+    assert trackers.dropped == (0 if at == "close" else 5)
+    assert caplog.text.count("No space left") == 1
+
+
+def test_a_tracker_that_hangs_delays_neither_training_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fan, "QUEUE_STEPS", 4)
+    hold = threading.Event()
+    tracker = Broken(at="log", hold=hold)
+    trackers = Trackers([tracker], facts_of(tmp_path))
+    begun = time.monotonic()
+    for step in range(50):
+        trackers.log(step, VALUES)
+    assert time.monotonic() - begun < 1.0
+    assert 50 - 4 - 1 <= trackers.dropped <= 50 - 4, "all but those in the queue and the one in its hands"
+    trackers.close(0.2)
+    assert time.monotonic() - begun < 2.0 and "left behind" in caplog.text
+    hold.set()
+
+
+def test_a_tracker_whose_service_comes_back_is_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fan, "REOPEN_S", 0.0)
+    tracker = Broken(at="open")
+    trackers = Trackers([tracker], facts_of(tmp_path))
+    trackers.log(1, VALUES)
+    deadline = time.monotonic() + 10
+    while trackers.dropped < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    tracker.at = "never"
+    trackers.log(2, VALUES)
+    trackers.close()
+    assert [step for step, _ in tracker.seen] == [2] and trackers.dropped == 1
+
+
+def test_the_configuration_is_told_without_the_redis_password(tmp_path: Path) -> None:
+    config = facts_of(tmp_path).config
+    assert config["run.id"] == "run-7" and config["learner.lr"] == 1e-3 and config["epoch"] == 1
+    assert "geheim" not in json.dumps(dict(config))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+def test_a_missing_package_is_answered_with_the_line_that_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = section({"learner": {"trackers": [{"type": name}]}}, "learner", Section).trackers[0]
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError) as caught:
+        settings.build()
+    assert f"pip install {name}" in caught.value.todo
+
+
+def test_an_unknown_tracker_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UserError, match=r"tensorboard.*wandb.*mlflow.*trackio"):
+        section({"learner": {"trackers": [{"type": "neptune"}]}}, "learner", Section)
+
+
+def test_tensorboard_reads_back_what_survived_a_crash(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_steps(TensorBoardSettings().build(), facts_of(tmp_path), 1, 2, 3)
+    log_steps(TensorBoardSettings().build(), facts_of(tmp_path, first_step=3, epoch=2), 3, 4)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, round(e.value, 2)) for e in events.Scalars("loss")] == [(1, 1.01), (2, 2.01), (3, 3.03), (4, 4.03)]
+    assert [e.value for e in events.Scalars("seconds/wait")] == [0.25] * 4
+    assert b"run-7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    log_steps(MlflowSettings().build(), facts_of(tmp_path), 1, 2, 3)
+    log_steps(MlflowSettings().build(), facts_of(tmp_path, first_step=3, epoch=2), 3, 4)
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("foray").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["run.id"] == "run-7"
+    history = [(m.step, round(m.value, 2)) for m in client.get_metric_history(run.info.run_id, "loss")]
+    assert sorted(history) == [(1, 1.01), (2, 2.01), (3, 3.01), (3, 3.03), (4, 4.03)]
+
+
+def test_wandb_offline_writes_a_run_that_holds_every_step(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    log_steps(WandbSettings(mode="offline").build(), facts_of(tmp_path), 1, 2, 3)
+    (file,) = (tmp_path / "wandb").glob("offline-run-*-run-7/run-run-7.wandb")
+    assert read_wandb(file, "loss") == [(1, 1.01), (2, 2.01), (3, 3.01)]
+
+
+def read_wandb(file: Path, name: str) -> list[tuple[int, float]]:
+    """(step, value) of every record in W&B's own log format."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(file))
+    found = []
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        if name in items:
+            found.append((int(items["step"]), round(items[name], 2)))
+    return found
+
+
+def test_trackio_keeps_one_record_over_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    # its place is read from the environment when it is imported
+    code = """
+import sys, pathlib
+sys.path.insert(0, sys.argv[2])
+from test_trackers import TrackioSettings, facts_of, log_steps
+here = pathlib.Path(sys.argv[1])
+log_steps(TrackioSettings().build(), facts_of(here), 1, 2, 3)
+log_steps(TrackioSettings().build(), facts_of(here, first_step=3, epoch=2), 3, 4)
+from trackio import SQLiteStorage
+print([(row["step"], round(row["loss"], 2)) for row in SQLiteStorage.get_logs("foray", "run-7")])
+"""
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    argv = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[(1, 1.01), (2, 2.01), (3, 3.01), (3, 3.03), (4, 4.03)]"
