@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.config_trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, TrackioSettings, WandbSettings
+from learner.config_trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, WandbSettings
 from learner.trackers import fan
 from learner.trackers.base import RunFacts, Tracker
 from learner.trackers.fan import Trackers
@@ -154,6 +154,7 @@ def test_tensorboard_reads_back_what_survived_a_crash(tmp_path: Path) -> None:
     assert b"run-7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
+@pytest.mark.filterwarnings("ignore")  # its own affairs
 def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     log_steps(MlflowSettings().build(), facts_of(tmp_path), 1, 2, 3)
@@ -165,6 +166,7 @@ def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
     assert sorted(history) == [(1, 1.01), (2, 2.01), (3, 3.01), (3, 3.03), (4, 4.03)]
 
 
+@pytest.mark.filterwarnings("ignore")  # its own affairs
 def test_wandb_offline_writes_a_run_that_holds_every_step(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     log_steps(WandbSettings(mode="offline").build(), facts_of(tmp_path), 1, 2, 3)
@@ -173,19 +175,21 @@ def test_wandb_offline_writes_a_run_that_holds_every_step(tmp_path: Path) -> Non
 
 
 def read_wandb(file: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) of every record in W&B's own log format."""
+    """(step, value) of every record in W&B's file: LevelDB's log format (blocks of 32 KiB) after 7 bytes of its own."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store = DataStore()
-    store.open_for_scan(str(file))
-    found = []
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        if name in items:
-            found.append((int(items["step"]), round(items[name], 2)))
+    data, at, body, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        body += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record.FromString(body)
+            items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            found += [(int(items["step"]), round(float(items[name]), 2))] if name in items else []
+            body = b""
     return found
 
 
@@ -195,7 +199,8 @@ def test_trackio_keeps_one_record_over_a_resume(tmp_path: Path) -> None:
     code = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[2])
-from test_trackers import TrackioSettings, facts_of, log_steps
+from learner.config_trackers import TrackioSettings
+from test_trackers import facts_of, log_steps
 here = pathlib.Path(sys.argv[1])
 log_steps(TrackioSettings().build(), facts_of(here), 1, 2, 3)
 log_steps(TrackioSettings().build(), facts_of(here, first_step=3, epoch=2), 3, 4)
