@@ -30,16 +30,17 @@ def rewards_at_end(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def settled_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B, T]: every reward on a masked position added to that of the last token before it where `mask` holds.
 
-    verl loses such a reward (a trajectory cut off right after an observation). One with no such token before it is
-    dropped: no token led to it. On masked positions what is not finite counts as 0.
+    verl loses such a reward (a trajectory cut off right after an observation). With no such token before it, it goes
+    to the row's first: the rewards of a row add up to the same, as they do in a batch, where only trained tokens are
+    left. A row without any stays 0. On masked positions what is not finite counts as 0.
     """
     given = torch.where(mask | rewards.isfinite(), rewards, 0.0).detach()
     if not mask.shape[1]:
         return given
     place = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    owner = torch.where(mask, place, -1).cummax(1).values
-    out = torch.zeros_like(given).scatter_add(1, owner.clamp(min=0), torch.where(owner >= 0, given, 0.0))
-    return torch.where(mask, out, 0.0)
+    before = torch.where(mask, place, -1).cummax(1).values
+    first = torch.where(mask, place, mask.shape[1] - 1).amin(1, keepdim=True)
+    return torch.where(mask, torch.zeros_like(given).scatter_add(1, torch.where(before < 0, first, before), given), 0.0)
 
 
 def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -48,7 +49,7 @@ def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) 
     rewards [B, T], mask [B, T] bool. With KL already in the rewards, and whitened over the batch, these are the
     advantages of REINFORCE++ (arXiv 2501.03262).
     """
-    settled = settled_rewards(rewards, mask).double()
+    settled = settled_rewards(rewards.double(), mask)
     carried = settled.new_zeros(len(settled))
     out = torch.zeros_like(settled)
     for t in reversed(range(settled.shape[1])):
@@ -75,7 +76,7 @@ def gae(
     mask        [B, T] bool
     last_value  [B] the critic's value after the last token, for a trajectory that was cut off; 0 when left out
     """
-    settled = settled_rewards(rewards, mask).double()
+    settled = settled_rewards(rewards.double(), mask)
     known = torch.where(mask, values, 0.0).detach().double()
     carried = settled.new_zeros(len(settled))
     ahead = carried if last_value is None else last_value.detach().double()
