@@ -24,10 +24,10 @@ def gspo(
 ) -> Surrogate:
     """max(-A s, -A clip(s, 1 - low, 1 + high)) for each token, with s = sg(s_i) policy / sg(policy).
 
-    GSPO-token (Qwen, arXiv 2507.18071, equations 14 and 15; low 3e-4, high 4e-4), where
+    GSPO-token (Qwen, arXiv 2507.18071; there low 3e-4, high 4e-4), where
     s_i = exp(mean over the trajectory of log(policy / old)) is the geometric mean of its tokens' ratios. Gradient:
     -A s_i grad log policy of each token, 0 for the whole trajectory where s_i is clipped. Where a trajectory has one
-    advantage its mean over tokens equals GSPO (equation 5) in value and gradient. Each token's log-ratio is clamped to
+    advantage its mean over tokens equals GSPO in value and gradient. Each token's log-ratio is clamped to
     +-20 (no gradient beyond), so s_i is finite. All [N]; `ratio` is s_i.
     """
     gap = log_ratio(logprobs, old.detach(), mask)
@@ -48,11 +48,11 @@ def gmpo(
 ) -> Surrogate:
     """-A exp(mean over the trajectory of clipped log-ratios) for each token.
 
-    Geometric-mean policy optimisation (arXiv 2507.20673, equation 4): a token's log-ratio x becomes
+    Geometric-mean policy optimisation (arXiv 2507.20673): a token's log-ratio x becomes
     min(x, clip(x, -low, high)) where A > 0 and max(x, clip(x, -low, high)) where A < 0, bounds on the *log*-ratio (the
     paper's 0.4 and 0.4, i.e. ratios in [e^-0.4, e^0.4]). Gradient of the trajectory's mean: -A s_i times the mean of
     grad log policy over its tokens that are not clipped (verl's `geo_mean`). A is the trajectory's mean advantage. All
-    [N]; `ratio` is the trajectory's.
+    [N]; `ratio` is the trajectory's, after the clip.
     """
     gap = log_ratio(logprobs, old.detach(), mask)
     gain = segment_mean(advantages.detach(), trajectory, mask)

@@ -69,7 +69,7 @@ def clipped_surrogate(
     """max(-A r, -A clip(r, 1 - low, 1 + high)) for each token, to be minimised, with r = policy / old.
 
     PPO (arXiv 1707.06347, equation 7) with the two bounds apart (DAPO, arXiv 2503.14476). With `dual`, where A < 0 the
-    loss is at most -dual A (arXiv 1912.09729, equation 5; there c = 3). Gradient: -A r grad log policy, and 0 where a
+    loss is at most -dual A (arXiv 1912.09729; there 3). Gradient: -A r grad log policy, and 0 where a
     clip acts. `old` and `advantages` are constants. All [N]; masked positions get loss 0 and pass no gradient.
     """
     ratio = log_ratio(logprobs, old.detach(), mask).exp()

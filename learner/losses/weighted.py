@@ -33,7 +33,7 @@ def cispo(
 ) -> Surrogate:
     """-sg(clip(r, lower, upper)) A log policy for each token, with r = policy / old.
 
-    CISPO (MiniMax-M1, arXiv 2506.13585, equation 4): unlike in PPO a clipped token keeps a gradient,
+    CISPO (MiniMax-M1, arXiv 2506.13585): unlike in PPO a clipped token keeps a gradient,
     -clip(r) A grad log policy. `lower` and `upper` bound the ratio itself: the paper's and verl's epsilons are
     lower = 1 - epsilon_low (0 for none), upper = 1 + epsilon_high; TRL's `epsilon_high` is `upper` itself (5 there).
     Clip fractions count either bound whatever the sign of A. Raises ValueError for bounds the wrong way round.
@@ -63,7 +63,7 @@ def sapo(
     """
     ratio = log_ratio(logprobs, old.detach(), mask).exp()
     gain = cut(advantages.detach(), mask)
-    tau = torch.where(gain > 0, tau_positive, tau_negative).to(ratio.dtype)
+    tau = torch.where(gain > 0, torch.full_like(gain, tau_positive), tau_negative)  # two numbers would be float32
     return plain(-gain * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, ratio, mask)
 
 
