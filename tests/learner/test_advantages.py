@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from learner.advantages import Outcomes, grpo_advantages, rloo_advantages
+from learner.advantages import Outcomes, grpo_advantages, informative, rloo_advantages
 from protocol.messages import Status, TrajectoryGroup
 from protocol.testing import make_group, make_question, make_trajectory
 
@@ -97,3 +97,65 @@ def test_the_control_permutes_rewards_across_groups_and_leaves_who_does_not_vote
     moved = shuffled.rewards.astype(int)[np.array(votes)] // 4 != np.repeat(np.arange(10), 4)[np.array(votes)]
     assert moved.mean() > 0.5, "most rewards come from another group"
     assert shuffled.rewards.tolist() == given.shuffled(7).rewards.tolist() != given.shuffled(8).rewards.tolist()
+
+
+def test_outcomes_carry_lengths_truncation_and_the_parts_of_the_reward():
+    formed = make_trajectory(0.5, status=Status.TRUNCATED, last=(9, 9, 9)).model_copy(
+        update={"rewards": {"em": 0.5, "format": 0.2}}
+    )
+    question = make_question(2)
+    read = Outcomes.of([TrajectoryGroup(run="r", seq=2, question=question, trajectories=(formed, make_trajectory(1)))])
+    assert read.lengths.tolist() == [5, 4], "sampled tokens only"
+    assert read.truncated.tolist() == [True, False]
+    assert {name: part.tolist() for name, part in read.parts.items()} == {"em": [0.5, 1.0], "format": [0.2, 0.0]}
+    assert Outcomes.of([]).rewards.shape == (0,)
+
+
+def test_outcomes_without_lengths_are_of_equal_length_and_none_is_truncated():
+    given = outcomes([1, 2])
+    assert given.lengths.tolist() == [1, 1]
+    assert given.truncated.tolist() == [False, False]
+
+
+def test_arrays_of_unequal_length_are_refused():
+    with pytest.raises(ValueError, match="2 rewards"):
+        outcomes([1, 0], votes=[1, 1, 1])
+    with pytest.raises(ValueError, match="2 rewards"):
+        Outcomes(np.zeros(2), np.ones(2, bool), np.zeros(2, np.int64), parts={"em": np.zeros(3)})
+
+
+def test_the_control_moves_the_parts_with_their_reward_and_leaves_the_lengths():
+    rewards = np.arange(20.0)
+    given = Outcomes(rewards, np.ones(20, bool), np.arange(20) // 4, lengths=np.arange(20), parts={"em": rewards + 100})
+    shuffled = given.shuffled(3)
+    assert shuffled.parts["em"].tolist() == (shuffled.rewards + 100).tolist()
+    assert shuffled.lengths.tolist() == given.lengths.tolist()
+    assert shuffled.rewards.tolist() != rewards.tolist()
+
+
+def test_other_rewards_replace_only_the_rewards():
+    given = outcomes([1, 0], votes=[1, 0])
+    scored = given.scored(np.array([3, 4]))
+    assert scored.rewards.dtype == np.float64
+    assert (scored.rewards.tolist(), scored.votes.tolist()) == ([3.0, 4.0], [True, False])
+    assert given.rewards.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "votes", "expected"),
+    [
+        ([1, 0, 0], [1, 1, 1], True),
+        ([1, 1, 1], [1, 1, 1], False),
+        ([1, 0, 0], [0, 1, 1], False),
+        ([1, 0], [1, 0], False),
+        ([1], [1], False),
+        ([], [], False),
+        ([0.1 + 0.2, 0.3, 0.3], [1, 1, 1], False),
+        ([0.3, 0.3 + 1e-6], [1, 1], True),
+        ([1e9, 1e9 + 1e-3], [1, 1], False),
+    ],
+)
+def test_a_group_is_informative_when_two_voters_differ_by_more_than_rounding(rewards, votes, expected):
+    found = informative(np.asarray(rewards, np.float64), np.asarray(votes, bool))
+    assert found is expected
+    assert bool(grpo(outcomes(rewards, votes=votes)).any()) is expected, "exactly those have an advantage"
