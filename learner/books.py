@@ -7,6 +7,7 @@ a disk, so that the delivery rules can be read, and tested, in one place.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -47,6 +48,7 @@ class Books:
     committed  the ledger as the last durable checkpoint has it
     due        seqs that must be issued again as soon as Redis allows
     attempts   seq -> attempts known of, where more than one
+    reasons    (outcome, reason) -> how many seqs, of those that were not trained
     """
 
     step: int = 0
@@ -58,6 +60,7 @@ class Books:
     unacked: dict[bytes, int] = field(default_factory=dict)
     due: set[int] = field(default_factory=set)
     attempts: dict[int, int] = field(default_factory=dict)
+    reasons: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def limit(self, *, max_lag: int, groups_per_step: int, steps: int) -> int:
@@ -80,6 +83,8 @@ class Books:
         with self.lock:
             for seq in seqs:
                 self.ledger.settle(seq, outcome, reason)
+                if outcome is not Outcome.TRAINED:
+                    self.reasons[outcome, reason] += 1
                 self.held.discard(seq)
                 self.due.discard(seq)
                 self.attempts.pop(seq, None)
@@ -106,6 +111,11 @@ class Books:
             self.attempts[seq] = tried + 1
             self.due.add(seq)
 
+    def filtered(self) -> dict[str, int]:
+        """Numbers for the metrics: seqs filtered since the beginning of the run, by reason."""
+        with self.lock:
+            return {f"groups_filtered_{r}": n for (o, r), n in self.reasons.items() if o is Outcome.FILTERED}
+
     def in_flight(self) -> list[int]:
         """Seqs that are issued and not settled, ascending."""
         with self.lock:
@@ -123,6 +133,7 @@ class Books:
             self.step = int(state["step"])
             self.ledger = Ledger.from_state(state["ledger"])
             self.committed = Ledger.from_state(state["ledger"])
+            self.reasons = Counter((outcome, reason) for _, outcome, reason in self.ledger.notes)
             self.tally = Tally(**{k: int(v) for k, v in state["tally"].items() if k in known})
 
     def commit(self, state: dict[str, Any]) -> list[bytes]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from learner.config_data import FilterSettings, MixSettings, ReplaySettings
 from learner.config_trainer import TrainerSettings
 from protocol.settings import RunSettings, Settings
 
@@ -122,10 +123,30 @@ class LearnerSettings(TrainerSettings):
     """Batches in a row with a loss or gradient that is not finite before the learner stops."""
     journal: bool = True
     """Keep every trained group in `run.dir/journal` for replay."""
+    journal_max_gb: float = Field(default=0.0, ge=0)
+    """The oldest files of a larger journal are dropped after a checkpoint, unless a resume needs them; 0: never. What
+    is left can be replayed from the policy of that time only."""
+    filter: FilterSettings = FilterSettings()
+    """Groups that teach nothing."""
+    replay_mix: MixSettings = MixSettings()
+    """Groups that are trained again."""
+    replay: ReplaySettings = ReplaySettings()
+    """How `--replay DIR` goes through a journal."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint `/metrics`; 0: none."""
     publish: PublishSettings = DiskPublishSettings()
     """How new weights reach the engines: `publish.type` is disk (where nothing is said), distributed or adapter."""
+
+    @property
+    def journal_bytes(self) -> int:
+        """Largest journal, 0 for any."""
+        return int(self.journal_max_gb * 1e9)
+
+    @model_validator(mode="after")
+    def _mix_needs_a_journal(self) -> LearnerSettings:
+        if self.replay_mix.share and not self.journal:
+            raise ValueError("replay_mix.share needs journal: true, from which a resumed learner takes the groups")
+        return self
 
     @field_validator("publish", mode="before")
     @classmethod

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from learner.batch import build_batch
 from learner.checkpoint import CheckpointFailed
 from learner.entry import Entry
+from learner.journal import Conditions
 from learner.lease import describe
 from learner.parts import Parts
-from learner.progress import StepFacts, mean_reward
 from learner.redis_client import RedisUnavailable
 from learner.seams import Report
+from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup, WeightUpdate
@@ -49,10 +49,9 @@ class TrainingLoop:
         self._update: WeightUpdate | None = None
         self._checkpoint_step, self._checkpoint_time = parts.books.step, time.monotonic()
         self._failed_checkpoints, self._failed_time = 0, 0.0
-        self._skipped = 0
+        self._patience = Patience(parts.settings.max_skipped, parts.run.dir / "skipped")
         self._announced = False
-        self._mark = (time.monotonic(), parts.meter.seconds())
-        """Where the present step began; a checkpoint counts to the step after it."""
+        self._watch = Stopwatch(parts.meter)
 
     # --- the training step, whole ---
 
@@ -64,7 +63,7 @@ class TrainingLoop:
         p.issuer.open.set()
         p.start_reader()
         p.meter.say(state="training")
-        self._mark = (time.monotonic(), p.meter.seconds())
+        self._watch.start()
         while p.books.step < p.run.steps and not self.stopping():
             entries = self._groups()
             if entries and self._train(entries):
@@ -74,30 +73,35 @@ class TrainingLoop:
         """One step on these groups; False when the policy did not move."""
         p, run = self.parts, self.parts.run
         groups = [e.message for e in entries if isinstance(e.message, TrajectoryGroup)]
+        # Were it a mixed group that is not finite, it would spoil every batch.
+        mixed = [] if self._patience.skipped else p.mix.draw(self.policy_step, groups)
+        conditions = Conditions(
+            now_step=self.policy_step,
+            lineage=tuple(self.lineage),
+            temperature=run.temperature,
+            size=len(groups),
+            mixed=tuple((m.step, m.group.seq) for m in mixed),
+        )
         with p.meter.waiting("compute"):
-            batch = build_batch(
-                groups,
-                p.engine.algorithm,
-                now_step=self.policy_step,
-                lineage=self.lineage if p.settings.on_orphan == "mask" else (),
-                max_lag=run.max_lag,
-                settings=p.settings.batch,
-                temperature=run.temperature,
-            )
+            batch = batch_under(conditions, [*groups, *(m.group for m in mixed)], p.engine.algorithm, run, p.settings)
             report = p.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)
             return False
-        self._skipped = 0
+        self._patience.trained()
+        p.group_filter.stepped()
         self.policy_step += 1
         if p.journal is not None:
-            p.journal.append(self.policy_step, p.lease.epoch, ((e.raw_header, e.raw_body) for e in entries))
+            sealed = ((e.raw_header, e.raw_body) for e in entries)
+            p.journal.append(self.policy_step, p.lease.epoch, sealed, conditions)
+        p.mix.add(self.policy_step, groups)
         with p.meter.waiting("publish"):
             self.surely(self.announce)
         trained = [e.seq for e in entries]
         p.books.finish_step(trained, sampled=_sampled(entries), trained=report.tokens_trained)
         p.keeper.wake.set()
-        self._record(groups, trained, report)
+        facts = facts_of(p.books.step, run.steps, groups, report, self._watch.lap())
+        p.tell_step(facts, trained, report, replayed=len(mixed))
         return True
 
     def _groups(self) -> list[Entry]:
@@ -118,21 +122,14 @@ class TrainingLoop:
         seqs = [e.seq for e in entries]
         p = self.parts
         log.warning("the batch of seqs %s was not trained: %s", seqs, report.reason)
-        if report.reason == "no tokens":
+        if report.reason == NO_TOKENS:
             # Nothing to learn from, and nobody's fault: too old, or ended by failing engines and searches.
             p.books.settle(seqs, Outcome.STALE, "no_tokens")
-            p.keeper.wake.set()
-            return
-        p.skipped_journal.append(self.policy_step + 1, p.lease.epoch, ((e.raw_header, e.raw_body) for e in entries))
-        p.books.settle(seqs, Outcome.DEAD, "nonfinite")
-        p.books.tally.skipped_steps += 1
-        self._skipped += 1
-        if self._skipped >= p.settings.max_skipped:
-            raise UserError(
-                f"{self._skipped} batches in a row were not trained: {report.reason}",
-                why="the policy has diverged or the data is broken; the last checkpoint is from before",
-                todo=f"look at {p.run.dir / 'skipped'}, lower learner.optim.lr, and start again",
-            )
+        else:
+            p.skipped_journal.append(self.policy_step + 1, p.lease.epoch, ((e.raw_header, e.raw_body) for e in entries))
+            p.books.settle(seqs, Outcome.DEAD, "nonfinite")
+            p.books.tally.skipped_steps += 1
+            self._patience.skip(report.reason)
         p.keeper.wake.set()
 
     # --- weights ---
@@ -187,6 +184,8 @@ class TrainingLoop:
             p.issuer.open.set()
             self._checkpoint_step, self._checkpoint_time = p.books.step, time.monotonic()
             p.meter.put(checkpoint_step=p.books.step)
+            if p.journal is not None:
+                p.journal.prune(needed_from=p.books.step - p.run.max_lag + 1)
             ids = p.books.commit(state)
             self.surely(lambda: p.store.ack(ids))
             p.books.forget(ids)
@@ -285,26 +284,6 @@ class TrainingLoop:
         p.source.reclaim.set()
         p.alarm.clear()
         p.keeper.wake.set()
-
-    # --- telling ---
-
-    def _record(self, groups: list[TrajectoryGroup], trained: list[int], report: Report) -> None:
-        p = self.parts
-        (began, before), self._mark = self._mark, (time.monotonic(), p.meter.seconds())
-        seconds = {k: v - before[k] for k, v in self._mark[1].items()}
-        facts = StepFacts(
-            step=p.books.step,
-            steps=p.run.steps,
-            reward=mean_reward(groups),
-            em=mean_reward(groups, "em"),
-            lag_mean=report.metrics.get("lag_mean", 0.0),
-            lag_max=report.metrics.get("lag_max", 0.0),
-            sampled=sum(t.num_sampled for g in groups for t in g.trajectories),
-            trained=report.tokens_trained,
-            total_s=self._mark[0] - began,
-            seconds=seconds,
-        )
-        p.tell_step(facts, trained, report)
 
 
 def _sampled(entries: list[Entry]) -> int:

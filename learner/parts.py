@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from learner.books import Books
 from learner.checkpoint import Checkpoints
 from learner.config import LearnerSettings
+from learner.filtering import GroupFilter
 from learner.io_loop import Alarm, IoLoop
 from learner.issue import Issuer
 from learner.journal import Journal
 from learner.keeper import Keeper
 from learner.lease import Lease
-from learner.metrics import Meter, StepLog
+from learner.metrics import Meter
+from learner.mixing import Mix
 from learner.progress import StepFacts
 from learner.publish.base import Publisher
 from learner.redis_client import RedisUnavailable, RunStore
 from learner.sampler import Sampler
 from learner.seams import Report, TrainEngine
 from learner.source import Source
+from learner.telling import Teller
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 class Parts:
     """Built by `learner.serve.assemble`, in this order; each part knows only those above it.
 
+    group_filter, mix  which groups are left out, and which are trained again
     reader, keeping  the two I/O threads: entries in, and everything that must happen on time
     """
 
@@ -43,12 +47,14 @@ class Parts:
     checkpoints: Checkpoints
     issuer: Issuer
     source: Source
+    group_filter: GroupFilter
     keeper: Keeper
     engine: TrainEngine
     publisher: Publisher
     journal: Journal | None
     skipped_journal: Journal
-    step_log: StepLog
+    teller: Teller
+    mix: Mix
     reader: IoLoop
     keeping: IoLoop
 
@@ -64,7 +70,7 @@ class Parts:
         """Stops the threads and closes files and connections. Leaves the lease as it is."""
         self.reader.stop()
         self.keeping.stop()
-        for part in (self.publisher, self.journal, self.skipped_journal, self.step_log, self.engine, self.store):
+        for part in (self.publisher, self.journal, self.skipped_journal, self.teller, self.engine, self.store):
             if part is not None:
                 part.close()
 
@@ -75,32 +81,7 @@ class Parts:
         except RedisUnavailable as error:
             log.warning("the last metrics were not published: %s", error)
 
-    def tell_step(self, facts: StepFacts, trained: list[int], report: Report) -> None:
-        """One finished step: to the terminal, to metrics.jsonl and into the next snapshot."""
-        print(facts.line(), flush=True)
-        self.meter.say(bottleneck=facts.bottleneck)
-        self.meter.trained(report.tokens_trained)
-        values = {
-            "step": facts.step,
-            "reward_mean": facts.reward,
-            "em_mean": facts.em,
-            "lag_mean": facts.lag_mean,
-            "lag_max": facts.lag_max,
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "step_s": facts.total_s,
-            **self.publisher.facts(),
-        }
-        self.meter.put(**(report.metrics | values))
-        self.step_log.append(
-            report.metrics
-            | values
-            | {
-                "epoch": self.lease.epoch,
-                "time_s": self.meter.uptime_s(),
-                "tokens_trained": report.tokens_trained,
-                "tokens_generated": facts.sampled,
-                "seqs": trained,
-                "seconds": {"wait" if cause == "data" else cause: s for cause, s in facts.seconds.items()},
-            }
-        )
+    def tell_step(self, facts: StepFacts, trained: list[int], report: Report, *, replayed: int) -> None:
+        """One finished step, of which `replayed` groups were mixed in."""
+        more = {**self.publisher.facts(), **self.books.filtered(), "replayed_groups": replayed}
+        self.teller.step(facts, trained, report, epoch=self.lease.epoch, more=more)

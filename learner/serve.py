@@ -8,33 +8,34 @@ keeper thread     keeper.py: renew the lease, issue tasks, reconcile, metrics
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 
 from learner.books import Books
 from learner.checkpoint import STATE, Checkpoint, Checkpoints
 from learner.config import LearnerSettings
+from learner.filtering import GroupFilter
 from learner.io_loop import Alarm, IoLoop
 from learner.issue import Issuer
-from learner.journal import Journal
+from learner.journal import Journal, all_places, frames, rolled_back
 from learner.keeper import Keeper
 from learner.lease import Lease
 from learner.loop import TrainingLoop
 from learner.metrics import Meter, StepLog, serve_prometheus
+from learner.mixing import Mix, Trained, mix_count
 from learner.parts import Parts
 from learner.questions import load_questions
 from learner.reconcile import Reconciler
 from learner.redis_client import RedisUnavailable, RunStore
 from learner.sampler import Sampler
 from learner.seams import TrainEngine
+from learner.signals import Stop, stop_signals
 from learner.source import Source
+from learner.telling import Teller
+from protocol.codec import decode_as
 from protocol.errors import Fenced, UserError
 from protocol.ledger import Outcome
-from protocol.messages import MetricsSnapshot
+from protocol.messages import MetricsSnapshot, TrajectoryGroup
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -64,7 +65,7 @@ def serve(
     sampler = Sampler(load_questions(settings.questions), run.seed)
     run.dir.mkdir(parents=True, exist_ok=True)
     store = RunStore(run.redis_url, run.id)
-    with _signals() as stop:
+    with stop_signals() as stop:
         _reach(store)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints)
         lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs")
@@ -101,7 +102,10 @@ def assemble(
     if checkpoint is not None:
         _restore(books, checkpoint, run, sampler)
     room, evidence = settings.prefetch_steps * run.groups_per_step, run.dir / "dead_letters.jsonl"
-    source = Source(store, books, run.id, room=room, max_attempts=settings.max_attempts, evidence=evidence)
+    group_filter = GroupFilter(settings.filter, run.groups_per_step)
+    source = Source(
+        store, books, run.id, group_filter, room=room, max_attempts=settings.max_attempts, evidence=evidence
+    )
     issuer = Issuer(store, books, sampler, run)
     snapshot = _measure(run, books, lease, meter)
     reconciler = Reconciler(store, books, source)
@@ -119,6 +123,7 @@ def assemble(
     except BaseException:
         keeping.stop()
         raise
+    lineage = [*(checkpoint.lineage if checkpoint else ()), PolicyVersion(lease.epoch, books.step)]
     parts = Parts(
         run=run,
         settings=settings,
@@ -131,17 +136,18 @@ def assemble(
         checkpoints=checkpoints,
         issuer=issuer,
         source=source,
+        group_filter=group_filter,
         keeper=keeper,
         engine=engine,
         publisher=settings.publish.build(run, engine.model_files, store),
-        journal=Journal(run.dir / "journal") if settings.journal else None,
+        journal=Journal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
         skipped_journal=Journal(run.dir / "skipped"),
-        step_log=StepLog(run.dir / "metrics.jsonl"),
+        teller=Teller(meter, StepLog(run.dir / "metrics.jsonl")),
+        mix=_mix(run, settings, books.step, lineage),
         reader=IoLoop("reader", source.turn, alarm),
         keeping=keeping,
     )
-    start = PolicyVersion(lease.epoch, books.step)
-    return parts, [*(checkpoint.lineage if checkpoint else ()), start]
+    return parts, lineage
 
 
 def _train(parts: Parts, loop: TrainingLoop, stop: Stop) -> None:
@@ -185,6 +191,17 @@ def _restore(books: Books, checkpoint: Checkpoint, run: RunSettings, sampler: Sa
     log.info("resuming from %s", checkpoint.path)
 
 
+def _mix(run: RunSettings, settings: LearnerSettings, step: int, lineage: list[PolicyVersion]) -> Mix:
+    """The mix as it was when the checkpoint of `step` was written: the journal has what was trained."""
+    count = mix_count(settings.replay_mix.share, run.groups_per_step)
+    if not count:
+        return Mix(0, run.max_lag, run.seed)
+    lately = range(step - run.max_lag + 1, step + 1)
+    wanted = [p for p in all_places(run.dir / "journal") if p.step in lately and not rolled_back(p, lineage)]
+    past = (Trained(place.step, decode_as(TrajectoryGroup, frame["b"])) for place, frame in frames(wanted))
+    return Mix(count, run.max_lag, run.seed, past)
+
+
 def _measure(run: RunSettings, books: Books, lease: Lease, meter: Meter) -> Callable[[], MetricsSnapshot]:
     def snapshot() -> MetricsSnapshot:
         with books.lock:
@@ -206,6 +223,7 @@ def _measure(run: RunSettings, books: Books, lease: Lease, meter: Meter) -> Call
                 "redelivered": tally.redelivered,
                 "reissued": tally.reissued,
                 "dead_letters": tally.dead_letters,
+                **books.filtered(),
             }
         return meter.snapshot(LEARNER_ID, **values)
 
@@ -233,37 +251,3 @@ def _reach(store: RunStore) -> None:
                 log.warning("waiting for Redis at %s: %s", store.url, error)
             told = True
             time.sleep(0.3)
-
-
-class Stop:
-    """What SIGTERM and SIGINT mean: before training, the end at once; during it, the end after the present step."""
-
-    def __init__(self) -> None:
-        self.training = False
-        self._told = threading.Event()
-
-    def is_set(self) -> bool:
-        return self._told.is_set()
-
-    def tell(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. A second SIGINT interrupts whatever is going on."""
-        if not self.training:
-            raise SystemExit(0)
-        if self._told.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._told.set()
-
-
-@contextmanager
-def _signals() -> Iterator[Stop]:
-    """Handlers for the time of the block; none outside the main thread, where Python allows none."""
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, stop.tell) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

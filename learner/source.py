@@ -19,6 +19,7 @@ from pathlib import Path
 
 from learner.books import Books
 from learner.entry import BadEntry, Entry, read_entry
+from learner.filtering import NO_VARIANCE, GroupFilter
 from learner.redis_client import Fields, RedisUnavailable, RunStore
 from protocol.ledger import Outcome
 from protocol.messages import GroupFailed
@@ -34,9 +35,17 @@ class Source:
     """The buffer between Redis and training. `room`: most groups held; at least one batch."""
 
     def __init__(
-        self, store: RunStore, books: Books, run: str, *, room: int, max_attempts: int, evidence: Path
+        self,
+        store: RunStore,
+        books: Books,
+        run: str,
+        group_filter: GroupFilter,
+        *,
+        room: int,
+        max_attempts: int,
+        evidence: Path,
     ) -> None:
-        self._store, self._books, self._run = store, books, run
+        self._store, self._books, self._run, self._filter = store, books, run, group_filter
         self._room, self._max_attempts, self._evidence = room, max_attempts, evidence
         self._buffer: deque[Entry] = deque()
         self._backlog: deque[bytes] = deque()
@@ -119,6 +128,9 @@ class Source:
         elif isinstance(message, GroupFailed):
             log.warning("seq %d is dead: %s %s", seq, message.reason, message.detail[:200])
             books.settle([seq], Outcome.DEAD, message.reason)
+        elif self._filter.refuses(message):
+            # The credit is given back: another seq is issued in its place.
+            books.settle([seq], Outcome.FILTERED, NO_VARIANCE)
         else:
             books.held.add(seq)
             books.due.discard(seq)

@@ -1,4 +1,4 @@
-"""The journal gives back what was trained, also after a crash in the middle of a frame."""
+"""The journal gives back what was trained, also after a crash in the middle of a frame or without its index."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from learner import journal as module
-from learner.journal import Journal, read_journal
-from protocol.header import seal
+from learner.journal import Conditions, Journal, all_places, frames, read_journal
+from learner.journal_index import RECORD_BYTES, index_of, places
+from protocol.header import read_header, seal
 from protocol.testing import make_group
 from protocol.versions import PolicyVersion
 
@@ -57,7 +58,7 @@ def test_a_damaged_frame_ends_its_file_and_no_other(tmp_path: Path, journal: Cal
     first = journal()
     append(first, 1, 1, 1, 2)
     first.close()
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.bin")
     raw = path.read_bytes()
     if harm == "cut body":
         path.write_bytes(raw[:-5])
@@ -75,5 +76,70 @@ def test_files_are_rotated(tmp_path: Path, journal: Callable[[], Journal], monke
     written = journal()
     for step in range(1, 4):
         append(written, step, 1, step)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"groups-{n:05d}.bin" for n in (1, 2, 3)]
+    assert sorted(p.name for p in tmp_path.glob("*.bin")) == [f"groups-{n:05d}.bin" for n in (1, 2, 3)]
     assert [step for _, step, _ in seqs(tmp_path)] == [1, 2, 3]
+
+
+def test_a_step_can_be_found_and_read_alone(tmp_path: Path, journal: Callable[[], Journal]) -> None:
+    written = journal()
+    conditions = Conditions(1, (PolicyVersion(1, 0),), 0.7, 2, ((1, 9),))
+    append(written, 1, 1, 9)
+    written.append(2, 1, [seal(make_group(s)) for s in (5, 4)], conditions)
+    wanted = [p for p in all_places(tmp_path) if p.step == 2]
+    assert [p.seq for p in wanted] == [5, 4]
+    for place, frame in frames(reversed(wanted)):
+        assert Conditions.from_plain(frame["batch"]) == conditions
+        assert read_header(frame["h"]).seq == place.seq
+
+
+@pytest.mark.parametrize("harm", ["none", "missing", "short", "cut", "flip", "ahead"])
+def test_the_index_says_the_same_whatever_became_of_it(
+    tmp_path: Path, journal: Callable[[], Journal], harm: str
+) -> None:
+    written = journal()
+    append(written, 1, 1, 3, 1, 2)
+    (data,) = tmp_path.glob("*.bin")
+    index, whole = index_of(data), places(data)
+    assert [p.seq for p in whole] == [3, 1, 2]
+    good = index.read_bytes()
+    harmed = {
+        "none": good,
+        "missing": b"",
+        "short": good[: 2 * len(good) // 3],
+        "cut": good[:-7],
+        "flip": good[:50] + bytes([good[50] ^ 1]) + good[51:],
+        "ahead": good + good[-RECORD_BYTES:],  # names what the data does not hold
+    }[harm]
+    index.write_bytes(harmed)
+    if harm == "missing":
+        index.unlink()
+    assert places(data) == whole
+    append(journal(), 2, 2, 7)
+    assert index.read_bytes() == good, "the next learner start mends it"
+
+
+def test_a_damaged_group_costs_no_other_when_the_index_knows_where_they_are(
+    tmp_path: Path, journal: Callable[[], Journal]
+) -> None:
+    append(journal(), 1, 1, 3, 1, 2)
+    (data,) = tmp_path.glob("*.bin")
+    raw, place = bytearray(data.read_bytes()), places(data)[1]
+    raw[place.offset + 100] ^= 1
+    data.write_bytes(raw)
+    assert [seq for _, _, seq in seqs(tmp_path)] == [3, 2]
+
+
+def test_a_journal_of_limited_size_loses_its_oldest_steps_but_none_that_is_needed(tmp_path: Path) -> None:
+    one = len(seal(make_group(1))[1])
+    with closing(Journal(tmp_path, max_bytes=8 * one)) as written:
+        for step in range(1, 21):
+            append(written, step, 1, step)
+        written.prune(needed_from=4)
+        assert {step for _, step, _ in seqs(tmp_path)} >= set(range(4, 21))
+        written.prune(needed_from=21)
+        left = [step for _, step, _ in seqs(tmp_path)]
+        assert left == list(range(left[0], 21)) and 3 < len(left) < 9
+        size = sum(p.stat().st_size for p in tmp_path.iterdir())
+        assert size <= 8 * one
+        append(written, 21, 1, 21)
+    assert seqs(tmp_path)[-1] == (1, 21, 21)

@@ -8,6 +8,8 @@ import pytest
 import redis
 
 from learner.books import Books
+from learner.config_data import FilterSettings
+from learner.filtering import GroupFilter
 from learner.reconcile import Reconciler
 from learner.redis_client import RunStore
 from learner.source import Source
@@ -27,7 +29,9 @@ def books() -> Books:
 
 @pytest.fixture
 def source(store: RunStore, books: Books, tmp_path: Path) -> Source:
-    return Source(store, books, "t1", room=8, max_attempts=3, evidence=tmp_path / "dead.jsonl")
+    return Source(
+        store, books, "t1", GroupFilter(FilterSettings(), 1), room=8, max_attempts=3, evidence=tmp_path / "dead.jsonl"
+    )
 
 
 @pytest.fixture

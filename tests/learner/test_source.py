@@ -13,7 +13,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from learner.books import Books
+from learner.config_data import FilterSettings
 from learner.entry import BadEntry, Entry, read_entry
+from learner.filtering import GroupFilter
 from learner.redis_client import RunStore
 from learner.source import Source
 from protocol.header import seal
@@ -24,11 +26,12 @@ from protocol.testing import make_group
 from protocol.versions import PolicyVersion
 
 KEYS = Keys("t1")
+NO_FILTER = GroupFilter(FilterSettings(), 1)
 
 
 @pytest.fixture
 def source(store: RunStore, tmp_path: Path) -> Iterator[Source]:
-    yield Source(store, Books(issued=40), "t1", room=6, max_attempts=3, evidence=tmp_path / "dead.jsonl")
+    yield Source(store, Books(issued=40), "t1", NO_FILTER, room=6, max_attempts=3, evidence=tmp_path / "dead.jsonl")
 
 
 def add(db: redis.Redis, seq: int, **kind: object) -> bytes:
