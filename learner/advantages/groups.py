@@ -19,29 +19,26 @@ Spread = Literal["group", "batch", "none"]
 """What centred rewards are divided by: the deviation of their group, that of all voters of the batch, or nothing."""
 
 
-def grpo_advantages(
-    outcomes: Outcomes, *, std: Spread = "group", ddof: int = 1, epsilon: float = 1e-6, normalize_std: bool = True
-) -> Float64:
+def grpo_advantages(outcomes: Outcomes, *, std: Spread = "group", ddof: int = 1, epsilon: float = 1e-6) -> Float64:
     """[n] float64: (r - mean of the group) / (deviation + epsilon) (GRPO, arXiv 2402.03300, section 4.1.2).
 
     std="group" takes the deviation of the group, "batch" that of the rewards of all voters of the batch (TRL's
-    `scale_rewards="batch"`, arXiv 2508.08221), "none" divides by nothing (Dr. GRPO); normalize_std=False is another
-    way to say "none". ddof=1 divides the variance by n - 1, as verl, TRL, OpenRLHF, slime and AReaL do; epsilon is
-    1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF, 1e-5 in AReaL.
+    `scale_rewards="batch"`, arXiv 2508.08221), "none" divides by nothing (Dr. GRPO). ddof=1 divides the variance by
+    n - 1, as verl, TRL, OpenRLHF, slime and AReaL do; epsilon is 1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in
+    OpenRLHF, 1e-5 in AReaL.
 
     A group with one voter gets 0, as in TRL; verl and Search-R1 set mean 0 and deviation 1 there, which trains on the
     raw reward; OpenRLHF refuses. A group of equal rewards gets exactly 0.
     """
     out = np.zeros(len(outcomes.rewards))
-    divide = std if normalize_std else "none"
     voting = outcomes.rewards[outcomes.votes]
     for members in contested(outcomes):
         rewards = outcomes.rewards[members]
         centred = rewards - rewards.mean()
-        if divide == "none":
+        if std == "none":
             out[members] = centred
         else:
-            out[members] = centred / ((rewards if divide == "group" else voting).std(ddof=ddof) + epsilon)
+            out[members] = centred / ((rewards if std == "group" else voting).std(ddof=ddof) + epsilon)
     return out
 
 

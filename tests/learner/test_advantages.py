@@ -19,8 +19,8 @@ def outcomes(rewards, group=None, votes=None) -> Outcomes:
     )
 
 
-def grpo(given: Outcomes, *, normalize_std=True, ddof=1, epsilon=0.0):
-    return grpo_advantages(given, normalize_std=normalize_std, ddof=ddof, epsilon=epsilon)
+def grpo(given: Outcomes, *, std="group", ddof=1, epsilon=0.0):
+    return grpo_advantages(given, std=std, ddof=ddof, epsilon=epsilon)
 
 
 def test_one_right_of_four_by_hand():
@@ -34,7 +34,7 @@ def test_epsilon_is_added_to_the_deviation():
 
 
 def test_without_the_deviation_it_is_the_centred_reward():
-    np.testing.assert_allclose(grpo(outcomes([1, 0, 0, 0]), normalize_std=False), [0.75, -0.25, -0.25, -0.25])
+    np.testing.assert_allclose(grpo(outcomes([1, 0, 0, 0]), std="none"), [0.75, -0.25, -0.25, -0.25])
 
 
 def test_groups_interleaved_and_of_unequal_size_do_not_mix():
