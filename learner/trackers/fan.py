@@ -85,6 +85,8 @@ class _Lane:
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
+            with self._lock:
+                self.dropped += self._queue.qsize()
             log.warning("tracker %s did not end in time and is left behind", self._tracker.name)
         if self.dropped:
             log.warning("tracker %s lost %d steps; metrics.jsonl has them all", self._tracker.name, self.dropped)

@@ -8,6 +8,9 @@ from typing import Any
 from learner.config_trackers import WandbSettings
 from learner.trackers.base import RunFacts, required
 
+INIT_S = 20.0
+"""How long to wait for the service at the start; also the longest that an absent one holds up the end of the process."""
+
 
 class WandbTracker:
     """The run's id is the W&B run's id, so a resumed learner goes on with the same one.
@@ -36,7 +39,7 @@ class WandbTracker:
             mode=s.mode,
             dir=str(facts.directory),
             config=dict(facts.config),
-            settings=self._wandb.Settings(console="off", silent=True),
+            settings=self._wandb.Settings(console="off", silent=True, init_timeout=INIT_S),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

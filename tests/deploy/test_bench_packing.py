@@ -1,0 +1,26 @@
+"""`foray bench packing`: the target is reached, and what padding would have done is beside it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deploy.bench.packing import PackingBench, padded_share, shares
+from deploy.cli import main
+
+
+def test_skewed_trajectories_fill_nineteen_of_twenty_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "packing", "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["worst"] >= told["target"] == 0.95
+    assert told["ratio"] == pytest.approx(told["value"] / told["baseline"]["share"], rel=1e-2)
+    assert told["padded_whole"] < told["baseline"]["share"] < told["padded_sorted"] < told["value"]
+    assert told["trained_share"] < 0.5 and told["longest_over_mean"] > 2, "the batch is not what it is said to be"
+
+
+def test_shares_are_of_the_same_tokens() -> None:
+    assert padded_share([2, 4, 1, 1], 2) == 8 / 10
+    assert padded_share([1, 1, 2, 4], 4) == 8 / 16
+    alone = shares(PackingBench(groups=2, group_size=4, row_tokens=1, micro_batch_tokens=1), 0)
+    assert alone["packed"] == 1.0, "a micro-batch for each row pads nothing"
