@@ -5,7 +5,7 @@ Nothing heavy is imported here.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -96,6 +96,9 @@ class TopKlSettings(KlSettings):
 class PolicySettings(Settings):
     """What every algorithm shares."""
 
+    judges_tokens: ClassVar[bool] = False
+    """Whether advantages are made of the rewards of tokens."""
+
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The ratio is clipped at 1 - clip_low."""
     clip_high: float = Field(default=0.28, ge=0)
@@ -127,9 +130,13 @@ class PolicySettings(Settings):
     """Groups whose trajectories all have the same reward are not trained but replaced (dynamic sampling of DAPO)."""
 
     @model_validator(mode="after")
-    def _dual_clip_above_one(self) -> PolicySettings:
+    def _consistent(self) -> PolicySettings:
         if 0 < self.dual_clip <= 1:
             raise ValueError("dual_clip must be above 1, or 0 for none")
+        if self.kl.place == "reward" and not self.judges_tokens:
+            raise ValueError("kl.place reward needs advantages of tokens (ppo, reinforce_pp); this has those of groups")
+        if self.correction.normalize and self.old_logprobs == "interpolate":
+            raise ValueError("correction.normalize needs the proximal policy before the update: recompute it")
         return self
 
 

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from learner.config_algorithm import AlgorithmSettings, GrpoSettings
 from learner.config_batch import BatchSettings
 from learner.config_engine import EngineSettings, OptimSettings
-from learner.config_model import ModelSettings
+from learner.config_model import CriticSettings, ModelSettings, ReferenceSettings
 from protocol.settings import Settings
 
 
@@ -22,6 +22,10 @@ class TrainerSettings(Settings):
     """How weights move."""
     model: ModelSettings = ModelSettings()
     """How the policy is computed."""
+    critic: CriticSettings = CriticSettings()
+    """What the policy's outcomes are held against, in algorithms that need values."""
+    reference: ReferenceSettings = ReferenceSettings()
+    """What the policy must not stray from, in algorithms with a divergence."""
     engine: EngineSettings = EngineSettings()
     """How it is distributed."""
 

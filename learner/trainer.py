@@ -1,28 +1,33 @@
-"""One training step: a batch in, moved weights and a report out. What the learner's service half talks to."""
+"""One training step: a batch in, moved weights and a report out. What the learner's service half talks to.
+
+share -> score (policy, reference, critic: no gradient) -> judge (advantages, returns: over all ranks)
+      -> epochs x parts: micro-batches forward and backward -> update of the policy, update of the critic
+      -> the reference follows
+"""
 
 from __future__ import annotations
 
-import math
+import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from learner.algorithms.base import Algorithm, LossOutput, TokenInputs
-from learner.batch import Batch, MicroBatch, cut_for_ranks
+from learner.algorithms.base import Algorithm
+from learner.batch import Batch, Share, cut_for_ranks
 from learner.config_trainer import TrainerSettings
-from learner.engine import DeepSpeedEngine, Update
-from learner.model import load_policy
-from learner.reference import FrozenReference
+from learner.engine import DeepSpeedEngine, Update, leave_ranks
+from learner.models import Models, build_models
+from learner.scores import ScoredShare, score_share
+from learner.totals import Totals
+from learner.updates import Learned, learn_part
 from protocol.errors import UserError
 from protocol.settings import RunSettings
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-PREFIX = "causal."
-"""What PolicyModel adds to the names of transformers."""
+STATE = "trainer.json"
 
 
 @dataclass(frozen=True)
@@ -46,58 +51,43 @@ class StepReport:
     seconds: float
 
 
-@dataclass
-class _Totals:
-    loss: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-
-    def add(self, output: LossOutput) -> None:
-        self.loss += float(output.loss.detach())
-        for name, value in output.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-        for name, value in output.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
-
-
 class Trainer:
     """The policy of `run.model` under training, on every rank of a launcher or alone.
 
-    Every rank must call the collective methods (`train`, `iter_weights`, `save_state`, `load_state`) in one order and
-    give `train` the same batch; each takes its own micro-batches from it. Raises UserError when there is no such model.
+    Every rank must call the collective methods (`train` or `learn`, `iter_weights`, `save_state`, `load_state`) in one
+    order. Raises UserError when there is no such model.
+
+    adapters  `iter_weights` gives the adapters of a model that has some, instead of merged weights
     """
 
-    def __init__(self, run: RunSettings, settings: TrainerSettings) -> None:
+    def __init__(self, run: RunSettings, settings: TrainerSettings, *, adapters: bool = False) -> None:
         if settings.engine.threads:
             torch.set_num_threads(settings.engine.threads)  # of the calling thread only, so train in the same one
         self.algorithm: Algorithm = settings.algorithm.build()
-        self._directory = run.model
-        policy = load_policy(run.model, settings.model)
-        self._vocabulary = policy.vocabulary
-        self._engine = DeepSpeedEngine(
-            policy,
-            settings,
-            total_updates=run.steps * settings.algorithm.epochs,
-            seed=run.seed,
-        )
-        self._reference = (
-            FrozenReference(run.model, settings.model, self._engine.device) if self.algorithm.needs_reference else None
-        )
+        self.settings = settings
+        self._directory, self._adapters = run.model, adapters
+        updates = run.steps * self.algorithm.epochs * self.algorithm.minibatches
+        self._models: Models = build_models(run, settings, self.algorithm.needs, updates)
+
+    @property
+    def engine(self) -> DeepSpeedEngine:
+        """The policy's."""
+        return self._models.policy
 
     @property
     def rank(self) -> int:
         """Number of this process among the ranks."""
-        return self._engine.rank
+        return self.engine.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._engine.world_size
+        return self.engine.world_size
 
     @property
     def updates(self) -> int:
-        """Updates applied since the beginning of the run."""
-        return self._engine.updates
+        """Updates of the policy since the beginning of the run."""
+        return self.engine.updates
 
     @property
     def model_files(self) -> list[Path]:
@@ -105,114 +95,77 @@ class Trainer:
         files = (path for path in sorted(self._directory.iterdir()) if path.is_file())
         return [path for path in files if not path.name.endswith(WEIGHT_SUFFIXES)]
 
-    def train(self, batch: Batch) -> StepReport:
-        """Update the weights with `batch`, `algorithm.epochs` times; collective."""
-        start = time.perf_counter()
-        if not batch.num_tokens:
-            return StepReport(0.0, 0.0, True, "no tokens", dict(batch.stats), 0, time.perf_counter() - start)
-        self._refuse_other_vocabulary(batch)
-        micro_batches = cut_for_ranks(batch, self.world_size)[self.rank]
-        old = self._old_logprobs(micro_batches, batch.temperature)
-        update, totals = Update(0.0, False), _Totals()
-        for _ in range(self.algorithm.epochs):
-            update, totals = self._epoch(micro_batches, old, batch.temperature)
-            if not update.applied:
-                break
-        metrics = self._metrics(batch, totals)
-        return StepReport(
-            loss=metrics.pop("loss"),
-            grad_norm=update.grad_norm,
-            skipped=not update.applied,
-            reason="" if update.applied else "not finite",
-            metrics=metrics,
-            tokens_trained=batch.num_tokens if update.applied else 0,
-            seconds=time.perf_counter() - start,
-        )
-
-    def _refuse_other_vocabulary(self, batch: Batch) -> None:
-        # On a GPU the embedding would fail asynchronously, naming nothing, and leave the process unusable.
-        largest = max(int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches)
-        if largest >= self._vocabulary:
+    def shares(self, batch: Batch) -> list[Share]:
+        """What each rank is to `learn` of a batch. Raises UserError when it holds tokens that the model has not."""
+        largest = max((int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches), default=0)
+        if largest >= self._models.vocabulary:
+            # On a GPU the embedding would fail asynchronously, naming nothing, and leave the process unusable.
             raise UserError(
-                f"a trajectory holds token {largest}, and the model has {self._vocabulary}",
+                f"a trajectory holds token {largest}, and the model has {self._models.vocabulary}",
                 why="an engine serves another model than the learner trains",
                 todo="start every process with the same run.model",
             )
+        return cut_for_ranks(batch, self.world_size)
 
-    def _epoch(
-        self, micro_batches: list[MicroBatch], old: list[torch.Tensor] | None, temperature: float
-    ) -> tuple[Update, _Totals]:
-        totals = _Totals()
-        for number, micro_batch in enumerate(micro_batches):
-            output = self._loss(micro_batch, old[number] if old else None, temperature)
-            self._engine.backward(output.loss)
-            totals.add(output)
-        return self._engine.step(), totals
+    def train(self, batch: Batch) -> StepReport:
+        """`learn` on this rank's share of a batch that every rank holds; collective."""
+        return self.learn(self.shares(batch)[self.rank])
 
-    def _loss(self, micro_batch: MicroBatch, old: torch.Tensor | None, temperature: float) -> LossOutput:
-        inputs = self._forward_inputs(micro_batch, temperature)
-        scores = self._engine.forward(*inputs)
-        behaviour = self._tensor(micro_batch.behaviour)
-        weights = self._tensor(micro_batch.weights)
-        if old is None:
-            # Before a single update the proximal policy is the policy itself.
-            old = scores.logprobs.detach() if self.algorithm.recomputes_old else behaviour
-        return self.algorithm.loss(
-            TokenInputs(
-                logprobs=scores.logprobs,
-                entropy=scores.entropy,
-                behaviour=behaviour,
-                old=old,
-                reference=None if self._reference is None else self._reference.logprobs(*inputs),
-                advantages=self._tensor(micro_batch.advantages),
-                weights=weights,
-                mask=weights > 0,
-                trajectory=self._tensor(micro_batch.trajectory),
-            )
+    def learn(self, share: Share) -> StepReport:
+        """Update the weights with a batch, of which this rank has `share`; collective."""
+        start = time.perf_counter()
+        if not share.num_tokens:
+            return StepReport(0.0, 0.0, True, "no tokens", dict(share.stats), 0, time.perf_counter() - start)
+        scored = score_share(share, self._models, self.algorithm)
+        judged, facts = self.algorithm.judge(scored.flat, self.engine.total)
+        learned = self._passes(share, scored.with_judgements(judged))
+        if learned.applied:
+            self._models.after_update()
+        metrics = self._metrics(share, learned.totals) | facts | learned.facts
+        return StepReport(
+            loss=metrics.pop("loss"),
+            grad_norm=learned.update.grad_norm,
+            skipped=not learned.applied,
+            reason="" if learned.applied else "not finite",
+            metrics=metrics,
+            tokens_trained=share.num_tokens if learned.applied else 0,
+            seconds=time.perf_counter() - start,
         )
 
-    def _old_logprobs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
-        if not (self.algorithm.recomputes_old and self.algorithm.epochs > 1):
-            return None
-        with torch.no_grad():
-            return [self._engine.forward(*self._forward_inputs(m, temperature)).logprobs for m in micro_batches]
+    def _passes(self, share: Share, scored: ScoredShare) -> Learned:
+        """Every epoch over every part; ends early at an update that was not finite. Totals are of the last epoch."""
+        learned = Learned(Update(0.0, False))
+        for _ in range(self.algorithm.epochs):
+            learned.totals = Totals()
+            for number in range(len(share.parts)):
+                learn_part(number, scored, self._models, self.algorithm, learned)
+                if not learned.update.applied:
+                    return learned
+        return learned
 
-    def _forward_inputs(self, micro_batch: MicroBatch, temperature: float) -> tuple[Any, ...]:
-        packed = int(micro_batch.documents.max()) > 0
-        return (
-            self._tensor(micro_batch.ids),
-            self._tensor(micro_batch.positions),
-            self._tensor(micro_batch.documents) if packed else None,
-            self._tensor(micro_batch.index),
-            self._tensor(micro_batch.targets),
-            temperature,
-            self.algorithm.needs_entropy_gradient,
-        )
-
-    def _tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._engine.device)
-
-    def _metrics(self, batch: Batch, totals: _Totals) -> dict[str, float]:
+    def _metrics(self, share: Share, totals: Totals) -> dict[str, float]:
         # Every rank has at least a dummy, so all of them hold the same names in the same order.
-        sums, maxima = self._engine.reduce([totals.loss, *totals.sums.values()], list(totals.maxima.values()))
-        means = {name: value / batch.num_tokens for name, value in zip(totals.sums, sums[1:], strict=True)}
-        return {"loss": sums[0], **means, **dict(zip(totals.maxima, maxima, strict=True)), **batch.stats}
+        sums, maxima = self.engine.reduce(totals.sums_list(), list(totals.maxima.values()))
+        return totals.report(sums, maxima, share.num_tokens) | share.stats
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor on `device`) of every weight, tied ones once, as `save_pretrained` would;
-        collective.
+        collective. Adapters are merged in, or are all there is where they are published by themselves.
         """
-        for name, tensor in self._engine.iter_weights(device):
-            yield name.removeprefix(PREFIX), tensor
+        yield from self._models.iter_published(device, adapters=self._adapters)
 
     def save_state(self, directory: Path) -> None:
         """Write all that another process needs to go on bit for bit; collective."""
-        self._engine.save_state(directory)
+        self._models.save(directory)
+        if self.rank == 0:
+            (directory / STATE).write_text(json.dumps({"algorithm": self.algorithm.state()}))
 
     def load_state(self, directory: Path) -> None:
-        """Take up what `save_state` wrote, with as many ranks and the same ZeRO stage; collective."""
-        self._engine.load_state(directory)
+        """Take up what `save_state` wrote, by any number of ranks and at any ZeRO stage; collective."""
+        self._models.load(directory)
+        self.algorithm.load(json.loads((directory / STATE).read_text())["algorithm"])
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""
-        self._engine.close()
+        self._models.close()
+        leave_ranks()

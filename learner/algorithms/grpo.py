@@ -1,7 +1,7 @@
 """Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300): the group is the baseline, no critic.
 
-With `normalize_std: false`, `aggregation: seq_mean_token_sum` and a constant `aggregation_length` it is Dr. GRPO
-(arXiv 2503.20783); with `clip_high` above `clip_low` and `token_mean`, the loss of DAPO (arXiv 2503.14476).
+By their settings alone this is also Dr. GRPO (arXiv 2503.20783), EMA-PG (arXiv 2602.04417) and decoupled PPO without
+a critic (AReaL, arXiv 2505.24298).
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.advantages import Outcomes, grpo_advantages
-from learner.algorithms.surrogate import ClippedSurrogate
-from learner.config_algorithm import GrpoSettings
+from learner.algorithms.policy import PolicyAlgorithm
+from learner.config_policy import GroupSettings
 
 
-class Grpo(ClippedSurrogate):
+class Grpo(PolicyAlgorithm):
     """Advantage: the reward against its group's mean, in standard deviations of the group."""
 
-    def __init__(self, settings: GrpoSettings) -> None:
+    def __init__(self, settings: GroupSettings) -> None:
         super().__init__(settings)
-        self._settings = settings
+        self._group = settings
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory; 0 for those that do not vote."""
-        s = self._settings
-        return grpo_advantages(outcomes, normalize_std=s.normalize_std, ddof=s.std_ddof, epsilon=s.epsilon)
+        s = self._group
+        return grpo_advantages(outcomes, std=s.std, ddof=s.std_ddof, epsilon=s.epsilon)

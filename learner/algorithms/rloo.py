@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.advantages import Outcomes, rloo_advantages
-from learner.algorithms.surrogate import ClippedSurrogate
+from learner.algorithms.policy import PolicyAlgorithm
 
 
-class Rloo(ClippedSurrogate):
+class Rloo(PolicyAlgorithm):
     """Advantage: the reward against the mean of the others; the baseline does not depend on the trajectory itself."""
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:

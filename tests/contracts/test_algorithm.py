@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import get_args
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from learner.advantages import Outcomes
-from learner.algorithms.base import TokenInputs
+from learner.algorithms.base import Scored, TokenInputs, TopTokens
 from learner.config_algorithm import AlgorithmSettings, GrpoSettings
 from learner.config_trainer import TrainerSettings
 from protocol.errors import UserError
@@ -23,7 +24,14 @@ N = 10
 
 @pytest.fixture(params=MEMBERS, ids=lambda member: member.__name__)
 def settings(request):
-    return request.param(kl_coefficient=0.1, entropy_coefficient=0.01)
+    return request.param(kl={"coefficient": 0.1}, entropy_coefficient=0.01)
+
+
+@pytest.fixture(params=MEMBERS, ids=lambda member: member.__name__)
+def recomputing(request):
+    """Every correction that needs the proximal policy, at once."""
+    given = {"old_logprobs": "recompute", "correction": {"mode": "mask", "low": 0.2, "high": 3, "normalize": True}}
+    return request.param(**given, rejection={"level": "token", "low": 0.1, "high": 9, "veto": 0.01}, dual_clip=3)
 
 
 def outcomes(order: np.ndarray | None = None) -> Outcomes:
@@ -37,6 +45,7 @@ def outcomes(order: np.ndarray | None = None) -> Outcomes:
 def tokens(n: int = N) -> TokenInputs:
     generator = torch.Generator().manual_seed(0)
     behaviour, noise, entropy, weights = (torch.rand(n, generator=generator) for _ in range(4))
+    head = torch.log_softmax(torch.randn(n, 5, generator=generator), -1)[:, :2]
     return TokenInputs(
         logprobs=(-behaviour + noise - 0.5).requires_grad_(),
         entropy=entropy.requires_grad_(),
@@ -47,17 +56,48 @@ def tokens(n: int = N) -> TokenInputs:
         weights=weights / n,
         mask=torch.ones(n, dtype=torch.bool),
         trajectory=torch.arange(n) // 3,
+        lags=torch.arange(n) % 3,
+        outcome=(torch.arange(n) // 3 % 2).float(),
+        top=TopTokens(head, head - 0.1, torch.arange(n) % 2 == 0),
     )
 
 
 def part(x: TokenInputs, where: slice) -> TokenInputs:
-    fields = {name: getattr(x, name)[where] for name in TokenInputs.__dataclass_fields__}
+    fields = {name: getattr(x, name)[where] for name in TokenInputs.__dataclass_fields__ if name != "top"}
     leaves = {name: fields[name].detach().requires_grad_() for name in ("logprobs", "entropy")}
-    return TokenInputs(**fields | leaves)
+    assert x.top is not None
+    top = TopTokens(*(getattr(x.top, name)[where] for name in TopTokens.__dataclass_fields__))
+    return TokenInputs(**fields | leaves, top=top)
+
+
+def scored(n: int = N) -> Scored:
+    generator = torch.Generator().manual_seed(1)
+    behaviour, noise, values, advantages = (torch.rand(n, generator=generator) for _ in range(4))
+    trajectory = torch.arange(n) // 3
+    last = torch.cat([trajectory[1:] != trajectory[:-1], torch.tensor([True])])
+    return Scored(
+        rewards=last * (trajectory % 2).float(),
+        advantages=advantages - 0.5,
+        behaviour=-behaviour,
+        old=-behaviour + noise - 0.5,
+        reference=-behaviour - 0.2,
+        values=values,
+        mask=torch.ones(n, dtype=torch.bool),
+        trajectory=trajectory,
+        turn=torch.zeros(n, dtype=torch.int64),
+    )
+
+
+def scored_part(x: Scored, where: slice) -> Scored:
+    return Scored(**{name: getattr(x, name)[where] for name in Scored.__dataclass_fields__})
+
+
+def alone(vector: torch.Tensor) -> torch.Tensor:
+    return vector
 
 
 def test_there_is_more_than_one_algorithm():
-    assert len(MEMBERS) >= 2
+    assert len(MEMBERS) >= 11
 
 
 def test_advantages_are_finite_and_who_does_not_vote_has_none(settings):
@@ -65,7 +105,7 @@ def test_advantages_are_finite_and_who_does_not_vote_has_none(settings):
     assert found.shape == (8,)
     assert np.isfinite(found).all()
     assert found[7] == 0
-    assert found[0] > 0 > found[1]
+    assert found[0] > found[1]
 
 
 def test_advantages_follow_their_trajectory_in_any_order(settings):
@@ -80,18 +120,56 @@ def test_the_loss_is_a_scalar_with_a_gradient(settings):
     out.loss.backward()
     assert out.loss.shape == ()
     assert x.logprobs.grad.abs().sum() > 0
-    assert all(value.shape == () and not value.requires_grad for value in (out.sums | out.maxima).values())
+    pairs = [x for pair in out.ratios.values() for x in pair]
+    assert all(x.shape == () and not x.requires_grad for x in [*out.sums.values(), *out.maxima.values(), *pairs])
 
 
 def test_losses_and_metrics_of_parts_add_up(settings):
     algorithm, x = settings.build(), tokens()
     whole = algorithm.loss(x)
-    parts = [algorithm.loss(part(x, slice(*cut))) for cut in ((0, 3), (3, 4), (4, N))]
+    # a trajectory is never cut
+    parts = [algorithm.loss(part(x, slice(*cut))) for cut in ((0, 3), (3, 6), (6, N))]
     torch.testing.assert_close(sum(p.loss for p in parts), whole.loss)
     for name, value in whole.sums.items():
         torch.testing.assert_close(sum(p.sums[name] for p in parts).float(), value.float())
     for name, value in whole.maxima.items():
         torch.testing.assert_close(torch.stack([p.maxima[name] for p in parts]).max(), value)
+    for name, (above, below) in whole.ratios.items():
+        torch.testing.assert_close(sum(p.ratios[name][0] for p in parts).float(), above.float())
+        assert sum(p.ratios[name][1] for p in parts) == below
+
+
+def test_judgements_do_not_depend_on_the_cut(settings):
+    whole, _ = settings.build().judge([scored()], alone)
+    parts, _ = settings.build().judge([scored_part(scored(), slice(*cut)) for cut in ((0, 3), (3, 6), (6, N))], alone)
+    torch.testing.assert_close(torch.cat([p.advantages for p in parts]), whole[0].advantages)
+    if whole[0].returns is not None:
+        torch.testing.assert_close(torch.cat([p.returns for p in parts]), whole[0].returns)
+
+
+def test_what_needs_values_returns_what_they_should_have_been(settings):
+    algorithm = settings.build()
+    (judged,), _ = algorithm.judge([scored()], alone)
+    assert (judged.returns is not None) == algorithm.needs.values
+
+
+def test_corrections_leave_a_finite_loss(recomputing):
+    algorithm = recomputing.build()
+    assert algorithm.needs.old
+    algorithm.judge([scored()], alone)
+    x = tokens()
+    out = algorithm.loss(replace(x, old=x.behaviour + 0.3))
+    out.loss.backward()
+    assert torch.isfinite(out.loss)
+    assert torch.isfinite(x.logprobs.grad).all()
+
+
+def test_state_goes_through_json(settings):
+    algorithm = settings.build()
+    before = json.loads(json.dumps(algorithm.state()))
+    algorithm.judge([scored()], alone)
+    algorithm.load(before)
+    assert algorithm.state() == before
 
 
 def test_a_dummy_adds_nothing_and_names_the_same_metrics(settings):

@@ -183,12 +183,68 @@ def test_token_weights_follow_their_formulas():
 
 def test_every_rank_gets_as_many_micro_batches_and_each_real_one_goes_to_one_rank():
     batch = build([make_group(s, (1.0, 0.0), length=s) for s in range(1, 6)], budget=1)
-    hands = cut_for_ranks(batch, 4)
+    hands = [share.parts[0] for share in cut_for_ranks(batch, 4)]
     assert [len(hand) for hand in hands] == [3, 3, 3, 3]
     real = [id(m) for hand in hands for m in hand if m.weights.any()]
     assert sorted(real) == sorted(id(m) for m in batch.micro_batches)
     dummies = [m for hand in hands for m in hand if not m.weights.any()]
     assert len(dummies) == 2
+
+
+def test_every_part_has_its_own_update_and_its_own_denominators():
+    given = [make_group(s, (1.0, 0.0), length=s) for s in range(1, 6)]
+    batch = build(given, minibatches=2)
+    assert len(batch.parts) == 2
+    for part, seqs in zip(batch.parts, ((1, 3, 5), (2, 4)), strict=True):
+        assert sum(float(m.weights.sum()) for m in part) == pytest.approx(1, abs=1e-5)
+        tokens = sum(t.num_sampled for s in seqs for t in given[s - 1].trajectories)
+        assert sum(len(m.targets) for m in part) == tokens
+    assert batch.num_tokens == sum(len(m.targets) for m in batch.micro_batches)
+    assert [len(share.parts) for share in cut_for_ranks(batch, 3)] == [2, 2, 2]
+    assert len(build(given[:1], minibatches=4).parts) == 1, "a part without groups is no update"
+
+
+def test_rewards_stand_where_they_were_earned():
+    first, last = policy_segment([4, 5]), policy_segment([9, 10])
+    first = first.model_copy(update={"reward": 0.25})
+    segments = (prompt_segment([1, 2, 3]), first, observation_segment([6, 7, 8]), last)
+    (m,) = build(
+        [group_of(Trajectory(status=Status.ANSWERED, segments=segments, reward=1.0), make_trajectory(0.0))]
+    ).micro_batches
+    assert m.rewards[:4].tolist() == [0, 0.25, 0, 0.75]
+    assert m.rewards[4:].tolist() == [0] * 4
+    assert m.outcome[:4].tolist() == [1.0] * 4
+    assert m.turn[:4].tolist() == [0, 0, 1, 1]
+
+
+def test_a_reward_on_a_token_that_is_not_trained_moves_to_the_one_before_it():
+    old, new = PolicyVersion(1, 0), PolicyVersion(1, 5)
+    fresh, stale = policy_segment([4, 5], version=new), policy_segment([9, 10], version=old)
+    ends_stale = Trajectory(
+        status=Status.TRUNCATED, segments=(prompt_segment([1]), fresh, observation_segment([6]), stale), reward=2.0
+    )
+    starts_stale = Trajectory(
+        status=Status.TRUNCATED,
+        segments=(prompt_segment([1]), stale.model_copy(update={"reward": 0.5}), observation_segment([6]), fresh),
+        reward=2.0,
+    )
+    (m,) = build([group_of(ends_stale, starts_stale)], now_step=5).micro_batches
+    found = {int(n): m.rewards[m.trajectory == n].tolist() for n in (0, 1)}
+    assert found == {0: [0, 2], 1: [0.5, 1.5]}, "to its last trained token; to its first"
+
+
+def test_shuffled_rewards_are_those_of_tokens_too():
+    given = [make_group(s, (1.0, 0.0, 0.0, 0.0)) for s in range(1, 9)]
+    settings = BatchSettings(shuffle_rewards=True)
+    batch = build_batch(
+        given, GrpoSettings().build(), now_step=3, lineage=(), max_lag=9, settings=settings, temperature=1.0
+    )
+    found = {int(n): 0.0 for m in batch.micro_batches for n in m.trajectory}
+    for m in batch.micro_batches:
+        for number, reward in zip(m.trajectory, m.rewards, strict=True):
+            found[int(number)] += float(reward)
+    assert sum(found.values()) == 8
+    assert [found[n] for n in range(32)] != [float(n % 4 == 0) for n in range(32)]
 
 
 def test_work_is_dealt_evenly():

@@ -34,6 +34,8 @@ def inputs(n: int = 12, *, seed: int = 0, dtype=torch.float64, **given) -> Token
         "weights": draw() / n,
         "mask": torch.ones(n, dtype=torch.bool),
         "trajectory": torch.arange(n) // 4,
+        "lags": torch.zeros(n, dtype=torch.int64),
+        "outcome": torch.ones(n, dtype=dtype),
     } | given
     tensors["logprobs"] = tensors["logprobs"].detach().clone().requires_grad_()
     tensors["entropy"] = tensors["entropy"].detach().clone().requires_grad_()
@@ -47,12 +49,13 @@ def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[floa
     for lp, h, b, old, ref, a, w in zip(*columns, strict=True):
         ratio = math.exp(lp - old)
         bounded = min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
-        iw = min(math.exp(old - b), s.importance_cap) if s.old_logprobs == "recompute" and s.importance_cap else 1.0
+        weighs = s.old_logprobs == "recompute" and s.correction.mode == "truncate"
+        iw = min(math.exp(old - b), s.correction.high) if weighs else 1.0
         value = iw * max(-a * ratio, -a * bounded)
         slope = iw * (-a * ratio if -a * ratio >= -a * bounded else 0.0)
         k3 = math.exp(ref - lp) - (ref - lp) - 1
-        total += w * (value + s.kl_coefficient * k3 - s.entropy_coefficient * h)
-        to_logprobs.append(w * (slope + s.kl_coefficient * (1 - math.exp(ref - lp))))
+        total += w * (value + s.kl.coefficient * k3 - s.entropy_coefficient * h)
+        to_logprobs.append(w * (slope + s.kl.coefficient * (1 - math.exp(ref - lp))))
         to_entropy.append(-w * s.entropy_coefficient)
     return total, to_logprobs, to_entropy
 
@@ -62,10 +65,10 @@ def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[floa
     [
         {},
         {"clip_low": 0.1, "clip_high": 0.1},
-        {"kl_coefficient": 0.3},
-        {"entropy_coefficient": 0.2, "kl_coefficient": 0.1},
-        {"old_logprobs": "recompute", "importance_cap": 1.1},
-        {"old_logprobs": "recompute", "importance_cap": 0.0},
+        {"kl": {"coefficient": 0.3}},
+        {"entropy_coefficient": 0.2, "kl": {"coefficient": 0.1}},
+        {"old_logprobs": "recompute", "correction": {"high": 1.1}},
+        {"old_logprobs": "recompute", "correction": {"mode": "off"}},
     ],
 )
 def test_the_loss_is_that_of_a_slow_loop(settings):
@@ -121,10 +124,10 @@ def test_the_metrics_are_sums_over_tokens():
 
 
 def test_a_reference_is_asked_for_only_when_it_counts():
-    assert not GrpoSettings().build().needs_reference
-    assert GrpoSettings(kl_coefficient=0.01).build().needs_reference
-    assert not GrpoSettings().build().needs_entropy_gradient
-    assert GrpoSettings(entropy_coefficient=0.01).build().needs_entropy_gradient
+    assert not GrpoSettings().build().needs.reference
+    assert GrpoSettings(kl={"coefficient": 0.01}).build().needs.reference
+    assert not GrpoSettings().build().needs.entropy_gradient
+    assert GrpoSettings(entropy_coefficient=0.01).build().needs.entropy_gradient
 
 
 def groups() -> list[TrajectoryGroup]:

@@ -57,7 +57,7 @@ def start(model):
 
 def behaviour(trainer: Trainer, ids: list[int], prompt: int, temperature: float) -> list[float]:
     """Log-probs that transformers gives ids[prompt:], as an engine would have reported them."""
-    causal = trainer._engine._engine.module.causal
+    causal = trainer.engine.module.causal
     with torch.no_grad():
         table = torch.log_softmax(causal(torch.tensor([ids]), use_cache=False).logits[0].float() / temperature, -1)
     return [float(table[at - 1, ids[at]]) for at in range(prompt, len(ids))]
@@ -201,14 +201,14 @@ def test_state_comes_back_bit_for_bit(start, tmp_path, stage):
 
 
 def test_the_divergence_from_the_reference_starts_at_zero_and_grows(start):
-    trainer = start(algorithm={"kl_coefficient": 0.1})
+    trainer = start(algorithm={"kl": {"coefficient": 0.1}})
     found = [trainer.train(batch_of(trainer)).metrics["kl_reference"] for _ in range(3)]
     assert found[0] == pytest.approx(0, abs=1e-6)
     assert found[2] > 1e-3
 
 
 def test_a_pull_to_the_reference_holds_the_policy_back(start):
-    free, held = start(), start(algorithm={"kl_coefficient": 5.0})
+    free, held = start(), start(algorithm={"kl": {"coefficient": 5.0}})
     far = []
     for trainer in (free, held):
         given = groups(trainer)
@@ -229,7 +229,7 @@ def test_epochs_update_as_often_and_see_the_policy_of_before(start):
 
 
 def test_recomputed_old_logprobs_weigh_tokens_by_importance(start):
-    trainer = start(algorithm={"old_logprobs": "recompute", "importance_cap": 2.0})
+    trainer = start(algorithm={"old_logprobs": "recompute", "correction": {"high": 2.0}})
     plain = batch_of(trainer)
     # an engine that overstated every token by ln 2 drew them twice as often as it should have
     louder = [dataclasses.replace(m, behaviour=m.behaviour + np.float32(math.log(2))) for m in plain.micro_batches]
@@ -237,7 +237,7 @@ def test_recomputed_old_logprobs_weigh_tokens_by_importance(start):
         t.train(b).grad_norm
         for t, b in (
             (trainer, plain),
-            (start(algorithm={"old_logprobs": "recompute"}), dataclasses.replace(plain, micro_batches=tuple(louder))),
+            (start(algorithm={"old_logprobs": "recompute"}), dataclasses.replace(plain, parts=(tuple(louder),))),
         )
     ]
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
@@ -249,7 +249,7 @@ def test_saving_memory_recomputes_and_moves_the_weights_the_same(start, stage):
     plain = start()
     batch = batch_of(plain)
     calls: list[int] = []
-    layer = thrifty._engine._engine.module.causal.base_model.layers[0]
+    layer = thrifty.engine.module.causal.base_model.layers[0]
     layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     reports = [trainer.train(batch) for trainer in (plain, thrifty)]
     assert len(calls) == 2, "once forward, once more in the backward pass"

@@ -1,0 +1,18 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is clipped, and every token keeps its gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from learner.algorithms.base import TokenInputs
+from learner.algorithms.grpo import Grpo
+from learner.losses import Surrogate, cispo
+
+
+class Cispo(Grpo):
+    """Rare tokens that turn a trajectory round are not clipped away."""
+
+    def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
+        """REINFORCE with clipped weights."""
+        s = self.policy_settings
+        return cispo(inputs.logprobs, old, inputs.advantages, inputs.mask, lower=1 - s.clip_low, upper=1 + s.clip_high)

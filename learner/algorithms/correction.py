@@ -1,0 +1,75 @@
+"""Weights on the loss for what the proximal policy and the engines disagree on: importance weights and rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from learner.algorithms.base import Scored, TokenInputs, Total
+from learner.config_policy import PolicySettings
+from learner.kl import log_ratio
+from learner.losses import WeightSums, keep_mask, masked, normalised, truncated, veto, weight_sums
+
+
+class Corrected(NamedTuple):
+    """Of each token, [N]: the weight on its loss (0 where rejected), and whether it was kept; both constants."""
+
+    weight: torch.Tensor
+    kept: torch.Tensor
+
+
+class Correction:
+    """`CorrectionSettings` and `RejectionSettings`, applied."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings.correction
+        self._rejection = settings.rejection
+        self._weighs = settings.old_logprobs != "behaviour" and settings.correction.mode != "off"
+        self._by_policy = settings.old_logprobs == "behaviour"
+        self._sums: WeightSums | None = None
+
+    @property
+    def needs_old_to_judge(self) -> bool:
+        """The mean of all weights must be known before the first of them is used."""
+        return self._weighs and self._settings.normalize
+
+    def prepare(self, scored: Sequence[Scored], total: Total) -> None:
+        """Sums the batch's weights over all ranks, where they are to be divided by their mean."""
+        if not self.needs_old_to_judge:
+            return
+        pieces = []
+        for s in scored:
+            assert s.old is not None
+            log_weight = log_ratio(s.old, s.behaviour, s.mask)
+            pieces.append(torch.stack(weight_sums(self._weight(log_weight, s.trajectory, s.mask), s.mask)))
+        self._sums = WeightSums(*total(torch.stack(pieces).sum(0)))
+
+    def of(self, inputs: TokenInputs, old: torch.Tensor) -> Corrected:
+        """Weights of one micro-batch's tokens, given the proximal log-probs."""
+        mask = inputs.mask
+        log_weight = log_ratio(old.detach(), inputs.behaviour, mask)
+        weight = torch.ones_like(log_weight)
+        if self._weighs:
+            weight = self._weight(log_weight, inputs.trajectory, mask)
+            if self._sums is not None:
+                weight = normalised(weight, mask, self._sums)
+        # Where the engines' policy is the proximal one, what is left to compare it with is the policy itself.
+        compared = log_ratio(inputs.logprobs.detach(), inputs.behaviour, mask) if self._by_policy else log_weight
+        kept = self._kept(compared, inputs.trajectory, mask)
+        return Corrected(torch.where(kept, weight, 0.0), kept)
+
+    def _weight(self, log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        s = self._settings
+        limit = truncated if s.mode == "truncate" else masked
+        return limit(log_weight, trajectory, mask, level=s.level, low=s.low, high=s.high)
+
+    def _kept(self, log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        r = self._rejection
+        kept = mask
+        if r.level != "off":
+            kept = kept & keep_mask(log_weight, trajectory, mask, level=r.level, low=r.low, high=r.high)
+        if r.veto:
+            kept = kept & veto(log_weight, trajectory, mask, threshold=r.veto)
+        return kept

@@ -1,0 +1,24 @@
+"""Group policy gradient (arXiv 2504.02546): REINFORCE with centred rewards, made up for groups that teach nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from learner.advantages import Outcomes, gpg_advantages
+from learner.algorithms.base import TokenInputs
+from learner.algorithms.policy import PolicyAlgorithm
+from learner.losses import Surrogate, reinforce
+
+
+class Gpg(PolicyAlgorithm):
+    """No ratio, no clip, no deviation."""
+
+    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
+        """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        return gpg_advantages(outcomes, nonzero="advantages")
+
+    def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
+        """-A log policy."""
+        return reinforce(inputs.logprobs, old, inputs.advantages, inputs.mask)

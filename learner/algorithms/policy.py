@@ -1,0 +1,164 @@
+"""What all algorithms share: corrections around a surrogate, the divergence from a reference, the entropy bonus.
+
+    loss = sum_i weight_i * (keep_i * correction_i * surrogate_i + coefficient * kl_i - entropy_coefficient * entropy_i)
+
+An algorithm is a surrogate (PPO's clip, where it says nothing else) and advantages. Where the divergence is taken off
+the rewards, or advantages are those of tokens, `judge` is where that happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from learner.advantages import whiten
+from learner.algorithms.base import Judgement, LossOutput, Needs, Scored, TokenInputs, Total
+from learner.algorithms.correction import Correction
+from learner.algorithms.report import report
+from learner.config_policy import KlSettings, PolicySettings
+from learner.kl import AdaptiveKl, FixedKl, KlController, kl_estimate, penalised, topk_forward_kl, topk_reverse_kl
+from learner.losses import Surrogate, clipped_surrogate, entropy_sum, proximal_interpolated, weighted_sum
+
+
+class PolicyAlgorithm:
+    """Base of every algorithm (see the module). Subclasses bring `advantages`, and what of the rest differs."""
+
+    uses_critic = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self.policy_settings = settings
+        self.aggregation = settings.aggregation
+        self.aggregation_length = settings.aggregation_length
+        self.minibatches, self.epochs = settings.minibatches, settings.epochs
+        self.filters = settings.filter
+        self._correction = Correction(settings)
+        self._kl = kl_controller(settings.kl)
+
+    @property
+    def needs(self) -> Needs:
+        """What is to be computed before the loss."""
+        s = self.policy_settings
+        kl = s.kl
+        in_reward = kl.place == "reward" and kl.coefficient > 0
+        return Needs(
+            reference=kl.coefficient > 0,
+            values=self.uses_critic,
+            entropy_gradient=s.entropy_coefficient != 0,
+            old=s.old_logprobs == "recompute",
+            old_to_judge=in_reward or self._correction.needs_old_to_judge,
+            top=kl.top if kl.coefficient > 0 and kl.type in ("reverse", "forward") else 0,
+            top_of="reference" if kl.type == "forward" else "policy",
+        )
+
+    # --- before the first update ---
+
+    def judge(self, scored: Sequence[Scored], total: Total) -> tuple[list[Judgement], dict[str, float]]:
+        """Advantages of tokens over all ranks: `token_advantages`, whitened where the settings say so."""
+        self._correction.prepare(scored, total)
+        rewards, facts = self._rewards(scored, total)
+        judged = self.token_advantages(scored, rewards)
+        if self.policy_settings.whiten:
+            judged = _whitened(judged, scored, total)
+        return judged, facts
+
+    def token_advantages(self, scored: Sequence[Scored], rewards: Sequence[torch.Tensor]) -> list[Judgement]:
+        """For each micro-batch the advantages of its tokens; here those of their trajectories. `rewards`: what each
+        token earned, the divergence taken off where it is `in the reward`.
+        """
+        return [Judgement(s.advantages) for s in scored]
+
+    def _rewards(self, scored: Sequence[Scored], total: Total) -> tuple[list[torch.Tensor], dict[str, float]]:
+        kl = self.policy_settings.kl
+        if kl.place == "loss" or not kl.coefficient:
+            return [s.rewards for s in scored], {}
+        rewards, sums = [], torch.zeros(3, dtype=torch.float64)
+        for s in scored:
+            assert s.old is not None and s.reference is not None
+            divergence = kl_estimate(s.old, s.reference, s.mask, kl.type)  # type: ignore[arg-type]  # see KlSettings
+            rewards.append(penalised(s.rewards, divergence, self._kl.coefficient, s.mask))
+            count = len(torch.unique(s.trajectory[s.mask]))
+            sums += torch.tensor([float(divergence.double().sum()), float(s.mask.sum()), count], dtype=torch.float64)
+        divergence, tokens, trajectories = total(sums).tolist()
+        mean = divergence / max(tokens, 1.0)
+        facts = {"kl_reference": mean, "kl_coefficient": self._kl.coefficient}
+        if math.isfinite(mean):  # otherwise the update will be refused, and is no reason to lose the coefficient
+            self._kl.update(mean, int(trajectories))
+        return rewards, facts
+
+    # --- in every update ---
+
+    def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
+        """The loss of tokens before anything is corrected; PPO's clip around `old`."""
+        s = self.policy_settings
+        return clipped_surrogate(
+            inputs.logprobs,
+            old,
+            inputs.advantages,
+            inputs.mask,
+            low=s.clip_low,
+            high=s.clip_high,
+            dual=s.dual_clip or None,
+        )
+
+    def loss(self, inputs: TokenInputs) -> LossOutput:
+        """The loss of one micro-batch (see the module)."""
+        s, mask = self.policy_settings, inputs.mask
+        old = inputs.old
+        if s.old_logprobs == "interpolate":
+            old = proximal_interpolated(inputs.logprobs, inputs.behaviour, inputs.lags, mask)
+        surrogate = self.surrogate(inputs, old)
+        corrected = self._correction.of(inputs, old)
+        values = surrogate.loss * corrected.weight
+        total = weighted_sum(values, inputs.weights, mask)
+        sums, maxima, ratios = report(inputs, surrogate, corrected, values)
+        if s.entropy_coefficient:
+            total = total - s.entropy_coefficient * entropy_sum(inputs.entropy, inputs.weights, mask)
+        if inputs.reference is not None and s.kl.place == "loss":
+            divergence = self._divergence(inputs, old)
+            total = total + s.kl.coefficient * weighted_sum(divergence, inputs.weights, mask)
+            sums["kl_reference"] = divergence.detach().sum()
+        return LossOutput(total, sums, maxima, ratios)
+
+    def _divergence(self, inputs: TokenInputs, old: torch.Tensor) -> torch.Tensor:
+        kl, reference = self.policy_settings.kl, inputs.reference
+        assert reference is not None
+        importance = old if kl.importance else None
+        if kl.type != "reverse" and kl.type != "forward":
+            return kl_estimate(inputs.logprobs, reference, inputs.mask, kl.type, importance)
+        top = inputs.top
+        estimate = topk_reverse_kl if kl.type == "reverse" else topk_forward_kl
+        empty = inputs.logprobs.new_zeros((len(inputs.logprobs), 0))
+        return estimate(
+            empty if top is None else top.policy,
+            empty if top is None else top.reference,
+            inputs.logprobs,
+            reference,
+            torch.zeros_like(inputs.mask) if top is None else top.inside,
+            inputs.mask,
+            importance,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The adaptive coefficient."""
+        return {"kl": self._kl.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes up what `state` gave."""
+        self._kl.load(state["kl"])
+
+
+def kl_controller(settings: KlSettings) -> KlController:
+    """Adaptive where there is a target."""
+    if settings.target:
+        return AdaptiveKl(settings.coefficient, target=settings.target, horizon=settings.horizon)
+    return FixedKl(settings.coefficient)
+
+
+def _whitened(judged: Sequence[Judgement], scored: Sequence[Scored], total: Total) -> list[Judgement]:
+    """The same with advantages of mean 0 and deviation 1 over all tokens of all ranks."""
+    sizes = [len(j.advantages) for j in judged]
+    together = whiten(torch.cat([j.advantages for j in judged]), torch.cat([s.mask for s in scored]), total=total)
+    return [Judgement(part, j.returns) for part, j in zip(torch.split(together, sizes), judged, strict=True)]

@@ -1,0 +1,41 @@
+"""Proximal policy optimisation with a critic (arXiv 1707.06347) and generalised advantages (arXiv 1506.02438)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from learner.advantages import Outcomes, gae, reinforce_advantages
+from learner.algorithms.base import Judgement, Scored
+from learner.algorithms.policy import PolicyAlgorithm
+from learner.algorithms.tokens import over_rows
+from learner.config_algorithm import PpoSettings
+
+
+class Ppo(PolicyAlgorithm):
+    """Advantage of a token: what came of it against what the critic had expected."""
+
+    uses_critic = True
+
+    def __init__(self, settings: PpoSettings) -> None:
+        super().__init__(settings)
+        self._settings = settings
+
+    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
+        """[n] float64: the rewards, for the statistics; what is learned from is `token_advantages`."""
+        return reinforce_advantages(outcomes, baseline="none")
+
+    def token_advantages(self, scored: Sequence[Scored], rewards: Sequence[torch.Tensor]) -> list[Judgement]:
+        """GAE over the trained tokens of each trajectory; observations are skipped (`learner.advantages.returns`)."""
+        found = []
+        for s, earned in zip(scored, rewards, strict=True):
+            assert s.values is not None
+            advantages, returns = over_rows(s, self._gae, earned, s.values)
+            found.append(Judgement(advantages, returns))
+        return found
+
+    def _gae(self, mask: torch.Tensor, rewards: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gae(rewards, values, mask, self._settings.gamma, self._settings.lam)

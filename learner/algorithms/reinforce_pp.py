@@ -1,0 +1,54 @@
+"""REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens, less the divergence, whitened over the batch; clipped.
+
+The baseline is the batch's mean (by the whitening), or with `baseline: group` the group's before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from learner.advantages import Outcomes, discounted_returns, reinforce_advantages, reinforce_pp_baseline_advantages
+from learner.algorithms.base import Judgement, Scored
+from learner.algorithms.policy import PolicyAlgorithm
+from learner.algorithms.tokens import over_rows
+from learner.config_algorithm import ReinforcePpSettings
+
+
+class ReinforcePp(PolicyAlgorithm):
+    """Advantage of a token: what its trajectory earned from it on."""
+
+    def __init__(self, settings: ReinforcePpSettings) -> None:
+        super().__init__(settings)
+        self._settings = settings
+
+    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
+        """[n] float64, one for each trajectory: its reward, centred in its group where the settings say so."""
+        if self._settings.baseline == "group":
+            return reinforce_pp_baseline_advantages(outcomes)
+        return reinforce_advantages(outcomes, baseline="none")
+
+    def token_advantages(self, scored: Sequence[Scored], rewards: Sequence[torch.Tensor]) -> list[Judgement]:
+        """Discounted sums of the rewards of tokens."""
+        found = []
+        for s, earned in zip(scored, rewards, strict=True):
+            if self._settings.baseline == "group":
+                earned = _centred(s, earned)
+            (returns,) = over_rows(s, lambda mask, r: (discounted_returns(r, mask, self._settings.gamma),), earned)
+            found.append(Judgement(returns))
+        return found
+
+
+def _centred(scored: Scored, earned: torch.Tensor) -> torch.Tensor:
+    """Rewards of tokens whose sum over a trajectory is centred in its group: the difference goes to its last token."""
+    (moved,) = over_rows(scored, _to_last, scored.rewards, scored.advantages)
+    return earned + moved
+
+
+def _to_last(mask: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    last = mask.sum(1, keepdim=True).clamp(min=1) - 1
+    shift = advantages.gather(1, last) - rewards.sum(1, keepdim=True)
+    return (torch.zeros_like(rewards).scatter(1, last, shift),)

@@ -1,0 +1,63 @@
+"""The critic under training: what it says of tokens, and its loss against the returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from learner.algorithms.base import LossOutput
+from learner.config_model import CriticSettings
+from learner.engine import DeepSpeedEngine
+from learner.losses import value_loss, weighted_sum
+from learner.scores import Prepared
+
+
+class Critic:
+    """A value model with an optimiser of its own, over the same packed rows as the policy.
+
+    warmup_updates  in so many updates at the beginning it learns alone
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, settings: CriticSettings, *, warmup_updates: int) -> None:
+        self.engine, self.settings = engine, settings
+        self._warmup_updates = warmup_updates
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether it is still to learn alone."""
+        return self.engine.updates < self._warmup_updates
+
+    @torch.no_grad()
+    def values(self, *read: Any) -> torch.Tensor:
+        """[N] float32: what is to be expected from before each trained token on."""
+        values: torch.Tensor = self.engine.forward(*read)
+        return values
+
+    def loss(self, prepared: Prepared) -> LossOutput:
+        """Of one micro-batch, with gradient."""
+        return value_output(self.engine.forward(*prepared.tensors.read), prepared, self.settings)
+
+
+def value_output(values: torch.Tensor, prepared: Prepared, settings: CriticSettings) -> LossOutput:
+    """The clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the pieces of the explained
+    variance, which spans the batch (`learner.totals`).
+    """
+    t = prepared.tensors
+    assert prepared.returns is not None and prepared.values is not None
+    huber = settings.huber_delta if settings.loss == "huber" else None
+    found = value_loss(values, prepared.values, prepared.returns, t.mask, clip=settings.clip or None, huber=huber)
+    returns = torch.where(t.mask, prepared.returns, 0.0)
+    wrong = torch.where(t.mask, prepared.returns - prepared.values, 0.0)
+    return LossOutput(
+        weighted_sum(found.loss, t.weights, t.mask),
+        sums={
+            "value_loss": torch.where(t.mask, found.loss.detach(), 0.0).sum(),
+            "value_clip_fraction": found.clipped.sum(),
+            "value_mean": torch.where(t.mask, prepared.values, 0.0).sum(),
+            "return_mean": returns.sum(),
+            "return_square": returns.square().sum(),
+            "value_error": wrong.sum(),
+            "value_error_square": wrong.square().sum(),
+        },
+    )
