@@ -16,21 +16,37 @@ from learner.config_engine import OptimSettings
 
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not. Empty groups are left out: ZeRO cannot partition nothing."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    """Matrices decay, vectors (norms, biases) do not. Empty groups are left out: ZeRO cannot partition nothing.
+
+    A module may have `lr_scales`, a dict of name prefix -> factor: parameters whose name begins so get groups with
+    that `lr_scale` (the first prefix that fits), all others 1.
+    """
+    scales: dict[str, float] = getattr(module, "lr_scales", {})
+    made: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            scale = next((factor for prefix, factor in scales.items() if name.startswith(prefix)), 1.0)
+            made.setdefault((scale, parameter.ndim > 1), []).append(parameter)
+    # One order on every rank and in every resumed process: by scale, matrices first.
+    return [
+        {"params": made[key], "weight_decay": weight_decay if key[1] else 0.0, "lr_scale": key[0]}
+        for key in sorted(made, key=lambda key: (key[0], not key[1]))
     ]
-    return [group for group in groups if group["params"]]
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW; with `guard`, a step clips to `clip_norm` (0 = never) and does nothing when the norm is not finite."""
+    """AdamW; with `guard`, a step clips to `clip_norm` (0 = never) and does nothing when the norm is not finite.
 
-    def __init__(self, groups: Iterable[dict[str, Any]], settings: OptimSettings, *, guard: bool) -> None:
-        super().__init__(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps)
-        self.guard, self.clip_norm = guard, settings.clip_norm
+    On a GPU, or with `fused`, the update runs in one kernel: torch's default there holds copies of whole partitions.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], settings: OptimSettings, *, guard: bool, fused: bool = False
+    ) -> None:
+        super().__init__(
+            groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=fused or None
+        )
+        self.guard, self.clip_norm, self.is_fused = guard, settings.clip_norm, fused
         self.overflow = False
         self._global_grad_norm: float | None = None
 
@@ -49,3 +65,17 @@ class GuardedAdamW(torch.optim.AdamW):
                 torch._foreach_mul_(gradients, scale)
         result: float | None = super().step(closure)
         return result
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of a parameter as AdamW keeps it, made as before a first step where there is none yet."""
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            home = parameter.device if self.is_fused else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=home)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def kept(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """The parameter itself for "master", else the state of that name, shaped like it."""
+        return parameter.detach() if key == "master" else self.state_of(parameter)[key]

@@ -15,7 +15,7 @@ PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy"]
 
 # framework -> the only places that may import it (a file or a folder)
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("learner/engine.py",),
+    "deepspeed": ("learner/engine/",),
     "faiss": ("retriever/index/faiss_",),
     "bm25s": ("retriever/index/bm25",),
     "torch": ("rollout_server/cpu_engine/", "learner/", "deploy/demo/", "deploy/bench/", "deploy/sglang_cpu/"),

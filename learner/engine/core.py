@@ -1,0 +1,194 @@
+"""One module under training: gradients over ranks, the update, the weights, an average of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from learner.config_engine import EngineSettings, OptimSettings
+from learner.engine.gather import byte_chunks, gathered, whole_bytes
+from learner.engine.partition import EMA, partition_of
+from learner.engine.ranks import join_ranks
+from learner.engine.setup import deepspeed_config, import_deepspeed
+from learner.engine.state import StateFiles
+from learner.optimizer import GuardedAdamW, parameter_groups
+from learner.schedule import learning_rate
+
+
+class Update(NamedTuple):
+    """One call of `step`: the norm of the gradient before clipping, and whether it was finite and so applied."""
+
+    grad_norm: float
+    applied: bool
+
+
+class DeepSpeedEngine:
+    """One module under training. `updates` counts the updates that were applied; the learning rate follows it.
+
+    A process may have several (policy, critic): they share its process group, which `join_ranks` makes and
+    `leave_ranks` ends. Methods called collective must be called by every rank, in one order.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        optim: OptimSettings,
+        engine: EngineSettings,
+        dtype: str,
+        total_updates: int,
+        seed: int,
+    ) -> None:
+        if dtype == "bfloat16" and engine.zero_stage == 0:
+            raise ValueError("bfloat16 needs zero_stage 1, 2 or 3: DeepSpeed's stage 0 takes another optimiser for it")
+        self.optim, self.settings, self.total_updates = optim, engine, total_updates
+        self.updates, self.stage = 0, engine.zero_stage
+        self._deepspeed = import_deepspeed()
+        join_ranks()
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.seed = (seed << 16) + self.rank  # dropout differs from rank to rank
+        torch.manual_seed(self.seed)
+        self._optimizer = GuardedAdamW(
+            parameter_groups(module, optim.weight_decay),
+            optim,
+            guard=self.stage == 0,
+            fused=torch.cuda.is_available() or engine.offload_optimizer,
+        )
+        self._engine, *_ = self._deepspeed.initialize(
+            model=module.train(),
+            optimizer=self._optimizer,
+            config=deepspeed_config(optim, engine, dtype),
+            dist_init_required=False,
+        )
+        self._partition = partition_of(self._engine.module, self._engine.optimizer, self.stage)
+        self._averages = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches must be."""
+        return torch.device(self._engine.device)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The bare module. At stage 3 its parameters are empty outside a forward pass of the engine."""
+        module: torch.nn.Module = self._engine.module
+        return module
+
+    def forward(self, *inputs: Any) -> Any:
+        """The module's forward pass, under the present grad mode; at stage 3 collective."""
+        return self._engine(*inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradient of `loss`, a share of the batch's loss; the shares of all ranks are summed at `step`."""
+        # DeepSpeed takes the mean over ranks.
+        self._engine.backward(loss * self.world_size)
+
+    def step(self) -> Update:
+        """One update with the gradients since the last; none when their norm is not finite, and they are cleared."""
+        rate = learning_rate(self.optim, self.updates, self.total_updates)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate * group["lr_scale"]
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        applied = not self._engine.optimizer.overflow
+        self.updates += applied
+        return Update(float("nan") if norm is None else float(norm), applied)
+
+    def reduce(self, sums: list[float], maxima: list[float]) -> tuple[list[float], list[float]]:
+        """Element-wise sums and maxima over the ranks; collective."""
+        if self.world_size == 1:
+            return sums, maxima
+        largest = torch.tensor(maxima, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        return self.total(torch.tensor(sums, dtype=torch.float64)).tolist(), largest.tolist()
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in a tensor of its own with the same dtype, on the same device; collective."""
+        if self.world_size == 1:
+            return tensor.clone()
+        added = tensor.detach().to(self.device, copy=True)
+        torch.distributed.all_reduce(added)
+        return added.to(tensor.device)
+
+    def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the module, tensor of its own on `device`) of every parameter and saved buffer, shared ones once.
+
+        As the forward pass reads them, in its dtype. Collective: every rank must consume it to the end, and every rank
+        gets the whole tensors.
+        """
+        named = dict(self.module.named_parameters())
+        for names in byte_chunks({name: whole_bytes(p) for name, p in named.items()}):
+            with self._gathered([named[name] for name in names]):
+                copies = [(name, named[name].detach().to(device, copy=True)) for name in names]
+            yield from copies
+        for name, buffer in saved_buffers(self.module):
+            yield name, buffer.detach().to(device, copy=True)
+
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
+        # Below stage 3 this does nothing.
+        return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self.stage == 3)
+
+    def iter_state(self, key: str, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter's name, whole float32 tensor of its own on `device`) of every optimised parameter; collective.
+
+        key  master | exp_avg | exp_avg_sq | ema (after `start_ema`)
+        """
+        kept = {id(flat): self._optimizer.kept(flat, key) for flat, _ in self._partition.groups}
+        return gathered(self._partition, kept, self.device, device)
+
+    @torch.no_grad()
+    def start_ema(self) -> None:
+        """Begins (again) a moving average of the float32 master weights, at their present value.
+
+        It is one more state of the optimiser: partitioned as the moments are, saved, resumed, offloaded with them.
+        """
+        for flat, _ in self._partition.groups:
+            self._optimizer.state_of(flat)[EMA] = flat.detach().clone()
+        self._averages = True
+
+    @torch.no_grad()
+    def update_ema(self, tau: float) -> None:
+        """ema <- tau * ema + (1 - tau) * master, each rank its own partition: nothing is communicated."""
+        for flat, _ in self._partition.groups:
+            self._optimizer.state_of(flat)[EMA].mul_(tau).add_(flat.detach(), alpha=1.0 - tau)
+
+    def save_state(self, directory: Path) -> None:
+        """Write master weights, moments, average, buffers, counters and random state; collective.
+
+        Each rank writes its share of files into `directory`. Raises OSError or RuntimeError when it cannot: the other
+        ranks do not learn of it here (`learner.ranks.Ranks.agree`).
+        """
+        self._files(directory).save(self.updates, self.stage, averages=self._averages)
+
+    @torch.no_grad()
+    def load_state(self, directory: Path) -> None:
+        """Take up what `save_state` wrote, with any number of ranks and at any stage; nothing is communicated.
+
+        With as many ranks at the same stage training goes on bit for bit. Ranks that have no saved random state draw
+        from their own seed. Raises UserError when a file is missing, damaged, or of another model.
+        """
+        self.updates, self._averages = self._files(directory).load()
+        if not self._averages:
+            for flat, _ in self._partition.groups:
+                self._optimizer.state_of(flat).pop(EMA, None)
+
+    def _files(self, directory: Path) -> StateFiles:
+        buffers = dict(saved_buffers(self.module))
+        return StateFiles(directory, self._partition, self._optimizer, buffers, self.device, self.seed)
+
+    def close(self) -> None:
+        """Free what DeepSpeed holds; the process group remains (`leave_ranks`)."""
+        self._engine.destroy()
+
+
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of those that belong to the state dict, shared ones once."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,113 @@
+"""Where the float32 master weights of each parameter lie on this rank, and the optimiser's state beside them.
+
+DeepSpeed keeps them in flat tensors: at stage 0 the parameter itself, at stages 1 and 2 one flat partition for each
+group of parameters, at stage 3 one for each sub-group, with a padded part of every parameter in it. torch's AdamW
+keeps its moments in flat tensors of the same shape. All of it is reached here through one kind of pieces, so that
+state has the same names and shapes whatever the stage and the number of ranks.
+
+DeepSpeed's own `safe_get_full_*` do the same for one parameter at a time, at stages 1 to 3, only after a first step,
+and add zeros to the values, which turns -0.0 into 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EMA = "ema"
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`count` numbers of a parameter from `start`, which lie in `flat` from `offset`."""
+
+    flat: torch.Tensor
+    offset: int
+    start: int
+    count: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View of the piece in `tensor`, which is shaped like `flat`."""
+        return tensor.detach().reshape(-1).narrow(0, self.offset, self.count)
+
+    def put(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """Writes the piece of the whole parameter's numbers into `tensor`, which is shaped like `flat`."""
+        if tensor.shape == whole.shape:
+            tensor.copy_(whole)
+        else:
+            self.of(tensor).copy_(whole.reshape(-1).narrow(0, self.start, self.count))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """This rank's part of the optimised parameters.
+
+    parameters  name -> parameter, all that are optimised, in the module's order
+    shapes      name -> shape of the whole parameter
+    pieces      name -> what of it lies here, absent when nothing does
+    groups      flat tensors of this rank with the names of the parameters they belong to
+    whole       every rank holds every parameter whole (stage 0)
+    """
+
+    parameters: dict[str, torch.nn.Parameter]
+    shapes: dict[str, torch.Size]
+    pieces: dict[str, Piece]
+    groups: list[tuple[torch.Tensor, list[str]]]
+    whole: bool
+
+
+def partition_of(module: torch.nn.Module, optimizer: Any, stage: int) -> Partition:
+    """Reads it off DeepSpeed's wrapped `optimizer` (at stage 0 the plain one)."""
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+    names = {id(p): name for name, p in parameters.items()}
+    if stage == 0:
+        pieces = {name: Piece(p, 0, 0, p.numel()) for name, p in parameters.items()}
+        return Partition(parameters, shapes, pieces, [(p, [name]) for name, p in parameters.items()], whole=True)
+    if stage == 3:
+        flats, members = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
+        pieces = dict(_scattered(parameters, optimizer))
+    else:
+        # with bfloat16 at stage 1 DeepSpeed takes another class, with other names for the same
+        low = optimizer.bit16_groups if hasattr(optimizer, "bit16_groups") else optimizer.bf16_groups
+        members, flats = low, [group["params"][0] for group in optimizer.optimizer.param_groups]
+        pieces = dict(_mapped(parameters, flats))
+    groups = [(flat, [names[id(p)] for p in ps]) for flat, ps in zip(flats, members, strict=True)]
+    return Partition(parameters, shapes, pieces, groups, whole=False)
+
+
+def _mapped(parameters: dict[str, torch.nn.Parameter], flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, Piece]]:
+    for name, parameter in parameters.items():
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:
+            low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+            yield name, Piece(flats[mapping.param_group_index], high.start, low.start, low.numel)
+
+
+def _scattered(parameters: dict[str, torch.nn.Parameter], optimizer: Any) -> Iterator[tuple[str, Piece]]:
+    rank = torch.distributed.get_rank()
+    for name, parameter in parameters.items():
+        group, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = rank * padded
+        count = min(padded, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        if count > 0:
+            yield name, Piece(optimizer.fp32_partitioned_groups_flat[group], offset, start, count)
+
+
+def set_low(partition: Partition, name: str, whole: torch.Tensor) -> None:
+    """Gives the parameter that the forward pass reads the value `whole`, cast as DeepSpeed casts its masters."""
+    parameter = partition.parameters[name]
+    if hasattr(parameter, "ds_tensor"):
+        part = parameter.ds_tensor
+        start = torch.distributed.get_rank() * part.ds_numel
+        count = max(0, min(part.ds_numel, parameter.ds_numel - start))  # type: ignore[attr-defined]
+        if count:
+            part.data.reshape(-1)[:count].copy_(whole.reshape(-1)[start : start + count])
+        if parameter.data.numel() != parameter.ds_numel:  # type: ignore[attr-defined]  # not held whole at present
+            return
+    parameter.data.copy_(whole.reshape(parameter.shape))

@@ -1,0 +1,28 @@
+"""The process group that all engines of a process share."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, only not in __all__
+
+
+def join_ranks() -> None:
+    """Join the ranks that a launcher announced in the environment, or be the only one, with no port and no MPI."""
+    if torch.distributed.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.distributed.init_process_group(backend)
+        return
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asserts that it is set
+    torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def leave_ranks() -> None:
+    """Leave the process group; nothing happens outside one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

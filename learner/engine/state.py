@@ -1,0 +1,228 @@
+"""The state of an engine as files that any number of ranks at any stage can take up, without pickle.
+
+state.json               counters, and of every tensor its shape and its file
+KEY.RANK.N.safetensors   whole float32 tensors by parameter name; KEY: master, exp_avg, exp_avg_sq, ema
+buffers.safetensors      buffers of the module
+random.RANK.safetensors  random state of a rank
+
+Tensors are shared out among the ranks, which write side by side. Whoever calls flushes and hashes the files
+(`learner.checkpoint`). Frozen parameters are not here: they are those of the initial model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from learner.engine.gather import gathered
+from learner.engine.partition import EMA, MASTER, MOMENTS, Partition, set_low
+from learner.optimizer import GuardedAdamW
+from protocol.errors import UserError
+
+FORMAT = 1
+INDEX = "state.json"
+BUFFERS = "buffers.safetensors"
+FILE_BYTES = 1 << 30
+"""A rank begins a new file beyond so many bytes: what is written at once is held in memory."""
+
+
+class StateFiles:
+    """One directory of state, and the parts of an engine that it is read from and written to.
+
+    device  where ranks can talk to each other
+    seed    this rank's own, for a rank without a saved random state
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        partition: Partition,
+        optimizer: GuardedAdamW,
+        buffers: Mapping[str, torch.Tensor],
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.directory, self.partition, self.optimizer = directory, partition, optimizer
+        self.buffers, self.device, self.seed = buffers, device, seed
+        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def save(self, updates: int, stage: int, *, averages: bool) -> None:
+        """Writes this rank's files, and rank 0 the index, which is the last; collective.
+
+        Raises OSError where a file could not be written, but only at the end: the others must not wait for this rank
+        in a collective.
+        """
+        failures: list[OSError] = []
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            failures.append(error)
+        files = {key: self._plan(key) for key in _keys(averages)}
+        for key, file_of in files.items():
+            self._save_key(key, file_of, failures)
+        self._try(f"random.{self.rank:05}.safetensors", _random_state(), failures)
+        if self.rank == 0:
+            self._try(BUFFERS, {n: b.detach().cpu().contiguous() for n, b in self.buffers.items()}, failures)
+        if failures:
+            raise failures[0]
+        if self.rank == 0:
+            index = {
+                "format": FORMAT,
+                "updates": updates,
+                "averages": averages,
+                "zero_stage": stage,
+                "ranks": self.ranks,
+                "shapes": {name: list(shape) for name, shape in self.partition.shapes.items()},
+                "steps": self._steps(),
+                "files": files,
+            }
+            (self.directory / INDEX).write_text(json.dumps(index, indent=1))
+
+    def _plan(self, key: str) -> dict[str, str]:
+        """The file of each tensor, the same on every rank: tensor i is rank i % R's."""
+        files, held, number = {}, [0] * self.ranks, [0] * self.ranks
+        for i, (name, shape) in enumerate(self.partition.shapes.items()):
+            owner, size = i % self.ranks, shape.numel() * 4
+            if held[owner] and held[owner] + size > FILE_BYTES:
+                held[owner], number[owner] = 0, number[owner] + 1
+            held[owner] += size
+            files[name] = f"{key}.{owner:05}.{number[owner]:03}.safetensors"
+        return files
+
+    def _save_key(self, key: str, file_of: Mapping[str, str], failures: list[OSError]) -> None:
+        kept = {id(flat): self.optimizer.kept(flat, key) for flat, _ in self.partition.groups}
+        mine = f"{key}.{self.rank:05}."
+        held: dict[str, torch.Tensor] = {}
+        file = ""
+        for name, tensor in gathered(self.partition, kept, self.device, "cpu", lambda n: file_of[n].startswith(mine)):
+            if held and file_of[name] != file:
+                self._try(file, held, failures)
+                held = {}
+            file, held[name] = file_of[name], tensor
+        if held:
+            self._try(file, held, failures)
+
+    def _try(self, file: str, tensors: dict[str, torch.Tensor], failures: list[OSError]) -> None:
+        try:
+            save_file(tensors, self.directory / file)
+        except OSError as error:
+            failures.append(error)
+        except SafetensorError as error:  # a full disk, for instance
+            failures.append(OSError(f"{self.directory / file}: {error}"))
+
+    def _steps(self) -> dict[str, int]:
+        return {
+            name: int(self.optimizer.state_of(flat)["step"]) for flat, names in self.partition.groups for name in names
+        }
+
+    def load(self) -> tuple[int, bool]:
+        """Reads what this rank needs, from all ranks' files; (updates, whether there is an average)."""
+        index = self._index()
+        averages = bool(index["averages"])
+        for key in _keys(averages):
+            if key == EMA:
+                for flat, _ in self.partition.groups:
+                    self.optimizer.state_of(flat)[EMA] = torch.zeros_like(flat.detach())
+            self._load_key(key, index["files"][key])
+        for flat, names in self.partition.groups:
+            self.optimizer.state_of(flat)["step"].fill_(max((index["steps"][name] for name in names), default=0))
+        self._load_buffers()
+        self._load_random(int(index["ranks"]))
+        return int(index["updates"]), averages
+
+    def _index(self) -> dict[str, Any]:
+        path = self.directory / INDEX
+        try:
+            index: dict[str, Any] = json.loads(path.read_text())
+            if index["format"] != FORMAT:
+                raise _unusable(path, f"its format is {index['format']}, and this version reads {FORMAT}")
+            saved = {name: torch.Size(shape) for name, shape in index["shapes"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unusable(path, f"{type(error).__name__}: {error}") from None
+        here = self.partition.shapes
+        for name in saved.keys() | here.keys():
+            if saved.get(name) != here.get(name):
+                raise UserError(
+                    f"the saved state in {self.directory} is of another model",
+                    why=f"{name} is {_shape(saved.get(name))} there and {_shape(here.get(name))} here",
+                    todo="start with the run.model and learner.model settings that the run began with",
+                )
+        return index
+
+    def _load_key(self, key: str, file_of: Mapping[str, str]) -> None:
+        by_file: dict[str, list[str]] = {}
+        for name in self.partition.shapes:
+            by_file.setdefault(file_of[name], []).append(name)
+        for file, names in by_file.items():
+            path = self.directory / file
+            try:
+                with safe_open(path, framework="pt", device="cpu") as shard:
+                    for name in names:
+                        self._take(key, name, shard.get_tensor(name), path)
+            except (OSError, SafetensorError) as error:
+                raise _unusable(path, str(error)) from None
+
+    def _take(self, key: str, name: str, whole: torch.Tensor, path: Path) -> None:
+        expected = self.partition.shapes[name]
+        if whole.shape != expected or whole.dtype != torch.float32:
+            raise _unusable(
+                path, f"{name} is {_shape(whole.shape)} {whole.dtype} in it, not {_shape(expected)} float32"
+            )
+        piece = self.partition.pieces.get(name)
+        if piece is not None:
+            piece.put(self.optimizer.kept(piece.flat, key), whole)
+        if key == MASTER:
+            set_low(self.partition, name, whole)
+
+    def _load_buffers(self) -> None:
+        path = self.directory / BUFFERS
+        try:
+            with safe_open(path, framework="pt", device="cpu") as shard:
+                if set(shard.keys()) != set(self.buffers):
+                    raise _unusable(path, f"it holds {sorted(shard.keys())}, and the model has {sorted(self.buffers)}")
+                for name, buffer in self.buffers.items():
+                    buffer.copy_(shard.get_tensor(name))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise _unusable(path, str(error)) from None
+
+    def _load_random(self, ranks: int) -> None:
+        path = self.directory / f"random.{self.rank:05}.safetensors"
+        if self.rank >= ranks:
+            torch.manual_seed(self.seed)
+            return
+        try:
+            with safe_open(path, framework="pt", device="cpu") as shard:
+                torch.set_rng_state(shard.get_tensor("cpu"))
+                if "cuda" in set(shard.keys()) and torch.cuda.is_available():
+                    torch.cuda.set_rng_state(shard.get_tensor("cuda"))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise _unusable(path, str(error)) from None
+
+
+def _keys(averages: bool) -> tuple[str, ...]:
+    return (MASTER, *MOMENTS, EMA) if averages else (MASTER, *MOMENTS)
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else str(list(shape))
+
+
+def _unusable(path: Path, why: str) -> UserError:
+    return UserError(
+        f"the saved state cannot be taken up: {path} is missing or damaged",
+        why=why,
+        todo="restore the file, or resume from an older checkpoint",
+    )
