@@ -1,4 +1,4 @@
-"""Estimators of the divergence: exact expectations over a small vocabulary, and what may not leak."""
+"""Estimators of the divergence: exact expectations and gradients over a small vocabulary, and what may not leak."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from learner.kl import kl_estimate
+from learner.kl import full_forward_kl, full_reverse_kl, kl_estimate
 
-KINDS = ("k1", "k2", "k3")
+KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5")
+REVERSE_VALUE = ("k1", "k3", "k1+", "k3+", "k3++", "k4")
+REVERSE_GRADIENT = ("k2", "k1+", "k3+", "k3++", "k4")
 
 
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,36 +27,170 @@ def everywhere(like: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
+    ("kind", "value", "gradient"),
+    [  # policy 0.5, reference 0.25: x = -log 2, w = 0.5
+        ("k1", math.log(2), 1.0),
+        ("k2", math.log(2) ** 2 / 2, math.log(2)),
+        ("k3", 0.5 - 1 + math.log(2), 1 - 0.5),
+        ("abs", math.log(2), 1.0),
+        ("k1+", math.log(2), math.log(2)),
+        ("k3+", 0.5 - 1 + math.log(2), math.log(2)),
+        ("k3++", 0.5 - 1 + math.log(2), (0.5 - 1 + math.log(2)) + (1 - 0.5)),
+        ("k4", math.log(2), math.log(2)),
+        ("k5", -0.5 * math.log(2), 1 - 0.5),
+    ],
 )
-def test_values_by_hand(kind, value):
-    policy, reference = torch.log(torch.tensor([0.5])), torch.log(torch.tensor([0.25]))
-    assert kl_estimate(policy, reference, everywhere(policy), kind).item() == pytest.approx(value, rel=1e-6)
+def test_one_token_by_hand(kind, value, gradient):
+    policy = torch.log(torch.tensor([0.5], dtype=torch.float64)).requires_grad_()
+    reference = torch.log(torch.tensor([0.25], dtype=torch.float64))
+    estimate = kl_estimate(policy, reference, everywhere(policy), kind)
+    estimate.sum().backward()
+    assert estimate.item() == pytest.approx(value, rel=1e-12)
+    assert policy.grad.item() == pytest.approx(gradient, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_k1_and_k3_are_unbiased(kind):
-    p, q = distributions()
-    exact = (p.exp() * (p - q)).sum()
-    expected = (p.exp() * kl_estimate(p, q, everywhere(p), kind)).sum()
-    torch.testing.assert_close(expected, exact)
-
-
-def test_the_gradient_of_k2_is_the_gradient_of_the_divergence():
+def expected(kind: str, drawn: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Expectation of an estimate and of its gradient over tokens drawn from the policy or from another one, with the
+    logits, the policy and the reference that gave them.
+    """
     _, q = distributions()
     torch.manual_seed(1)
     logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
     p = torch.log_softmax(logits, 0)
-    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
-    (estimated,) = torch.autograd.grad((p.detach().exp() * kl_estimate(p, q, everywhere(p), "k2")).sum(), logits)
-    torch.testing.assert_close(estimated, exact)
+    other = torch.log_softmax(torch.randn(7, dtype=torch.float64), 0)
+    sampler, importance = (p.detach(), None) if drawn == "policy" else (other, other)
+    value = (sampler.exp() * kl_estimate(p, q, everywhere(p), kind, importance)).sum()
+    (gradient,) = torch.autograd.grad(value, logits, retain_graph=True)
+    return value, gradient, logits, p, q
 
 
-def test_the_gradient_of_k3_by_hand():
-    policy = torch.log(torch.tensor([0.5], dtype=torch.float64)).requires_grad_()
-    reference = torch.log(torch.tensor([0.25], dtype=torch.float64))
-    kl_estimate(policy, reference, everywhere(policy), "k3").sum().backward()
-    assert policy.grad.item() == pytest.approx(1 - 0.5)  # d/dp (e^(r-p) - (r-p) - 1) = 1 - e^(r-p)
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("drawn", ["policy", "another"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_values_are_those_of_the_table(kind, drawn):
+    value, _, _, p, q = expected(kind, drawn)
+    p = p.detach()
+    if kind in REVERSE_VALUE:
+        wanted = (p.exp() * (p - q)).sum()
+    elif kind == "k5":
+        wanted = (q.exp() * (q - p)).sum()
+    else:
+        wanted = (p.exp() * ((p - q).square() / 2 if kind == "k2" else (p - q).abs())).sum()
+    assert_same(value.detach(), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_gradients_on_policy_are_those_of_the_table(kind):
+    _, gradient, logits, p, q = expected(kind, "policy")
+    if kind == "k1":
+        wanted = 0 * p.sum()
+    elif kind in REVERSE_GRADIENT:
+        wanted = (p.exp() * (p - q)).sum()
+    elif kind == "abs":
+        wanted = (p.exp() - q.exp()).abs().sum()
+    else:
+        wanted = (q.exp() * (q - p)).sum()
+    assert_same(gradient, torch.autograd.grad(wanted, logits)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_gradients_with_importance_weights(kind):
+    """Off policy k1 and k3 become right for the reverse divergence, and the others stay what they are."""
+    _, gradient, logits, p, q = expected(kind, "another")
+    if kind in (*REVERSE_GRADIENT, "k1", "k3"):
+        wanted = (p.exp() * (p - q)).sum()
+    elif kind == "abs":
+        wanted = (p.exp() * (p - q).abs()).sum()
+    else:
+        wanted = (q.exp() * (q - p)).sum()
+    assert_same(gradient, torch.autograd.grad(wanted, logits)[0])
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match=r"k3\+\+"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), torch.tensor([True]), "k6")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_of_numbers_is_refused(kind):
+    with pytest.raises(TypeError, match=r"torch\.bool"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), torch.ones(1), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_and_the_sampler_are_constants(kind):
+    policy, reference, sampler = (torch.tensor([x], requires_grad=True) for x in (-1.0, -1.5, -0.8))
+    kl_estimate(policy, reference, everywhere(policy), kind, sampler).sum().backward()
+    assert reference.grad is None
+    assert sampler.grad is None
+    assert policy.grad is not None
+
+
+def slow_estimate(x: float, kind: str) -> float:
+    w = math.exp(x)
+    if kind in ("k1", "k1+", "k4"):
+        return -x
+    if kind == "k5":
+        return w * x
+    return {"k2": x * x / 2, "abs": abs(x)}.get(kind, w - x - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0), st.floats(-30, 0), st.booleans()), min_size=1, max_size=9)
+)
+def test_estimates_are_those_of_a_slow_loop(kind, rows):
+    def clamp(x: float) -> float:
+        return min(max(x, -20.0), 20.0)
+
+    policy, reference, sampler = (torch.tensor([r[i] for r in rows], dtype=torch.float64) for i in range(3))
+    mask = torch.tensor([r[3] for r in rows])
+    wanted = [slow_estimate(clamp(q - p), kind) if kept else 0.0 for p, q, _, kept in rows]
+    weighted = [math.exp(clamp(p - s)) * x for x, (p, _, s, _) in zip(wanted, rows, strict=True)]
+    policy[~mask], reference[~mask], sampler[~mask] = math.nan, math.inf, -math.inf
+    for importance, numbers in ((None, wanted), (sampler, weighted)):
+        leaf = policy.clone().requires_grad_()
+        found = kl_estimate(leaf, reference, mask, kind, importance)
+        found.sum().backward()
+        torch.testing.assert_close(found.tolist(), numbers, rtol=1e-9, atol=1e-9)
+        assert torch.isfinite(leaf.grad).all()
+        assert not leaf.grad[~mask].any()
+
+
+def test_the_full_divergences_are_those_of_a_slow_loop():
+    p, q = distributions()
+    a, b = p.tolist(), q.tolist()
+    mask = torch.tensor([True, False, True])
+    policy, reference = torch.stack([p, p * math.nan, q]), torch.stack([q, q * math.inf, q])
+    policy.requires_grad_()
+    reverse, forward = full_reverse_kl(policy, reference, mask), full_forward_kl(policy, reference, mask)
+    wanted = [sum(math.exp(x) * (x - y) for x, y in zip(a, b, strict=True)), 0.0, 0.0]
+    assert reverse.tolist() == pytest.approx(wanted, abs=1e-15)
+    wanted = [sum(math.exp(y) * (y - x) for x, y in zip(a, b, strict=True)), 0.0, 0.0]
+    assert forward.tolist() == pytest.approx(wanted, abs=1e-15)
+    (reverse + forward).sum().backward()
+    # d/dx (e^x (x - y)) = e^x (x - y + 1), and d/dx (e^y (y - x)) = -e^y
+    by_hand = [math.exp(x) * (x - y + 1) - math.exp(y) for x, y in zip(a, b, strict=True)]
+    assert policy.grad[0].tolist() == pytest.approx(by_hand, abs=1e-15)
+    assert policy.grad[1].tolist() == [0.0] * 7
+
+
+def test_forbidden_tokens_add_nothing_to_a_full_divergence():
+    policy = torch.tensor([[math.log(0.5), math.log(0.5), -math.inf]], requires_grad=True)
+    reference = torch.log(torch.tensor([[0.25, 0.5, 0.25]]))
+    mask = torch.tensor([True])
+    reverse = full_reverse_kl(policy, reference, mask)
+    reverse.sum().backward()
+    assert reverse.item() == pytest.approx(0.5 * math.log(2))
+    assert torch.isfinite(policy.grad).all()
+    assert full_forward_kl(policy.detach(), reference, mask).item() == math.inf
+    assert full_forward_kl(reference, policy.detach(), mask).item() == pytest.approx(0.5 * math.log(2))
+    with pytest.raises(ValueError, match="shapes"):
+        full_reverse_kl(policy, reference, torch.tensor([True, True]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
