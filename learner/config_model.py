@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from learner.config_engine import OptimSettings
 from protocol.settings import Settings
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (arXiv 2106.09685): only they are trained, the model's own weights stay.
+
+    There is no dropout (the sampler has none, and the ratio to it would be noise) and no rank-stabilised scale
+    (alpha * sqrt(rank) gives the same).
+    """
+
+    rank: int = Field(default=0, ge=0)
+    """Of every adapter; 0 trains all weights instead. An adapter likes ten times the learning rate of full training."""
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapter's product counts alpha / rank. learner.publish.alpha of the adapter transport must say the same."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get one, e.g. [q_proj, v_proj]; none = all but the output layer."""
 
 
 class ModelSettings(Settings):
@@ -14,7 +31,73 @@ class ModelSettings(Settings):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights in the forward pass; the optimiser keeps float32 (bfloat16 needs zero_stage 1 or more)."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """torch's fused attention, or transformers' own steps, which some models need (Gemma 2) and which cost memory."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
-    logit_chunk_bytes: int = Field(default=256 << 20, ge=1 << 10)
-    """Most bytes of float32 logits held at once; beyond it they are computed in chunks, twice."""
+    logit_chunk_bytes: int = Field(default=1 << 30, ge=1 << 10)
+    """Most bytes for logits and what is made of them, at once; the output layer is computed in chunks of that size."""
+    lora: LoraSettings = LoraSettings()
+    """Train adapters instead of all weights."""
+
+
+class CriticOptimSettings(OptimSettings):
+    """The critic's optimiser."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Highest learning rate; a critic takes larger steps than a policy."""
+
+
+class CriticSettings(Settings):
+    """The value model of algorithms with a critic."""
+
+    backbone: Literal["own", "policy"] = "own"
+    """A model of its own, or a head on the policy: half the memory, and both shape the same features."""
+    model: Path | None = None
+    """backbone own: directory of the model that it starts from; none = run.model."""
+    optim: CriticOptimSettings = CriticOptimSettings()
+    """backbone own: its optimiser. A head on the policy moves with the policy's."""
+    clip: float = Field(default=0.5, ge=0)
+    """New values count within this distance of those before the update (PPO's value clipping); 0 = never clipped."""
+    loss: Literal["squared", "huber"] = "squared"
+    """Half the squared error, or Huber's, which grows linearly beyond huber_delta."""
+    huber_delta: float = Field(default=10.0, gt=0)
+    """loss huber: where it becomes linear."""
+    coefficient: float = Field(default=0.5, gt=0)
+    """backbone policy: weight of the value loss beside the policy's."""
+    backbone_gradient: float = Field(default=0.1, ge=0)
+    """backbone policy: share of the value loss's gradient that goes on into the policy; 0 trains the head alone."""
+    head_lr_scale: float = Field(default=10.0, gt=0)
+    """backbone policy: the head's learning rate, in units of the policy's."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """The critic's updates at the beginning of a run in which it learns alone."""
+
+    @model_validator(mode="after")
+    def _model_is_of_its_own(self) -> CriticSettings:
+        if self.backbone == "policy" and self.model is not None:
+            raise ValueError("critic.model is of no use with critic.backbone policy")
+        return self
+
+
+class ReferenceSettings(Settings):
+    """The policy that the divergence is measured from; held only by algorithms that ask for one."""
+
+    kind: Literal["frozen", "ema", "refresh"] = "frozen"
+    """Never moves; or an exponential moving average of the policy (EMA-PG, arXiv 2602.04417); or a copy made now and
+    then."""
+    model: Path | None = None
+    """kind frozen: directory of another model of the same vocabulary; none = run.model."""
+    tau: float = Field(default=0.9, ge=0, lt=1)
+    """kind ema: share of the old average that is kept at each of its updates."""
+    every: int = Field(default=10, ge=1)
+    """kinds ema and refresh: optimiser updates of the policy from one to the next."""
+    offload: bool = False
+    """Keep it in main memory while it is not computing."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of its forward pass; none = the policy's. The moving average itself is always float32."""
+
+    @model_validator(mode="after")
+    def _model_is_frozen(self) -> ReferenceSettings:
+        if self.kind != "frozen" and self.model is not None:
+            raise ValueError("reference.model is of use with reference.kind frozen only: others follow the policy")
+        return self

@@ -1,24 +1,133 @@
-"""The frozen reference: a copy of the initial policy that scores micro-batches and never learns."""
+"""The policy that divergence is measured from: frozen, a moving average of the trained one, or its copy now and then.
+
+The average itself lives in the policy's engine, in float32 and partitioned as its optimiser's state is, and is saved
+with it: in bfloat16 most of an update of (1 - tau) * difference would be lost. What is here is a module to score with,
+in the dtype of a forward pass, whole on every rank, filled anew after each change. A copy is an average that keeps
+nothing of the past (tau 0), so it survives a restart by the same means.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from learner.config_model import ModelSettings
-from learner.model import load_policy
+from learner.config_model import LoraSettings, ModelSettings, ReferenceSettings
+from learner.lora import adapters_off
+from learner.model import PolicyModel, load_policy
+from learner.scoring import Scores
 
 
-class FrozenReference:
-    """The model in a directory, on one device, whole on every rank."""
+class Engine(Protocol):
+    """What a reference needs of the engine that trains the policy; `learner.engine.DeepSpeedEngine` has it."""
 
-    def __init__(self, directory: Path, settings: ModelSettings, device: torch.device) -> None:
-        self._module = load_policy(directory, settings).to(device).eval().requires_grad_(False)
+    updates: int
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The policy."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    def forward(self, *inputs: Any) -> Any:
+        """The policy's forward pass."""
+        ...
+
+    def start_ema(self) -> None:
+        """From now on an average of the trained parameters is kept; it begins with them."""
+        ...
+
+    def update_ema(self, tau: float) -> None:
+        """average = tau * average + (1 - tau) * parameters."""
+        ...
+
+    def iter_state(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter name, whole float32 tensor); collective."""
+        ...
+
+
+class Reference:
+    """Scores of a policy that the present one is compared with. `module` None: the policy itself without adapters."""
+
+    def __init__(self, settings: ReferenceSettings, module: PolicyModel | None, engine: Engine) -> None:
+        self._settings, self._module, self._engine = settings, module, engine
+        self._tau = settings.tau if settings.kind == "ema" else 0.0
+        self._seen = engine.updates
+        if settings.kind != "frozen":
+            engine.start_ema()
+        if module is not None and not settings.offload:
+            module.to(engine.device)
 
     @torch.no_grad()
-    def logprobs(self, *inputs: Any) -> torch.Tensor:
-        """[N] float32; takes what `PolicyModel.forward` takes."""
-        scores: torch.Tensor = self._module(*inputs).logprobs
-        return scores
+    def scores(self, *inputs: Any, top: int = 0, at_ids: torch.Tensor | None = None) -> Scores:
+        """Without gradient; takes what `PolicyModel.forward` takes, up to `entropy_gradient`."""
+        if self._module is not None:
+            return self._module(*inputs, top, at_ids)  # type: ignore[no-any-return]
+        with adapters_off(self._engine.module):
+            return self._engine.forward(*inputs, top, at_ids)  # type: ignore[no-any-return]
+
+    def wake(self) -> None:
+        """Onto the device, before `scores`."""
+        if self._module is not None:
+            self._module.to(self._engine.device)
+
+    def sleep(self) -> None:
+        """Off the device where `offload` says so, until the next `wake`."""
+        if self._module is not None and self._settings.offload:
+            self._module.to("cpu")
+
+    def after_update(self, updates: int) -> None:
+        """Follow the policy when another `every` of its updates are done: at most once a call; collective.
+
+        updates  applied to the policy so far; never followed at 0
+        """
+        due = updates // self._settings.every > self._seen // self._settings.every
+        self._seen = updates
+        if self._settings.kind != "frozen" and due:
+            self._engine.update_ema(self._tau)
+            self._fill()
+
+    def reload(self) -> None:
+        """After a resume: be what it was when the engine's state was saved; collective."""
+        self._seen = self._engine.updates
+        if self._settings.kind != "frozen":
+            self._fill()
+
+    def _fill(self) -> None:
+        assert self._module is not None
+        fill(self._module, self._engine.iter_state("ema"))
+
+
+@torch.no_grad()
+def fill(module: torch.nn.Module, state: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copies tensors into the parameters of these names, rounded to their dtype. Names it has not are passed over (a
+    value head's).
+    """
+    parameters = dict(module.named_parameters())
+    for name, tensor in state:
+        if name in parameters:
+            parameters[name].copy_(tensor)
+
+
+def build_reference(
+    settings: ReferenceSettings, run_model: Path, model: ModelSettings, engine: Engine, *, packed: bool = True
+) -> Reference:
+    """The reference at the beginning of a run: `settings.model`, or the run's initial model; collective.
+
+    The initial model under adapters needs no copy: it is the policy without them. Raises UserError as `load_policy`.
+    """
+    frozen = settings.kind == "frozen"
+    dtype = settings.dtype or model.dtype
+    if frozen and settings.model is None and model.lora.rank and dtype == model.dtype:
+        return Reference(settings, None, engine)
+    changed: dict[str, Any] = {"dtype": dtype, "gradient_checkpointing": False}
+    if frozen:
+        changed["lora"] = LoraSettings()
+    module = load_policy(settings.model or run_model, model.model_copy(update=changed), packed=packed)
+    return Reference(settings, module.eval().requires_grad_(False), engine)

@@ -10,29 +10,52 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Scores(NamedTuple):
-    """Of N tokens, [N] float32: log-probs, and entropies (nats) of the distributions that they come from."""
+    """Of N tokens, float32 (float64 where the inputs are).
+
+    logprobs [N]     of the tokens
+    entropy  [N]     in nats, of the distributions that they come from
+    at       [N, k]  log-probs of the k given ids at each place, None where none were given
+    top      [N, k]  int64, the k likeliest ids at each place, most likely first; None where none were asked for
+    values   [N]     the critic's, None where the policy carries no value head
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    at: torch.Tensor | None = None
+    top: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32; float64 stays."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def score_logits(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, entropy_gradient: bool = False
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    top: int = 0,
+    at_ids: torch.Tensor | None = None,
 ) -> Scores:
     """Scores of softmax(logits / temperature), in float32.
 
-    logits [N, V] of any float dtype, targets [N] int64. The temperature is the sampler's: without it the log-probs
-    would be those of another distribution than the one that the engines sampled from. The entropy carries a gradient
-    only when asked to, since that keeps another [N, V] alive until the backward pass.
+    logits [N, V] of any float dtype, targets [N] int64, at_ids [N, k] int64. The temperature is the sampler's: without
+    it the log-probs would be those of another distribution than the one that the engines sampled from. The entropy
+    carries a gradient only when asked to, since that keeps another [N, V] alive until the backward pass.
     """
-    scaled = logits.float() / temperature
+    scaled = wide(logits) / temperature
     normaliser = torch.logsumexp(scaled, dim=-1)
     chosen = scaled.gather(-1, targets[:, None]).squeeze(-1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
         # 0 * -inf is NaN: a token that the model forbids adds nothing to the entropy
         mean = (torch.softmax(scaled, dim=-1) * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
         entropy = normaliser - mean
-    return Scores(chosen - normaliser, entropy)
+    at = None if at_ids is None else scaled.gather(-1, at_ids) - normaliser[:, None]
+    likeliest = scaled.detach().topk(top, dim=-1).indices if top else None
+    return Scores(chosen - normaliser, entropy, at, likeliest)
 
 
 def score_hidden(
@@ -44,21 +67,36 @@ def score_hidden(
     vocabulary: int,
     chunk_bytes: int,
     entropy_gradient: bool = False,
+    top: int = 0,
+    at_ids: torch.Tensor | None = None,
 ) -> Scores:
-    """Scores of `project(hidden)` without ever holding more than `chunk_bytes` of float32 logits.
+    """Scores of `project(hidden)` without ever holding more than `chunk_bytes` of logits and what is made of them.
 
-    hidden [N, H], targets [N] int64. Where one chunk does not suffice, each is computed again in the backward pass.
+    hidden [N, H], targets [N] int64, at_ids [N, k] int64. Where one chunk does not suffice, each is computed again in
+    the backward pass.
     """
-    rows = max(1, chunk_bytes // (4 * vocabulary))
+    rows = max(1, chunk_bytes // (BUFFERS * wide(hidden[:0]).element_size() * vocabulary))
 
-    def chunk(part: torch.Tensor, wanted: torch.Tensor) -> Scores:
-        return score_logits(project(part), wanted, temperature, entropy_gradient=entropy_gradient)
+    def chunk(part: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor | None) -> Scores:
+        return score_logits(project(part), wanted, temperature, entropy_gradient=entropy_gradient, top=top, at_ids=ids)
 
     if len(targets) <= rows:
-        return chunk(hidden, targets)
-    pairs = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+        return chunk(hidden, targets, at_ids)
+    starts = range(0, len(targets), rows)
+    parts = [
+        (hidden[s : s + rows], targets[s : s + rows], None if at_ids is None else at_ids[s : s + rows]) for s in starts
+    ]
     if torch.is_grad_enabled():
-        scores = [checkpoint(chunk, part, wanted, use_reentrant=False) for part, wanted in pairs]
+        scores = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
     else:
-        scores = [chunk(part, wanted) for part, wanted in pairs]
-    return Scores(torch.cat([s.logprobs for s in scores]), torch.cat([s.entropy for s in scores]))
+        scores = [chunk(*part) for part in parts]
+    return Scores(
+        torch.cat([s.logprobs for s in scores]),
+        torch.cat([s.entropy for s in scores]),
+        None if at_ids is None else torch.cat([s.at for s in scores if s.at is not None]),
+        torch.cat([s.top for s in scores if s.top is not None]) if top else None,
+    )
+
+
+BUFFERS = 5
+"""[rows, V] tensors that `score_logits` and its backward pass hold at once."""

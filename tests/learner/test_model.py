@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers
 
+from learner.attention import block_mask
 from learner.batch import build_batch
 from learner.config_algorithm import GrpoSettings
 from learner.config_batch import BatchSettings
 from learner.config_model import ModelSettings
-from learner.model import PolicyModel, block_mask, load_policy
+from learner.model import PolicyModel, load_policy
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
@@ -92,7 +93,9 @@ def one_by_one(model: PolicyModel, groups, batch) -> tuple[dict[tuple[int, int],
     advantage = {int(i): float(a) for m in batch.micro_batches for i, a in zip(m.trajectory, m.advantages, strict=True)}
     found: dict[tuple[int, int], float] = {}
     for number, t in enumerate(t for g in groups for t in g.trajectories):
-        logits = model.causal(torch.tensor(t.ids.tolist())[None], use_cache=False).logits[0].float() / batch.temperature
+        logits = (
+            model.causal(torch.tensor(t.ids.tolist())[None], use_cache=False).logits[0].double() / batch.temperature
+        )
         table = torch.log_softmax(logits, -1)
         for at in np.flatnonzero(t.mask).tolist():
             value = table[at - 1, int(t.ids[at])]
@@ -111,6 +114,7 @@ def test_packed_equals_one_by_one(kind, row_tokens):
     assert packed.keys() == alone.keys()
     assert max(abs(packed[k] - alone[k]) for k in alone) < 1e-5
     for name, gradient in alone_gradient.items():
+        # transformers computes norms and rotations in float32, whatever the model's dtype
         torch.testing.assert_close(packed_gradient[name], gradient, rtol=1e-5, atol=1e-5)
 
 
@@ -140,12 +144,12 @@ def test_the_mask_is_causal_within_blocks_and_padding_sees_itself():
 def test_saving_memory_changes_nothing(settings, tmp_path):
     tiny("qwen2").save_pretrained(tmp_path)
     batch = batch_of(some_groups(), 60)
-    plain, thrifty = load_policy(tmp_path, ModelSettings()), load_policy(tmp_path, ModelSettings(**settings))
-    thrifty.train()
+    plain = load_policy(tmp_path, ModelSettings()).double()
+    thrifty = load_policy(tmp_path, ModelSettings(**settings)).double().train()
     (a, a_gradient), (b, b_gradient) = score(plain, batch), score(thrifty, batch)
-    assert a == pytest.approx(b, abs=1e-6)
+    assert a == pytest.approx(b, abs=1e-12)
     for name, gradient in a_gradient.items():
-        torch.testing.assert_close(b_gradient[name], gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(b_gradient[name], gradient, rtol=1e-10, atol=1e-10)
 
 
 def test_a_model_loads_in_the_dtype_of_the_settings(tmp_path):
@@ -157,16 +161,3 @@ def test_a_model_loads_in_the_dtype_of_the_settings(tmp_path):
 def test_a_missing_model_is_a_persons_error(tmp_path):
     with pytest.raises(UserError, match="no model in"):
         load_policy(tmp_path / "nothing", ModelSettings())
-
-
-def test_sliding_attention_is_refused(tmp_path):
-    tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="sliding_attention"):
-        load_policy(tmp_path, ModelSettings())
-
-
-def test_an_unknown_architecture_is_refused(tmp_path):
-    config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="gpt2"):
-        load_policy(tmp_path, ModelSettings())

@@ -1,0 +1,144 @@
+"""Whether an architecture is scored rightly: our path against transformers' own, at load, on a few made-up tokens.
+
+For a few architectures the tests know it. For any other it is found out: scores of two texts, each alone by
+transformers with eager attention, beside those of our forward pass in training mode (so what dropout or noise is left
+shows), in rows of their own and packed into one row. And no text may change what the one beside it scores.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from learner.attention import FULL, SLIDING, layer_kinds
+from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from learner.model import PolicyModel
+
+EXACT = ("llama", "qwen2", "qwen3")
+"""Model types that need no check (tests/learner/test_model.py)."""
+WINDOWED = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
+"""Model types whose sliding windows the tests know: few tokens would not show a window of thousands."""
+LENGTHS, PADDING = (11, 8), 3
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Of a difference, in standard deviations of the log-probs."""
+
+
+def refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -> None:
+    """Raises UserError when `policy` would score otherwise than transformers does, or `packed` rows would mix."""
+    config = policy.causal.config
+    kinds, kind = layer_kinds(config), config.model_type
+    if kind in EXACT and kinds == {FULL} and config._attn_implementation == "sdpa":
+        return
+    if packed and (kinds - {FULL, SLIDING} or (SLIDING in kinds and kind not in WINDOWED)):
+        raise _no_packing(directory, kind, f"it has layers of {', '.join(sorted(kinds))}")
+    try:
+        found = differences(policy, packed=packed)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UserError(
+            f"{directory} holds a {kind} model, which the learner cannot run",
+            why=f"{type(error).__name__}: {str(error)[:300]}",
+            todo="use a model of another type",
+        ) from error
+    limit = _TOLERANCE[policy.causal.dtype]
+    if not found["eager"] <= limit:
+        raise UserError(
+            f"{directory} holds a {kind} model, which attention {config._attn_implementation} computes wrongly",
+            why=f"log-probs differ from those of eager attention by {found['eager']:.2g} standard deviations",
+            todo="set learner.model.attention to eager",
+        )
+    if not found["alone"] <= limit:
+        raise UserError(
+            f"{directory} holds a {kind} model, which would be scored wrongly",
+            why=f"log-probs differ from transformers' own by {found['alone']:.2g} standard deviations",
+            todo="use a model of another type",
+        )
+    if packed and not max(found["packed"], found["mixed"]) <= limit:
+        why = f"a trajectory's log-probs change by {max(found['packed'], found['mixed']):.2g} standard deviations"
+        raise _no_packing(directory, kind, f"{why} beside another one")
+
+
+def _no_packing(directory: Path, kind: str, why: str) -> UserError:
+    return UserError(
+        f"{directory} holds a {kind} model, into whose rows trajectories cannot be packed",
+        why=why,
+        todo="set learner.batch.row_tokens to 0",
+    )
+
+
+@torch.no_grad()
+def differences(policy: PolicyModel, *, packed: bool) -> dict[str, float]:
+    """Largest differences of log-probs from transformers' own, in standard deviations of the latter.
+
+    eager   of transformers with the attention of the settings, from transformers with eager attention
+    alone   of our path, each text in a row of its own
+    packed  of our path, both texts in one row
+    mixed   of a text in a row, when the text beside it changes
+    """
+    causal, was_training = policy.causal, policy.training
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, policy.vocabulary, (n + 1,), generator=generator) for n in LENGTHS]
+    others = [torch.randint(0, policy.vocabulary, (n + 1,), generator=generator) for n in LENGTHS]
+    implementation = causal.config._attn_implementation
+    policy.eval()
+    own = _by_transformers(policy, texts)
+    if implementation == "eager":
+        eager = own
+    else:
+        causal.set_attn_implementation("eager")
+        eager = _by_transformers(policy, texts)
+        causal.set_attn_implementation(implementation)
+    policy.train()
+    scale = float(eager.std()) or 1.0
+    found = {"eager": _largest(own, eager) / scale, "alone": _largest(_in_rows(policy, texts), own) / scale}
+    if packed:
+        together = _in_one_row(policy, texts)
+        left = _in_one_row(policy, [texts[0], others[1]])[: LENGTHS[0]]
+        right = _in_one_row(policy, [others[0], texts[1]])[LENGTHS[0] :]
+        found["packed"] = _largest(together, own) / scale
+        found["mixed"] = _largest(torch.cat([left, right]), together) / scale
+    policy.train(was_training)
+    return found
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def _by_transformers(policy: PolicyModel, texts: list[torch.Tensor]) -> torch.Tensor:
+    scores = []
+    for text in texts:
+        logits = policy.causal(input_ids=text[None, :-1], use_cache=False).logits[0].double()
+        scores.append(torch.log_softmax(logits, -1).gather(-1, text[1:, None]).squeeze(-1))
+    return torch.cat(scores)
+
+
+def _in_rows(policy: PolicyModel, texts: list[torch.Tensor]) -> torch.Tensor:
+    width = max(LENGTHS) + PADDING
+    ids = torch.stack([torch.nn.functional.pad(t[:-1], (0, width - len(t) + 1)) for t in texts])
+    positions = torch.stack([torch.nn.functional.pad(torch.arange(n), (0, width - n)) for n in LENGTHS])
+    index = torch.cat([row * width + torch.arange(n) for row, n in enumerate(LENGTHS)])
+    return _scored(policy, ids, positions, None, index, texts)
+
+
+def _in_one_row(policy: PolicyModel, texts: list[torch.Tensor]) -> torch.Tensor:
+    filling = torch.zeros(PADDING, dtype=torch.long)
+    ids = torch.cat([*(t[:-1] for t in texts), filling])[None]
+    positions = torch.cat([*(torch.arange(n) for n in LENGTHS), filling])[None]
+    documents = torch.cat([*(torch.full((n,), number) for number, n in enumerate(LENGTHS)), filling - 1])[None]
+    return _scored(policy, ids, positions, documents, torch.arange(sum(LENGTHS)), texts)
+
+
+def _scored(
+    policy: PolicyModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    documents: torch.Tensor | None,
+    index: torch.Tensor,
+    texts: list[torch.Tensor],
+) -> torch.Tensor:
+    targets = torch.cat([t[1:] for t in texts])
+    return policy(ids, positions, documents, index, targets, 1.0, False).logprobs.double()  # type: ignore[no-any-return]
