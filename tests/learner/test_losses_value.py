@@ -32,7 +32,8 @@ def test_the_value_loss_is_that_of_a_slow_loop(clip, huber, rows):
         leaf = torch.tensor(v, dtype=torch.float64, requires_grad=True)
         loss, flag = slow_penalty(leaf - target, huber), False
         if clip is not None and not old - clip <= v <= old + clip:
-            other = slow_penalty(torch.tensor(min(max(v, old - clip), old + clip) - target).double(), huber)
+            bounded = torch.tensor(min(max(v, old - clip), old + clip), dtype=torch.float64)
+            other = slow_penalty(bounded - target, huber)
             flag = other.item() > loss.item()
             loss = other if flag else loss
         gradient = torch.autograd.grad(loss, leaf)[0].item() if loss.requires_grad else 0.0
