@@ -7,6 +7,13 @@ from pathlib import Path
 
 from protocol.errors import UserError
 
+PRESETS = Path(__file__).parent.parent / "configs" / "presets"
+
+
+def presets() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray init`."""
@@ -14,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values to put in, e.g. run.model=/models/qwen"
     )
+    parser.add_argument("--preset", choices=presets(), help="a published recipe to begin with, instead of the defaults")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
 
 
@@ -25,8 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.file.exists() and not args.force:
         raise UserError(f"{args.file} exists already", todo="take another name, or --force to replace it")
+    recipe = PRESETS / f"{args.preset}.yaml" if args.preset else None
     # `${NAME}` stays as it is: the file is to be read on other machines too
-    text = document(from_tree(read_tree(None, args.overrides)))
+    text = document(from_tree(read_tree(recipe, args.overrides)))
     args.file.parent.mkdir(parents=True, exist_ok=True)
     args.file.write_text(text)
     print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")
