@@ -31,14 +31,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `learner` are read")
     parser.add_argument("--takeover", action="store_true", help="take the run from a learner that still holds it")
+    parser.add_argument("--replay", type=Path, metavar="DIR", help="train from the journal of this run, without Redis")
+    parser.add_argument("--rebatch", action="store_true", help="with --replay: form batches of its groups anew")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. learner.checkpoint_every=5")
     args = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         tree = read_tree(args.config, args.overrides)
-        run = section(tree, "run", RunSettings).with_redis(os.environ)
+        run = section(tree, "run", RunSettings)
         settings = section(tree, "learner", LearnerSettings)
         refuse_ranks()
+        if args.replay is not None:
+            from learner.replay import replay
+
+            how = settings.replay.model_copy(update={"rebatch": settings.replay.rebatch or args.rebatch})
+            return replay(run, settings.model_copy(update={"replay": how}), args.replay)
+        run = run.with_redis(os.environ)
         from learner.serve import serve
 
         return serve(run, settings, takeover=args.takeover)

@@ -173,6 +173,11 @@ def _train(parts: Parts, loop: TrainingLoop, stop: Stop) -> None:
 
 def _restore(books: Books, checkpoint: Checkpoint, run: RunSettings, sampler: Sampler) -> None:
     facts = checkpoint.facts
+    if "replay" in facts:
+        raise UserError(
+            f"the checkpoint {checkpoint.path} is of a replay, which knows nothing of seqs",
+            todo="give the run a run.dir of its own, and the replay's exported weights as run.model",
+        )
     if facts["run"] != run.id:
         raise UserError(
             f"the checkpoint {checkpoint.path} is of run {facts['run']!r}, not of {run.id!r}",

@@ -1,0 +1,178 @@
+"""A journal is trained from again: the same policy from the same batches, another one from others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from learner import cli
+from learner.checkpoint import Checkpoints
+from learner.config import LearnerSettings
+from learner.config_data import FilterSettings, ReplaySettings
+from learner.journal import Conditions, Journal, read_journal
+from learner.replay import replay
+from protocol.errors import UserError
+from protocol.header import seal
+from protocol.settings import RunSettings
+from protocol.testing import make_group
+from protocol.versions import PolicyVersion
+
+Serve = Callable[..., int]
+
+
+@pytest.fixture
+def again(tmp_path: Path, tiny: ModuleType) -> Callable[..., RunSettings]:
+    """Replays `source` into a directory of its own; keyword arguments beside these are the engine's."""
+
+    def call(
+        run: RunSettings, settings: LearnerSettings, source: Path, *, into: str = "replay", **engine: Any
+    ) -> RunSettings:
+        mine = run.model_copy(update={"dir": tmp_path / into, "redis_url": "", "id": "another"})
+        assert replay(mine, settings, source, make_engine=lambda r, s: tiny.TinyEngine(r, s, **engine)) == 0
+        return mine
+
+    return call
+
+
+def weights(run: RunSettings) -> list[float]:
+    """Updates and weights of the tiny engine in the checkpoint in force."""
+    found = Checkpoints(run.checkpoint_dir, 2).load()
+    assert found
+    numbers: list[float] = json.loads((found.path / "state" / "tiny.json").read_text())
+    return numbers
+
+
+def write_journal(folder: Path, steps: int, *, rewards: Callable[[int], tuple[float, ...]] | None = None) -> None:
+    """A run of `steps` steps of 4 groups, each step from the version before it."""
+    with closing(Journal(folder / "journal")) as journal:
+        for step in range(1, steps + 1):
+            version = PolicyVersion(1, step - 1)
+            seqs = range(4 * step - 3, 4 * step + 1)
+            given = [make_group(s, rewards(s) if rewards else (1.0, 0.0), version=version) for s in seqs]
+            journal.append(step, 1, map(seal, given), Conditions(step - 1, (PolicyVersion(1, 0),), 1.0, len(given)))
+
+
+def test_a_run_with_crashes_is_replayed_to_the_same_weights(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], again: Any
+) -> None:
+    settings = settings.model_copy(update={"on_orphan": "mask"})
+    with tiny.Player(address, run.id):
+        for fatal in (2, 5):
+
+            def die(updates: int, fatal: int = fatal) -> None:
+                if updates == fatal:
+                    raise tiny.Crash
+
+            with pytest.raises(tiny.Crash):
+                serve(run, settings, before=die, pace_s=0.05)
+        serve(run, settings)
+    exporting = settings.model_copy(update={"replay": ReplaySettings(export=True)})
+    mine = again(run, exporting, run.dir)
+    assert weights(mine) == weights(run)
+    batches = [line["seqs"] for line in tiny.step_lines(mine.dir)]
+    assert batches == list(tiny.surviving(run.dir).values())
+    published = load_file(mine.weights_dir / "v1.8" / "model.safetensors")["weights"]
+    assert published.tolist() == load_file(run.weights_dir / "v3.8" / "model.safetensors")["weights"].tolist()
+
+
+def test_a_replay_that_was_broken_off_goes_on_where_it_was(
+    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, again: Any, tmp_path: Path
+) -> None:
+    write_journal(tmp_path / "old", 7)
+    twice = settings.model_copy(update={"replay": ReplaySettings(passes=2)})
+    run = run.model_copy(update={"steps": 100})
+    whole = again(run, twice, tmp_path / "old", into="whole")
+    assert weights(whole)[0] == 14
+
+    def die(updates: int) -> None:
+        if updates == 8:
+            raise tiny.Crash
+
+    with pytest.raises(tiny.Crash):
+        again(run, twice, tmp_path / "old", before=die)
+    mine = again(run, twice, tmp_path / "old")
+    assert weights(mine) == weights(whole)
+    assert list(tiny.surviving(mine.dir)) == list(range(1, 15))
+    assert again(run, twice, tmp_path / "old") == mine, "started once more, there is nothing to do"
+    with pytest.raises(UserError, match="another journal"):
+        write_journal(tmp_path / "other", 8)
+        again(run, twice, tmp_path / "other")
+
+
+def test_a_replay_ends_at_run_steps(
+    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, again: Any, tmp_path: Path
+) -> None:
+    write_journal(tmp_path / "old", 7)
+    mine = again(run.model_copy(update={"steps": 3}), settings, tmp_path / "old" / "journal")
+    assert [line["seqs"] for line in tiny.step_lines(mine.dir)] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert [line["lag_max"] for line in tiny.step_lines(mine.dir)] == [0, 0, 0], "as in the run"
+
+
+def test_batches_may_be_formed_anew_from_what_teaches(
+    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, again: Any, tmp_path: Path
+) -> None:
+    write_journal(tmp_path / "old", 7, rewards=lambda seq: (1.0, float(seq % 5 == 0)))
+    fresh = settings.model_copy(update={"replay": ReplaySettings(rebatch=True, passes=2)})
+    run = run.model_copy(update={"groups_per_step": 9, "max_lag": 0})
+    mine = again(run, fresh, tmp_path / "old")
+    lines = tiny.step_lines(mine.dir)
+    want = [list(range(1, 10)), list(range(10, 19)), list(range(19, 28))]
+    assert [line["seqs"] for line in lines] == want * 2, "27 of 28 groups, twice"
+    assert all(line["tokens_stale"] == 0 for line in lines) and lines[0]["lag_max"] == 2
+    filtered = fresh.model_copy(update={"filter": FilterSettings(metric="em")})
+    mine = again(run, filtered, tmp_path / "old", into="filtered")
+    teaching = [seq for seq in range(1, 29) if seq % 5]
+    assert [line["seqs"] for line in tiny.step_lines(mine.dir)] == [teaching[:9], teaching[9:18]] * 2
+
+
+def test_a_batch_that_is_not_whole_is_left_out(
+    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, again: Any, tmp_path: Path
+) -> None:
+    write_journal(tmp_path / "old", 3)
+    (data,) = (tmp_path / "old" / "journal").glob("*.bin")
+    data.write_bytes(data.read_bytes()[:-9])
+    mine = again(run, settings, tmp_path / "old")
+    assert [line["seqs"] for line in tiny.step_lines(mine.dir)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_batches_that_are_not_finite_stop_a_replay_too(
+    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
+) -> None:
+    write_journal(tmp_path / "old", 7)
+    with pytest.raises(UserError, match="3 batches in a row"):
+        again(run, settings, tmp_path / "old", verdict=lambda n: "not finite" if n == 2 else "")
+
+
+def test_what_cannot_be_replayed_is_refused(
+    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_journal(run.dir, 2)
+    argv = [f"run.dir={run.dir}", f"run.model={run.model}"]
+    assert cli.main([*argv, "--replay", str(run.dir)]) == 2
+    assert "is the directory of the run that is replayed" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.main([f"run.dir={tmp_path / 'x'}", "--replay", str(tmp_path / "empty")]) == 2
+    assert "there is no journal in" in capsys.readouterr().err
+    again(run, settings, run.dir)
+    assert len(list(read_journal(run.dir / "journal"))) == 8, "a replay journals nothing and changes nothing"
+
+
+def test_a_run_does_not_go_on_from_a_replay_nor_a_replay_from_a_run(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], again: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    write_journal(tmp_path / "old", 2)
+    with tiny.Player(address, run.id):
+        serve(run.model_copy(update={"steps": 1}), settings)
+    with pytest.raises(UserError, match="a run that is no replay"):
+        again(run, settings, tmp_path / "old", into="run")
+    mine = again(run, settings, tmp_path / "old")
+    with pytest.raises(UserError, match="is of a replay"):
+        serve(run.model_copy(update={"dir": mine.dir}), settings)
