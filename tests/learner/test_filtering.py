@@ -1,0 +1,105 @@
+"""Groups that teach nothing are left out, and the books close all the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from learner.checkpoint import Checkpoints
+from learner.config import LearnerSettings
+from learner.config_data import FilterSettings
+from learner.filtering import GroupFilter
+from protocol.header import seal
+from protocol.messages import Status, Task, TrajectoryGroup
+from protocol.settings import RunSettings
+from protocol.testing import make_group
+
+Serve = Callable[..., int]
+EM = FilterSettings(metric="em")
+
+
+def only(seqs: Callable[[int], bool]) -> Callable[[Task, bytes, bytes], tuple[bytes, bytes]]:
+    """Groups whose trajectories all earn the same, but for those of `seqs`."""
+
+    def spoil(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+        rewards = (1.0, 0.0, 0.0, 1.0) if seqs(task.seq) else (1.0,) * 4
+        return seal(make_group(task.seq, rewards, run="t1"))
+
+    return spoil
+
+
+def notes(run: RunSettings) -> dict[int, tuple[str, str]]:
+    found = Checkpoints(run.checkpoint_dir, 2).load()
+    assert found
+    return {seq: (outcome, reason) for seq, outcome, reason in found.facts["ledger"]["notes"]}
+
+
+def test_most_groups_teach_nothing_and_the_run_ends_with_its_books_closed(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+) -> None:
+    def die(updates: int) -> None:
+        if updates == 5:
+            raise tiny.Crash
+
+    settings = settings.model_copy(update={"filter": EM})
+    run = run.model_copy(update={"max_lag": 20})
+    with tiny.Player(address, run.id, spoil=only(lambda seq: seq % 5 == 0)) as player:
+        with pytest.raises(tiny.Crash):
+            serve(run, settings, before=die)
+        assert serve(run, settings) == 0
+    trained = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+    assert len(trained) == len(set(trained)) == 32 and all(seq % 5 == 0 for seq in trained)
+    issued = max(seq for seq, _ in player.seen)
+    left_out = notes(run)
+    assert set(left_out) == set(range(1, issued + 1)) - set(trained), "every seq is settled"
+    assert {note for seq, note in left_out.items() if seq % 5} == {("filtered", "no_variance")}
+    line = tiny.step_lines(run.dir)[-1]
+    assert line["groups_filtered_no_variance"] == sum(reason == "no_variance" for _, reason in left_out.values())
+
+
+def test_a_policy_that_is_always_right_does_not_stand_still(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    settings = settings.model_copy(update={"filter": FilterSettings(metric="em", patience=2)})
+    with tiny.Player(address, run.id, spoil=only(lambda seq: False)), caplog.at_level(logging.WARNING):
+        assert serve(run.model_copy(update={"steps": 3}), settings) == 0
+    assert [len(batch) for batch in tiny.surviving(run.dir).values()] == [4, 4, 4]
+    assert len(notes(run)) == 3 * 2 * 4, "two batches' worth were filtered before each step"
+    assert caplog.text.count("the next ones are trained as they come") == 1
+
+
+def group(rewards: tuple[float, ...], **more: Any) -> TrajectoryGroup:
+    return make_group(1, rewards).model_copy(update=more)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept"),
+    [((1.0, 0.0), True), ((1.0, 1.0), False), ((0.0, 0.0, 0.0), False), ((0.1 + 0.2, 0.3), False), ((1.0,), True)],
+)
+def test_a_group_teaches_when_its_voters_differ(rewards: tuple[float, ...], kept: bool) -> None:
+    assert GroupFilter(EM, 4).refuses(group(rewards)) is not kept
+    assert not GroupFilter(FilterSettings(), 4).refuses(group(rewards)), "off unless a metric is named"
+
+
+def test_who_does_not_vote_makes_no_difference() -> None:
+    whole = group((1.0, 1.0, 0.0))
+    *right, wrong = whole.trajectories
+    failed = wrong.model_copy(update={"status": Status.FAILED})
+    assert not GroupFilter(EM, 4).refuses(whole)
+    assert GroupFilter(EM, 4).refuses(whole.model_copy(update={"trajectories": (*right, failed)}))
+
+
+def test_the_metric_is_a_part_of_the_reward_or_the_whole(caplog: pytest.LogCaptureFixture) -> None:
+    shaped = group((1.0, 1.0))
+    first, second = shaped.trajectories
+    shaped = shaped.model_copy(update={"trajectories": (first, second.model_copy(update={"reward": 0.8}))})
+    assert GroupFilter(EM, 4).refuses(shaped)
+    assert not GroupFilter(FilterSettings(metric="reward"), 4).refuses(shaped)
+    with caplog.at_level(logging.WARNING):
+        assert not GroupFilter(FilterSettings(metric="emm"), 4).refuses(shaped), "a misspelt part loses nothing"
+    assert "no reward 'emm', the whole is used; known: em" in caplog.text
