@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from deploy.bench.base import BenchSettings
 from deploy.bench.engine import EngineBench
+from deploy.bench.learner import LearnerBench
 from deploy.bench.packing import PackingBench
 from deploy.bench.rollout import RolloutBench
 from deploy.bench.weights import WeightsBench
 
 BENCHMARKS: dict[str, type[BenchSettings]] = {
     "engine": EngineBench,
+    "learner": LearnerBench,
     "packing": PackingBench,
     "rollout": RolloutBench,
     "weights": WeightsBench,

@@ -1,0 +1,118 @@
+"""`foray bench learner`: trained tokens a second of the learner, against a padded transformers loop and against TRL.
+
+Everyone makes the same GRPO step from the same weights on the same trajectories, each in a process of its own, round
+by round in turn: ours (the real Trainer: packed rows, logits of trained tokens only and in chunks, DeepSpeed), ours
+with all logits at once, a plain loop that pads (trajectories as they came, and sorted by length), and TRL's
+GRPOTrainer where an environment has it. Losses and gradient norms of the first round must agree, or nothing is
+reported. The ratio is ours against the plain loop with trajectories as they came.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from deploy.bench.base import Measured, Say
+from deploy.bench.learner_groups import SkewedBatch
+from protocol.errors import ForayError
+
+TRL_VARIABLE = "FORAY_TRL_PYTHON"
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+"""How far gradient norms of the same step may be apart, relative to the largest."""
+
+
+class LearnerBench(SkewedBatch):
+    """The batch, the model, and how the step is cut."""
+
+    help: ClassVar[str] = "trained tokens a second against a padded transformers loop and TRL's GRPO step"
+    quick: ClassVar[dict[str, Any]] = {"groups": 2, "rounds": 1, "shape": "tiny", "vocabulary": 512}
+
+    groups: int = Field(default=8, ge=1)
+    """Questions in the batch."""
+    prompt_tokens: int = Field(default=64, ge=1)
+    """Tokens of each prompt."""
+    turn_tokens: int = Field(default=32, ge=1)
+    """Median tokens that the policy writes a turn."""
+    observation_tokens: int = Field(default=96, ge=0)
+    """Median tokens of what one search found."""
+    longest: int = Field(default=1536, ge=2)
+    """Trajectories are cut at so many tokens."""
+    shape: Literal["tiny", "small", "0.5b", "1.5b"] = "small"
+    """Size of the Qwen2 that is trained, with random weights: 0.2 and 3 million parameters and those of Qwen2.5, all
+    without the embeddings, which `vocabulary` sizes."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which is computed. The optimiser has float32 everywhere."""
+    row_tokens: int = Field(default=1536, ge=0)
+    """Tokens of a packed row of ours; 0: a row for each trajectory."""
+    micro_batch_tokens: int = Field(default=4608, ge=1)
+    """Most tokens of one forward pass of ours. Others get as many trajectories in one as we have on average."""
+    logit_chunk_mb: int = Field(default=32, ge=1)
+    """Most MiB of logits that ours holds at once."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, everywhere."""
+    rounds: int = Field(default=3, ge=1)
+    """Repetitions, of which the median counts; one more goes before to warm up."""
+    threads: int = Field(default=1, ge=1)
+    """Threads of torch, everywhere. A GPU is used when there is one."""
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate of AdamW."""
+    trl_python: str = ""
+    """Interpreter of an environment that holds TRL; empty: what FORAY_TRL_PYTHON says; without either none takes part."""
+    only: str = ""
+    """Contenders beside ours, by name and with commas (unfused, padded, padded_sorted, trl); empty: all."""
+
+    def measure(self, say: Say) -> Measured:
+        """Writes model and batch, starts every contender, gives each its rounds in turn, and stops them."""
+        from deploy.bench.learner_contenders import contenders_of, play
+        from deploy.bench.learner_work import write_work
+
+        absent: dict[str, str] = {}
+        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+            work = write_work(self, Path(name))
+            say(f"{work.facts['trajectories']:g} trajectories, {work.facts['tokens_trained']:g} trained tokens")
+            contenders = contenders_of(self, work, absent)
+            for missing, why in absent.items():
+                say(f"{missing} is left out: {why}")
+            rows = play(self, contenders, say)
+        self._refuse_other_work(rows[0])
+        figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
+        ours, padded = figures.pop("ours"), figures.pop("padded")
+        return Measured(
+            value=ours["tokens_per_s"],
+            unit="trained tokens/s",
+            baseline={"name": "padded transformers loop", **padded},
+            ratio=ours["tokens_per_s"] / padded["tokens_per_s"],
+            details={
+                "ours": ours,
+                **figures,
+                **{f"ratio_{kind}": ours["tokens_per_s"] / f["tokens_per_s"] for kind, f in figures.items()},
+                "memory_ratio": {kind: f["peak_mib"] / ours["peak_mib"] for kind, f in figures.items()}
+                | {"padded": padded["peak_mib"] / ours["peak_mib"]},
+                "absent": absent,
+                **work.facts,
+            },
+        )
+
+    def trl_interpreter(self) -> str:
+        """The interpreter that TRL is to be run by; empty: none."""
+        return self.trl_python or os.environ.get(TRL_VARIABLE, "")
+
+    def _refuse_other_work(self, row: dict[str, dict[str, float]]) -> None:
+        norms = {kind: figures["grad_norm"] for kind, figures in row.items()}
+        losses = {kind: figures["loss"] for kind, figures in row.items()}
+        tolerance = TOLERANCE[self.dtype]
+        apart = max(norms.values()) - min(norms.values())
+        if apart > tolerance * max(norms.values()) or max(losses.values()) - min(losses.values()) > tolerance:
+            raise ForayError(f"not the same work: losses {losses}, gradient norms {norms}")
+
+
+def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Medians of one contender's rounds; memory is the most that there was, loss and norm are of the first round."""
+    first = {name: rows[0][name] for name in ("loss", "grad_norm", "start_mib")}
+    medians = {name: median(row[name] for row in rows[1:]) for name in rows[0] if name not in {*first, "peak_mib"}}
+    return medians | first | {"peak_mib": max(row["peak_mib"] for row in rows)}

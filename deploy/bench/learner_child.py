@@ -1,0 +1,47 @@
+"""The child's side of a contender of the learner benchmark: a line in, one training step, a line of figures out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import torch
+
+
+def own_stdout() -> IO[str]:
+    """The pipe to the parent; what libraries print goes to stderr from here on. Before they are imported."""
+    pipe = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return pipe
+
+
+def serve(pipe: IO[str], step: Callable[[], dict[str, float]], tokens: int) -> None:
+    """Says that it is ready, then makes one step a line until the input ends.
+
+    step    one training step on `tokens` trained tokens; returns its `loss` and `grad_norm`, before the update
+    """
+    start = peak_mib()
+    print(json.dumps({"ready": True}), file=pipe, flush=True)
+    for _ in sys.stdin:
+        begun = time.monotonic()
+        figures = step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.monotonic() - begun
+        memory = {"start_mib": start, "peak_mib": peak_mib()}
+        answer = {"tokens_per_s": tokens / seconds, "seconds": seconds, **figures, **memory}
+        print(json.dumps(answer), file=pipe, flush=True)
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had so far: on the GPU when there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    # not getrusage: its maximum is inherited from the parent
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
