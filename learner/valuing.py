@@ -14,19 +14,15 @@ from learner.scores import Prepared
 
 
 class Critic:
-    """A value model with an optimiser of its own, over the same packed rows as the policy.
+    """A value model with an optimiser of its own, over the same packed rows as the policy."""
 
-    warmup_updates  in so many updates at the beginning it learns alone
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, settings: CriticSettings, *, warmup_updates: int) -> None:
+    def __init__(self, engine: DeepSpeedEngine, settings: CriticSettings) -> None:
         self.engine, self.settings = engine, settings
-        self._warmup_updates = warmup_updates
 
     @property
     def warms_up(self) -> bool:
         """Whether it is still to learn alone."""
-        return self.engine.updates < self._warmup_updates
+        return self.engine.updates < self.settings.warmup_updates
 
     @torch.no_grad()
     def values(self, *read: Any) -> torch.Tensor:

@@ -1,0 +1,268 @@
+"""Every algorithm through the whole training step: it learns, and how its batch is laid out does not matter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from learner.batch import Batch, build_batch
+from learner.config_algorithm import AlgorithmSettings
+from learner.config_trainer import TrainerSettings
+from learner.trainer import Trainer
+from protocol.messages import Status, Trajectory, TrajectoryGroup
+from protocol.settings import RunSettings
+from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
+from protocol.versions import PolicyVersion
+
+VOCABULARY, RIGHT = 40, 5
+KINDS = [get_args(m)[0].model_fields["type"].default for m in get_args(get_args(AlgorithmSettings)[0])]
+OPTIM = {"lr": 1e-2, "eps": 1e-3}
+"""With a large eps a step follows the gradient's size: an error in it shows, and rounding is not blown up."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+Start = Callable[..., Trainer]
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Start]:
+    def begin(**settings: Any) -> Trainer:
+        given = {"optim": OPTIM, "critic": {"optim": OPTIM}} | settings
+        return Trainer(RunSettings(model=model, steps=20), TrainerSettings.model_validate(given))
+
+    yield begin
+
+
+def groups(trainer: Trainer, seed: int = 0) -> list[TrajectoryGroup]:
+    """Two turns with an observation between; who begins with token 5 is right, and is paid for it at once."""
+    rng = np.random.default_rng(seed)
+    causal = trainer.engine.module.causal
+
+    def score(ids: list[int]) -> list[float]:
+        # as an engine would, adapters and all
+        with torch.no_grad():
+            table = torch.log_softmax(causal(torch.tensor([ids]), use_cache=False).logits[0].float(), -1)
+        return [0.0] + [float(table[at - 1, ids[at]]) for at in range(1, len(ids))]
+
+    def trajectory(first: int) -> Trajectory:
+        one = [first, *rng.integers(6, VOCABULARY, rng.integers(1, 5)).tolist()]
+        seen = rng.integers(6, VOCABULARY, rng.integers(1, 6)).tolist()
+        two = rng.integers(6, VOCABULARY, rng.integers(1, 7)).tolist()
+        logprobs = score([1, 2, 3, *one, *seen, *two])
+        searched = policy_segment(one, logprobs[3 : 3 + len(one)])
+        answered = policy_segment(two, logprobs[-len(two) :])
+        right = float(first == RIGHT)
+        segments = (
+            prompt_segment([1, 2, 3]),
+            searched.model_copy(update={"reward": 0.25 * right}),
+            observation_segment(seen),
+            answered,
+        )
+        return Trajectory(status=Status.ANSWERED, segments=segments, reward=right)
+
+    firsts = [(5, 5, 9, 11), (9, 5, 12, 8), (7, 9, 5, 5), (5, 6, 7, 8)]
+    return [
+        TrajectoryGroup(run="t", seq=s, question=make_question(s), trajectories=tuple(trajectory(f) for f in first))
+        for s, first in enumerate(firsts, 1)
+    ]
+
+
+def batch_of(trainer: Trainer, given: list[TrajectoryGroup], **layout: int) -> Batch:
+    return build_batch(
+        given,
+        trainer.algorithm,
+        now_step=0,
+        lineage=(PolicyVersion(1, 0),),
+        max_lag=2,
+        settings=TrainerSettings(batch=layout).batch,
+        temperature=1.0,
+    )
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return dict(trainer.iter_weights())
+
+
+def likelihood(trainer: Trainer) -> float:
+    """Log-prob of the rewarded first token."""
+    causal = trainer.engine.module.causal
+    with torch.no_grad():
+        return float(torch.log_softmax(causal(torch.tensor([[1, 2, 3]]), use_cache=False).logits[0, -1], -1)[RIGHT])
+
+
+def plenty(kind: str) -> dict[str, Any]:
+    """Settings that switch on what the algorithm can do."""
+    algorithm: dict[str, Any] = {"type": kind, "kl": {"coefficient": 0.02}, "entropy_coefficient": 0.001}
+    if kind in ("ppo", "reinforce_pp"):
+        algorithm |= {"gamma": 0.97}
+    if kind == "ppo":
+        algorithm |= {"lam": 0.9}
+    return {"algorithm": algorithm, "reference": {"kind": "ema", "every": 2, "tau": 0.5}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns(start: Start, kind: str) -> None:
+    trainer = start(algorithm={"type": kind})
+    before = likelihood(trainer)
+    for seed in range(6):
+        report = trainer.train(batch_of(trainer, groups(trainer, seed)))
+        assert not report.skipped
+    assert likelihood(trainer) > before + 0.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_micro_batches_and_order_do_not_matter(start: Start, kind: str) -> None:
+    found = []
+    for layout, reverse in (({}, False), ({"micro_batch_tokens": 1}, False), ({"row_tokens": 40}, True)):
+        trainer = start(**plenty(kind))
+        reports = []
+        for seed in range(3):
+            given = groups(trainer, seed)
+            reports.append(trainer.train(batch_of(trainer, given[::-1] if reverse else given, **layout)))
+        found.append((weights(trainer), reports))
+    (first, reports), *others = found
+    for other, other_reports in others:
+        for one, two in zip(reports, other_reports, strict=True):
+            assert two.loss == pytest.approx(one.loss, abs=2e-6)
+            assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
+            shared = set(one.metrics) & set(two.metrics) - {"padding_share", "micro_batches"}
+            assert {n: two.metrics[n] for n in shared} == pytest.approx({n: one.metrics[n] for n in shared}, abs=1e-4)
+        for name, value in first.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_goes_on_bit_for_bit(start: Start, kind: str, tmp_path: Path) -> None:
+    settings = plenty(kind)
+    one, two = start(**settings), start(**settings)
+    for seed in range(3):
+        one.train(batch_of(one, groups(one, seed)))
+    one.save_state(tmp_path)
+    two.load_state(tmp_path)
+    batch = batch_of(one, groups(one, 3))
+    reports = [trainer.train(batch) for trainer in (one, two)]
+    assert reports[0].metrics == reports[1].metrics
+    theirs = weights(two)
+    for name, value in weights(one).items():
+        assert torch.equal(theirs[name], value), name
+
+
+def test_values_come_to_explain_the_returns(start: Start) -> None:
+    trainer = start(algorithm={"type": "ppo"}, critic={"optim": {"lr": 3e-2}})
+    given = groups(trainer)
+    found = [trainer.train(batch_of(trainer, given)).metrics["explained_variance"] for _ in range(15)]
+    assert found[0] == pytest.approx(0, abs=1e-6), "a head of zeros explains nothing"
+    assert found[-1] > 0.5
+
+
+def test_a_critic_that_warms_up_leaves_the_policy_alone(start: Start) -> None:
+    trainer = start(algorithm={"type": "ppo"}, critic={"optim": OPTIM, "warmup_updates": 2})
+    before = weights(trainer)
+    for seed in range(2):
+        report = trainer.train(batch_of(trainer, groups(trainer, seed)))
+        assert not report.skipped
+        assert report.metrics["critic_grad_norm"] > 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+    assert trainer.updates == 0
+    trainer.train(batch_of(trainer, groups(trainer, 3)))
+    assert trainer.updates == 1
+    assert any(not torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_a_value_head_on_the_policy_learns_and_is_not_published(start: Start) -> None:
+    critic = {"backbone": "policy", "head_lr_scale": 5.0}
+    trainer = start(algorithm={"type": "ppo"}, critic=critic, optim={"lr": 1e-2})
+    published = set(weights(trainer))
+    given = groups(trainer)
+    found = [trainer.train(batch_of(trainer, given)).metrics["explained_variance"] for _ in range(15)]
+    assert found[-1] > 0.3
+    assert published == set(weights(trainer)) == {n for n, _ in trainer.engine.module.causal.named_parameters()}
+
+
+def test_values_do_not_cross_from_one_trajectory_of_a_row_to_the_next(start: Start) -> None:
+    trainer = start(algorithm={"type": "ppo", "gamma": 0.9, "lam": 0.8})
+    given = groups(trainer)
+    packed = batch_of(trainer, given, row_tokens=60)
+    assert any(int(m.documents.max()) > 0 for m in packed.micro_batches)
+    changed = []
+    for m in packed.micro_batches:
+        rewards = m.rewards.copy()
+        rewards[m.trajectory == 3] += 7.0
+        changed.append(dataclasses.replace(m, rewards=rewards))
+    algorithm = trainer.settings.algorithm.model_copy(update={"whiten": False}).build()
+    from learner.scores import score_share
+
+    def judged(batch: Batch) -> dict[int, list[float]]:
+        (share,) = trainer.shares(batch)
+        scored = score_share(share, trainer._models, algorithm).flat
+        judgements, _ = algorithm.judge(scored, trainer.engine.total)
+        return {
+            int(n): j.advantages[s.trajectory == n].tolist()
+            for s, j in zip(scored, judgements, strict=True)
+            for n in s.trajectory.unique()
+        }
+
+    before, after = judged(packed), judged(dataclasses.replace(packed, parts=(tuple(changed),)))
+    assert {n for n in before if before[n] != after[n]} == {3}
+
+
+def test_adapters_learn_and_are_published_merged_or_alone(start: Start, model: Path) -> None:
+    settings = {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "optim": {"lr": 3e-2}}
+    trainer = start(**settings)
+    plain = dict(start().engine.module.causal.named_parameters())
+    for name, value in weights(trainer).items():
+        assert torch.equal(value, plain[name]), "an adapter is nothing at first"
+    before = likelihood(trainer)
+    for seed in range(8):
+        trainer.train(batch_of(trainer, groups(trainer, seed)))
+    assert likelihood(trainer) > before + 0.2
+    published = weights(trainer)
+    merged = transformers.Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    merged.load_state_dict(published, strict=False)
+    with torch.no_grad():
+        logits = merged(torch.tensor([[1, 2, 3]]), use_cache=False).logits[0, -1]
+    assert float(torch.log_softmax(logits, -1)[RIGHT]) == pytest.approx(likelihood(trainer), abs=1e-5)
+    alone = {n for n, _ in Trainer.iter_weights(_with_adapters(trainer))}
+    assert alone and all(".lora_" in name for name in alone)
+
+
+def _with_adapters(trainer: Trainer) -> Trainer:
+    trainer._adapters = True
+    return trainer
+
+
+def test_an_average_of_the_policy_follows_it_slowly(start: Start) -> None:
+    frozen, ema = (
+        start(algorithm={"kl": {"coefficient": 0.01}}, reference={"kind": kind, "every": 1, "tau": 0.5})
+        for kind in ("frozen", "ema")
+    )
+    far = []
+    for trainer in (frozen, ema):
+        given = groups(trainer)
+        reports = [trainer.train(batch_of(trainer, given)) for _ in range(6)]
+        far.append(reports[-1].metrics["kl_reference"])
+    assert 0 < far[1] < far[0]
