@@ -36,6 +36,7 @@ VERBS: dict[str, Verb] = {
     "down": Verb("stop a run", "deploy.commands.down"),
     "status": Verb("one look at a run: processes, engines, streams, ledger", "deploy.commands.status"),
     "top": Verb("the same, live: throughput, lag, reward, who waits for whom", "deploy.commands.top"),
+    "compare": Verb("the demo under several algorithms, from one warm start", "deploy.demo.compare"),
     "curves": Verb("learning curves of several runs, side by side", "deploy.commands.curves"),
     "replay": Verb("print trained trajectories, with what the policy wrote and what it read", "deploy.commands.replay"),
     "eval": Verb("ask a running rollout server questions and score the answers", "deploy.commands.eval"),

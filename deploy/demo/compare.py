@@ -1,0 +1,116 @@
+"""Run the demo under several settings from one warm start, and say how each learned.
+
+The file names the variants: `name: [key=value, ...]`, each a list of overrides of the demo. Every variant is a whole
+demo of its own (processes, Redis, held-out questions before and after) in a folder of its own, one after the other;
+the first one's warm start is shared. `foray curves DIR/* --plot FILE.svg` draws the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from protocol.errors import UserError
+
+VARIANTS = Path(__file__).parent.parent / "configs" / "demo_algorithms.yaml"
+GOAL = 0.8
+"""Exact match in training, as a mean of WINDOW steps, that a variant is expected to reach."""
+WINDOW = 10
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray compare`."""
+    parser.add_argument("variants", nargs="?", type=Path, default=VARIANTS, help="YAML file (default: the algorithms)")
+    parser.add_argument("--dir", type=Path, default=Path("runs/compare"), help="folder of the runs")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these variants alone")
+    parser.add_argument("--model", type=Path, help="a warm-started model of an earlier demo, instead of a new one")
+    parser.add_argument("--seed", type=int, default=0, help="of worlds, model, sampler (default: 0)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", dest="overrides", help="for all variants")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end (progress on stderr)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every variant ran to its end; the exit status of the first one that did not."""
+    from deploy.child import ProcessFailed
+    from deploy.demo.prepare import DemoOptions, prepare
+    from deploy.demo.run import run_demo
+
+    out = sys.stderr if args.json else sys.stdout
+    variants = read_variants(args.variants, args.only)
+    rows: dict[str, dict[str, Any]] = {}
+    model = args.model
+    for name, overrides in variants.items():
+        began = time.monotonic()
+        print(f"--- {name}: {' '.join(overrides) or 'the demo as it is'}", file=out, flush=True)
+
+        def say(line: str, began: float = began) -> None:
+            print(f"{time.monotonic() - began:6.1f}s  {line}", file=out, flush=True)
+
+        directory = args.dir / name
+        prepared = prepare(DemoOptions(directory, args.seed, False, model, (*args.overrides, *overrides)), say)
+        try:
+            summary = run_demo(prepared, began, say)
+        except ProcessFailed as failure:
+            print(failure.render(), file=sys.stderr, flush=True)
+            return failure.exit_code
+        model = model or directory / "model"
+        (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        rows[name] = row(summary)
+    args.dir.mkdir(parents=True, exist_ok=True)
+    (args.dir / "compare.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(render(rows), file=out, flush=True)
+    if args.json:
+        print(json.dumps(rows))
+    return 0
+
+
+def read_variants(path: Path, only: list[str]) -> dict[str, list[str]]:
+    """name -> overrides. Raises UserError for a file of another shape and for a name that is not in it."""
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}", why=error.strerror or str(error)) from None
+    if not isinstance(found, dict) or not all(isinstance(v, list) for v in found.values()):
+        raise UserError(f"{path} is no list of variants", todo="each line reads `name: [key=value, ...]`")
+    missing = [name for name in only if name not in found]
+    if missing:
+        raise UserError(f"{path} has no variant {', '.join(missing)}", todo=f"choose among {', '.join(found)}")
+    return {name: [str(item) for item in found[name]] for name in (only or found)}
+
+
+def row(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What the table says of one variant. reached: first step at which the mean of WINDOW steps was GOAL or more."""
+    curve = summary["curve"]
+    means = [sum(curve[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(curve) + 1)]
+    reached = next((i + WINDOW for i, mean in enumerate(means) if mean >= GOAL), None)
+    return {
+        "steps": summary["steps"],
+        "reached": reached,
+        "em_last": round(means[-1], 3) if means else None,
+        "em_best": round(max(means), 3) if means else None,
+        "held_out_before": summary["em_before"],
+        "held_out_after": summary["em_after"],
+        "held_out_greedy": summary["em_greedy_after"],
+        "without_search": summary["em_after_without_search"],
+        "searches": summary["searches_after"],
+        "seconds": summary["seconds_by_phase"]["training"],
+    }
+
+
+def render(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table for the terminal."""
+    columns = ("reached", "em_last", "em_best", "held_out_after", "held_out_greedy", "without_search", "seconds")
+    width = max(len(name) for name in rows) + 2
+    lines = [" " * width + "".join(f"{column:>17}" for column in columns)]
+    for name, values in rows.items():
+        cells = ("never" if values[c] is None else str(values[c]) for c in columns)
+        lines.append(f"{name:<{width}}" + "".join(f"{cell:>17}" for cell in cells))
+    lines.append(f"reached: first step with a mean exact match of {WINDOW} steps of {GOAL} or more, in training")
+    return "\n".join(lines)
