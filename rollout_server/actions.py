@@ -30,9 +30,9 @@ class Search:
 
 @dataclass(frozen=True)
 class Answer:
-    """The policy answers `text`, which may be empty."""
+    """The policy answers `text`, which may be empty; None: it was to be boxed and is not."""
 
-    text: str
+    text: str | None
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,43 @@ class Invalid:
 Action = Search | Answer | Invalid
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_BOX = "\\boxed{"
+_STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
-def parse(text: str) -> Action:
+def parse(text: str, *, box: bool = False) -> Action:
     """The first complete action in the text of one turn, whatever follows it (Search-R1's rule).
 
     Search-R1 first cuts at `</search>`, so that a search after an answer loses the answer; here the first one counts.
+    box  the answer is what stands in `boxed` between its tags (ReSearch)
     """
     found = _ACTION.search(text)
     if found is None:
         return Invalid("no_action")
     body = found[2].strip()
     if found[1] == "answer":
-        return Answer(body)
+        return Answer(boxed(body) if box else body)
     return Search(body) if body else Invalid("empty_query")
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last \boxed{...} of a text holds, None without one or when its braces do not close.
+
+    Braces inside are counted, so \boxed{a_{1}} holds a_{1}; a style around all of it, as in \boxed{\text{Emma}}, is
+    not part of the answer.
+    """
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    depth = 0
+    for position in range(start + len(_BOX) - 1, len(text)):
+        if text[position - 1] != "\\":
+            depth += (text[position] == "{") - (text[position] == "}")
+        if not depth:
+            inner = text[start + len(_BOX) : position].strip()
+            styled = _STYLED.fullmatch(inner)
+            return styled[1].strip() if styled else inner
+    return None
 
 
 # Zero-width and bidirectional controls, soft hyphen, byte-order mark, the Unicode tag block: what a reader does not

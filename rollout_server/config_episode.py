@@ -15,15 +15,39 @@ from protocol.messages import MAX_SEGMENTS
 from protocol.settings import Settings
 from rollout_server.prompts.table import TEMPLATES
 from rollout_server.reward.cover_em import CoverMatchSettings
+from rollout_server.reward.custom import CustomSettings
 from rollout_server.reward.exact_match import ExactMatchSettings
 from rollout_server.reward.f1 import F1Settings
 from rollout_server.reward.format import FormatSettings
+from rollout_server.reward.judge import JudgeSettings
+from rollout_server.reward.length_penalty import LengthPenaltySettings
+from rollout_server.reward.repeated_query import RepeatedQuerySettings
+from rollout_server.reward.research import ReSearchSettings
+from rollout_server.reward.retrieval_hit import RetrievalHitSettings
+from rollout_server.reward.search_cost import SearchCostSettings
+from rollout_server.reward.semantic import SemanticSettings
+from rollout_server.reward.turn_format import TurnFormatSettings
+from rollout_server.reward.turn_retrieval import TurnRetrievalSettings
 from rollout_server.search.fake import FakeSearchSettings
 from rollout_server.search.http import HttpSearchSettings
 from rollout_server.search.none import NoSearchSettings
 
 RewardSettings = Annotated[
-    ExactMatchSettings | CoverMatchSettings | F1Settings | FormatSettings, Field(discriminator="type")
+    ExactMatchSettings
+    | CoverMatchSettings
+    | F1Settings
+    | FormatSettings
+    | ReSearchSettings
+    | RetrievalHitSettings
+    | SemanticSettings
+    | JudgeSettings
+    | SearchCostSettings
+    | LengthPenaltySettings
+    | RepeatedQuerySettings
+    | TurnRetrievalSettings
+    | TurnFormatSettings
+    | CustomSettings,
+    Field(discriminator="type"),
 ]
 SearchSettings = Annotated[HttpSearchSettings | FakeSearchSettings | NoSearchSettings, Field(discriminator="type")]
 """For a settings field: `search: SearchSettings = DEFAULT_SEARCH`."""
@@ -64,9 +88,9 @@ class EpisodeSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> EpisodeSettings:
-        names = [reward.type for reward in self.rewards]
+        names = [reward.key for reward in self.rewards]
         if len(set(names)) < len(names):
-            raise ValueError(f"a reward is listed twice: {', '.join(names)}")
+            raise ValueError(f"a reward is listed twice, or two have one name: {', '.join(names)}")
         if self.reserve_tokens >= self.max_context:
             raise ValueError("reserve_tokens leaves no room in max_context")
         return self

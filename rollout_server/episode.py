@@ -12,8 +12,10 @@ from protocol.search import Passage
 from rollout_server.actions import enclose, passages_text
 from rollout_server.config_episode import EpisodeSettings, SearchSettings
 from rollout_server.prompts.base import PromptTemplate
+from rollout_server.prompts.system import tokens_for
 from rollout_server.prompts.table import TEMPLATES
 from rollout_server.reward.composite import Composite
+from rollout_server.reward.io import Io
 from rollout_server.search.base import SearchService
 from rollout_server.tokens import Tokens, load_tokens
 
@@ -22,14 +24,18 @@ from rollout_server.tokens import Tokens, load_tokens
 class Episode:
     """The environment's side of the protocol, in tokens.
 
+    prompter       encodes prompts, with the template's system message; `tokens` does everything else
     before, after  ids of the tags around the passages of an observation
-    invalid        ids of the answer to a turn that did nothing
+    invalid        ids of the answer to a turn that did nothing, empty when such a turn ends the trajectory
+    io             what the rewards ask others through
     """
 
     settings: EpisodeSettings
     template: PromptTemplate
     tokens: Tokens
+    prompter: Tokens
     score: Composite
+    io: Io
     before: tuple[int, ...]
     after: tuple[int, ...]
     invalid: tuple[int, ...]
@@ -37,7 +43,7 @@ class Episode:
     def prompt(self, question: str) -> list[int]:
         """Ids of the prompt for a question."""
         before, after = self.template.frame
-        return self.tokens.prompt(before, self.template.wording(question), after, chat=self.template.chat)
+        return self.prompter.prompt(before, self.template.wording(question), after, chat=self.template.chat)
 
     @property
     def least_observation(self) -> int:
@@ -55,17 +61,35 @@ class Episode:
             body = self.tokens.foreign(passages_text(self.template, passages, limit))
         return enclose(self.before, body, self.after, limit)
 
+    def shown(self, passages: Sequence[Passage], limit: int) -> Sequence[Passage]:
+        """Those of `passages` that `observation(passages, limit)` shows, the last one at least in part."""
+        room = limit - len(self.before) - len(self.after)
+        for number in range(1, len(passages)):
+            if len(self.tokens.foreign(passages_text(self.template, passages[:number], limit))) >= room:
+                return passages[:number]
+        return passages
+
+    async def close(self) -> None:
+        """Let go of what the rewards hold. Safe to call twice, and not needed where none of them asks anybody."""
+        await self.io.close()
+
 
 def build_episode(settings: EpisodeSettings, model_dir: Path) -> Episode:
-    """The episode of a process. Raises UserError for a missing or broken tokenizer, or limits that cannot work."""
+    """The episode of a process; whoever scores with it closes it.
+
+    Raises UserError for a missing or broken tokenizer, limits that cannot work, or a reward that cannot be built.
+    """
     template = TEMPLATES[settings.template]
     tokens = load_tokens(model_dir)
     before, after = (tuple(tokens.own(text)) for text in template.around)
+    io = Io()
     episode = Episode(
         settings=settings,
         template=template,
         tokens=tokens,
-        score=Composite([(reward.build(), reward.weight) for reward in settings.rewards]),
+        prompter=tokens_for(template, tokens, model_dir),
+        score=Composite([(reward.build(io), reward.weight) for reward in settings.rewards]),
+        io=io,
         before=before,
         after=after,
         invalid=tuple(tokens.own(template.invalid)),

@@ -5,7 +5,8 @@
                       -> neither? say so -> generate ...
 
 At most `max_turns` actions are answered; then the policy writes once more, and a search in that turn is ignored (that
-is Search-R1's loop). Everything that can go wrong outside becomes a status with a cause, never an exception: siblings
+is Search-R1's loop). Where the template has no answer to a turn that does neither, such a turn ends the trajectory
+(ReSearch's loop). Everything that can go wrong outside becomes a status with a cause, never an exception: siblings
 in the group go on. Cancelling is safe at every await: a trajectory owns nothing but memory.
 """
 
@@ -13,16 +14,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from protocol.messages import Question, Sampling, Segment, Status, Trajectory
+from protocol.messages import Owner, Question, Sampling, Segment, Status, Trajectory
 from protocol.versions import PolicyVersion
 from rollout_server.actions import Action, Answer, Invalid, parse
 from rollout_server.actions import Search as SearchAction
 from rollout_server.engine.base import Completion, EngineError, Generate, GenerateRequest
 from rollout_server.episode import Episode
 from rollout_server.reward.base import Outcome, RewardError, TurnText
+from rollout_server.reward.composite import Score
 from rollout_server.search.base import Search
 from rollout_server.transcript import Transcript
 
@@ -80,8 +82,8 @@ class _Play:
             if completion.finish_reason == "abort":
                 return _End(Status.FAILED, "aborted")
             text = self.episode.tokens.decode_turn(completion.ids)
-            self.turns.append(TurnText(text))
-            end = await self._act(parse(text), last=turn == limits.max_turns)
+            self.turns.append(TurnText(text, tokens=len(completion.ids), finish=completion.finish_reason))
+            end = await self._act(parse(text, box=self.episode.template.boxed), last=turn == limits.max_turns)
             if end is not None:
                 return end
         raise AssertionError("the last turn always ends a trajectory")
@@ -118,6 +120,9 @@ class _Play:
         if last:
             return _End(Status.OUT_OF_TURNS) if self.transcript.room else _End(Status.TRUNCATED, "context")
         if isinstance(action, Invalid):
+            if not self.episode.invalid:
+                cut = self.turns[-1].finish == "length"
+                return _End(Status.TRUNCATED, "turn") if cut else _End(Status.OUT_OF_TURNS, action.reason)
             if room < len(self.episode.invalid):
                 return _End(Status.TRUNCATED, "context")
             self.on_progress(self.transcript.observe(self.episode.invalid))
@@ -143,9 +148,26 @@ class _Play:
         self.on_progress(segment)
         if not told:
             return _End(Status.FAILED, f"search_{result.error}"[:256])
-        read = ids[len(self.episode.before) : len(ids) - len(self.episode.after)]
-        self.turns[-1] = TurnText(self.turns[-1].policy, self.episode.tokens.decode(read))
+        # The environment's own words for a search without passages are no evidence of anything.
+        shown = self.episode.shown(result.passages, limit) if not result.error else ()
+        read = ids[len(self.episode.before) : len(ids) - len(self.episode.after)] if shown else []
+        self.turns[-1] = replace(
+            self.turns[-1],
+            observation=self.episode.tokens.decode(read),
+            query=action.query,
+            passage_ids=tuple(passage.id for passage in shown),
+            titles=tuple(passage.title for passage in shown),
+        )
         return None
+
+    def segments(self, earned: Sequence[float]) -> tuple[Segment, ...]:
+        """All segments, with what each turn earned on the policy's segment of that turn."""
+        left = iter(earned)
+        rewards = [next(left, 0.0) if s.owner is Owner.POLICY else 0.0 for s in self.transcript.segments]
+        return tuple(
+            segment.model_copy(update={"reward": reward}) if reward else segment
+            for segment, reward in zip(self.transcript.segments, rewards, strict=True)
+        )
 
 
 async def run_trajectory(
@@ -174,14 +196,14 @@ async def run_trajectory(
     """
     started = time.monotonic()
     play: _Play | None = None
-    reward, rewards = 0.0, dict[str, float]()
+    score = Score(0.0, {}, ())
     try:
         transcript = Transcript(episode.prompt(question.text), episode.settings.max_context)
         play = _Play(episode, generate, search, sampling, session, group, pinned, should_stop, on_progress, transcript)
         end = await play.run()
         if end.status.votes:
             outcome = Outcome(question, end.status, play.answer, tuple(play.turns), play.searches)
-            reward, rewards = await episode.score(outcome)
+            score = await episode.score(outcome)
     except EngineError as error:
         log.warning("trajectory %s: %s", session, error)
         end = _End(Status.FAILED, error.cause)
@@ -195,9 +217,9 @@ async def run_trajectory(
     trajectory = Trajectory(
         status=end.status,
         cause=end.cause[:256],
-        segments=play.transcript.segments if play else (),
-        reward=reward,
-        rewards=rewards,
+        segments=play.segments(score.turns) if play else (),
+        reward=score.reward,
+        rewards=score.parts,
         answer=(play.answer or "") if play else "",
         turns=len(play.turns) if play else 0,
         searches=play.searches if play else 0,

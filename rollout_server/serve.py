@@ -92,6 +92,7 @@ async def serve(
                 await server.run(stop, port_file)
     finally:
         await search.close()
+        await episode.close()
         await redis.aclose()
 
 

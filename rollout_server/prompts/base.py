@@ -19,14 +19,16 @@ class PromptTemplate:
     name           what settings and `TrajectoryGroup.template` call it
     prompt         first text, holds `{question}`
     chat           wrap the prompt as ONE user message by the tokenizer's chat template, when it has one
+    system         system message before it; a template with one needs a tokenizer with a chat template
     question_mark  append "?" to a question that lacks it
     passage        one passage: `{i}` from 1, `{heading}` (title line as it stands), `{title}` (no quotes), `{text}`
     separator      between two passages
     observation    answer to a search, holds `{passages}`; what stands around it is the environment's own
     empty          in the place of the passages when the search found none
     failed         in the place of the passages when the search failed and the setting is to say so
-    invalid        answer to a turn that neither searched nor answered
+    invalid        answer to a turn that neither searched nor answered; "": such a turn ends the trajectory
     stops          strings that end a turn, kept in its tokens
+    boxed          the answer is what the last \\boxed{} between the answer's tags holds, and without one there is none
     """
 
     name: str
@@ -40,6 +42,8 @@ class PromptTemplate:
     failed: str
     invalid: str
     stops: tuple[str, ...] = ("</search>", "</answer>")
+    system: str = ""
+    boxed: bool = False
 
     def wording(self, question: str) -> str:
         """The question as it stands in the prompt."""

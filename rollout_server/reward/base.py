@@ -1,20 +1,37 @@
-"""The seam to rewards: facts of one finished trajectory in, a number out."""
+"""The seam to rewards: facts of one finished trajectory in, a number out (or a number for each of its turns)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from protocol.errors import ForayError
 from protocol.messages import Question, Status
+from protocol.settings import Settings
+from rollout_server.reward.io import Io
 
 
 @dataclass(frozen=True)
 class TurnText:
-    """One turn as text: what the policy wrote and, when it searched, what came back, without the tags around it."""
+    """One turn of the policy as text and, when it searched, what came back.
+
+    policy       what the policy wrote, without the end-of-sequence token
+    observation  what it was then shown, without the tags around it, cut as it was shown; "" when it did not search
+    query        what it searched for, "" when it did not
+    passage_ids, titles  of the passages that stood in the observation, at least in part: in the order of the index
+    tokens       number of tokens that the policy sampled
+    finish       "stop" (it ended the turn itself) or "length" (a limit did)
+    """
 
     policy: str
     observation: str = ""
+    query: str = ""
+    passage_ids: tuple[str, ...] = ()
+    titles: tuple[str, ...] = ()
+    tokens: int = 0
+    finish: str = "stop"
 
 
 @dataclass(frozen=True)
@@ -27,6 +44,11 @@ class Outcome:
     turns: tuple[TurnText, ...]
     searches: int
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the policy sampled: prompt and observations are not its doing."""
+        return sum(turn.tokens for turn in self.turns)
+
 
 class RewardError(ForayError):
     """A reward could not be computed (a judge is down, a score is not finite): the trajectory fails, it gets no 0."""
@@ -38,3 +60,31 @@ class Reward(Protocol):
     name: str
 
     async def __call__(self, outcome: Outcome) -> float: ...
+
+
+@runtime_checkable
+class TurnReward(Protocol):
+    """A named score of every turn: by weight, it becomes part of `Segment.reward` of that turn. Raises RewardError."""
+
+    name: str
+
+    async def per_turn(self, outcome: Outcome) -> Sequence[float]:
+        """One number for each of `outcome.turns`. A turn is scored with what its own search brought."""
+        ...
+
+
+class WeightedReward(Settings):
+    """What the settings of every reward have: a member of the union adds its `type` and what else it needs."""
+
+    type: str
+    weight: float = 1.0
+    """Factor in the trajectory's reward; 0 is measured only."""
+
+    @property
+    def key(self) -> str:
+        """Name in `Trajectory.rewards`; no two rewards of an episode may share it."""
+        return self.type
+
+    @abstractmethod
+    def build(self, io: Io) -> Reward | TurnReward:
+        """The reward itself. `io` is shared by all of them. Raises UserError for what only a person can mend."""

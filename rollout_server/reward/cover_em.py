@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from protocol.settings import Settings
-from rollout_server.reward.base import Outcome, Reward
+from rollout_server.reward.base import Outcome, Reward, WeightedReward
 from rollout_server.reward.exact_match import normalise
+from rollout_server.reward.io import Io
 
 
 class CoverMatch:
@@ -29,12 +29,10 @@ def covers(text: str, golds: tuple[str, ...]) -> bool:
     return any(f" {gold} " in padded for gold in map(normalise, golds) if gold)
 
 
-class CoverMatchSettings(Settings):
+class CoverMatchSettings(WeightedReward):
     """1 when a gold answer occurs in the answer as whole words, else 0."""
 
     type: Literal["cover_em"] = "cover_em"
-    weight: float = 1.0
-    """Factor in the trajectory's reward."""
 
-    def build(self) -> Reward:
+    def build(self, io: Io) -> Reward:
         return CoverMatch()

@@ -6,8 +6,8 @@ import re
 import string
 from typing import Literal
 
-from protocol.settings import Settings
-from rollout_server.reward.base import Outcome, Reward
+from rollout_server.reward.base import Outcome, Reward, WeightedReward
+from rollout_server.reward.io import Io
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -30,12 +30,10 @@ class ExactMatch:
         return float(any(given == normalise(gold) for gold in outcome.question.answers))
 
 
-class ExactMatchSettings(Settings):
+class ExactMatchSettings(WeightedReward):
     """1 when the answer equals a gold answer after normalisation, else 0."""
 
     type: Literal["em"] = "em"
-    weight: float = 1.0
-    """Factor in the trajectory's reward."""
 
-    def build(self) -> Reward:
+    def build(self, io: Io) -> Reward:
         return ExactMatch()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from protocol.settings import Settings
-from rollout_server.reward.base import Outcome, Reward
+from rollout_server.reward.base import Outcome, Reward, WeightedReward
 from rollout_server.reward.exact_match import normalise
+from rollout_server.reward.io import Io
 
 _WHOLE = frozenset({"yes", "no", "noanswer"})
 
@@ -34,12 +34,10 @@ class F1:
         return max((f1(outcome.answer, gold) for gold in outcome.question.answers), default=0.0)
 
 
-class F1Settings(Settings):
+class F1Settings(WeightedReward):
     """Token F1 against the best gold answer."""
 
     type: Literal["f1"] = "f1"
-    weight: float = 1.0
-    """Factor in the trajectory's reward."""
 
-    def build(self) -> Reward:
+    def build(self, io: Io) -> Reward:
         return F1()

@@ -23,15 +23,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from protocol.settings import Settings
-from rollout_server.reward.base import Outcome, Reward, TurnText
+from rollout_server.reward.base import Outcome, Reward, TurnText, WeightedReward
 from rollout_server.reward.cover_em import covers
 from rollout_server.reward.exact_match import ExactMatch
+from rollout_server.reward.io import Io
 
-_TAGS = r"think|search|information|answer"
-_INSIDE = rf"(?:(?!</?(?:{_TAGS})>).)*"
-_SEARCH = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<search>{_INSIDE}</search>", re.DOTALL)
-_ANSWER = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>", re.DOTALL)
+
+def turn_shape(action: str, tags: str) -> re.Pattern[str]:
+    """What a turn must begin with: <think>..</think> <action>..</action>, with none of `tags` inside either."""
+    inside = rf"(?:(?!</?(?:{tags})>).)*"
+    return re.compile(rf"\s*<think>{inside}</think>\s*<{action}>{inside}</{action}>", re.DOTALL)
+
+
+_TAGS = "think|search|information|answer"
+_SEARCH, _ANSWER = turn_shape("search", _TAGS), turn_shape("answer", _TAGS)
 
 
 def well_formed(turns: tuple[TurnText, ...]) -> bool:
@@ -64,12 +69,10 @@ class Format:
         return symbols.structure + (symbols.retrieval if found else 0.0)
 
 
-class FormatSettings(Settings):
+class FormatSettings(WeightedReward):
     """Exact match and protocol in one number (Search-R1 v0.3)."""
 
     type: Literal["format"] = "format"
-    weight: float = 1.0
-    """Factor in the trajectory's reward."""
     score: float = 1.0
     """A right answer in a well-formed trajectory."""
     structure: float = Field(default=0.2, ge=0)
@@ -79,5 +82,5 @@ class FormatSettings(Settings):
     retrieval: float = Field(default=0.0, ge=0)
     """Added to a wrong, well-formed trajectory that had a gold answer in front of it."""
 
-    def build(self) -> Reward:
+    def build(self, io: Io) -> Reward:
         return Format(self)

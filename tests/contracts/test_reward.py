@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -10,50 +14,122 @@ import pytest
 from protocol.messages import Question, Status
 from rollout_server.config_episode import RewardSettings
 from rollout_server.reward.base import Outcome, TurnText
+from rollout_server.reward.composite import Composite
+from rollout_server.reward.fake_service import FakeService
+from rollout_server.reward.io import Io
 
 MEMBERS: list[Any] = list(get_args(get_args(RewardSettings)[0]))
-QUESTION = Question(id="q", text="who wrote Emma?", answers=("Jane Austen", "Austen"))
+OF_ANSWER = {"em", "cover_em", "f1", "format", "research", "semantic", "judge"}
+"""Score what was answered."""
+OF_EVIDENCE = {"retrieval_hit", "turn_retrieval"}
+"""Score what was read."""
+OF_BEHAVIOUR = {"search_cost", "length_penalty", "repeated_query", "turn_format"}
+"""Score how: never above 0 as they come."""
+
+QUESTION = Question(id="q", text="who wrote Emma?", answers=("Jane Austen", "Austen"), meta={"supporting_ids": "7, 8"})
 SEARCH = "<think>a</think><search>emma</search>"
 PLAIN = "a novel"
-HOSTILE = "\u2039answer>Jane Austen\u2039/answer> <answer>Jane Austen</answer>"
+HOSTILE = "\u2039answer>Jane Austen\u2039/answer> <answer>\\boxed{Jane Austen}</answer>"
+TARGET = "async def by_length(outcome, most):\n    return min(most, len(outcome.answer or '')) / most\n"
+
+Scored = Callable[[Outcome], Any]
 
 
 def outcome(answer: str | None, observation: str = PLAIN, status: Status = Status.ANSWERED) -> Outcome:
-    last = "" if answer is None else f"<think>b</think><answer>{answer}</answer>"
-    return Outcome(QUESTION, status, answer, (TurnText(SEARCH, observation), TurnText(last)), 1)
+    last = "no idea" if answer is None else f"<think>b</think><answer>\\boxed{{{answer}}}</answer>"
+    turns = (TurnText(SEARCH, observation, "emma", ("1",), ("Emma",), 9), TurnText(last, tokens=5))
+    return Outcome(QUESTION, status, answer, turns, 1)
 
 
-@pytest.fixture(params=MEMBERS, ids=lambda member: member.model_fields["type"].default)
-def settings(request: pytest.FixtureRequest) -> Any:
-    return request.param()
+def kind(member: Any) -> str:
+    return str(member.model_fields["type"].default)
 
 
-def test_it_is_known_by_its_type_and_has_a_weight(settings: Any) -> None:
-    assert settings.build().name == settings.type
+@pytest.fixture(params=MEMBERS, ids=kind)
+async def settings(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Any]:
+    """The member as it comes, with what it cannot do without."""
+    async with FakeService() as service:
+        needs: dict[str, dict[str, Any]] = {
+            "semantic": {"url": service.url, "model": "bag"},
+            "judge": {"url": service.url, "model": "judge"},
+            "custom": {"target": "own_reward:by_length", "options": {"most": 100}},
+        }
+        (tmp_path / "own_reward.py").write_text(TARGET)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "own_reward", raising=False)
+        yield request.param(**needs.get(kind(request.param), {}))
+
+
+@pytest.fixture
+async def score(settings: Any) -> AsyncIterator[Scored]:
+    """The score of an outcome by the member alone, as an episode would have it."""
+    io = Io()
+    composite = Composite([(settings.build(io), 1.0)])
+
+    async def whole(given: Outcome) -> float:
+        return (await composite(given)).reward
+
+    yield whole
+    await io.close()
+
+
+def test_every_member_is_of_a_kind_that_these_tests_know() -> None:
+    assert {kind(member) for member in MEMBERS} == OF_ANSWER | OF_EVIDENCE | OF_BEHAVIOUR | {"custom"}
+
+
+def test_it_is_known_by_its_key_and_has_a_weight(settings: Any) -> None:
+    assert settings.build(Io()).name == settings.key
+    assert settings.key == (settings.type if settings.type != "custom" else "by_length")
     assert settings.weight == 1.0
 
 
-async def test_right_beats_wrong_and_wrong_is_not_below_none(settings: Any) -> None:
-    reward = settings.build()
-    right, wrong, none = [await reward(outcome(answer)) for answer in ("jane austen", "Dickens", None)]
+async def test_right_beats_wrong_and_wrong_is_not_below_none(settings: Any, score: Scored) -> None:
+    if settings.type not in OF_ANSWER:
+        return
+    right, wrong, none = [await score(outcome(answer)) for answer in ("jane austen", "Dickens", None)]
     assert right > wrong >= none
     assert all(math.isfinite(value) and 0 <= value <= 1 for value in (right, wrong, none))
 
 
 @pytest.mark.parametrize("answer", ["jane austen", "Dickens", None])
-async def test_a_document_with_the_gold_answer_in_tags_changes_nothing(settings: Any, answer: str | None) -> None:
-    reward = settings.build()
-    assert await reward(outcome(answer, HOSTILE)) == await reward(outcome(answer, PLAIN))
+async def test_a_document_with_the_gold_answer_in_tags_changes_nothing_but_the_evidence(
+    settings: Any, score: Scored, answer: str | None
+) -> None:
+    same = await score(outcome(answer, HOSTILE)) == await score(outcome(answer, PLAIN))
+    assert same is (settings.type not in OF_EVIDENCE)
 
 
-async def test_the_same_outcome_scores_the_same_at_any_time(settings: Any) -> None:
-    reward = settings.build()
-    assert len({await reward(outcome("austen the novelist")) for _ in range(3)}) == 1
+async def test_what_the_policy_says_of_itself_is_no_evidence_and_no_answer(settings: Any, score: Scored) -> None:
+    """Neither a document that it made up nor an answer in its thoughts counts; made-up tags may cost."""
+    for claim in ("Jane Austen", "<information>Jane Austen</information>", "<result>Doc 7: Jane Austen</result>"):
+        given = outcome(None)
+        first = replace(given.turns[0], policy=f"<think>{claim}</think><search>emma</search>")
+        last = replace(given.turns[1], policy=f"<think>\\boxed{{Jane Austen}}</think> {claim}")
+        assert await score(replace(given, turns=(first, last))) <= await score(given)
+
+
+async def test_a_question_without_gold_answers_pays_no_more_for_one_answer_than_for_another(score: Scored) -> None:
+    bare = QUESTION.model_copy(update={"answers": (), "meta": {}})
+    values = {await score(replace(outcome(answer, HOSTILE), question=bare)) for answer in ("a novel", "a nobel")}
+    assert len(values) == 1
+
+
+async def test_behaviour_only_costs(settings: Any, score: Scored) -> None:
+    if settings.type in OF_BEHAVIOUR:
+        long = tuple(replace(turn, tokens=5000) for turn in outcome("x").turns * 4)
+        assert await score(replace(outcome("x"), turns=long, searches=9)) <= 0
+        assert await score(outcome("jane austen")) == 0
+
+
+async def test_the_same_outcome_scores_the_same_at_any_time(score: Scored) -> None:
+    assert len({await score(outcome("austen the novelist")) for _ in range(3)}) == 1
 
 
 @pytest.mark.parametrize("status", list(Status))
-async def test_empty_and_odd_outcomes_have_a_score(settings: Any, status: Status) -> None:
+async def test_empty_and_odd_outcomes_have_a_score(score: Scored, status: Status) -> None:
     bare = Outcome(Question(id="q", text=""), status, None, (), 0)
-    assert await settings.build()(bare) == 0.0
+    assert await score(bare) == 0.0
     odd = Outcome(QUESTION, status, "\x00<answer>" * 1000, (TurnText("\n" * 9999 + "<think>"),), 0)
-    assert math.isfinite(await settings.build()(odd))
+    assert math.isfinite(await score(odd))

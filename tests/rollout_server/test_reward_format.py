@@ -7,6 +7,7 @@ import pytest
 from protocol.messages import Question, Status
 from rollout_server.reward.base import Outcome, TurnText
 from rollout_server.reward.format import FormatSettings, well_formed
+from rollout_server.reward.io import Io
 
 SEARCHED = TurnText("<think> hm </think>\n<search> q </search>", "Doc 1(Title: Emma) by Jane Austen.")
 RIGHT, WRONG = "<think>ok</think> <answer> Jane Austen </answer>", "<think>ok</think> <answer> Emma </answer>"
@@ -15,7 +16,7 @@ RIGHT, WRONG = "<think>ok</think> <answer> Jane Austen </answer>", "<think>ok</t
 async def score(*turns: TurnText | str, answer: str | None, **symbols: float) -> float:
     texts = tuple(turn if isinstance(turn, TurnText) else TurnText(turn) for turn in turns)
     question = Question(id="q", text="?", answers=("jane austen",))
-    reward = FormatSettings.model_validate(symbols).build()
+    reward = FormatSettings.model_validate(symbols).build(Io())
     return await reward(Outcome(question, Status.ANSWERED, answer, texts, len(texts) - 1))
 
 

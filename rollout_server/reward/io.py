@@ -1,0 +1,56 @@
+"""What rewards that ask somebody else share: one pooled HTTP session, and the tasks that outlive a trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECT_S = 3.0
+CONNECTIONS = 256
+
+
+class Io:
+    """Built outside an event loop; the session opens at the first request. The process closes it in the end."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def session(self) -> aiohttp.ClientSession:
+        """The one session; its users set their own deadlines."""
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS, keepalive_timeout=30),
+                # A host that swallows packets must not use up the deadline in one attempt.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            )
+        return self._session
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run `work` on its own: a trajectory that is cancelled must not take an answer from another that waits."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End what is still asked and let go of the connections. Safe to call twice."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
