@@ -291,7 +291,7 @@ def test_maxrl_by_hand():
     np.testing.assert_allclose(max_rl_advantages(outcomes([1, 0, 0, 0])), [3.0, -1.0, -1.0, -1.0])
     assert max_rl_advantages(outcomes([1.0, -1.0])).tolist() == [0.0, 0.0], "a mean of 0"
     assert max_rl_advantages(outcomes([-1.0, -2.0])).tolist() == [0.0, 0.0]
-    assert max_rl_advantages(outcomes([0.3, -0.1, -0.2])).tolist() == [0.0] * 3, "a mean of 0 but for rounding"
+    assert max_rl_advantages(outcomes([0.1, 0.2, -0.3])).tolist() == [0.0] * 3, "a mean of 0 but for rounding"
 
 
 def test_remax_takes_a_group_of_one_and_leaves_a_group_without_a_greedy_rollout():
