@@ -69,8 +69,8 @@ class CriticSettings(Settings):
     """backbone policy: share of the value loss's gradient that goes on into the policy; 0 trains the head alone."""
     head_lr_scale: float = Field(default=10.0, gt=0)
     """backbone policy: the head's learning rate, in units of the policy's."""
-    warmup_updates: int = Field(default=0, ge=0)
-    """The critic's updates at the beginning of a run in which it learns alone."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """backbone own: steps at the beginning of a run in which the critic learns alone."""
 
     @model_validator(mode="after")
     def _model_is_of_its_own(self) -> CriticSettings:

@@ -18,7 +18,7 @@ class ValueModel(torch.nn.Module):
     def __init__(self, backbone: Any, width: int) -> None:
         super().__init__()
         self.backbone = backbone
-        self.head = ValueHead(width, dtype=backbone.dtype)
+        self.head = ValueHead(width, backbone.dtype)
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None, index: torch.Tensor

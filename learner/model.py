@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from learner.architecture import refuse_kind, without_dropout
 from learner.attention import attention_mask
 from learner.config_model import CriticSettings, ModelSettings
+from learner.fused import ScoringLinear, Wanted, can_score, score_fused
 from learner.lora import add_adapters
 from learner.scoring import Scores, score_hidden, wide
 from learner.selfcheck import refuse_differences
@@ -22,43 +22,39 @@ PREFIX = "causal."
 
 
 class ValueHead(torch.nn.Linear):
-    """Hidden states [N, H] to values [N] float32; all 0 at first, so that the first targets are the rewards themselves.
+    """Hidden states [N, H] to values [N] float32; all 0 at first, so that the first targets are the bare rewards."""
 
-    scale  multiplies the output. AdamW's steps do not depend on the size of a gradient, and the weights start at 0: so
-           this is a learning rate of `scale` times the optimiser's.
-    """
-
-    def __init__(self, width: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(width, 1, dtype=dtype)
-        self.scale = scale
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[N] float32 whatever the weights' dtype: bfloat16 would round values to two digits."""
-        return self.scale * F.linear(wide(input), wide(self.weight), wide(self.bias)).squeeze(-1)
+        return F.linear(wide(input), wide(self.weight), wide(self.bias)).squeeze(-1)
 
 
 class PolicyModel(torch.nn.Module):
     """A causal language model of transformers; `forward` gives the scores of the trained tokens only.
 
-    value_head         makes `Scores.values`, of the state before each trained token
-    backbone_gradient  share of the values' gradient that goes on into the language model
+    critic  where the policy carries a value head, which makes `Scores.values`: of the state before each trained token
     """
 
-    def __init__(
-        self,
-        causal: Any,
-        settings: ModelSettings,
-        value_head: ValueHead | None = None,
-        backbone_gradient: float = 0.0,
-    ) -> None:
+    def __init__(self, causal: Any, settings: ModelSettings, critic: CriticSettings | None = None) -> None:
         super().__init__()
         self.causal = causal
-        self.value_head = value_head
-        self.backbone_gradient = backbone_gradient
+        self.value_head: ValueHead | None = None
+        self.backbone_gradient = 0.0
+        self.lr_scales: dict[str, float] = {}  # read by learner.optimizer
         self.vocabulary: int = causal.config.vocab_size
         self.chunk_bytes = settings.logit_chunk_bytes
+        head = causal.get_output_embeddings()
+        if critic is not None:
+            self.value_head = ValueHead(head.weight.shape[1], causal.dtype)
+            self.backbone_gradient = critic.backbone_gradient
+            self.lr_scales["value_head."] = critic.head_lr_scale
+        if can_score(head):
+            head.__class__ = ScoringLinear
 
     def forward(
         self,
@@ -78,17 +74,23 @@ class PolicyModel(torch.nn.Module):
         index [N] int64 into the flattened rows, targets [N] int64, at_ids [N, k] int64.
         """
         hidden = hidden_states(self.causal.base_model, ids, positions, documents)[index]
-        scores = score_hidden(
-            hidden,
-            targets,
-            output_layer(self.causal),
-            temperature=temperature,
-            vocabulary=self.vocabulary,
-            chunk_bytes=self.chunk_bytes,
-            entropy_gradient=entropy_gradient,
-            top=top,
-            at_ids=at_ids,
-        )
+        layer = OutputLayer.of(self.causal)
+        if isinstance(layer.head, ScoringLinear) and layer.cap is None:
+            scale = layer.factor / temperature
+            wanted = Wanted(targets, at_ids, scale, entropy_gradient, top, self.chunk_bytes)
+            scores = score_fused(layer.head, hidden, wanted)
+        else:
+            scores = score_hidden(
+                hidden,
+                targets,
+                layer.__call__,
+                temperature=temperature,
+                vocabulary=self.vocabulary,
+                chunk_bytes=self.chunk_bytes,
+                entropy_gradient=entropy_gradient,
+                top=top,
+                at_ids=at_ids,
+            )
         if self.value_head is None:
             return scores
         apart = hidden.detach()
@@ -105,21 +107,32 @@ def hidden_states(
     return hidden
 
 
-def output_layer(causal: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Hidden states to logits, with what some models do to them besides: a factor (Cohere, Granite), a cap (Gemma)."""
-    head, config = causal.get_output_embeddings(), causal.config
-    factor = getattr(config, "logit_scale", None) or 1.0
-    if config.model_type.startswith("granite"):
-        factor /= getattr(config, "logits_scaling", None) or 1.0
-    cap = getattr(config, "final_logit_softcapping", None)
-    if factor == 1.0 and cap is None:
-        return head  # type: ignore[no-any-return]
+class OutputLayer(NamedTuple):
+    """Hidden states to logits: the linear layer, and what some models do besides.
 
-    def project(hidden: torch.Tensor) -> torch.Tensor:
-        logits = wide(head(hidden)) * factor
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+    factor  multiplies the logits (Cohere, Granite)
+    cap     bounds them softly (Gemma 2), None where there is none
+    """
 
-    return project
+    head: Any
+    factor: float
+    cap: float | None
+
+    @classmethod
+    def of(cls, causal: Any) -> OutputLayer:
+        """As the configuration says; what it says in other words, the check at load finds out."""
+        config = causal.config
+        factor = getattr(config, "logit_scale", None) or 1.0
+        if config.model_type.startswith("granite"):
+            factor /= getattr(config, "logits_scaling", None) or 1.0
+        return cls(causal.get_output_embeddings(), factor, getattr(config, "final_logit_softcapping", None))
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, V]."""
+        logits: torch.Tensor = self.head(hidden)
+        if self.factor != 1.0:
+            logits = wide(logits) * self.factor
+        return logits if self.cap is None else self.cap * torch.tanh(wide(logits) / self.cap)
 
 
 def load_policy(
@@ -128,18 +141,14 @@ def load_policy(
     """The model in `directory` (Hugging Face layout), on the CPU.
 
     packed  whether rows of several trajectories will be given to it
-    critic  where it is to carry a value head
+    critic  where it is to carry a value head (critic.backbone policy)
     Raises UserError when the model is missing, or is of a kind that would be scored wrongly.
     """
     causal = load_causal(directory, settings)
-    policy = PolicyModel(causal, settings)
+    policy = PolicyModel(causal, settings, critic)
     refuse_differences(policy, directory, packed=packed)
     if settings.lora.rank:
         add_adapters(causal, settings.lora)
-    if critic is not None and critic.backbone == "policy":
-        width = causal.get_output_embeddings().weight.shape[1]
-        policy.value_head = ValueHead(width, critic.head_lr_scale, causal.dtype)
-        policy.backbone_gradient = critic.backbone_gradient
     return policy
 
 

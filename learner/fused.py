@@ -1,0 +1,146 @@
+"""Output layer, log-softmax and their gradients in one: what is kept for the backward pass is one number a token.
+
+Plain autograd keeps logits, their float32 copies and a weight gradient for each chunk. Here logits are computed again
+in the backward pass, chunk by chunk, turned into their own gradient in place, and added straight into the gradients of
+hidden states and weight. With p = softmax(z), z = W h + b over the temperature, H the entropy:
+
+    d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from learner.scoring import Scores, wide
+
+
+class Wanted(NamedTuple):
+    """What is asked of N hidden states. Fields as the arguments of `score_hidden`; scale multiplies the logits."""
+
+    targets: torch.Tensor
+    at_ids: torch.Tensor | None
+    scale: float
+    entropy_gradient: bool
+    top: int
+    chunk_bytes: int
+
+
+class ScoringLinear(torch.nn.Linear):
+    """A linear output layer that also scores. Its class is put over an existing layer's, which so keeps its name, its
+    parameters and DeepSpeed's hooks: at ZeRO stage 3 those gather the weight around `forward` and its backward pass.
+    """
+
+    def forward(self, input: torch.Tensor, wanted: Wanted | None = None) -> Any:
+        """Logits; or, with `wanted`, the tuple (log-probs, entropy, at or empty, top or empty)."""
+        if wanted is None:
+            return F.linear(input, self.weight, self.bias)
+        return _Score.apply(input, self.weight, self.bias, wanted)  # type: ignore[no-untyped-call]
+
+
+def can_score(layer: Any) -> bool:
+    """Whether `layer` may be made a `ScoringLinear`: not with an adapter around it, nor anything else of its own."""
+    return type(layer) in (torch.nn.Linear, ScoringLinear)
+
+
+def score_fused(layer: ScoringLinear, hidden: torch.Tensor, wanted: Wanted) -> Scores:
+    """Scores of softmax(scale * layer(hidden)), in chunks of at most `chunk_bytes`."""
+    logprobs, entropy, at, top = layer(hidden, wanted)
+    return Scores(logprobs, entropy, None if wanted.at_ids is None else at, top if wanted.top else None)
+
+
+def _chunks(count: int, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slice]:
+    # Logits in the weight's dtype, two of them in float32.
+    bytes_of_row = len(weight) * (weight.element_size() + 2 * max(4, weight.element_size()))
+    rows = max(1, chunk_bytes // bytes_of_row)
+    return (slice(start, start + rows) for start in range(0, count, rows))
+
+
+def _scaled_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """[n, V], a tensor of its own, in float32 (float64 stays); what the model forbids (-inf) is very unlikely."""
+    logits = wide(F.linear(hidden, weight, bias))
+    return logits.mul_(scale).clamp_(min=torch.finfo(logits.dtype).min / 2)
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Any:
+        count, k = len(hidden), 0 if wanted.at_ids is None else wanted.at_ids.shape[1]
+        dtype = wide(hidden[:0]).dtype
+        logprobs, entropy, normaliser = (hidden.new_empty(count, dtype=dtype) for _ in range(3))
+        at = hidden.new_empty((count, k), dtype=dtype)
+        top = hidden.new_empty((count, wanted.top), dtype=torch.long)
+        for part in _chunks(count, weight, wanted.chunk_bytes):
+            z = _scaled_logits(hidden[part], weight, bias, wanted.scale)
+            if wanted.top:
+                top[part] = z.topk(wanted.top, dim=-1).indices
+            peak = z.amax(-1, keepdim=True)
+            z -= peak
+            chosen = z.gather(-1, wanted.targets[part, None]).squeeze(-1)
+            if wanted.at_ids is not None:
+                at[part] = z.gather(-1, wanted.at_ids[part])
+            p = z.exp()
+            total = p.sum(-1)
+            mean = p.mul_(z).sum(-1) / total
+            logs = total.log()
+            logprobs[part], entropy[part] = chosen - logs, logs - mean
+            at[part] -= logs[:, None]
+            normaliser[part] = logs + peak.squeeze(-1)
+        ctx.save_for_backward(hidden, weight, bias, wanted.targets, wanted.at_ids, normaliser, entropy)
+        ctx.wanted = wanted
+        ctx.mark_non_differentiable(top, *(() if wanted.entropy_gradient else (entropy,)))
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy, at, top
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_logprobs: Any, g_entropy: Any, g_at: Any, _: Any) -> Any:
+        hidden, weight, bias, targets, at_ids, normaliser, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        g_hidden = torch.empty_like(hidden) if needs_hidden else None
+        g_weight = torch.zeros_like(weight) if needs_weight else None
+        g_bias = torch.zeros_like(bias) if needs_bias else None
+        if g_logprobs is None:
+            g_logprobs = torch.zeros_like(normaliser)
+        for part in _chunks(len(hidden), weight, ctx.wanted.chunk_bytes):
+            z = _scaled_logits(hidden[part], weight, bias, ctx.wanted.scale).sub_(normaliser[part, None])
+            at = None if g_at is None or at_ids is None else (at_ids[part], g_at[part])
+            g = _gradient(
+                z,
+                (targets[part, None], g_logprobs[part, None]),
+                at,
+                None if g_entropy is None else (entropy[part, None], g_entropy[part, None]),
+            )
+            del z
+            g = g.mul_(ctx.wanted.scale).to(weight.dtype)
+            if g_hidden is not None:
+                torch.mm(g, weight, out=g_hidden[part])
+            if g_weight is not None:
+                g_weight.addmm_(g.T, hidden[part])
+            if g_bias is not None:
+                g_bias += g.sum(0)
+        return g_hidden, g_weight, g_bias, None
+
+
+Weighted = tuple[torch.Tensor, torch.Tensor]
+
+
+def _gradient(logs: torch.Tensor, chosen: Weighted, at: Weighted | None, entropy: Weighted | None) -> torch.Tensor:
+    """[n, V], the gradient of the scaled logits; `logs` [n, V] are log-probs, and are used up.
+
+    chosen, at  ids [n, k] and the gradients [n, k] of their log-probs
+    entropy     entropies [n, 1] and their gradients [n, 1]
+    """
+    p = logs.exp()
+    mass = chosen[1] if at is None else chosen[1] + at[1].sum(-1, keepdim=True)
+    if entropy is None:
+        p.mul_(-mass)
+    else:
+        p.mul_(logs.add_(entropy[0]).mul_(-entropy[1]).sub_(mass))
+    p.scatter_add_(-1, *chosen)
+    if at is not None:
+        p.scatter_add_(-1, *at)
+    return p
