@@ -33,7 +33,7 @@ def import_deepspeed() -> Any:
     logger.setLevel(logging.WARNING)  # it reports every buffer
     # AdamW from torch is on no list of DeepSpeed's, though tests/learner/test_engine.py finds it exact at every stage.
     logger.addFilter(_no_gossip)
-    warnings.filterwarnings("ignore", "`torch.distributed.reduce_scatter_tensor` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "`torch.distributed.[a-z_]+` is deprecated", FutureWarning)
     return deepspeed
 
 

@@ -1,0 +1,362 @@
+"""State and average of an engine: whole tensors by name, whatever the stage, the dtype and the number of ranks.
+
+Two ranks train, save, and resume at every stage, and take up what one saved; then three take it up at other stages,
+and then one. All processes are started once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from learner.config_engine import EngineSettings, OptimSettings
+from learner.engine import DeepSpeedEngine, leave_ranks
+from protocol.errors import UserError
+
+KINDS = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32")]
+KINDS += [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")]
+pytestmark = pytest.mark.timeout(300)
+"""The first test starts five processes, each of which imports torch and DeepSpeed."""
+
+TAU = 0.75
+ROWS = 12
+"""Divisible by 1, 2 and 3 ranks."""
+
+
+class Net(torch.nn.Module):
+    """Odd sizes, a tied matrix, a frozen one, buffers of both kinds, and a part with a learning rate of its own."""
+
+    lr_scales = {"head.": 4.0}  # noqa: RUF012  # a plain dict is what the engine looks for
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = torch.nn.Linear(5, 7), torch.nn.Linear(7, 7, bias=False)
+        self.tied = torch.nn.Linear(7, 7, bias=False)
+        self.tied.weight = self.second.weight
+        self.fixed = torch.nn.Linear(7, 7).requires_grad_(False)
+        self.head = torch.nn.Linear(7, 1)
+        self.register_buffer("shift", torch.tensor([0.25, -0.0, 1.0]))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.first.weight.dtype)
+        hidden = torch.nn.functional.dropout(torch.tanh(self.first(x)), 0.25, self.training)
+        return self.head(torch.tanh(self.fixed(self.tied(torch.tanh(self.second(hidden)))))).squeeze(-1).float()
+
+
+def start(stage: int, dtype: str, **more: Any) -> DeepSpeedEngine:
+    # threshold 0: small parameters are partitioned too, as large ones are in real models
+    threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    return DeepSpeedEngine(
+        Net(),
+        optim=OptimSettings(lr=0.02, weight_decay=0.1, clip_norm=0.5, schedule="cosine", warmup_fraction=0.2),
+        engine=EngineSettings(zero_stage=stage, **({"deepspeed": threshold} | more)),
+        dtype=dtype,
+        total_updates=10,
+        seed=5,
+    )
+
+
+def update(engine: DeepSpeedEngine, number: int, *, dropout: bool = False) -> str:
+    """Update `number` with this rank's rows of its data, in two micro-batches."""
+    engine.module.train(dropout)
+    x = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(number))[engine.rank :: engine.world_size]
+    for part in x.split((len(x) + 1) // 2):
+        engine.backward((engine.forward(part) - 1.0).square().sum() / ROWS)
+    step = engine.step()
+    assert step.applied
+    return step.grad_norm.hex()
+
+
+def state(
+    engine: DeepSpeedEngine, keys: tuple[str, ...] = ("master", "exp_avg", "exp_avg_sq", "ema")
+) -> dict[str, Any]:
+    return {f"{key}/{name}": tensor for key in keys for name, tensor in engine.iter_state(key)}
+
+
+def facts(engine: DeepSpeedEngine, norms: list[str]) -> dict[str, torch.Tensor]:
+    """All that a resumed engine must have in common with one that went on."""
+    norm = torch.tensor([float.fromhex(n) for n in norms], dtype=torch.float64)
+    weights = {f"weights/{name}": t.contiguous() for name, t in engine.iter_weights()}
+    return {**state(engine), **weights, "norms": norm, "random": torch.rand(3), "updates": torch.tensor(engine.updates)}
+
+
+def go_on(engine: DeepSpeedEngine, *, dropout: bool) -> dict[str, torch.Tensor]:
+    norms = []
+    for number in (4, 5):
+        norms.append(update(engine, number, dropout=dropout))
+        engine.update_ema(TAU)
+    return facts(engine, norms)
+
+
+def name_of(stage: int, dtype: str) -> str:
+    return f"z{stage}.{dtype}"
+
+
+# ---- roles, each run by every rank of a group of processes
+
+
+def role_two(folder: Path) -> None:
+    """At every stage: train, save, go on; and resume in an engine with another state, and go on."""
+    for stage, dtype in KINDS:
+        engine, here = start(stage, dtype), folder / name_of(stage, dtype)
+        for number in (1, 2):
+            update(engine, number, dropout=True)
+        engine.start_ema()
+        plain = dict(engine.iter_state("master"))
+        update(engine, 3, dropout=True)
+        engine.update_ema(TAU)
+        plain = {name: TAU * plain[name] + (1 - TAU) * now for name, now in engine.iter_state("master")}
+        for name, average in engine.iter_state("ema"):
+            torch.testing.assert_close(average, plain[name], rtol=1e-6, atol=0)
+            assert average.ne(dict(engine.iter_state("master"))[name]).any()
+        engine.save_state(here / "state")
+        torch.distributed.barrier()
+        save_file(go_on(engine, dropout=True), here / f"went_on.{engine.rank}")
+        if (stage, dtype) == (1, "bfloat16"):
+            engine.close()  # what DeepSpeed saves of the class it takes here, its own tool cannot read
+            engine = start(stage, dtype, gradient_dtype="model")
+            update(engine, 1)
+        if stage:
+            same_as_deepspeed(engine, here / "theirs")
+        engine.close()
+        resume(stage, dtype, here, dropout=True)
+    resume(3, "bfloat16", folder / "one", dropout=False)
+
+
+def role_three(folder: Path) -> None:
+    """Takes up every state at another stage."""
+    for stage, dtype in KINDS:
+        source = (stage + 1) % 4 if dtype == "float32" else stage % 3 + 1
+        resume(stage, dtype, folder / name_of(source, dtype), dropout=False)
+
+
+def resume(stage: int, dtype: str, here: Path, *, dropout: bool) -> None:
+    engine = start(stage, dtype)
+    update(engine, 9, dropout=True)  # a state of its own, to be replaced whole
+    engine.load_state(here / "state")
+    if engine.rank == 0:
+        save_file(state(engine), here / f"loaded.{engine.world_size}")
+    else:
+        state(engine)
+    save_file(go_on(engine, dropout=dropout), here / f"resumed.{engine.world_size}.{engine.rank}")
+    engine.close()
+
+
+def same_as_deepspeed(engine: DeepSpeedEngine, folder: Path) -> None:
+    """Published weights are DeepSpeed's own consolidation, byte for byte: in memory, and from its checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    deepspeed = engine._engine
+    published = dict(engine.iter_weights())
+    if engine.stage == 3:
+        whole = deepspeed._zero3_consolidated_16bit_state_dict()
+        if engine.rank == 0:
+            same_bytes(published, {name: whole[name] for name in published})
+    deepspeed.save_checkpoint(str(folder), tag="x", save_latest=True)
+    if engine.rank == 0:
+        consolidated = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        # at some stages their tool leaves frozen parameters out
+        names = [name for name in published if not name.startswith("fixed.") or name in consolidated]
+        of = {name: consolidated[name].to(published[name].dtype) for name in names}
+        same_bytes({name: published[name] for name in names}, of)
+    torch.distributed.barrier()
+
+
+def same_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor.cpu())]
+        assert torch.equal(*raw), name
+
+
+def run_ranks(role: str, folder: Path, ranks: int) -> None:
+    store = folder / f"store.{role}.{ranks}"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "FORAY_STORE": str(store)}
+    logs = [folder / f"{role}.{ranks}.{rank}.log" for rank in range(ranks)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as out:
+                argv = [sys.executable, __file__, role, str(folder)]
+                mine = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen(argv, env=mine, stdout=out, stderr=out))
+        codes = [process.wait(timeout=140) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+
+
+# ---- tests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What one and two ranks trained and saved, and what two and three made of it."""
+    where = tmp_path_factory.mktemp("state")
+    for name in ("one", *(name_of(stage, dtype) for stage, dtype in KINDS)):
+        (where / name).mkdir()
+    engine = start(2, "bfloat16")
+    for number in (1, 2):
+        update(engine, number)
+    engine.start_ema()
+    engine.save_state(where / "one" / "state")
+    engine.close()
+    run_ranks("two", where, 2)
+    run_ranks("three", where, 3)
+    yield where
+
+
+@pytest.mark.parametrize(("stage", "dtype"), KINDS)
+def test_the_same_ranks_at_the_same_stage_go_on_bit_for_bit(folder: Path, stage: int, dtype: str) -> None:
+    here = folder / name_of(stage, dtype)
+    for rank in range(2):
+        same_bytes(load_file(here / f"resumed.2.{rank}"), load_file(here / f"went_on.{rank}"))
+    drawn = [load_file(here / f"went_on.{rank}")["random"] for rank in range(2)]
+    assert not torch.equal(*drawn), "each rank draws for itself"
+
+
+def saved_values(here: Path) -> dict[str, torch.Tensor]:
+    """What the files say, read by themselves."""
+    index = json.loads((here / "state" / "state.json").read_text())
+    return {
+        f"{key}/{name}": load_file(here / "state" / file)[name]
+        for key, files in index["files"].items()
+        for name, file in files.items()
+    }
+
+
+@pytest.mark.parametrize(("stage", "dtype"), KINDS)
+def test_any_ranks_at_any_stage_take_up_the_same_values(folder: Path, stage: int, dtype: str) -> None:
+    here = folder / name_of(stage, dtype)
+    expected = saved_values(here)
+    assert {key.split("/")[1] for key in expected} == {
+        "first.weight",
+        "first.bias",
+        "second.weight",
+        "head.weight",
+        "head.bias",
+    }
+    for ranks in (2, 3):
+        same_bytes(load_file(here / f"loaded.{ranks}"), expected)
+    engine = start(stage, dtype)
+    engine.load_state(here / "state")
+    same_bytes(state(engine), expected)
+    for name, weight in engine.iter_weights():
+        if f"master/{name}" in expected:
+            same_bytes({name: weight}, {name: expected[f"master/{name}"].to(weight.dtype)})
+    assert_close(load_file(here / "resumed.3.0"), go_on(engine, dropout=False), dtype)
+
+
+def test_two_ranks_take_up_what_one_saved_at_another_stage(folder: Path) -> None:
+    here = folder / "one"
+    same_bytes(load_file(here / "loaded.2"), saved_values(here))
+    engine = start(3, "bfloat16")
+    engine.load_state(here / "state")
+    assert_close(load_file(here / "resumed.2.0"), go_on(engine, dropout=False), "bfloat16")
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: str) -> None:
+    """The same data on other ranks: only the order of additions differs."""
+    assert found.keys() == expected.keys()
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+    for key in found.keys() - {"random"}:
+        torch.testing.assert_close(found[key], expected[key], **close, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_saved_buffers_return_and_others_stay(tmp_path: Path) -> None:
+    engine = start(0, "float32")
+    engine.module.shift.fill_(3.0)
+    engine.module.passing.fill_(3.0)
+    engine.save_state(tmp_path)
+    other = start(0, "float32")
+    other.load_state(tmp_path)
+    assert other.module.shift.tolist() == [3.0] * 3
+    assert other.module.passing.tolist() == [1.0] * 2
+
+
+def test_a_state_before_the_first_update_can_be_saved(tmp_path: Path) -> None:
+    engine = start(2, "bfloat16")
+    engine.save_state(tmp_path)
+    other = start(2, "bfloat16")
+    update(other, 1)
+    other.load_state(tmp_path)
+    assert other.updates == 0
+    assert update(other, 1) == update(engine, 1)
+    same_bytes(dict(other.iter_weights()), dict(engine.iter_weights()))
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    engine = start(1, "float32")
+    engine.save_state(tmp_path / "good")
+    shard = "exp_avg.00000.000.safetensors"
+
+    def refusal(name: str, content: bytes | None) -> UserError:
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        (tmp_path / "bad" / name).unlink()
+        if content is not None:
+            (tmp_path / "bad" / name).write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            engine.load_state(tmp_path / "bad")
+        assert name in caught.value.render()
+        return caught.value
+
+    for file in (shard, "state.json", "buffers.safetensors", "random.00000.safetensors"):
+        refusal(file, None)
+        refusal(file, b"\x07nonsense")
+    whole = load_file(tmp_path / "good" / shard)
+    save_file(whole | {"first.bias": torch.zeros(8)}, tmp_path / "wrong")
+    assert "first.bias is [8]" in refusal(shard, (tmp_path / "wrong").read_bytes()).why
+    index = json.loads((tmp_path / "good" / "state.json").read_text())
+    index["shapes"]["first.bias"] = [8]
+    (tmp_path / "good" / "state.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="of another model") as caught:
+        engine.load_state(tmp_path / "good")
+    assert "first.bias is [8] there and [7] here" in caught.value.why
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offload_changes_nothing(stage: int, dtype: str, tmp_path: Path) -> None:
+    more = {"offload_optimizer": True, **({"offload_params": True} if stage == 3 else {})}
+    engines = [start(stage, dtype), start(stage, dtype, **more)]
+    for engine in engines:
+        engine.start_ema()
+    for number in range(3):
+        norms = [float.fromhex(update(engine, number)) for engine in engines]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-2 if dtype == "bfloat16" else 1e-5)
+        for engine in engines:
+            engine.update_ema(TAU)
+    rough = {"rtol": 1e-2, "atol": 1e-3} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-6}
+    for (name, plain), (_, offloaded) in zip(state(engines[0]).items(), state(engines[1]).items(), strict=True):
+        torch.testing.assert_close(offloaded, plain, **rough, msg=lambda m, n=name: f"{n}: {m}")
+    engines[1].save_state(tmp_path)
+    engines[0].load_state(tmp_path)
+    same_bytes(state(engines[0]), state(engines[1]))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(os.environ["FORAY_STORE"], int(os.environ["WORLD_SIZE"])),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    {"two": role_two, "three": role_three}[sys.argv[1]](Path(sys.argv[2]))
+    leave_ranks()
