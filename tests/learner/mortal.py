@@ -1,0 +1,111 @@
+"""A learner with the real trainer that dies where it is told to, and its successors, each a process of its own.
+
+`python mortal.py FILE...`: each FILE is JSON {"argv": [...], "fault": "place:step"}; for each, a process runs
+`python -m learner` with these arguments, and kills itself (SIGKILL) at the fault. Prints one line of JSON, the exit
+statuses (-9 where it was killed). What is heavy is imported once, before the processes are forked.
+
+Faults, at optimiser step N:
+    update:N     the weights have moved, and nothing says so yet
+    journal:N    the step is in the journal, and not in the books
+    save:N       the checkpoint's state is written, its manifest is not
+    rename:N     the checkpoint is in its place, CURRENT does not name it yet
+    commit:N     the checkpoint is in force, nothing is acknowledged
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import learner.checkpoint
+import learner.replay
+import learner.trainer
+from learner import cli
+from learner.books import Books
+from learner.engine import DeepSpeedEngine
+from learner.engine.setup import import_deepspeed
+from learner.journal import Journal
+
+
+def die() -> None:
+    """The end, as of a process whose machine lost power."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after(owner: Any, name: str, fatal: Callable[..., bool]) -> None:
+    """Makes the call of `owner.name` after which `fatal` (of its arguments) is true the last one."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **more: Any) -> Any:
+        result = real(*args, **more)
+        if fatal(*args, **more):
+            die()
+        return result
+
+    setattr(owner, name, call)
+
+
+def install(fault: str) -> None:
+    """Prepares this process for its death."""
+    place, _, number = fault.partition(":")
+    step = int(number)
+    if place == "update":
+        after(DeepSpeedEngine, "step", lambda self, *_: self.updates == step)
+    elif place == "journal":
+        after(Journal, "append", lambda self, at, *_: at == step)
+    elif place == "save":
+        after(learner.trainer.Trainer, "save_state", lambda self, directory: self.updates == step)
+    elif place == "rename":
+        real = learner.checkpoint.write_text
+
+        def write(path: Path, text: str) -> None:
+            if path.name == learner.checkpoint.CURRENT and text.startswith(f"step_{step}."):
+                die()
+            real(path, text)
+
+        learner.checkpoint.write_text = write
+    elif place == "commit":
+        after(Books, "commit", lambda self, state: state["step"] == step)
+    else:
+        raise ValueError(fault)
+
+
+def live(argv: list[str], fault: str) -> int:
+    """Runs a learner in a process of its own; its exit status, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.use_deterministic_algorithms(True)
+            if fault:
+                install(fault)
+            status = cli.main(argv)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main() -> int:
+    import_deepspeed()
+    _ = transformers.Qwen2ForCausalLM, transformers.AutoModelForCausalLM  # imported when they are named
+    statuses = []
+    for name in sys.argv[1:]:
+        life = json.loads(Path(name).read_text())
+        sys.stdout.flush()
+        statuses.append(live(life["argv"], life["fault"]))
+    print(json.dumps(statuses), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

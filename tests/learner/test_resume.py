@@ -1,0 +1,133 @@
+"""A learner with the real trainer, killed again and again, ends with the parameters of one that never was.
+
+The oracle is the journal of the lineage that survived, trained from the initial weights without an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+import yaml
+from safetensors.torch import load_file
+
+from learner.checkpoint import Checkpoint, Checkpoints
+from learner.journal import read_journal
+from protocol.codec import decode_as
+from protocol.header import seal
+from protocol.messages import Status, Task, Trajectory, TrajectoryGroup
+from protocol.settings import RunSettings
+from protocol.testing import observation_segment, policy_segment, prompt_segment
+
+VOCABULARY, STEPS = 40, 13
+CHAIN = ("update:2", "save:3", "commit:6", "journal:8", "rename:9", "save:12", "")
+"""Where each process dies; a checkpoint is due every third step."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 of two layers."""
+    import torch
+
+    directory = tmp_path_factory.mktemp("model")
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def differs(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """The group of a seq: no two seqs have the same tokens, lengths or rewards."""
+    made = decode_as(TrajectoryGroup, body)
+    version = made.first_version()
+    assert version is not None
+    draw = np.random.default_rng([task.seq, task.attempt])
+
+    def turn() -> Any:
+        ids = draw.integers(1, VOCABULARY, draw.integers(2, 9)).tolist()
+        return policy_segment(ids, (-3.7 + 0.3 * draw.random(len(ids))).tolist(), version)
+
+    def trajectory() -> Trajectory:
+        segments = (prompt_segment([1, 2, 3, task.seq % VOCABULARY]), turn(), observation_segment([7, 8]), turn())
+        reward = float(draw.integers(0, 2))
+        return Trajectory(status=Status.ANSWERED, segments=segments, reward=reward, rewards={"em": reward})
+
+    return seal(made.model_copy(update={"trajectories": tuple(trajectory() for _ in range(task.group_size))}))
+
+
+@pytest.fixture
+def chain(run: RunSettings, questions: Path, model: Path, tmp_path: Path) -> Callable[..., list[int]]:
+    """Runs learners one after the other; returns their exit statuses."""
+
+    def call(learner: dict[str, Any], *lives: tuple[str, list[str]]) -> list[int]:
+        tree = {
+            "run": json.loads(run.model_copy(update={"model": model, "steps": STEPS}).model_dump_json()),
+            "learner": {"questions": str(questions), "checkpoint_every": 3, "reconcile_s": 0.3} | learner,
+        }
+        tree["learner"].setdefault("engine", {})["threads"] = 1
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+        files = []
+        for number, (fault, more) in enumerate(lives):
+            files.append(tmp_path / f"life{number}.json")
+            argv = ["--config", str(tmp_path / "c.yaml"), *more]
+            files[-1].write_text(json.dumps({"argv": argv, "fault": fault}))
+        program = [sys.executable, str(Path(__file__).parent / "mortal.py"), *map(str, files)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        statuses: list[int] = json.loads(done.stdout.splitlines()[-1])
+        assert statuses == [-9 if fault else 0 for fault, _ in lives], done.stderr
+        return statuses
+
+    return call
+
+
+def final(directory: Path) -> Checkpoint:
+    found = Checkpoints(directory / "checkpoints", 2).load()
+    assert found
+    return found
+
+
+def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
+    run: RunSettings, tiny: ModuleType, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    settings = {"optim": {"lr": 3e-3, "schedule": "linear"}}
+    nowhere = [f"run.dir={tmp_path / 'replay'}", "run.redis_url=redis://127.0.0.1:1/0", "learner.replay.export=true"]
+    replayed = ("", ["--replay", str(run.dir), *nowhere])
+    with tiny.Player(address, run.id, spoil=differs):
+        chain(settings, *[(fault, []) for fault in CHAIN], replayed)
+    # Every seq at most once in the lineage that survived, and the lost branches were real.
+    checkpoint = final(run.dir)
+    assert checkpoint.lineage == ((3, 0), (6, 6), (7, 9)), "learner starts 1, 2, 4 and 5 left nothing behind"
+    kept = list(read_journal(run.dir / "journal", lineage=checkpoint.lineage))
+    seqs = [entry.group.seq for entry in kept]
+    assert len(seqs) == len(set(seqs)) == STEPS * run.groups_per_step
+    assert [entry.step for entry in kept] == [step for step in range(1, STEPS + 1) for _ in range(4)]
+    assert len(list(read_journal(run.dir / "journal"))) > len(kept)
+    assert checkpoint.facts["ledger"]["counts"]["trained"] == len(seqs)
+    # The same parameters, byte for byte.
+    (ours,) = run.weights_dir.glob(f"v*.{STEPS}")
+    (oracle,) = (tmp_path / "replay" / "weights").glob(f"v*.{STEPS}")
+    assert (ours / "model.safetensors").read_bytes() == (oracle / "model.safetensors").read_bytes()
+    before, after = load_file(model / "model.safetensors"), load_file(ours / "model.safetensors")
+    assert all(not (before[name] == after[name]).all() for name in after), "and they have moved"
