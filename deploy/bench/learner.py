@@ -30,9 +30,18 @@ class LearnerBench(SkewedBatch):
     """The batch, the model, and how the step is cut."""
 
     help: ClassVar[str] = "trained tokens a second against a padded transformers loop and TRL's GRPO step"
-    quick: ClassVar[dict[str, Any]] = {"groups": 2, "rounds": 1, "shape": "tiny", "vocabulary": 512}
+    quick: ClassVar[dict[str, Any]] = {
+        "groups": 2,
+        "group_size": 4,
+        "longest": 384,
+        "row_tokens": 384,
+        "micro_batch_tokens": 768,
+        "shape": "tiny",
+        "vocabulary": 2048,
+        "rounds": 1,
+    }
 
-    groups: int = Field(default=8, ge=1)
+    groups: int = Field(default=4, ge=1)
     """Questions in the batch."""
     prompt_tokens: int = Field(default=64, ge=1)
     """Tokens of each prompt."""
@@ -51,8 +60,8 @@ class LearnerBench(SkewedBatch):
     """Tokens of a packed row of ours; 0: a row for each trajectory."""
     micro_batch_tokens: int = Field(default=4608, ge=1)
     """Most tokens of one forward pass of ours. Others get as many trajectories in one as we have on average."""
-    logit_chunk_mb: int = Field(default=32, ge=1)
-    """Most MiB of logits that ours holds at once."""
+    logit_chunk_mb: int = Field(default=64, ge=1)
+    """learner.model.logit_chunk_bytes of ours, in MiB."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, everywhere."""
     rounds: int = Field(default=3, ge=1)
@@ -62,7 +71,7 @@ class LearnerBench(SkewedBatch):
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW."""
     trl_python: str = ""
-    """Interpreter of an environment that holds TRL; empty: what FORAY_TRL_PYTHON says; without either none takes part."""
+    """Interpreter of an environment that holds TRL; empty: what FORAY_TRL_PYTHON says; with neither it is left out."""
     only: str = ""
     """Contenders beside ours, by name and with commas (unfused, padded, padded_sorted, trl); empty: all."""
 
@@ -91,8 +100,9 @@ class LearnerBench(SkewedBatch):
                 "ours": ours,
                 **figures,
                 **{f"ratio_{kind}": ours["tokens_per_s"] / f["tokens_per_s"] for kind, f in figures.items()},
-                "memory_ratio": {kind: f["peak_mib"] / ours["peak_mib"] for kind, f in figures.items()}
-                | {"padded": padded["peak_mib"] / ours["peak_mib"]},
+                "step_memory_ratio": {
+                    kind: f["step_mib"] / ours["step_mib"] for kind, f in {"padded": padded, **figures}.items()
+                },
                 "absent": absent,
                 **work.facts,
             },
@@ -112,7 +122,10 @@ class LearnerBench(SkewedBatch):
 
 
 def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of one contender's rounds; memory is the most that there was, loss and norm are of the first round."""
+    """Medians of one contender's rounds; loss and norm are of the first. Memory is the most that there was, `step_mib`
+    what of it training added to the loaded model.
+    """
     first = {name: rows[0][name] for name in ("loss", "grad_norm", "start_mib")}
     medians = {name: median(row[name] for row in rows[1:]) for name in rows[0] if name not in {*first, "peak_mib"}}
-    return medians | first | {"peak_mib": max(row["peak_mib"] for row in rows)}
+    peak = max(row["peak_mib"] for row in rows)
+    return medians | first | {"peak_mib": peak, "step_mib": peak - first["start_mib"]}

@@ -73,7 +73,7 @@ def _segments(settings: SkewedBatch, rng: np.random.Generator, seq: int) -> Iter
         return max(1, round(median * math.exp(settings.sigma * rng.standard_normal())))
 
     def ids(count: int) -> list[int]:
-        return rng.integers(FIRST_ID, settings.vocabulary, count).tolist()
+        return [int(i) for i in rng.integers(FIRST_ID, settings.vocabulary, count)]
 
     # siblings share their prompt
     prompt = np.random.default_rng([settings.seed, seq]).integers(FIRST_ID, settings.vocabulary, settings.prompt_tokens)

@@ -19,10 +19,10 @@ os.dup2(2, 1)  # what libraries print goes to stderr
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
+from datasets import Dataset  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
 
 
 def load_batch(path: str) -> dict[str, Any]:

@@ -2,16 +2,24 @@
 
 `batch.npz` says all that a GRPO step needs, one trajectory after the other, so that a contender with nothing of ours
 installed can read it: ids and lengths, which tokens are trained, their log-probs when sampled, advantages.
+
+`python -m deploy.bench.learner_work DIR` writes it, from the settings in DIR: in a process of its own, since
+libraries print where the report belongs.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from protocol.errors import ForayError
 
 if TYPE_CHECKING:
     from deploy.bench.learner import LearnerBench
@@ -26,42 +34,55 @@ SHAPES: dict[str, dict[str, int]] = {
 """Qwen2 without the embeddings; two key and value heads each, as Qwen2.5 0.5B and 1.5B have."""
 
 
+SETTINGS, SPEC = "settings.json", "spec.json"
+
+
 @dataclass(frozen=True)
 class Work:
     """What the contenders are given. `spec`: file with everything; `facts`: numbers for the report."""
 
     spec: Path
     facts: dict[str, float]
-    each: int
 
 
 def write_work(settings: LearnerBench, directory: Path) -> Work:
-    """Model, batch and specification in `directory`."""
+    """Model, batch and specification in `directory`. Raises ForayError when they cannot be made."""
+    (directory / SETTINGS).write_text(settings.model_dump_json())
+    argv = (sys.executable, "-m", "deploy.bench.learner_work", str(directory))
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise ForayError(f"model and batch could not be made: {done.stdout[-2000:].strip()}")
+    return Work(directory / SPEC, json.loads((directory / SPEC).read_text())["facts"])
+
+
+def main(argv: Sequence[str]) -> None:
+    """The child of `write_work`."""
+    from deploy.bench.learner import LearnerBench
+
+    directory = Path(argv[0])
+    settings = LearnerBench.model_validate_json((directory / SETTINGS).read_text())
     model = _write_model(settings, directory / "model")
+    tokens = _write_batch(settings, directory / "batch.npz")
     batch = our_batch(settings, settings.row_tokens, settings.micro_batch_tokens)
     count = settings.groups * settings.group_size
     # TRL's micro-batches all hold the same number
     wanted = count / len(batch.micro_batches)
     each = max(n for n in range(1, count + 1) if count % n == 0 and n <= max(wanted, 1))
-    tokens = _write_batch(settings, directory / "batch.npz")
-    room = sum(m.ids.size for m in batch.micro_batches)
     spec = {
         "model": str(model),
         "batch": str(directory / "batch.npz"),
         "each": each,
         "settings": settings.model_dump(mode="json"),
+        "facts": {
+            "trajectories": count,
+            "tokens_trained": batch.num_tokens,
+            "tokens_read": tokens,
+            "packing_efficiency": tokens / sum(m.ids.size for m in batch.micro_batches),
+            "micro_batches": len(batch.micro_batches),
+            "trajectories_each": each,
+        },
     }
-    path = directory / "spec.json"
-    path.write_text(json.dumps(spec))
-    facts = {
-        "trajectories": float(count),
-        "tokens_trained": float(batch.num_tokens),
-        "tokens_read": float(tokens),
-        "packing_efficiency": tokens / room,
-        "micro_batches": float(len(batch.micro_batches)),
-        "trajectories_each": float(each),
-    }
-    return Work(path, facts, each)
+    (directory / SPEC).write_text(json.dumps(spec))
 
 
 def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) -> Batch:
@@ -128,3 +149,7 @@ def _write_batch(settings: LearnerBench, path: Path) -> int:
     }
     np.savez(path, **arrays)
     return int(arrays["lengths"].sum()) - len(ids)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

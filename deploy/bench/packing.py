@@ -69,7 +69,8 @@ def shares(settings: PackingBench, number: int) -> dict[str, float]:
     arrived = [lengths[i] for i in sorted(lengths)]
     batch = _batch(settings, number, row_tokens=settings.row_tokens, micro_batch_tokens=settings.micro_batch_tokens)
     each = -(-len(arrived) // len(batch.micro_batches))
-    loads = [sum(m.ids.size for m in hand) for hand in cut_for_ranks(batch, settings.ranks)]
+    shares_of_ranks = cut_for_ranks(batch, settings.ranks)
+    loads = [sum(m.ids.size for part in share.parts for m in part) for share in shares_of_ranks]
     return {
         "packed": sum(arrived) / sum(m.ids.size for m in batch.micro_batches),
         "padded": padded_share(arrived, each),
