@@ -142,6 +142,12 @@ class LearnerSettings(TrainerSettings):
         """Largest journal, 0 for any."""
         return int(self.journal_max_gb * 1e9)
 
+    @property
+    def filtering(self) -> FilterSettings:
+        """`filter`, switched on by the algorithm where nothing is said: then the whole reward decides."""
+        asked = self.algorithm.filter and not self.filter.metric
+        return self.filter.model_copy(update={"metric": "reward"}) if asked else self.filter
+
     @model_validator(mode="after")
     def _mix_needs_a_journal(self) -> LearnerSettings:
         if self.replay_mix.share and not self.journal:

@@ -72,7 +72,7 @@ class ReplayLoop:
         stopping: Callable[[], bool],
     ) -> None:
         self.run_settings, self.settings, self.stopping = run, settings, stopping
-        self.filter = GroupFilter(settings.filter, run.groups_per_step)
+        self.filter = GroupFilter(settings.filtering, run.groups_per_step)
         self.batches: Batches = (
             RegroupedBatches(recording, settings.replay.passes, run.groups_per_step, self.filter)
             if settings.replay.rebatch

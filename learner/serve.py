@@ -102,7 +102,7 @@ def assemble(
     if checkpoint is not None:
         _restore(books, checkpoint, run, sampler)
     room, evidence = settings.prefetch_steps * run.groups_per_step, run.dir / "dead_letters.jsonl"
-    group_filter = GroupFilter(settings.filter, run.groups_per_step)
+    group_filter = GroupFilter(settings.filtering, run.groups_per_step)
     source = Source(
         store, books, run.id, group_filter, room=room, max_attempts=settings.max_attempts, evidence=evidence
     )

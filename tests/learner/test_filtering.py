@@ -103,3 +103,11 @@ def test_the_metric_is_a_part_of_the_reward_or_the_whole(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         assert not GroupFilter(FilterSettings(metric="emm"), 4).refuses(shaped), "a misspelt part loses nothing"
     assert "no reward 'emm', the whole is used; known: em" in caplog.text
+
+
+def test_an_algorithm_may_ask_for_it(settings: LearnerSettings) -> None:
+    assert settings.filtering.metric == ""
+    dapo = LearnerSettings.model_validate({"algorithm": {"type": "dapo"}})
+    assert dapo.filtering.metric == "reward"
+    told = LearnerSettings.model_validate({"algorithm": {"type": "dapo"}, "filter": {"metric": "em"}})
+    assert told.filtering.metric == "em"
