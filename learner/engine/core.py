@@ -158,22 +158,22 @@ class DeepSpeedEngine:
     def save_state(self, directory: Path) -> None:
         """Write master weights, moments, average, buffers, counters and random state; collective.
 
-        Each rank writes its share of files into `directory`. Raises OSError or RuntimeError when it cannot: the other
-        ranks do not learn of it here (`learner.ranks.Ranks.agree`).
+        Each rank writes its share of files into `directory`. Raises OSError on all of them when one could not.
         """
         self._files(directory).save(self.updates, self.stage, averages=self._averages)
 
     @torch.no_grad()
     def load_state(self, directory: Path) -> None:
-        """Take up what `save_state` wrote, with any number of ranks and at any stage; nothing is communicated.
+        """Take up what `save_state` wrote, with any number of ranks and at any stage; collective.
 
         With as many ranks at the same stage training goes on bit for bit. Ranks that have no saved random state draw
-        from their own seed. Raises UserError when a file is missing, damaged, or of another model.
+        from their own seed. An average that was not saved begins anew, one that was saved is kept. Raises UserError on
+        all ranks when a file is missing, damaged, or of another model for one of them.
         """
-        self.updates, self._averages = self._files(directory).load()
-        if not self._averages:
-            for flat, _ in self._partition.groups:
-                self._optimizer.state_of(flat).pop(EMA, None)
+        self.updates, saved = self._files(directory).load()
+        if self._averages and not saved:
+            self.start_ema()
+        self._averages |= saved
 
     def _files(self, directory: Path) -> StateFiles:
         buffers = dict(saved_buffers(self.module))

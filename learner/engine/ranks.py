@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, only not in __all__
+
+PATIENCE = timedelta(hours=1)
+"""How long a rank waits in a collective for the others, which may be writing files."""
 
 
 def join_ranks() -> None:
@@ -16,7 +20,7 @@ def join_ranks() -> None:
     if "WORLD_SIZE" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.distributed.init_process_group(backend)
+        torch.distributed.init_process_group(backend, timeout=PATIENCE)
         return
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asserts that it is set
     torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -26,3 +30,10 @@ def leave_ranks() -> None:
     """Leave the process group; nothing happens outside one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def fail_together(failed: bool, device: torch.device) -> bool:
+    """Whether any rank failed; collective."""
+    flag = torch.tensor([int(failed)], device=device)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+    return bool(flag.item())

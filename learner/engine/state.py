@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from learner.engine.gather import gathered
 from learner.engine.partition import EMA, MASTER, MOMENTS, Partition, set_low
+from learner.engine.ranks import fail_together
 from learner.optimizer import GuardedAdamW
 from protocol.errors import UserError
 
@@ -55,8 +56,8 @@ class StateFiles:
     def save(self, updates: int, stage: int, *, averages: bool) -> None:
         """Writes this rank's files, and rank 0 the index, which is the last; collective.
 
-        Raises OSError where a file could not be written, but only at the end: the others must not wait for this rank
-        in a collective.
+        Raises OSError on every rank when one of them could not write a file, and only at the end: no rank may be
+        waited for in a collective that it does not come to.
         """
         failures: list[OSError] = []
         try:
@@ -69,9 +70,7 @@ class StateFiles:
         self._try(f"random.{self.rank:05}.safetensors", _random_state(), failures)
         if self.rank == 0:
             self._try(BUFFERS, {n: b.detach().cpu().contiguous() for n, b in self.buffers.items()}, failures)
-        if failures:
-            raise failures[0]
-        if self.rank == 0:
+        if not failures and self.rank == 0:
             index = {
                 "format": FORMAT,
                 "updates": updates,
@@ -82,7 +81,12 @@ class StateFiles:
                 "steps": self._steps(),
                 "files": files,
             }
-            (self.directory / INDEX).write_text(json.dumps(index, indent=1))
+            try:
+                (self.directory / INDEX).write_text(json.dumps(index, indent=1))
+            except OSError as error:
+                failures.append(error)
+        if fail_together(bool(failures), self.device):
+            raise failures[0] if failures else OSError("another rank could not write its files")
 
     def _plan(self, key: str) -> dict[str, str]:
         """The file of each tensor, the same on every rank: tensor i is rank i % R's."""
@@ -122,7 +126,20 @@ class StateFiles:
         }
 
     def load(self) -> tuple[int, bool]:
-        """Reads what this rank needs, from all ranks' files; (updates, whether there is an average)."""
+        """Reads what this rank needs, from all ranks' files; (updates, whether there is an average); collective.
+
+        Raises UserError on every rank when one of them could not: they must go on together.
+        """
+        try:
+            found = self._load()
+        except UserError:
+            fail_together(True, self.device)
+            raise
+        if fail_together(False, self.device):
+            raise _unusable(self.directory, "another rank could not read its part")
+        return found
+
+    def _load(self) -> tuple[int, bool]:
         index = self._index()
         averages = bool(index["averages"])
         for key in _keys(averages):
