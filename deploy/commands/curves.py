@@ -1,4 +1,7 @@
-"""The learning curves of several runs side by side, from their `metrics.jsonl`: one column a run, at equal steps."""
+"""The learning curves of several runs side by side, from their `metrics.jsonl`: one column a run, at equal steps.
+
+With --plot also as a picture, smoothed over as many steps as one row of the table averages.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="run directories")
     parser.add_argument("--metric", default="em_mean", help="a field of metrics.jsonl (default: em_mean)")
     parser.add_argument("--every", type=int, default=10, help="steps that are averaged into one row (default: 10)")
+    parser.add_argument("--labels", default="", metavar="A,B,...", help="names of the runs, in their order")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them into an .svg or .png as well")
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a horizontal line in the plot; repeatable",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -24,12 +36,42 @@ def run(args: argparse.Namespace) -> int:
     """Prints the means of `--every` steps each; the last row is the last full window that all runs have reached."""
     if args.every < 1:
         raise UserError(f"--every {args.every} is no number of steps", todo="give 1 or more")
-    curves = {str(directory): windows(read_curve(directory, args.metric), args.every) for directory in args.runs}
+    runs = dict(zip(labels_of(args.runs, args.labels), args.runs, strict=True))
+    steps = {label: read_curve(directory, args.metric) for label, directory in runs.items()}
+    if args.plot:
+        from deploy.plot import plot_curves
+
+        smooth = {label: running_means(curve, args.every) for label, curve in steps.items()}
+        lines = baselines_of(args.baseline)
+        plot_curves(args.plot, smooth, metric=args.metric, every=args.every, baselines=lines)
+    curves = {label: windows(curve, args.every) for label, curve in steps.items()}
     if args.json:
         print(json.dumps({"metric": args.metric, "every": args.every, "curves": curves}))
     else:
         print(render(curves, args.metric, args.every))
     return 0
+
+
+def labels_of(runs: Sequence[Path], given: str) -> list[str]:
+    """A name for each run: as given, with commas, or its directory. Raises UserError when they do not fit."""
+    labels = [label.strip() for label in given.split(",")] if given else [str(directory) for directory in runs]
+    if len(labels) != len(runs):
+        raise UserError(f"{len(labels)} labels for {len(runs)} runs", todo="give --labels one name a run")
+    if len(set(labels)) < len(labels):
+        raise UserError("two runs have the same name", todo="give each a name of its own in --labels")
+    return labels
+
+
+def baselines_of(given: Sequence[str]) -> dict[str, float]:
+    """NAME=VALUE items as name -> value; UserError for one that is none."""
+    lines: dict[str, float] = {}
+    for item in given:
+        name, _, value = item.rpartition("=")
+        try:
+            lines[name] = float(value)
+        except ValueError:
+            raise UserError(f"--baseline {item!r} is not of the form NAME=VALUE") from None
+    return lines
 
 
 def read_curve(directory: Path, metric: str) -> dict[int, float]:
@@ -52,6 +94,16 @@ def windows(curve: dict[int, float], every: int) -> dict[int, float]:
     means = {}
     for before, last in pairwise(edges):
         values = [curve[step] for step in range(before + 1, last + 1) if step in curve]
+        if values:
+            means[last] = sum(values) / len(values)
+    return means
+
+
+def running_means(curve: dict[int, float], every: int) -> dict[int, float]:
+    """Step -> mean of the `every` steps up to it, from the first full window on; at its edges as in `windows`."""
+    means = {}
+    for last in range(every, max(curve, default=0) + 1):
+        values = [curve[step] for step in range(last - every + 1, last + 1) if step in curve]
         if values:
             means[last] = sum(values) / len(values)
     return means

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from deploy.cli import main
+from deploy.commands.curves import running_means, windows
 
 
 def write_run(directory: Path, values: list[float], *, epoch: int = 1, first: int = 1, mode: str = "w") -> Path:
@@ -48,3 +51,50 @@ def test_a_misspelt_metric_is_answered_with_those_there_are(tmp_path: Path, caps
     assert main(["curves", str(run), "--metric", "em"]) == 2
     assert "choose one of em_mean, epoch, step" in capsys.readouterr().err
     assert main(["curves", str(tmp_path / "gone")]) == 2
+
+
+def test_runs_are_called_by_their_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write_run(tmp_path / "a", [0.5]), write_run(tmp_path / "b", [0.25])
+    assert curves(capsys, str(a), str(b), "--every", "1", "--labels", "grpo, ppo") == {
+        "grpo": {"1": 0.5},
+        "ppo": {"1": 0.25},
+    }
+    assert main(["curves", str(a), str(b), "--labels", "grpo"]) == 2
+    assert "1 labels for 2 runs" in capsys.readouterr().err
+    assert main(["curves", str(a), str(a)]) == 2
+
+
+def test_a_plot_has_every_run_and_is_the_same_to_the_byte(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [write_run(tmp_path / f"r{i}", [(step * (i + 1)) % 97 / 97 for step in range(200)]) for i in range(8)]
+    labels = [f"algorithm {i}" for i in range(8)]
+    for name in ("one.svg", "two.svg"):
+        argv = ["curves", *map(str, runs), "--labels", ",".join(labels), "--plot", str(tmp_path / name)]
+        assert main([*argv, "--baseline", "target=0.8"]) == 0
+    picture = (tmp_path / "one.svg").read_text()
+    assert picture == (tmp_path / "two.svg").read_text()
+    assert all(f">{label}<" in picture for label in [*labels, "target", "em_mean, mean of 10 steps"])
+    assert len(picture) < 60_000, "a page of the repository has to carry it"
+    drawn = ElementTree.fromstring(picture)
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_plotted_means_are_those_of_the_table_where_both_have_one() -> None:
+    curve = {step: float(step % 7) for step in range(1, 48) if step != 13}
+    smooth = running_means(curve, 10)
+    assert min(smooth) == 10 and max(smooth) == 47
+    assert {step: smooth[step] for step in (10, 20, 30, 40)} == windows(curve, 10)
+
+
+def test_what_cannot_be_plotted_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = str(write_run(tmp_path / "a", [0.1]))
+    assert main(["curves", run, "--plot", str(tmp_path / "a.gif")]) == 2
+    assert "end it in .svg or .png" in capsys.readouterr().err
+    assert main(["curves", run, "--plot", str(tmp_path / "a.svg"), "--baseline", "0.8"]) == 0
+    assert main(["curves", run, "--plot", str(tmp_path / "a.svg"), "--baseline", "high"]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    capsys.readouterr()
+    assert main(["curves", run, "--plot", str(tmp_path / "a.svg")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err

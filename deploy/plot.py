@@ -1,0 +1,71 @@
+"""Curves as a picture: the same bytes for the same numbers, so that a page in the repository can carry it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = (".svg", ".png")
+RC: Any = {
+    # names of clip paths and markers come from this instead of a random number
+    "svg.hashsalt": "foray",
+    # text stays text: smaller, readable by a search, and free of this machine's fonts
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+}
+STYLES = ("-", "--", ":", "-.")
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f")
+
+
+def plot_curves(
+    path: Path,
+    curves: Mapping[str, Mapping[int, float]],
+    *,
+    metric: str,
+    every: int,
+    baselines: Mapping[str, float],
+) -> None:
+    """Writes an SVG or PNG of {label: {step: value}}, with a horizontal line for each of `baselines`.
+
+    Raises UserError when matplotlib is not installed, or for another kind of file.
+    """
+    if path.suffix not in FORMATS:
+        raise UserError(f"cannot plot to {path}", why="the file's name says its format", todo="end it in .svg or .png")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        todo = "pip install matplotlib, or pip install 'foray[plots]'"
+        raise UserError("plots need matplotlib", why=str(error), todo=todo) from error
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        _draw(axes, curves, baselines)
+        axes.set_xlabel("step")
+        axes.set_ylabel(metric if every == 1 else f"{metric}, mean of {every} steps")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # no date and no version, which would differ from one day to the next
+        figure.savefig(path, dpi=120, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else {})
+
+
+def _draw(axes: Axes, curves: Mapping[str, Mapping[int, float]], baselines: Mapping[str, float]) -> None:
+    styles = ((colour, style) for style in STYLES for colour in COLOURS)
+    for (label, curve), (colour, style) in zip(curves.items(), cycle(styles), strict=False):
+        steps = sorted(curve)
+        axes.plot(steps, [curve[s] for s in steps], label=label, color=colour, linestyle=style, linewidth=1.5)
+    for label, value in baselines.items():
+        axes.axhline(value, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.annotate(
+            label, (0.0, value), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points"
+        )
+    axes.grid(visible=True, linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
