@@ -20,10 +20,18 @@ _BASE, _A, _B = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}
 def add_adapters(causal: Any, settings: LoraSettings) -> None:
     """Gives linear layers of a transformers model adapters whose product is 0 at first, and freezes all else.
 
-    Raises UserError when no layer has one of the names.
+    Raises UserError when no layer has one of the names, or the output layer has, or the embedding (they may be tied).
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
+    outer = {name.rpartition(".")[2] for name, module in causal.named_modules() if module in ends}
+    if refused := outer & set(settings.target_modules):
+        raise UserError(
+            f"learner.model.lora.target_modules names {', '.join(sorted(refused))}",
+            why="embedding and output layer may be one matrix, to which an adapter cannot be added on one side",
+            todo="leave it out: adapters are for the linear layers between the two",
+        )
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number does

@@ -59,9 +59,12 @@ class Reference:
         self._settings, self._module, self._engine = settings, module, engine
         self._tau = settings.tau if settings.kind == "ema" else 0.0
         self._seen = engine.updates
+        self._rests = settings.offload
         if settings.kind != "frozen":
             engine.start_ema()
-        if module is not None and not settings.offload:
+        if module is not None and share_frozen(module, engine.module):
+            self._rests = False  # little is its own
+        if module is not None and not self._rests:
             module.to(engine.device)
 
     @torch.no_grad()
@@ -79,7 +82,7 @@ class Reference:
 
     def sleep(self) -> None:
         """Off the device where `offload` says so, until the next `wake`."""
-        if self._module is not None and self._settings.offload:
+        if self._module is not None and self._rests:
             self._module.to("cpu")
 
     def after_update(self, updates: int) -> None:
@@ -113,6 +116,21 @@ def fill(module: torch.nn.Module, state: Iterable[tuple[str, torch.Tensor]]) -> 
     for name, tensor in state:
         if name in parameters:
             parameters[name].copy_(tensor)
+
+
+def share_frozen(module: torch.nn.Module, policy: torch.nn.Module) -> bool:
+    """Lets the frozen parameters of an adapted `policy` be those of `module` too; False where there are none to share:
+    all are trained, or partitioned (ZeRO stage 3), or of another dtype.
+    """
+    frozen = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
+    own = dict(module.named_parameters())
+    if not frozen or any(
+        name not in own or own[name].shape != p.shape or own[name].dtype != p.dtype for name, p in frozen.items()
+    ):
+        return False
+    for name, parameter in frozen.items():
+        own[name].data = parameter.data
+    return True
 
 
 def build_reference(

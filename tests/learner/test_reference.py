@@ -1,0 +1,226 @@
+"""References: frozen, averaged in float32, or copied now and then, at every ZeRO stage and after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from learner.config_engine import EngineSettings, OptimSettings
+from learner.config_model import LoraSettings, ModelSettings, ReferenceSettings
+from learner.engine import DeepSpeedEngine
+from learner.model import load_policy
+from learner.reference import Reference, build_reference
+
+
+def save(directory: Path, seed: int) -> Path:
+    config = transformers.Qwen2Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), 0)
+
+
+class Run:
+    """A policy under training with a reference, as the trainer has them."""
+
+    def __init__(self, directory: Path, stage: int = 0, lr: float = 0.02, rank: int = 0, dtype="float32", **reference):
+        self.model = ModelSettings(dtype=dtype, lora=LoraSettings(rank=rank))
+        self.directory = directory
+        self.engine = DeepSpeedEngine(
+            load_policy(directory, self.model), optim=OptimSettings(lr=lr), engine=EngineSettings(zero_stage=stage),
+            dtype=dtype, total_updates=99, seed=0,
+        )  # fmt: skip
+        self.reference: Reference = build_reference(
+            ReferenceSettings(**reference), directory, self.model, self.engine, packed=False
+        )
+
+    def train(self, updates: int) -> None:
+        for _ in range(updates):
+            self.engine.backward(-self.engine.forward(*inputs()).logprobs.mean())
+            assert self.engine.step().applied
+            self.reference.after_update(self.engine.updates)
+
+    def policy(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.engine.forward(*inputs()).logprobs
+
+    def master(self) -> dict[str, torch.Tensor]:
+        return dict(self.engine.iter_state("master"))
+
+    def with_weights(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Scores of a fresh model with these weights, cast to the dtype of the forward pass."""
+        model = load_policy(self.directory, self.model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in weights:
+                    parameter.copy_(weights[name])
+            return model(*inputs()).logprobs
+
+
+def inputs() -> tuple:
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(5))
+    positions = torch.arange(9).repeat(2, 1)
+    return ids, positions, None, torch.arange(17), ids.flatten()[1:], 1.0, False
+
+
+def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def seen(run: Run) -> torch.Tensor:
+    return run.reference.scores(*inputs()).logprobs
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_frozen_reference_stays_the_initial_model(directory, stage, rank):
+    run = Run(directory, stage, rank=rank)
+    before = run.policy()
+    run.train(3)
+    assert_close(seen(run), before)
+    assert (run.policy() - before).abs().max() > 0.1
+    assert not seen(run).requires_grad
+
+
+def test_adapters_need_no_second_copy(directory):
+    assert Run(directory, rank=4).reference._module is None
+    assert Run(directory).reference._module is not None
+
+
+def test_a_frozen_reference_may_be_another_model(directory, tmp_path):
+    other = save(tmp_path, seed=1)
+    for rank in (0, 4):
+        run = Run(directory, rank=rank, model=other)
+        run.train(1)
+        assert_close(seen(run), load_policy(other, ModelSettings())(*inputs()).logprobs.detach())
+
+
+def test_scores_at_given_tokens_and_the_likeliest(directory):
+    run = Run(directory)
+    at = torch.randint(0, 61, (17, 4), generator=torch.Generator().manual_seed(1))
+    found = run.reference.scores(*inputs(), top=3, at_ids=at)
+    with torch.no_grad():
+        logits = load_policy(directory, ModelSettings()).causal(inputs()[0]).logits.flatten(0, 1)[:17]
+    assert_close(found.at, torch.log_softmax(logits, -1).gather(-1, at))
+    assert found.top.equal(logits.topk(3).indices)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_average_is_that_of_plain_arithmetic(directory, stage, rank):
+    run = Run(directory, stage, rank=rank, kind="ema", tau=0.7, every=2)
+    average = {name: tensor.double() for name, tensor in run.master().items()}
+    start = seen(run)
+    for number in range(1, 7):
+        run.train(1)
+        if number == 1:
+            assert seen(run).equal(start), "not at the first update"
+        if number % 2 == 0:
+            average = {name: 0.7 * average[name] + 0.3 * tensor.double() for name, tensor in run.master().items()}
+            assert_close(seen(run), run.with_weights(average))
+    assert (seen(run) - run.policy()).abs().max() > 0.05, "it lags behind the policy"
+    assert (seen(run) - start).abs().max() > 0.05, "and it moved"
+
+
+def test_the_average_keeps_what_bfloat16_would_lose(directory):
+    run = Run(directory, 1, lr=1e-5, dtype="bfloat16", kind="ema", tau=0.99, every=1)
+    exact = {name: tensor.double() for name, tensor in run.master().items()}
+    rounded = {name: tensor.bfloat16() for name, tensor in run.master().items()}
+    for _ in range(20):
+        run.train(1)
+        for name, tensor in run.master().items():
+            exact[name] = 0.99 * exact[name] + 0.01 * tensor.double()
+            rounded[name] = (0.99 * rounded[name].float() + 0.01 * tensor.bfloat16().float()).bfloat16()
+    name = "causal.model.layers.0.mlp.up_proj.weight"
+    found = dict(run.engine.iter_state("ema"))[name].double()
+    moved = (exact[name] - dict(Run(directory, 1, dtype="bfloat16").engine.iter_state("master"))[name]).norm()
+    assert (found - exact[name]).norm() < 0.02 * moved
+    assert (rounded[name].double() - exact[name]).norm() > 0.9 * moved, "in bfloat16 there would be nothing left of it"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_refreshed_reference_is_the_policy_of_its_last_refresh(directory, stage):
+    run = Run(directory, stage, kind="refresh", every=3)
+    run.train(3)
+    refreshed = run.policy()
+    assert_close(seen(run), refreshed)
+    run.train(2)
+    assert_close(seen(run), refreshed)
+    assert (run.policy() - refreshed).abs().max() > 0.05
+    run.train(1)
+    assert_close(seen(run), run.policy())
+
+
+@pytest.mark.parametrize("kind", ["ema", "refresh"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_resumed_run_has_the_same_reference_and_goes_on_with_it(directory, kind, rank, tmp_path):
+    settings = {"kind": kind, "every": 3, "rank": rank}
+    run = Run(directory, **settings)
+    run.train(4)
+    run.engine.save_state(tmp_path)
+    resumed = Run(directory, **settings)
+    resumed.engine.load_state(tmp_path)
+    resumed.reference.reload()
+    assert seen(resumed).equal(seen(run))
+    for _ in range(3):  # a change is due at the second of these
+        before = seen(run)
+        run.train(1)
+        resumed.train(1)
+        assert seen(resumed).equal(seen(run))
+        assert seen(run).equal(before) == (run.engine.updates != 6)
+
+
+def test_several_updates_at_once_do_not_jump_over_a_change(directory):
+    run = Run(directory, kind="refresh", every=4)
+    for number in range(6):
+        run.engine.backward(-run.engine.forward(*inputs()).logprobs.mean())
+        run.engine.step()
+        if number % 3 == 2:
+            run.reference.after_update(run.engine.updates)
+    assert_close(seen(run), run.policy())
+
+
+def test_a_change_is_made_once_however_often_it_is_asked_for(directory):
+    run = Run(directory, kind="ema", tau=0.5, every=2)
+    run.train(2)
+    before = seen(run)
+    run.reference.after_update(2)
+    assert seen(run).equal(before)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "ema"])
+def test_a_reference_that_rests_in_main_memory_scores_the_same(directory, kind):
+    run, resting = (Run(directory, kind=kind, every=1, offload=offload) for offload in (False, True))
+    for each in (run, resting):
+        each.train(2)
+        each.reference.wake()
+    assert seen(run).equal(seen(resting))
+    resting.reference.sleep()
+    assert {p.device.type for p in resting.reference._module.parameters()} == {"cpu"}
+
+
+def test_an_average_of_adapters_shares_the_frozen_weights(directory):
+    run = Run(directory, rank=4, kind="ema")
+    own = dict(run.reference._module.named_parameters())
+    policy = dict(run.engine.module.named_parameters())
+    shared = {name for name in own if own[name].data_ptr() == policy[name].data_ptr()}
+    assert shared == {name for name in own if ".lora_" not in name}
+
+
+def test_a_reference_in_another_dtype(directory):
+    run = Run(directory, rank=4)
+    narrow = build_reference(
+        ReferenceSettings(kind="frozen", dtype="bfloat16"), directory, run.model, run.engine, packed=False
+    )
+    assert {p.dtype for p in narrow._module.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(narrow.scores(*inputs()).logprobs, run.policy(), rtol=0.1, atol=0.1)
