@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from learner.config import LearnerSettings
+from learner.follower import ranks, serve_rank
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.settings import RunSettings, read_tree, section
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)s {rank}%(name)s: %(message)s"
 EXIT_BROKEN, EXIT_USER, EXIT_FENCED = 1, 2, 75
 
 
@@ -27,20 +28,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m learner",
         description="Train the policy on the trajectory groups that arrive in Redis, and publish its weights.",
-        epilog="Started again with the same command, it goes on from its last checkpoint.",
+        epilog="Started again with the same command, it goes on from its last checkpoint. On several GPUs: "
+        "torchrun --nproc-per-node N -m learner ..., or deepspeed --module learner ...",
     )
     parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `learner` are read")
     parser.add_argument("--takeover", action="store_true", help="take the run from a learner that still holds it")
     parser.add_argument("--replay", type=Path, metavar="DIR", help="train from the journal of this run, without Redis")
     parser.add_argument("--rebatch", action="store_true", help="with --replay: form batches of its groups anew")
+    # what the deepspeed launcher adds; the environment says it too
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. learner.checkpoint_every=5")
     args = parser.parse_intermixed_args(argv)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    rank, size = ranks()
+    prefix = f"[rank {rank}] " if size > 1 else ""
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(rank=prefix), stream=sys.stderr)
     try:
         tree = read_tree(args.config, args.overrides)
         run = section(tree, "run", RunSettings)
         settings = section(tree, "learner", LearnerSettings)
-        refuse_ranks()
+        if rank:
+            return serve_rank(run, settings)
         if args.replay is not None:
             from learner.replay import replay
 
@@ -51,22 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return serve(run, settings, takeover=args.takeover)
     except UserError as error:
-        print(error.render(), file=sys.stderr)
+        print(prefix + error.render(), file=sys.stderr)
         return EXIT_USER
     except Fenced as error:
-        print(f"fenced: {error}", file=sys.stderr)
+        print(f"{prefix}fenced: {error}", file=sys.stderr)
         return EXIT_FENCED
     except ForayError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{prefix}error: {error}", file=sys.stderr)
         return EXIT_BROKEN
-
-
-def refuse_ranks() -> None:
-    """Raises UserError when a launcher started more than one rank: rank 0 would read, and the rest do nothing."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise UserError(
-            f"the learner was started with {ranks} ranks and can only use one",
-            why="groups are read and packed by rank 0; sharing them among ranks is not built yet",
-            todo="start it with one process: `python -m learner --config FILE`",
-        )

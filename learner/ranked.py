@@ -30,7 +30,7 @@ NOWHERE = "meta"
 
 
 class SharedTrainer(TrainEngine, Protocol):
-    """What `learner.trainer.Trainer` offers to be run on several ranks; what computes or moves weights is collective."""
+    """What `learner.trainer.Trainer` offers to be run on several ranks; what computes is collective."""
 
     @property
     def world_size(self) -> int: ...

@@ -30,8 +30,6 @@ def test_mistakes_of_a_person_are_named(
     secret = "run.redis_url=redis://u:geheim@127.0.0.1:1/0"
     told = refusal(capsys, secret, *rest)
     assert "cannot reach Redis at redis://u:***@127.0.0.1:1/0" in told and "geheim" not in told
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 ranks" in refusal(capsys, url, *rest)
 
 
 @pytest.mark.parametrize(("error", "status"), [(Fenced("by x"), 75), (ForayError("the books do not close"), 1)])
