@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from learner.config_data import FilterSettings, MixSettings, ReplaySettings
+from learner.config_trackers import TrackerSettings
 from learner.config_trainer import TrainerSettings
 from protocol.settings import RunSettings, Settings
 
@@ -134,6 +135,8 @@ class LearnerSettings(TrainerSettings):
     """How `--replay DIR` goes through a journal."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint `/metrics`; 0: none."""
+    trackers: tuple[TrackerSettings, ...] = ()
+    """Where the numbers of each step go besides `run.dir/metrics.jsonl`."""
     publish: PublishSettings = DiskPublishSettings()
     """How new weights reach the engines: `publish.type` is disk (where nothing is said), distributed or adapter."""
 

@@ -28,7 +28,7 @@ from learner.seams import TrainEngine
 from learner.serve import MakeEngine, build_trainer
 from learner.signals import stop_signals
 from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
-from learner.telling import Teller
+from learner.telling import Teller, open_trackers
 from protocol.errors import UserError
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -88,11 +88,12 @@ class ReplayLoop:
         self.epoch = self.checkpoints.current_epoch() + 1
         start = PolicyVersion(self.epoch, self.books.step)
         self.lineage = [*(checkpoint.lineage if checkpoint else ()), start]
+        trackers = open_trackers(run, settings, self.books.step, self.epoch)
         self.engine: TrainEngine = make_engine(run, settings)
         if checkpoint is not None:
             self.engine.load_state(checkpoint.path / STATE)
         self.meter = Meter()
-        self.teller = Teller(self.meter, StepLog(run.dir / "metrics.jsonl"))
+        self.teller = Teller(self.meter, StepLog(run.dir / "metrics.jsonl"), trackers)
         self._patience = Patience(settings.max_skipped, Path("the journal"))
         self._watch = Stopwatch(self.meter)
         self._checkpoint_step, self._checkpoint_time = self.books.step, time.monotonic()

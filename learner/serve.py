@@ -31,7 +31,7 @@ from learner.sampler import Sampler
 from learner.seams import TrainEngine
 from learner.signals import Stop, stop_signals
 from learner.source import Source
-from learner.telling import Teller
+from learner.telling import Teller, open_trackers
 from protocol.codec import decode_as
 from protocol.errors import Fenced, UserError
 from protocol.ledger import Outcome
@@ -101,6 +101,7 @@ def assemble(
     books, meter, alarm = Books(), Meter(), Alarm()
     if checkpoint is not None:
         _restore(books, checkpoint, run, sampler)
+    trackers = open_trackers(run, settings, books.step, lease.epoch)
     room, evidence = settings.prefetch_steps * run.groups_per_step, run.dir / "dead_letters.jsonl"
     group_filter = GroupFilter(settings.filtering, run.groups_per_step)
     source = Source(
@@ -142,7 +143,7 @@ def assemble(
         publisher=settings.publish.build(run, engine.model_files, store),
         journal=Journal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
         skipped_journal=Journal(run.dir / "skipped"),
-        teller=Teller(meter, StepLog(run.dir / "metrics.jsonl")),
+        teller=Teller(meter, StepLog(run.dir / "metrics.jsonl"), trackers),
         mix=_mix(run, settings, books.step, lineage),
         reader=IoLoop("reader", source.turn, alarm),
         keeping=keeping,

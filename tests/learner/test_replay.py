@@ -16,6 +16,7 @@ from learner import cli
 from learner.checkpoint import Checkpoints
 from learner.config import LearnerSettings
 from learner.config_data import FilterSettings, ReplaySettings
+from learner.config_trackers import TensorBoardSettings
 from learner.journal import Conditions, Journal, read_journal
 from learner.replay import replay
 from protocol.errors import UserError
@@ -176,3 +177,16 @@ def test_a_run_does_not_go_on_from_a_replay_nor_a_replay_from_a_run(
     mine = again(run, settings, tmp_path / "old")
     with pytest.raises(UserError, match="is of a replay"):
         serve(run.model_copy(update={"dir": mine.dir}), settings)
+
+
+def test_trackers_are_told_of_every_step(
+    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_journal(tmp_path / "old", 3)
+    mine = again(run, settings.model_copy(update={"trackers": (TensorBoardSettings(),)}), tmp_path / "old")
+    told = EventAccumulator(str(mine.dir / "tensorboard"))
+    told.Reload()
+    assert [(e.step, e.value) for e in told.Scalars("loss")] == [(1, 0.5), (2, 0.5), (3, 0.5)]
