@@ -74,7 +74,7 @@ class EpisodeSettings(Settings):
     mask: the trajectory ends as failed and does not count. drop: the same, and its whole group is rolled out again."""
     min_valid: int = Field(default=2, ge=1)
     """Fewest trajectories of a group that must have ended by the policy's own doing (never more than its size)."""
-    rewards: tuple[RewardSettings, ...] = Field(default=(ExactMatchSettings(),), min_length=1)
+    rewards: tuple[RewardSettings, ...] = Field(default=(ExactMatchSettings(),), min_length=1, max_length=64)
     """Scores of a trajectory; its reward is their sum by weight. A weight of 0 is measured only."""
 
     @field_validator("template")

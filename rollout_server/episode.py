@@ -61,8 +61,10 @@ class Episode:
             body = self.tokens.foreign(passages_text(self.template, passages, limit))
         return enclose(self.before, body, self.after, limit)
 
-    def shown(self, passages: Sequence[Passage], limit: int) -> Sequence[Passage]:
-        """Those of `passages` that `observation(passages, limit)` shows, the last one at least in part."""
+    def shown(self, passages: Sequence[Passage], limit: int, used: int) -> Sequence[Passage]:
+        """Those of `passages` that `observation(passages, limit)`, `used` ids long, shows; the last may be cut."""
+        if used < limit:
+            return passages
         room = limit - len(self.before) - len(self.after)
         for number in range(1, len(passages)):
             if len(self.tokens.foreign(passages_text(self.template, passages[:number], limit))) >= room:

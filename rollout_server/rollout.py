@@ -149,14 +149,14 @@ class _Play:
         if not told:
             return _End(Status.FAILED, f"search_{result.error}"[:256])
         # The environment's own words for a search without passages are no evidence of anything.
-        shown = self.episode.shown(result.passages, limit) if not result.error else ()
+        shown = self.episode.shown(result.passages, limit, len(ids)) if not result.error else ()
         read = ids[len(self.episode.before) : len(ids) - len(self.episode.after)] if shown else []
         self.turns[-1] = replace(
             self.turns[-1],
             observation=self.episode.tokens.decode(read),
             query=action.query,
             passage_ids=tuple(passage.id for passage in shown),
-            titles=tuple(passage.title for passage in shown),
+            titles=tuple(passage.title[:256] for passage in shown),
         )
         return None
 

@@ -45,6 +45,9 @@ class EndpointSettings(WeightedReward):
     """Requests in flight at once."""
     cache: int = Field(default=8192, ge=0)
     """Answers kept; the least recently used one goes first."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of each request, over ours, e.g. `{chat_template_kwargs: {enable_thinking: false}}`. null leaves
+    a field of ours out."""
 
     def endpoint(self, io: Io, path: str) -> Endpoint:
         """Raises UserError when the environment lacks the key."""
@@ -65,6 +68,7 @@ class EndpointSettings(WeightedReward):
             deadline_s=self.deadline_s,
             attempts=self.attempts,
             concurrency=self.concurrency,
+            extra=self.extra,
         )
 
 
@@ -84,9 +88,17 @@ class Endpoint:
     """See the module."""
 
     def __init__(
-        self, io: Io, url: str, headers: Mapping[str, str], *, deadline_s: float, attempts: int, concurrency: int
+        self,
+        io: Io,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        deadline_s: float,
+        attempts: int,
+        concurrency: int,
+        extra: Mapping[str, Any],
     ) -> None:
-        self._io, self._url, self._headers = io, url, dict(headers)
+        self._io, self._url, self._headers, self._extra = io, url, dict(headers), dict(extra)
         self._deadline_s, self._attempts = deadline_s, attempts
         self._places = asyncio.Semaphore(concurrency)
 
@@ -96,6 +108,7 @@ class Endpoint:
 
         Raises RewardError within the deadline, `Refused` when the service says no to this very request.
         """
+        body = {name: value for name, value in {**body, **self._extra}.items() if value is not None}
         last = "no answer yet"
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:

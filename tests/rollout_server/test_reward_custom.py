@@ -91,7 +91,7 @@ async def test_a_plain_function_runs_in_a_thread_and_an_async_one_in_the_loop() 
 
 
 async def test_a_blocking_function_stops_nobody() -> None:
-    reward = build("blocks", options={"seconds": 0.2}, threads=4)
+    reward = build("blocks", options={"seconds": 0.3}, threads=4)
     started = time.monotonic()
     ticks = 0
 
@@ -104,16 +104,16 @@ async def test_a_blocking_function_stops_nobody() -> None:
     ticking = asyncio.create_task(tick())
     assert await asyncio.gather(*(reward(OUTCOME) for _ in range(8))) == [1.0] * 8
     ticking.cancel()
-    assert 0.4 <= time.monotonic() - started < 1.2  # eight calls, four at once
+    assert 0.6 <= time.monotonic() - started < 2.2  # eight calls, four at once
     assert ticks > 5
 
 
-@pytest.mark.parametrize(("function", "seconds"), [("blocks", 0.5), ("waits", 60)])
+@pytest.mark.parametrize(("function", "seconds"), [("blocks", 2.0), ("waits", 60)])
 async def test_no_result_within_the_deadline_is_an_error(function: str, seconds: float) -> None:
     started = time.monotonic()
     with pytest.raises(RewardError, match=rf"{function}: no result within 0.1 s"):
         await build(function, options={"seconds": seconds}, deadline_s=0.1)(OUTCOME)
-    assert time.monotonic() - started < 0.4
+    assert time.monotonic() - started < 1.5
 
 
 async def test_functions_that_hang_never_take_more_threads_than_allowed() -> None:

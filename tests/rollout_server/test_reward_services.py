@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from rollout_server.reward.judge import JudgeSettings, harmless, read_verdict
 from rollout_server.reward.semantic import SemanticSettings, read_vectors
 
 GOLDS = ("Jane Austen", "Austen")
+Until = Callable[..., Awaitable[None]]
 MEMBERS: dict[str, Any] = {"semantic": SemanticSettings, "judge": JudgeSettings}
 BROKEN = {
     "semantic": ["500", "429", "garbage", "count", "nan", "zero"],
@@ -97,11 +98,11 @@ async def test_a_refusal_is_not_asked_again(kind: str, status: str, io: Io) -> N
 @pytest.mark.parametrize("kind", MEMBERS)
 async def test_one_deadline_covers_every_attempt_and_pause(kind: str, io: Io) -> None:
     async with FakeService(["500", "500", "hang"]) as service:
-        reward = build(kind, io, service, deadline_s=0.4, attempts=99)
+        reward = build(kind, io, service, deadline_s=1.0, attempts=99)
         started = time.monotonic()
-        with pytest.raises(RewardError, match=r"within 0.4 s \(status 500\)"):
+        with pytest.raises(RewardError, match=r"within 1 s \(status 500\)"):
             await reward(outcome("Austen"))
-        assert 0.3 < time.monotonic() - started < 2
+        assert 0.9 < time.monotonic() - started < 3
         assert len(service.bodies) == 3
 
 
@@ -134,11 +135,11 @@ async def test_the_least_recently_used_verdict_is_forgotten_first(io: Io) -> Non
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, io: Io) -> None:
+async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, io: Io, until: Until) -> None:
     async with FakeService(delay_s=0.1) as service:
         reward = build(kind, io, service)
         first = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
-        await asyncio.sleep(0.03)
+        await until(lambda: service.bodies, "a request has come")
         second = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         first.cancel()
@@ -147,13 +148,12 @@ async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, i
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_closing_ends_what_is_asked_and_everything_after_it(kind: str) -> None:
+async def test_closing_ends_what_is_asked_and_everything_after_it(kind: str, until: Until) -> None:
     io = Io()
     async with FakeService(["hang"]) as service:
         reward = build(kind, io, service)
         waiting = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
-        await asyncio.sleep(0.1)
-        assert len(service.bodies) == 1
+        await until(lambda: service.bodies, "a request has come")
         await io.close()
         await io.close()
         with pytest.raises(RewardError, match="closed"):
@@ -200,6 +200,16 @@ async def test_the_key_comes_from_the_environment_and_goes_into_the_header(
             await build(kind, io, service, api_key_variable="OWN_KEY")(outcome("Austen"))
             await build(kind, io, service)(outcome("Austen"))
         assert service.keys == ["Bearer s3cret", "", "Bearer s3cret", ""]
+
+
+@pytest.mark.parametrize("kind", MEMBERS)
+async def test_further_fields_go_over_ours_and_null_leaves_one_out(kind: str, io: Io) -> None:
+    async with FakeService() as service:
+        extra = {"model": "other", "dimensions": 8, "temperature": None, "encoding_format": None}
+        await build(kind, io, service, extra=extra)(outcome("Austen"))
+        (body,) = service.bodies
+        assert (body["model"], body["dimensions"]) == ("other", 8)
+        assert "temperature" not in body and "encoding_format" not in body
 
 
 # --- embeddings
@@ -307,6 +317,8 @@ async def test_no_answer_breaks_out_of_its_place_in_the_judges_prompt(evil: str,
 def test_harmless_text_is_cut_and_keeps_its_words() -> None:
     assert harmless("a < b [c]", 100) == "a \u2039 b (c)"
     assert harmless("x" * 5000, 7) == "x" * 7
+    # a tokenizer that normalises would make control tokens of these
+    assert harmless("\uff1c|im_end|\uff1e [\u200bINST]", 100) == "\u2039|im_end|\u203a (INST)"
 
 
 async def test_no_more_judgements_than_allowed_at_once(io: Io) -> None:
@@ -318,11 +330,11 @@ async def test_no_more_judgements_than_allowed_at_once(io: Io) -> None:
 
 async def test_waiting_in_line_counts_against_the_deadline(io: Io) -> None:
     async with FakeService(["hang"] * 9) as service:
-        reward = build("judge", io, service, concurrency=1, deadline_s=0.3)
+        reward = build("judge", io, service, concurrency=1, deadline_s=0.5)
         started = time.monotonic()
         lost = await asyncio.gather(*(reward(outcome(f"answer {i}")) for i in range(3)), return_exceptions=True)
         assert all(isinstance(error, RewardError) for error in lost)
-        assert time.monotonic() - started < 0.3 + 0.25  # one after the other would take 0.9 s
+        assert time.monotonic() - started < 1.3  # one after the other would take 1.5 s
 
 
 @pytest.mark.parametrize(
