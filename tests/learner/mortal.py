@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def live(argv: list[str], fault: str) -> int:
             if fault:
                 install(fault)
             status = cli.main(argv)
+        except BaseException:
+            traceback.print_exc()  # os._exit prints nothing
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -101,6 +101,21 @@ def chain(run: RunSettings, questions: Path, model: Path, tmp_path: Path) -> Cal
     return call
 
 
+def replayed(run: RunSettings, tmp_path: Path) -> tuple[str, list[str]]:
+    """The life of a process that trains from the run's journal, with no Redis to go to."""
+    nowhere = [f"run.dir={tmp_path / 'replay'}", "run.redis_url=redis://127.0.0.1:1/0", "learner.replay.export=true"]
+    return "", ["--replay", str(run.dir), *nowhere]
+
+
+def assert_same_parameters(run: RunSettings, tmp_path: Path, model: Path) -> None:
+    """The run and its replay ended with the same bytes, and not with those they began with."""
+    (ours,) = run.weights_dir.glob(f"v*.{STEPS}")
+    (oracle,) = (tmp_path / "replay" / "weights").glob(f"v*.{STEPS}")
+    assert (ours / "model.safetensors").read_bytes() == (oracle / "model.safetensors").read_bytes()
+    before, after = load_file(model / "model.safetensors"), load_file(ours / "model.safetensors")
+    assert all(not (before[name] == after[name]).all() for name in after)
+
+
 def final(directory: Path) -> Checkpoint:
     found = Checkpoints(directory / "checkpoints", 2).load()
     assert found
@@ -112,10 +127,8 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     settings = {"optim": {"lr": 3e-3, "schedule": "linear"}}
-    nowhere = [f"run.dir={tmp_path / 'replay'}", "run.redis_url=redis://127.0.0.1:1/0", "learner.replay.export=true"]
-    replayed = ("", ["--replay", str(run.dir), *nowhere])
     with tiny.Player(address, run.id, spoil=differs):
-        chain(settings, *[(fault, []) for fault in CHAIN], replayed)
+        chain(settings, *[(fault, []) for fault in CHAIN], replayed(run, tmp_path))
     # Every seq at most once in the lineage that survived, and the lost branches were real.
     checkpoint = final(run.dir)
     assert checkpoint.lineage == ((3, 0), (6, 6), (7, 9)), "learner starts 1, 2, 4 and 5 left nothing behind"
@@ -125,9 +138,25 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     assert [entry.step for entry in kept] == [step for step in range(1, STEPS + 1) for _ in range(4)]
     assert len(list(read_journal(run.dir / "journal"))) > len(kept)
     assert checkpoint.facts["ledger"]["counts"]["trained"] == len(seqs)
-    # The same parameters, byte for byte.
-    (ours,) = run.weights_dir.glob(f"v*.{STEPS}")
-    (oracle,) = (tmp_path / "replay" / "weights").glob(f"v*.{STEPS}")
-    assert (ours / "model.safetensors").read_bytes() == (oracle / "model.safetensors").read_bytes()
-    before, after = load_file(model / "model.safetensors"), load_file(ours / "model.safetensors")
-    assert all(not (before[name] == after[name]).all() for name in after), "and they have moved"
+    assert_same_parameters(run, tmp_path, model)
+
+
+def test_all_that_has_a_state_of_its_own_is_resumed_too(
+    run: RunSettings, tiny: ModuleType, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    # A critic with its optimiser, an adaptive divergence from a moving average, several updates a batch, old groups.
+    settings = {
+        "algorithm": {"type": "ppo", "gamma": 0.99, "lam": 0.95, "epochs": 2, "minibatches": 2}
+        | {"kl": {"coefficient": 0.05, "target": 0.01, "horizon": 50}, "old_logprobs": "recompute"},
+        "critic": {"optim": {"lr": 1e-3}},
+        "optim": {"lr": 3e-3, "schedule": "cosine"},
+        "reference": {"kind": "ema", "every": 3},
+        "replay_mix": {"share": 0.5},
+    }
+    with tiny.Player(address, run.id, spoil=differs):
+        chain(settings, ("update:18", []), ("commit:9", []), ("", []), replayed(run, tmp_path))
+    assert final(run.dir).lineage == ((1, 0), (2, 3), (3, 9))
+    assert_same_parameters(run, tmp_path, model)
+    lines = tiny.step_lines(tmp_path / "replay")
+    assert lines[-1]["value_loss"] and lines[-1]["kl_coefficient"] != 0.05
