@@ -89,7 +89,7 @@ def build_models(run: RunSettings, settings: TrainerSettings, needs: Needs, upda
     if needs.values and head is None:
         value_model = load_critic(run.model, settings.critic, settings.model, packed=packed)
         engine = _engine(value_model, settings.critic.optim, run, settings, updates)
-        critic = Critic(engine, settings.critic)
+        critic = Critic(engine, settings.critic, updates_per_step=updates // run.steps)
     reference = None
     if needs.reference:
         reference = build_reference(settings.reference, run.model, settings.model, policy, packed=packed)

@@ -14,15 +14,19 @@ from learner.scores import Prepared
 
 
 class Critic:
-    """A value model with an optimiser of its own, over the same packed rows as the policy."""
+    """A value model with an optimiser of its own, over the same packed rows as the policy.
 
-    def __init__(self, engine: DeepSpeedEngine, settings: CriticSettings) -> None:
+    updates_per_step  of the optimiser, for a warm-up that is counted in steps
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, settings: CriticSettings, *, updates_per_step: int) -> None:
         self.engine, self.settings = engine, settings
+        self._warmup = settings.warmup_steps * updates_per_step
 
     @property
     def warms_up(self) -> bool:
         """Whether it is still to learn alone."""
-        return self.engine.updates < self.settings.warmup_updates
+        return self.engine.updates < self._warmup
 
     @torch.no_grad()
     def values(self, *read: Any) -> torch.Tensor:

@@ -180,7 +180,7 @@ def test_values_come_to_explain_the_returns(start: Start) -> None:
 
 
 def test_a_critic_that_warms_up_leaves_the_policy_alone(start: Start) -> None:
-    trainer = start(algorithm={"type": "ppo"}, critic={"optim": OPTIM, "warmup_updates": 2})
+    trainer = start(algorithm={"type": "ppo"}, critic={"optim": OPTIM, "warmup_steps": 2})
     before = weights(trainer)
     for seed in range(2):
         report = trainer.train(batch_of(trainer, groups(trainer, seed)))

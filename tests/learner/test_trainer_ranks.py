@@ -1,0 +1,135 @@
+"""Two gloo ranks do what one does: losses, norms, metrics and weights, whatever the algorithm and the ZeRO stage."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from protocol.codec import encode
+from protocol.messages import Status, Trajectory, TrajectoryGroup
+from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
+
+PAIR = Path(__file__).parent / "rank_pair.py"
+VOCABULARY = 40
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("foray_tests_rank_pair", PAIR)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def groups(model: Path) -> list[TrajectoryGroup]:
+    """Ten groups of three, of very unequal lengths, with log-probs that an engine of this model would report."""
+    rng = np.random.default_rng(0)
+    causal = transformers.Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def trajectory(reward: float) -> Trajectory:
+        ids = [1, 2, 3, *rng.integers(4, VOCABULARY, rng.integers(4, 24)).tolist()]
+        cut = int(rng.integers(4, len(ids) - 1))
+        with torch.no_grad():
+            table = torch.log_softmax(causal(torch.tensor([ids]), use_cache=False).logits[0], -1)
+        logprobs = [float(table[at - 1, ids[at]]) + float(rng.normal(0, 0.1)) for at in range(1, len(ids))]
+        one = policy_segment(ids[3:cut], [min(0.0, x) for x in logprobs[2 : cut - 1]])
+        two = policy_segment(ids[cut + 1 :], [min(0.0, x) for x in logprobs[cut:]])
+        segments = (prompt_segment(ids[:3]), one, observation_segment([ids[cut]]), two)
+        return Trajectory(status=Status.ANSWERED, segments=segments, reward=reward)
+
+    return [
+        TrajectoryGroup(
+            run="t", seq=s, question=make_question(s), trajectories=tuple(trajectory(r) for r in (1.0, 0.0, 0.3 * s))
+        )
+        for s in range(1, 11)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The file of the groups, and what each of two ranks found."""
+    out = tmp_path_factory.mktemp("ranks")
+    path = out / "groups.txt"
+    path.write_text("\n".join(encode(g).hex() for g in groups(model)))
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in ("0", "1"):
+        with (out / f"rank{rank}.log").open("wb") as log:
+            argv = [sys.executable, str(PAIR), str(model), str(path), str(out)]
+            mine = env | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+            ranks.append(subprocess.Popen(argv, env=mine, stdout=subprocess.DEVNULL, stderr=log))
+    try:
+        codes = [rank.wait(110) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0], "\n".join(log.read_text()[-2000:] for log in out.glob("*.log"))
+    return path, [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+CASES = (
+    *(f"grpo, stage {stage}" for stage in range(4)),
+    *("ppo, stage 2", "reinforce_pp, stage 1", "gspo, stage 2", "ema_pg, stage 3"),
+    *("reinforce, normalized weights", "lora, stage 2"),
+)
+
+
+def test_every_case_is_looked_at(pair: ModuleType) -> None:
+    assert tuple(pair.CASES) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_do_what_one_does(
+    case: str, pair: ModuleType, model: Path, by_two: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    path, found = by_two
+    expected = pair.measure(model, pair.read_groups(path), case)
+    for rank in found:
+        of = rank[case]
+        assert of["loss"] == pytest.approx(expected["loss"], abs=2e-6)
+        assert of["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-3)
+        for one, two in zip(expected["metrics"], of["metrics"], strict=True):
+            assert two.keys() == one.keys()
+            assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
+        assert of["weights"].keys() == expected["weights"].keys()
+        for name, values in expected["weights"].items():
+            np.testing.assert_allclose(of["weights"][name], values, rtol=2e-3, atol=2e-4, err_msg=name)
+    assert found[0][case] == found[1][case], "the ranks agree to the last digit"
