@@ -17,7 +17,7 @@ import pytest
 from learner.config_trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, WandbSettings
 from learner.trackers import fan
 from learner.trackers.base import RunFacts, Tracker
-from learner.trackers.fan import Trackers
+from learner.trackers.fan import Trackers, start_trackers
 from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings, section
 
@@ -135,6 +135,22 @@ def test_a_missing_package_is_answered_with_the_line_that_installs_it(
     with pytest.raises(UserError) as caught:
         settings.build()
     assert f"pip install {name}" in caught.value.todo
+
+
+def test_nothing_starts_when_one_of_two_packages_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    before = threading.active_count()
+    with pytest.raises(UserError, match="wandb"):
+        chosen = (TensorBoardSettings(), WandbSettings())
+        start_trackers(chosen, RunSettings(dir=tmp_path), Section(), first_step=1, epoch=1)
+    assert threading.active_count() == before and not list(tmp_path.iterdir())
+
+
+def test_a_run_without_trackers_has_none_to_wait_for(tmp_path: Path) -> None:
+    trackers = start_trackers((), RunSettings(dir=tmp_path), Section(), first_step=1, epoch=1)
+    trackers.log(1, VALUES)
+    trackers.close()
+    assert trackers.dropped == 0
 
 
 def test_an_unknown_tracker_is_refused_with_those_there_are() -> None:
