@@ -136,9 +136,8 @@ def normalised(weight: torch.Tensor, mask: torch.Tensor, sums: WeightSums) -> to
 
     Self-normalised importance sampling: the correction moves weight between tokens but not the learning rate.
     """
-    total = sums.total.to(weight)
-    factor = torch.where(total > 0, sums.tokens.to(weight) / torch.where(total > 0, total, 1.0), 0.0)
-    return cut(weight.detach(), mask) * factor
+    factor = torch.where(sums.total > 0, sums.tokens / sums.total, 0.0)
+    return cut(weight.detach(), mask) * factor.to(weight)
 
 
 def effective_sample_size(sums: WeightSums) -> float:

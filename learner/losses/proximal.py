@@ -31,7 +31,7 @@ def proximal_interpolated(
     an unknown method.
     """
     policy, fixed = cut(logprobs.detach(), mask), cut(behaviour.detach(), mask)
-    steps = cut(lags, mask).to(policy.dtype).clamp(min=0)
+    steps = cut(lags, mask).to(policy.dtype)
     alpha = steps / (steps + 1)
     if method == "loglinear":
         between = fixed + alpha * (policy - fixed)
