@@ -9,7 +9,7 @@ from learner.config_trackers import WandbSettings
 from learner.trackers.base import RunFacts, required
 
 INIT_S = 20.0
-"""How long to wait for the service at the start; also the longest that an absent one holds up the end of the process."""
+"""How long to wait for the service at the start, and the longest that an absent one holds up the end of the process."""
 
 
 class WandbTracker:
