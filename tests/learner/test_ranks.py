@@ -1,0 +1,297 @@
+"""One trainer on several ranks: rank 0 commands, the others follow, and nobody waits for somebody who is gone.
+
+The processes are this file, started by torchrun or by themselves; what they found they write as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from learner.batch import MicroBatch, Share
+from learner.config_engine import EngineSettings, OptimSettings
+from learner.engine import DeepSpeedEngine, join_ranks, leave_ranks
+from learner.ranked import RankedEngine, follow_lead, lead
+from learner.ranks import RankLost, Ranks
+from learner.share_codec import decode, encode
+from protocol.errors import UserError
+
+pytestmark = pytest.mark.timeout(300)
+
+ROWS = 8
+
+
+def micro_batch(seed: int) -> MicroBatch:
+    rng = np.random.default_rng(seed)
+    values = {
+        field.name: rng.integers(0, 9, (2, 3) if field.name in ("ids", "positions", "documents") else 4)
+        for field in dataclasses.fields(MicroBatch)
+    }
+    for name in ("behaviour", "advantages", "weights", "rewards", "outcome"):
+        values[name] = rng.standard_normal(4).astype(np.float32)
+    return MicroBatch(**values)
+
+
+def share(seed: int = 0) -> Share:
+    parts = ((micro_batch(seed), micro_batch(seed + 1)), (micro_batch(seed + 2),), ())
+    return Share(parts, 0.7, 12, {"packing": 0.5, "groups": 3.0})
+
+
+# ---- shares as bytes
+
+
+def test_a_share_survives_the_way() -> None:
+    sent = share()
+    got = decode(encode(sent), Share)
+    assert (got.temperature, got.num_tokens, got.stats) == (sent.temperature, sent.num_tokens, sent.stats)
+    assert [len(part) for part in got.parts] == [2, 1, 0]
+    for there, here in zip(
+        (m for part in got.parts for m in part), (m for part in sent.parts for m in part), strict=True
+    ):
+        for field in dataclasses.fields(MicroBatch):
+            found, expected = getattr(there, field.name), getattr(here, field.name)
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected)
+            found[...] = 0  # torch warns of arrays that cannot be written to
+
+
+def test_a_share_of_other_code_is_refused() -> None:
+    first = share().parts[0][0]
+    wide = dataclasses.replace(first, weights=first.weights.astype(np.float64))
+    with pytest.raises(TypeError, match=r"Share.parts\[0\]\[0\].weights should be"):
+        encode(Share(((wide,),), 1.0, 1, {}))
+    with pytest.raises(TypeError, match=r"Share\.num_tokens should be int and is float"):
+        encode(Share((), 1.0, 1.0, {}))  # type: ignore[arg-type]
+
+    @dataclasses.dataclass(frozen=True)
+    class Older:
+        temperature: float
+
+    with pytest.raises(TypeError, match="should be Share"):
+        decode(encode(Older(1.0)), Share)
+
+
+# ---- a trainer of a toy, on ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `learner.seams.Report` asks for."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    tokens_trained: int
+    reason: str = ""
+    seconds: float = 0.0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class ToyTrainer:
+    """Enough of `learner.trainer.Trainer`: a share's `num_tokens` seeds the step's data, of which each takes rows."""
+
+    algorithm = model_files = ()
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.engine = DeepSpeedEngine(
+            torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)),
+            optim=OptimSettings(lr=0.05),
+            engine=EngineSettings(
+                zero_stage=3, deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+            ),
+            dtype="float32",
+            total_updates=10,
+            seed=1,
+        )
+        self.rank, self.world_size = self.engine.rank, self.engine.world_size
+
+    def shares(self, batch: int) -> list[Share]:
+        return [dataclasses.replace(share(), num_tokens=batch) for _ in range(self.world_size)]
+
+    def train(self, batch: int) -> Report:
+        return self.learn(self.shares(batch)[self.rank])
+
+    def learn(self, share: Share) -> Report:
+        data = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(share.num_tokens))
+        loss = (self.engine.forward(data[self.rank :: self.world_size]) - 1).square().sum() / ROWS
+        self.engine.backward(loss)
+        update = self.engine.step()
+        total = float(self.engine.total(loss.detach()))
+        return Report(total, update.grad_norm, not update.applied, share.num_tokens)
+
+    def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.engine.iter_weights(device)
+
+    def save_state(self, directory: Path) -> None:
+        self.engine.save_state(directory)
+        if (directory / "full").exists() and self.rank:
+            raise OSError("no space left on device")
+
+    def load_state(self, directory: Path) -> None:
+        self.engine.load_state(directory)
+
+    def close(self) -> None:
+        self.engine.close()
+        leave_ranks()
+
+
+def drive(engine: RankedEngine | ToyTrainer, folder: Path) -> dict[str, object]:
+    """A run in small, with failures in between; the same on one rank and on several."""
+    found: dict[str, object] = {"losses": [engine.train(n).loss for n in (1, 2)]}
+    for _ in engine.iter_weights():
+        break  # an engine that publishes may fail: the others must not wait
+    half = engine.iter_weights()
+    next(half)
+    engine.iter_weights()  # and never begun
+    (folder / "state").mkdir()
+    engine.save_state(folder / "state")
+    found["losses"] += [engine.train(n).loss for n in (3, 4)]
+    (folder / "bad").mkdir()
+    (folder / "bad" / "full").touch()
+    for call in (engine.save_state, engine.load_state):
+        try:
+            call(folder / "bad" if call == engine.save_state else folder / "nowhere")
+        except (OSError, UserError) as error:
+            found[call.__name__] = f"{type(error).__name__}: {error.args[0]}: {getattr(error, 'why', '')}"
+    engine.load_state(folder / "state")
+    found["again"] = [engine.train(n).loss for n in (3, 4)]
+    found["weights"] = {name: t.flatten().tolist() for name, t in engine.iter_weights()}
+    return found
+
+
+def role_toy(folder: Path) -> None:
+    trainer = ToyTrainer()
+    if trainer.rank:
+        follow_lead(trainer)
+        (folder / "followed").touch()
+        return
+    engine = lead(trainer)
+    assert isinstance(engine, RankedEngine)
+    found = drive(engine, folder)
+    engine.close()
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def test_a_trainer_over_ranks_looks_like_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, __file__, "toy", str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "followed").exists()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["again"] == found["losses"][2:], "the state is the one that was saved"
+    assert found["save_state"] == "OSError: rank 1: no space left on device: "
+    assert found["load_state"].startswith("UserError: the saved state in")
+    assert "rank 0: " in found["load_state"] and "rank 1: " in found["load_state"]
+    (tmp_path / "one").mkdir()
+    trainer = ToyTrainer()
+    alone = drive(trainer, tmp_path / "one")
+    trainer.engine.close()
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert found["weights"].keys() == alone["weights"].keys()
+    for name, values in alone["weights"].items():
+        assert found["weights"][name] == pytest.approx(values, rel=1e-4, abs=1e-6)
+
+
+# ---- somebody dies; no DeepSpeed, only the line
+
+
+def role_mortal(folder: Path) -> None:
+    """Rank `die` ends without a word when told; the others say how they learnt of it."""
+    join_ranks()
+    ranks, die = Ranks(), int(os.environ["DIE"])
+    (folder / f"up{ranks.rank}").touch()
+    try:
+        if ranks.rank == 0:
+            ranks.tell("work", [b"", b"for one", b"for two"][: ranks.size])
+            assert ranks.agree(True) == [f"rank {ranks.size - 1}: cannot"]
+            while not (folder / "now").exists():
+                time.sleep(0.02)
+            if die == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while True:
+                ranks.tell("more")
+                ranks.agree(True)
+        while True:
+            command, payload = ranks.listen()
+            if command == "work":
+                assert payload == {1: b"for one", 2: b"for two"}[ranks.rank]
+                ranks.agree(ranks.rank < ranks.size - 1, "cannot")
+                (folder / f"worked{ranks.rank}").touch()
+            elif die == ranks.rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                ranks.agree(True)
+    except RankLost as error:
+        (folder / f"lost{ranks.rank}").write_text(str(error))
+
+
+@pytest.mark.parametrize(("size", "die"), [(2, 0), (3, 1)])
+def test_a_rank_that_dies_takes_the_others_down_at_once(size: int, die: int, tmp_path: Path) -> None:
+    with mortals(tmp_path, size, die) as processes:
+        wait_for(lambda: all((tmp_path / f"worked{rank}").exists() for rank in range(1, size)), 90)
+        assert all(process.poll() is None for process in processes), "an idle rank waits"
+        (tmp_path / "now").touch()
+        for process in processes:
+            process.wait(10)
+    lost = {rank for rank in range(size) if (tmp_path / f"lost{rank}").exists()}
+    assert lost == set(range(size)) - {die}
+    for rank in lost:
+        assert "another rank is gone" in (tmp_path / f"lost{rank}").read_text()
+
+
+@contextmanager
+def mortals(folder: Path, size: int, die: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """`size` ranks, ended whatever happens."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DIE": str(die), "FORAY_STORE": str(folder / "store")}
+    processes = []
+    try:
+        for rank in range(size):
+            mine = env | {"RANK": str(rank), "WORLD_SIZE": str(size)}
+            argv = [sys.executable, __file__, "mortal", str(folder)]
+            processes.append(subprocess.Popen(argv, env=mine, stderr=subprocess.DEVNULL))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def wait_for(done: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def without_a_port() -> None:
+    """Join through a file: no port to collide on."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = torch.distributed.FileStore(os.environ["FORAY_STORE"], size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=2))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if "FORAY_STORE" in os.environ:
+        without_a_port()
+    {"toy": role_toy, "mortal": role_mortal}[sys.argv[1]](Path(sys.argv[2]))
