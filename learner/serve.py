@@ -49,10 +49,11 @@ MakeEngine = Callable[[RunSettings, LearnerSettings], TrainEngine]
 
 
 def build_trainer(run: RunSettings, settings: LearnerSettings) -> TrainEngine:
-    """The real train engine; imports torch and DeepSpeed."""
+    """The real train engine, of all ranks; imports torch and DeepSpeed."""
+    from learner.ranked import lead
     from learner.trainer import Trainer
 
-    return Trainer(run, settings)
+    return lead(Trainer(run, settings, adapters=settings.publish.type == "adapter"))
 
 
 def serve(
