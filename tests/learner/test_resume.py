@@ -108,10 +108,14 @@ def replayed(run: RunSettings, tmp_path: Path) -> tuple[str, list[str]]:
 
 
 def assert_same_parameters(run: RunSettings, tmp_path: Path, model: Path) -> None:
-    """The run and its replay ended with the same bytes, and not with those they began with."""
+    """The run and its replay ended with the same bytes, those of all moments too, and not with the initial weights."""
     (ours,) = run.weights_dir.glob(f"v*.{STEPS}")
     (oracle,) = (tmp_path / "replay" / "weights").glob(f"v*.{STEPS}")
     assert (ours / "model.safetensors").read_bytes() == (oracle / "model.safetensors").read_bytes()
+    states = [final(directory).path / "state" for directory in (run.dir, tmp_path / "replay")]
+    files = [{str(p.relative_to(state)): p for p in state.rglob("*") if p.is_file()} for state in states]
+    assert files[0].keys() == files[1].keys()
+    assert [name for name in files[0] if files[0][name].read_bytes() != files[1][name].read_bytes()] == []
     before, after = load_file(model / "model.safetensors"), load_file(ours / "model.safetensors")
     assert all(not (before[name] == after[name]).all() for name in after)
 
