@@ -39,6 +39,7 @@ VERBS: dict[str, Verb] = {
     "compare": Verb("the demo under several algorithms, from one warm start", "deploy.demo.compare"),
     "curves": Verb("learning curves of several runs, side by side", "deploy.commands.curves"),
     "replay": Verb("print trained trajectories, with what the policy wrote and what it read", "deploy.commands.replay"),
+    "export": Verb("write the policy of a checkpoint as a Hugging Face folder", "deploy.commands.export"),
     "eval": Verb("ask a running rollout server questions and score the answers", "deploy.commands.eval"),
     "doctor": Verb("look for what would stop a run, and say how to mend it", "deploy.commands.doctor"),
     "index": Verb("build a retriever's index", "deploy.commands.index"),

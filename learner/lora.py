@@ -90,7 +90,7 @@ def merged(weights: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
         elif name.endswith(_B):
             if a is None or name != layer + _B:
                 raise ValueError(f"{name} comes without its weight and its lora_A")
-            held["weight"] = _sum(held["weight"], a, tensor, scale)
+            held["weight"] = merge(held["weight"], a, tensor, scale)
             yield from ((f"{layer}.{kind}", value) for kind, value in held.items())
             layer, held, a = "", {}, None
         else:
@@ -99,8 +99,8 @@ def merged(weights: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
         raise ValueError(f"the adapter of {layer} is missing")
 
 
-def _sum(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """In float32, rounded once."""
+def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """weight + scale * b @ a in float32, rounded once to the weight's dtype."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -40,29 +41,35 @@ class AdapterPublisher(DiskPublisher):
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """As of the base. Raises UserError for a tensor that is no LoRA parameter."""
-        return super().publish(version, _in_peft_names(weights))
+        return super().publish(version, in_peft_names(weights))
 
     def _described(self, tensors: Tensors) -> dict[str, str]:
-        ranks = {tensor.shape[0 if ".lora_A." in name else 1] for name, tensor in tensors.items()}
-        if len(ranks) != 1:
-            raise UserError(f"the adapter has ranks {sorted(ranks)}", todo="give all its parts one rank")
-        kinds = {found["kind"] for name in tensors if (found := _NAME.fullmatch(name))}
-        (rank,) = ranks
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(self._model),
-            "r": rank,
-            "lora_alpha": self._alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "target_modules": sorted(kinds),
-            "inference_mode": True,
-        }
-        return {CONFIG: json.dumps(config, indent=1)}
+        return {CONFIG: peft_config(tensors, self._alpha, self._model)}
 
 
-def _in_peft_names(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def peft_config(tensors: Tensors, alpha: float, model: Path) -> str:
+    """The text of CONFIG for an adapter of `model` with these tensors. Raises UserError unless all are of one rank."""
+    ranks = {tensor.shape[0 if ".lora_A." in name else 1] for name, tensor in tensors.items()}
+    if len(ranks) != 1:
+        raise UserError(f"the adapter has ranks {sorted(ranks)}", todo="give all its parts one rank")
+    kinds = {found["kind"] for name in tensors if (found := _NAME.fullmatch(name))}
+    (rank,) = ranks
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(kinds),
+        "inference_mode": True,
+    }
+    return json.dumps(config, indent=1)
+
+
+def in_peft_names(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """LoRA parameters under the names of a PEFT file. Raises UserError for any other tensor."""
     for name, tensor in weights:
         found = _NAME.fullmatch(name)
         if found is None:

@@ -1,0 +1,64 @@
+"""Write the policy of a checkpoint as a Hugging Face folder: weights, configuration, tokenizer.
+
+`foray export runs/x OUT` takes the newest committed checkpoint, `foray export runs/x/checkpoints/step_50.e1 OUT` that
+one. Adapters are merged into the weights, or written by themselves in PEFT's layout with --adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.rundir import RESOLVED
+from protocol.errors import UserError
+from protocol.settings import RunSettings, read_tree, section
+
+if TYPE_CHECKING:
+    from learner.config_model import ModelSettings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray export`."""
+    parser.add_argument("where", type=Path, help="run directory, or one of its checkpoints")
+    parser.add_argument("out", type=Path, help="directory to make")
+    parser.add_argument("--ema", action="store_true", help="the moving average instead of the policy itself")
+    parser.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's layout")
+    parser.add_argument("--config", type=Path, help="the run's configuration (default: what `foray up` kept of it)")
+    parser.add_argument("--model", type=Path, help="the model that the run began with (default: run.model)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights (default: the run's)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the directory was written; raises UserError for what a person must mend."""
+    model, settings = _settings(args.where, args.config)
+    model = args.model or model
+    if model is None:
+        raise UserError(
+            f"it is not known how the run of {args.where} was set up",
+            why=f"there is no {RESOLVED} in its directory, which `foray up` leaves there",
+            todo="give --config FILE, or for a run with default settings of learner.model at least --model DIR",
+        )
+    if args.dtype:
+        settings = settings.model_copy(update={"dtype": args.dtype})
+    from learner.export import export_adapter, export_model, find_state
+
+    export = export_adapter if args.adapter else export_model
+    export(find_state(args.where), model, settings, args.out, average=args.ema)
+    print(args.out)
+    return 0
+
+
+def _settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSettings]:
+    from learner.config import LearnerSettings
+    from learner.config_model import ModelSettings
+
+    # A checkpoint lies in RUN_DIR/checkpoints.
+    candidates = [config] if config else [where / RESOLVED, where.resolve().parent.parent / RESOLVED]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        if config is not None:
+            raise UserError(f"there is no file {config}")
+        return None, ModelSettings()
+    tree = read_tree(found)
+    return section(tree, "run", RunSettings).model, section(tree, "learner", LearnerSettings).model
