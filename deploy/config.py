@@ -37,6 +37,8 @@ class LaunchSettings(Settings):
     """Retrievers. None: one, or none where `rollout.search` names others or searches elsewhere."""
     learner: bool = True
     """Whether to start the learner; without it `up` serves until it is stopped."""
+    learner_ranks: int = Field(default=1, ge=1)
+    """Ranks of the learner on this machine, started by torchrun; over several machines start it by hand."""
     redis: Literal["auto", "own", "configured"] = "auto"
     """auto: the configured URL if there is one, otherwise a Redis of our own. The others insist on one of the two."""
     redis_maxmemory_mb: int = Field(default=1024, ge=16)

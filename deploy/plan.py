@@ -91,7 +91,9 @@ def plan(config: RunConfig, addresses: Addresses, *, python: str, resolved: Path
 
     def process(name: str, kind: str, module: str, *overrides: str, ready: Ready, url: str = "") -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts
-        argv = (python, "-m", module, "--config", str(resolved), *overrides)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.learner_ranks))
+        ranked = torchrun if kind == "learner" and launch.learner_ranks > 1 else ()
+        argv = (python, *ranked, "-m", module, "--config", str(resolved), *overrides)
         return ProcessSpec(name, kind, argv, run.dir / "logs" / f"{name}.log", ready, url, dict(env), restarts)
 
     specs: list[ProcessSpec] = [_redis(config, addresses)] if addresses.server is not None else []

@@ -99,3 +99,10 @@ def test_the_preview_needs_no_redis_and_makes_no_directory(tmp_path: Path) -> No
     config: RunConfig = load(None, [f"run.dir={tmp_path / 'none'}"])
     assert preview(config, environ={}).server == Path("redis-server")
     assert not (tmp_path / "none").exists()
+
+
+def test_several_ranks_of_the_learner_are_started_by_torchrun() -> None:
+    argv = named(planned("launch.learner_ranks=2"), "learner").argv
+    assert argv[:6] == ("py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert argv[6:8] == ("-m", "learner")
+    assert named(planned(), "learner").argv[:3] == ("py", "-m", "learner")
