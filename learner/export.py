@@ -58,6 +58,7 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
     average   the moving average (`learner.reference`) instead of the policy itself
     Raises UserError when the state is damaged, of another model, or has no average.
     """
+    _refuse_existing(out)
     tensors = _read(state, EMA if average else MASTER, settings)
     causal = load_causal(model, settings.model_copy(update={"gradient_checkpointing": False, "attention": "eager"}))
     own = dict(causal.named_parameters())
@@ -86,6 +87,7 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
 
 def export_adapter(state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False) -> None:
     """Writes the adapters alone to `out`, in PEFT's layout, over `model`. Arguments and errors as of `export_model`."""
+    _refuse_existing(out)
     tensors = _read(state, EMA if average else MASTER, settings)
     named = {name.replace(f".{ADAPTER}.weight", ".weight"): t for name, t in tensors.items() if ".lora_" in name}
     if not named:
@@ -165,10 +167,13 @@ def _merged(tensors: Tensors, base: Tensors, lora: LoraSettings) -> Iterator[tup
             yield name, tensor
 
 
-def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
-    """`out` appears when all is in it, or not at all."""
+def _refuse_existing(out: Path) -> None:
     if out.exists():
         raise UserError(f"{out} exists already", todo="name a directory that does not")
+
+
+def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
+    """`out` appears when all is in it, or not at all."""
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         part.mkdir(parents=True)

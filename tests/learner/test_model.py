@@ -161,3 +161,119 @@ def test_a_model_loads_in_the_dtype_of_the_settings(tmp_path):
 def test_a_missing_model_is_a_persons_error(tmp_path):
     with pytest.raises(UserError, match="no model in"):
         load_policy(tmp_path / "nothing", ModelSettings())
+
+
+# Any other architecture: what it needs beside `tiny`'s configuration, and the attention it is computed with.
+OTHERS = {
+    "mistral": ("mistral", "sdpa", {"sliding_window": None}),
+    "mistral with a window": ("mistral", "sdpa", {"sliding_window": 5}),
+    "qwen2 with a window": ("qwen2", "sdpa", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "phi3": ("phi3", "sdpa", {"sliding_window": 5, "eos_token_id": 1}),
+    "gemma": ("gemma", "sdpa", {}),
+    "gemma2": ("gemma2", "eager", {"sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", "sdpa", {"sliding_window": 5, "query_pre_attn_scalar": 8}),
+    "granite": ("granite", "sdpa", {"logits_scaling": 3.0, "embedding_multiplier": 2.0}),
+    "cohere": ("cohere", "eager", {"logit_scale": 0.3, "eos_token_id": 1}),
+    "gpt2": ("gpt2", "sdpa", {"bos_token_id": 1, "eos_token_id": 1}),
+    "gpt_neox": ("gpt_neox", "sdpa", {"eos_token_id": 1, "hidden_dropout": 0.5}),
+    "olmo2": ("olmo2", "sdpa", {"eos_token_id": 1}),
+    "mixtral": ("mixtral", "sdpa", {}),
+    "qwen3_moe": ("qwen3_moe", "sdpa", {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_exact_packed_and_with_their_windows(name, tmp_path):
+    kind, attention, extra = OTHERS[name]
+    causal = tiny(kind, **extra)
+    causal.save_pretrained(tmp_path)
+    model = load_policy(tmp_path, ModelSettings(attention=attention)).train()
+    groups = some_groups(2)
+    packed = batch_of(groups, 64)
+    (found, gradient), (alone, alone_gradient) = score(model, packed), one_by_one(model, groups, packed)
+    assert max(abs(found[k] - alone[k]) for k in alone) < 1e-3
+    spread = np.std(list(alone.values()))
+    assert spread > 0.1, "there is something to compare"
+    for key, expected in alone_gradient.items():
+        torch.testing.assert_close(gradient[key], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed", "why"), [("bert", True, "scored wrongly"), ("bert", False, "scored wrongly")]
+)
+def test_a_model_that_sees_what_is_to_come_is_refused(kind, packed, why, tmp_path):
+    tiny(kind).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=why):
+        load_policy(tmp_path, ModelSettings(), packed=packed)
+
+
+def test_a_state_that_runs_through_the_row_cannot_be_packed_but_trained(tmp_path):
+    shape = {"state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2}
+    config = transformers.Mamba2Config(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, **shape)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cannot be packed") as caught:
+        load_policy(tmp_path, ModelSettings(attention="eager"))
+    assert "row_tokens to 0" in caught.value.render()
+    load_policy(tmp_path, ModelSettings(attention="eager"), packed=False)
+
+
+def test_logits_that_are_scaled_in_a_way_unknown_to_us_are_refused(tmp_path):
+    tiny("hyperclovax", logits_scaling=2.0).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="scored wrongly"):
+        load_policy(tmp_path, ModelSettings())
+
+
+def test_a_cap_on_attention_that_sdpa_leaves_out_is_refused(tmp_path):
+    tiny("gemma2").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="caps its attention") as caught:
+        load_policy(tmp_path, ModelSettings())
+    assert "attention to eager" in caught.value.render()
+
+
+def test_an_attention_that_transformers_lacks_is_a_persons_error(tmp_path):
+    config = transformers.GptOssConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="cannot load"):
+        load_policy(tmp_path, ModelSettings())
+
+
+def test_models_of_more_than_text_are_refused(tmp_path):
+    transformers.T5Config(vocab_size=11).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="an encoder and a decoder"):
+        load_policy(tmp_path, ModelSettings())
+    transformers.LlavaConfig().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="vision_config"):
+        load_policy(tmp_path, ModelSettings())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypatch):
+    """Granite's, since the three best known types are not checked."""
+    causal = tiny("granite")
+    causal.save_pretrained(tmp_path)
+    load_policy(tmp_path, ModelSettings(dtype=dtype))
+
+    def leaking(documents, config, dtype):
+        return block_mask(torch.zeros_like(documents))
+
+    monkeypatch.setattr("learner.model.attention_mask", leaking)
+    with pytest.raises(UserError, match="cannot be packed"):
+        load_policy(tmp_path, ModelSettings(dtype=dtype))
+    load_policy(tmp_path, ModelSettings(dtype=dtype), packed=False)
+
+
+def test_scores_at_given_tokens_and_the_likeliest_come_from_the_same_distribution():
+    model, batch = policy("qwen3"), batch_of(some_groups(), 60)
+    m = batch.micro_batches[0]
+    t = {name: torch.from_numpy(getattr(m, name)) for name in ("ids", "positions", "documents", "index", "targets")}
+    at = torch.stack([t["targets"], (t["targets"] + 1) % VOCABULARY], -1)
+    scores = model(*t.values(), 0.8, True, 4, at)
+    assert scores.at[:, 0].equal(scores.logprobs)
+    best = model(*t.values(), 0.8, True, 0, scores.top)
+    assert (best.at.diff(dim=-1) <= 0).all()
+    assert (best.at[:, 0] >= scores.logprobs - 1e-9).all()
+    everything = torch.arange(VOCABULARY).expand(len(at), -1)
+    table = model(*t.values(), 0.8, True, 0, everything).at
+    torch.testing.assert_close(table.exp().sum(-1), torch.ones(len(at), dtype=torch.float64))
+    torch.testing.assert_close(scores.entropy, -(table.exp() * table).sum(-1))
