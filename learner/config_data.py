@@ -18,8 +18,8 @@ class FilterSettings(Settings):
     """Part of the reward that must differ within a group, e.g. `em`; `reward` is the whole; "" filters nothing, unless
     the algorithm asks for it (`algorithm.filter`): then the whole reward decides."""
     patience: int = Field(default=8, ge=1)
-    """After so many batches' worth of filtered groups without a step, groups are taken as they come until one is done:
-    a policy that is always right or always wrong must not stand still unnoticed."""
+    """After so many batches' worth of filtered groups in a row, groups are taken as they come until a step is done: a
+    policy that is always right or always wrong must not stand still unnoticed."""
 
 
 class MixSettings(Settings):

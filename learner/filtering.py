@@ -21,7 +21,7 @@ WHOLE = "reward"
 class GroupFilter:
     """Refuses groups whose voters all earned the same. Thread-safe.
 
-    patience: so many groups refused without a step, and none is refused until there was one
+    After `patience` batches' worth of refused groups in a row, none is refused until there was a step.
     """
 
     def __init__(self, settings: FilterSettings, groups_per_step: int) -> None:
@@ -32,9 +32,13 @@ class GroupFilter:
 
     def refuses(self, group: TrajectoryGroup) -> bool:
         """Whether the group is to be left out."""
-        if not self._metric or self._teaches(group):
+        if not self._metric:
             return False
+        teaches = self._teaches(group)
         with self._lock:
+            if teaches:
+                self._refused = self._refused if self._refused >= self._patience else 0
+                return False
             if self._refused >= self._patience:
                 self._tell(
                     "patience",

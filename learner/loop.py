@@ -91,9 +91,7 @@ class TrainingLoop:
         self._patience.trained()
         p.group_filter.stepped()
         self.policy_step += 1
-        if p.journal is not None:
-            sealed = ((e.raw_header, e.raw_body) for e in entries)
-            p.journal.append(self.policy_step, p.lease.epoch, sealed, conditions)
+        self._write_down(entries, conditions)
         p.mix.add(self.policy_step, groups)
         with p.meter.waiting("publish"):
             self.surely(self.announce)
@@ -103,6 +101,19 @@ class TrainingLoop:
         facts = facts_of(p.books.step, run.steps, groups, report, self._watch.lap())
         p.tell_step(facts, trained, report, replayed=len(mixed))
         return True
+
+    def _write_down(self, entries: list[Entry], conditions: Conditions) -> None:
+        p = self.parts
+        if p.journal is None:
+            return
+        try:
+            sealed = ((e.raw_header, e.raw_body) for e in entries)
+            p.journal.append(self.policy_step, p.lease.epoch, sealed, conditions)
+        except OSError as error:
+            raise UserError(
+                f"step {self.policy_step} could not be written to the journal: {error}",
+                todo=f"make room below {p.run.dir} (learner.journal_max_gb bounds it) and start again",
+            ) from error
 
     def _groups(self) -> list[Entry]:
         """The next batch of groups; [] when the run was told to stop. Mends what the I/O threads report meanwhile."""

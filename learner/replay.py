@@ -105,7 +105,8 @@ class ReplayLoop:
 
     def run(self) -> None:
         """Train to the end, or until told to stop; checkpoint."""
-        log.info("the replay begins at step %d of %d", self.books.step, self.steps)
+        told = f"; the journal has {self.batches.total}" if self.batches.total > self.steps else ""
+        log.info("the replay begins at step %d of %d (run.steps%s)", self.books.step, self.steps, told)
         while self.books.step < self.run_settings.steps and not self.stopping():
             item = self.batches.next()
             if item is None:

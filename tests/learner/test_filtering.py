@@ -86,6 +86,16 @@ def test_a_group_teaches_when_its_voters_differ(rewards: tuple[float, ...], kept
     assert not GroupFilter(FilterSettings(), 4).refuses(group(rewards)), "off unless a metric is named"
 
 
+def test_patience_is_for_groups_in_a_row_and_lasts_until_a_step() -> None:
+    made = GroupFilter(FilterSettings(metric="em", patience=2), 2)
+    same, other = group((1.0, 1.0)), group((1.0, 0.0))
+    assert [made.refuses(g) for g in (same, same, same, other)] == [True, True, True, False]
+    assert [made.refuses(same) for _ in range(6)] == [True] * 4 + [False] * 2
+    assert [made.refuses(g) for g in (other, same)] == [False, False], "until a step is done"
+    made.stepped()
+    assert made.refuses(same)
+
+
 def test_who_does_not_vote_makes_no_difference() -> None:
     whole = group((1.0, 1.0, 0.0))
     *right, wrong = whole.trajectories

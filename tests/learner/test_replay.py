@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_a_run_does_not_go_on_from_a_replay_nor_a_replay_from_a_run(
     mine = again(run, settings, tmp_path / "old")
     with pytest.raises(UserError, match="is of a replay"):
         serve(run.model_copy(update={"dir": mine.dir}), settings)
+
+
+def test_a_journal_that_lost_its_beginning_can_be_replayed(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], again: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    with tiny.Player(address, run.id):
+        serve(run, settings.model_copy(update={"journal_max_gb": 1e-5}))
+        serve(run.model_copy(update={"steps": 9}), settings)
+    left = sorted({entry.step for entry in read_journal(run.dir / "journal")})
+    assert left[0] > 1 and left == list(range(left[0], 10))
+    with caplog.at_level(logging.WARNING):
+        mine = again(run, settings, run.dir)
+    assert f"the journal begins at step {left[0]}" in caplog.text
+    assert len(tiny.step_lines(mine.dir)) == min(len(left), 8)
 
 
 def test_trackers_are_told_of_every_step(

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,8 +56,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def differs(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
-    """The group of a seq: no two seqs have the same tokens, lengths or rewards."""
+POISON = 30
+
+
+def differs(task: Task, header: bytes, body: bytes, poison: int = 0) -> tuple[bytes, bytes]:
+    """The group of a seq: no two seqs have the same tokens, lengths or rewards. The loss of `poison` is infinite."""
     made = decode_as(TrajectoryGroup, body)
     version = made.first_version()
     assert version is not None
@@ -68,7 +72,7 @@ def differs(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
 
     def trajectory() -> Trajectory:
         segments = (prompt_segment([1, 2, 3, task.seq % VOCABULARY]), turn(), observation_segment([7, 8]), turn())
-        reward = float(draw.integers(0, 2))
+        reward = float(draw.integers(0, 2)) * (1e39 if task.seq == poison else 1.0)
         return Trajectory(status=Status.ANSWERED, segments=segments, reward=reward, rewards={"em": reward})
 
     return seal(made.model_copy(update={"trajectories": tuple(trajectory() for _ in range(task.group_size))}))
@@ -92,7 +96,7 @@ def chain(run: RunSettings, questions: Path, model: Path, tmp_path: Path) -> Cal
             files[-1].write_text(json.dumps({"argv": argv, "fault": fault}))
         program = [sys.executable, str(Path(__file__).parent / "mortal.py"), *map(str, files)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         statuses: list[int] = json.loads(done.stdout.splitlines()[-1])
         assert statuses == [-9 if fault else 0 for fault, _ in lives], done.stderr
@@ -130,8 +134,8 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     run: RunSettings, tiny: ModuleType, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    settings = {"optim": {"lr": 3e-3, "schedule": "linear"}}
-    with tiny.Player(address, run.id, spoil=differs):
+    settings = {"optim": {"lr": 3e-3, "schedule": "linear"}, "algorithm": {"type": "grpo", "std": "none"}}
+    with tiny.Player(address, run.id, spoil=partial(differs, poison=POISON)):
         chain(settings, *[(fault, []) for fault in CHAIN], replayed(run, tmp_path))
     # Every seq at most once in the lineage that survived, and the lost branches were real.
     checkpoint = final(run.dir)
@@ -142,6 +146,9 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     assert [entry.step for entry in kept] == [step for step in range(1, STEPS + 1) for _ in range(4)]
     assert len(list(read_journal(run.dir / "journal"))) > len(kept)
     assert checkpoint.facts["ledger"]["counts"]["trained"] == len(seqs)
+    # The batch that was not finite is in the books, and left no trace in weights and moments.
+    dead = [seq for seq, *why in checkpoint.facts["ledger"]["notes"] if why == ["dead", "nonfinite"]]
+    assert POISON in dead and len(dead) == run.groups_per_step == len(checkpoint.facts["ledger"]["notes"])
     assert_same_parameters(run, tmp_path, model)
 
 
