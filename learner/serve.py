@@ -105,15 +105,12 @@ def assemble(
     trackers = open_trackers(run, settings, books.step, lease.epoch)
     room, evidence = settings.prefetch_steps * run.groups_per_step, run.dir / "dead_letters.jsonl"
     group_filter = GroupFilter(settings.filtering, run.groups_per_step)
-    source = Source(
-        store, books, run.id, group_filter, room=room, max_attempts=settings.max_attempts, evidence=evidence
-    )
-    issuer = Issuer(store, books, sampler, run)
+    most = settings.max_attempts
+    source = Source(store, books, run.id, group_filter, room=room, max_attempts=most, evidence=evidence)
+    issuer, reconciler = Issuer(store, books, sampler, run), Reconciler(store, books, source)
     snapshot = _measure(run, books, lease, meter)
-    reconciler = Reconciler(store, books, source)
-    keeper = Keeper(
-        store, lease, issuer, reconciler, snapshot, lease_s=settings.lease_s, reconcile_s=settings.reconcile_s
-    )
+    paces = {"lease_s": settings.lease_s, "reconcile_s": settings.reconcile_s}
+    keeper = Keeper(store, lease, issuer, reconciler, snapshot, **paces)
     keeping = IoLoop("keeper", keeper.turn, alarm)
     keeping.start()
     try:
