@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from learner.books import Books
-from learner.checkpoint import STATE, Checkpoint, CheckpointFailed, Checkpoints
+from learner.checkpoint import Checkpoint, CheckpointFailed, Checkpoints
 from learner.config import LearnerSettings
 from learner.filtering import GroupFilter
 from learner.metrics import Meter, StepLog
 from learner.replay_batches import Batches, RecordedBatches, Recording, RegroupedBatches, Replayed
 from learner.replay_export import export
 from learner.seams import TrainEngine
-from learner.serve import MakeEngine, build_trainer
+from learner.serve import MakeEngine, build_trainer, resumed_engine
 from learner.signals import stop_signals
 from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
 from learner.telling import Teller, open_trackers
@@ -89,9 +89,7 @@ class ReplayLoop:
         start = PolicyVersion(self.epoch, self.books.step)
         self.lineage = [*(checkpoint.lineage if checkpoint else ()), start]
         trackers = open_trackers(run, settings, self.books.step, self.epoch)
-        self.engine: TrainEngine = make_engine(run, settings)
-        if checkpoint is not None:
-            self.engine.load_state(checkpoint.path / STATE)
+        self.engine: TrainEngine = resumed_engine(make_engine, run, settings, checkpoint)
         self.meter = Meter()
         self.teller = Teller(self.meter, StepLog(run.dir / "metrics.jsonl"), trackers)
         self._patience = Patience(settings.max_skipped, Path("the journal"))

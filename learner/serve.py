@@ -114,9 +114,7 @@ def assemble(
     keeping = IoLoop("keeper", keeper.turn, alarm)
     keeping.start()
     try:
-        engine = make_engine(run, settings)
-        if checkpoint is not None:
-            engine.load_state(checkpoint.path / STATE)
+        engine = resumed_engine(make_engine, run, settings, checkpoint)
         if settings.metrics_port:
             serve_prometheus(settings.metrics_port, snapshot)
     except BaseException:
@@ -147,6 +145,16 @@ def assemble(
         keeping=keeping,
     )
     return parts, lineage
+
+
+def resumed_engine(
+    make_engine: MakeEngine, run: RunSettings, settings: LearnerSettings, checkpoint: Checkpoint | None
+) -> TrainEngine:
+    """The train engine as the checkpoint has it, or with the initial weights where there is none."""
+    engine = make_engine(run, settings)
+    if checkpoint is not None:
+        engine.load_state(checkpoint.path / STATE)
+    return engine
 
 
 def _train(parts: Parts, loop: TrainingLoop, stop: Stop) -> None:
