@@ -135,8 +135,10 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     settings = {"optim": {"lr": 3e-3, "schedule": "linear"}, "algorithm": {"type": "grpo", "std": "none"}}
+    other = ["--replay", str(run.dir), "--rebatch", f"run.dir={tmp_path / 'other'}"]
+    other += ["learner.algorithm.type=gspo", "run.groups_per_step=6"]
     with tiny.Player(address, run.id, spoil=partial(differs, poison=POISON)):
-        chain(settings, *[(fault, []) for fault in CHAIN], replayed(run, tmp_path))
+        chain(settings, *[(fault, []) for fault in CHAIN], replayed(run, tmp_path), ("", other))
     # Every seq at most once in the lineage that survived, and the lost branches were real.
     checkpoint = final(run.dir)
     assert checkpoint.lineage == ((3, 0), (6, 6), (7, 9)), "learner starts 1, 2, 4 and 5 left nothing behind"
@@ -150,6 +152,9 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     dead = [seq for seq, *why in checkpoint.facts["ledger"]["notes"] if why == ["dead", "nonfinite"]]
     assert POISON in dead and len(dead) == run.groups_per_step == len(checkpoint.facts["ledger"]["notes"])
     assert_same_parameters(run, tmp_path, model)
+    # Another algorithm makes another policy of the same groups, in batches of its own.
+    lines = tiny.step_lines(tmp_path / "other")
+    assert [seq for line in lines for seq in line["seqs"]] == seqs[: len(seqs) // 6 * 6]
 
 
 def test_all_that_has_a_state_of_its_own_is_resumed_too(
