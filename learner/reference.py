@@ -2,13 +2,13 @@
 
 The average itself lives in the policy's engine, in float32 and partitioned as its optimiser's state is, and is saved
 with it: in bfloat16 most of an update of (1 - tau) * difference would be lost. What is here is a module to score with,
-in the dtype of a forward pass, whole on every rank, filled anew after each change. A copy is an average that keeps
-nothing of the past (tau 0), so it survives a restart by the same means.
+in the dtype of a forward pass, filled anew after each change. At ZeRO stage 3 it is cut over the ranks, below that it
+is whole on each. A copy is an average that keeps nothing of the past (tau 0), so it survives a restart likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,12 +18,19 @@ from learner.config_model import LoraSettings, ModelSettings, ReferenceSettings
 from learner.lora import adapters_off
 from learner.model import PolicyModel, load_policy
 from learner.scoring import Scores
+from learner.sharding import fill, shard
 
 
 class Engine(Protocol):
     """What a reference needs of the engine that trains the policy; `learner.engine.DeepSpeedEngine` has it."""
 
     updates: int
+    world_size: int
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's."""
+        ...
 
     @property
     def module(self) -> torch.nn.Module:
@@ -62,14 +69,17 @@ class Reference:
         self._rests = settings.offload
         if settings.kind != "frozen":
             engine.start_ema()
-        if module is not None and share_frozen(module, engine.module):
-            self._rests = False  # little is its own
+        if module is not None and engine.stage == 3 and engine.world_size > 1:
+            shard(module, engine.device)
+            self._rests = False  # little is left on each device
+        elif module is not None and share_frozen(module, engine.module):
+            self._rests = False
         if module is not None and not self._rests:
             module.to(engine.device)
 
     @torch.no_grad()
     def scores(self, *inputs: Any, top: int = 0, at_ids: torch.Tensor | None = None) -> Scores:
-        """Without gradient; takes what `PolicyModel.forward` takes, up to `entropy_gradient`."""
+        """Without gradient; takes what `PolicyModel.forward` takes, up to `entropy_gradient`. At stage 3 collective."""
         if self._module is not None:
             return self._module(*inputs, top, at_ids)  # type: ignore[no-any-return]
         with adapters_off(self._engine.module):
@@ -107,20 +117,9 @@ class Reference:
         fill(self._module, self._engine.iter_state("ema"))
 
 
-@torch.no_grad()
-def fill(module: torch.nn.Module, state: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copies tensors into the parameters of these names, rounded to their dtype. Names it has not are passed over (a
-    value head's).
-    """
-    parameters = dict(module.named_parameters())
-    for name, tensor in state:
-        if name in parameters:
-            parameters[name].copy_(tensor)
-
-
 def share_frozen(module: torch.nn.Module, policy: torch.nn.Module) -> bool:
     """Lets the frozen parameters of an adapted `policy` be those of `module` too; False where there are none to share:
-    all are trained, or partitioned (ZeRO stage 3), or of another dtype.
+    all are trained, or partitioned (ZeRO stage 3 empties them), or of another dtype.
     """
     frozen = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
     own = dict(module.named_parameters())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,7 +140,7 @@ def test_the_average_keeps_what_bfloat16_would_lose(directory):
     run = Run(directory, 1, lr=1e-5, dtype="bfloat16", kind="ema", tau=0.99, every=1)
     exact = {name: tensor.double() for name, tensor in run.master().items()}
     rounded = {name: tensor.bfloat16() for name, tensor in run.master().items()}
-    for _ in range(20):
+    for _ in range(10):
         run.train(1)
         for name, tensor in run.master().items():
             exact[name] = 0.99 * exact[name] + 0.01 * tensor.double()
@@ -224,3 +228,53 @@ def test_a_reference_in_another_dtype(directory):
     )
     assert {p.dtype for p in narrow._module.parameters()} == {torch.bfloat16}
     torch.testing.assert_close(narrow.scores(*inputs()).logprobs, run.policy(), rtol=0.1, atol=0.1)
+
+
+def test_over_two_ranks_at_stage_3_each_holds_half_and_scores_as_the_whole(directory, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    logs = [(tmp_path / f"{rank}.log").open("wb") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(directory)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL, stderr=logs[rank],
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0], (tmp_path / "0.log").read_text()[-2000:]
+    finally:
+        for rank, log in zip(ranks, logs, strict=True):
+            rank.kill()
+            rank.wait()
+            log.close()
+
+
+def be_a_rank(directory: Path) -> None:
+    """One of two at stage 3: a moving average of all weights, then one of adapters, then a frozen reference."""
+    from learner.engine import leave_ranks
+
+    run = Run(directory, 3, kind="ema", tau=0.7, every=1)
+    average = {name: tensor.double() for name, tensor in run.master().items()}
+    for _ in range(2):
+        run.train(1)
+        average = {name: 0.7 * average[name] + 0.3 * tensor.double() for name, tensor in run.master().items()}
+        assert_close(seen(run), run.with_weights(average))
+    held = sum(p.to_local().numel() for p in run.reference._module.parameters())
+    everything = sum(p.numel() for p in load_policy(directory, ModelSettings()).parameters())
+    assert 0.4 * everything < held < 0.6 * everything
+    adapted = Run(directory, 3, rank=4, kind="refresh", every=2)
+    adapted.train(2)
+    assert_close(seen(adapted), adapted.policy())
+    frozen = Run(directory, 3)
+    before = frozen.policy()
+    frozen.train(1)
+    assert_close(seen(frozen), before)
+    assert (frozen.policy() - before).abs().max() > 0.05
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    be_a_rank(Path(sys.argv[1]))
