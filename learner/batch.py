@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from learner.advantages import Outcomes
+from learner.advantages import Outcomes, Turns
 from learner.aggregation import Aggregation, trajectory_weights
 from learner.config_batch import BatchSettings
 from learner.packing import cut_rows, deal, pack_rows
@@ -35,6 +35,14 @@ class Plan(Protocol):
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory."""
+        ...
+
+    def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
+        """[n, K] float64, one for each turn, or None where `advantages` are for all turns of a trajectory."""
+        ...
+
+    def reward_scale(self, outcomes: Outcomes) -> float:
+        """Factor on the rewards of tokens; called once a batch."""
         ...
 
 
@@ -160,19 +168,25 @@ def build_batch(
         judged = outcomes.shuffled(now_step)
         for row in rows:
             row.rewards = np.append(np.zeros(len(row.trained) - 1), judged.rewards[row.number]).astype(np.float32)
+    scale = algorithm.reward_scale(judged)
+    for row in rows:
+        row.rewards = row.rewards * np.float32(scale)
     advantages = algorithm.advantages(judged)
+    by_turn = None if settings.shuffle_rewards else algorithm.turn_advantages(judged, Turns.of(groups))
+    # one column for every turn, or one for all
+    table = advantages[:, None] if by_turn is None else by_turn
     # The capacity is the batch's, not the part's: a row's width should not depend on how the batch is divided.
     capacity = max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
     divided = [[r for r in rows if r.group % algorithm.minibatches == n] for n in range(algorithm.minibatches)]
-    parts = tuple(_part(part, advantages, algorithm, capacity, settings) for part in divided if part)
-    stats = _statistics(rows, [m for part in parts for m in part], tally, outcomes, advantages)
+    parts = tuple(_part(part, table, algorithm, capacity, settings) for part in divided if part)
+    stats = _statistics(rows, [m for part in parts for m in part], tally, outcomes, np.abs(table).max(1, initial=0.0))
     return Batch(parts, temperature, sum(len(r.trained) for r in rows), stats)
 
 
 def _part(
     rows: Sequence[_Row], advantages: npt.NDArray[np.float64], algorithm: Plan, capacity: int, settings: BatchSettings
 ) -> Part:
-    """The micro-batches of one update: its denominators are its own."""
+    """The micro-batches of one update: its denominators are its own. advantages [n, turns], or [n, 1] for all turns."""
     counts = np.zeros(len(advantages), np.int64)
     for row in rows:
         counts[row.number] = len(row.trained)
@@ -282,6 +296,7 @@ def _assemble(
         positions[y, x:] = np.arange(width - x)
     parts = [part for row in rows for part in row]
     numbers = np.repeat([p.number for p in parts], [len(p.trained) for p in parts])
+    turns = np.concatenate([p.turn for p in parts])
     return MicroBatch(
         ids=ids,
         positions=positions,
@@ -289,13 +304,13 @@ def _assemble(
         index=np.concatenate(index),
         targets=np.concatenate([p.targets for p in parts]),
         behaviour=np.concatenate([p.behaviour for p in parts]),
-        advantages=advantages[numbers].astype(np.float32),
+        advantages=advantages[numbers, np.minimum(turns, advantages.shape[1] - 1)].astype(np.float32),
         weights=weights[numbers].astype(np.float32),
         rewards=np.concatenate([p.rewards for p in parts]),
         outcome=np.repeat([p.outcome for p in parts], [len(p.trained) for p in parts]).astype(np.float32),
         lags=np.concatenate([p.lags for p in parts]),
         trajectory=numbers,
-        turn=np.concatenate([p.turn for p in parts]),
+        turn=turns,
     )
 
 

@@ -123,7 +123,10 @@ class PolicySettings(Settings):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; every denominator is of the whole batch (of the update)."""
     aggregation_length: int = Field(default=0, ge=0)
-    """seq_mean_token_sum only: constant that the sum is divided by (Dr. GRPO, arXiv 2503.20783); 0 = not divided."""
+    """seq_mean_token_sum(_norm): constant that the sum is divided by (Dr. GRPO, arXiv 2503.20783); 0 = not divided."""
+    reward_scale: Literal["none", "batch", "running"] = "none"
+    """Rewards of tokens are divided by the deviation of the batch's trajectories, or of all seen so far; not centred.
+    For advantages of tokens (ppo, reinforce_pp): groups are their own measure."""
     whiten: bool = False
     """Advantages of the batch's tokens get mean 0 and deviation 1, over all ranks."""
     filter: bool = False
@@ -135,6 +138,10 @@ class PolicySettings(Settings):
             raise ValueError("dual_clip must be above 1, or 0 for none")
         if self.kl.place == "reward" and not self.judges_tokens:
             raise ValueError("kl.place reward needs advantages of tokens (ppo, reinforce_pp); this has those of groups")
+        if self.reward_scale != "none" and not self.judges_tokens:
+            raise ValueError("reward_scale is for advantages of tokens (ppo, reinforce_pp)")
+        if self.aggregation == "seq_mean_token_sum_norm" and not self.aggregation_length:
+            raise ValueError("aggregation seq_mean_token_sum_norm needs an aggregation_length")
         if self.correction.normalize and self.old_logprobs == "interpolate":
             raise ValueError("correction.normalize needs the proximal policy before the update: recompute it")
         return self
@@ -143,6 +150,15 @@ class PolicySettings(Settings):
 class GroupSettings(PolicySettings):
     """Advantage: the reward against its group's mean (GRPO, arXiv 2402.03300)."""
 
+    estimator: Literal["grpo", "rloo", "opo", "max_rl", "pass_at_k"] = "grpo"
+    """grpo: reward against the group's mean; rloo: against the others' mean; opo: against the mean weighed by length
+    (arXiv 2505.23585); max_rl: in units of the mean; pass_at_k: only the best of the group, against the second
+    (arXiv 2503.19595). The fields below are for grpo and, but for batch, pass_at_k."""
+    turns: Literal["off", "turn", "group"] = "off"
+    """Rewards of turns as they are earned (process supervision of GRPO, arXiv 2402.03300, section 4.1.3) instead of
+    their sum: compared with the same turn of the siblings, or with all their turns; a turn counts what follows it."""
+    turn_gamma: float = Field(default=1.0, gt=0, le=1)
+    """turns: discount from turn to turn."""
     std: Literal["group", "batch", "none"] = "group"
     """What the difference is divided by: the group's standard deviation, the batch's, or nothing (Dr. GRPO)."""
     std_ddof: Literal[0, 1] = 1

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.advantages import Outcomes
+from learner.advantages import Outcomes, Turns
 from learner.aggregation import Aggregation
 
 Total = Callable[[torch.Tensor], torch.Tensor]
@@ -159,6 +159,14 @@ class Algorithm(Protocol):
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        ...
+
+    def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
+        """[n, K] float64, one for each turn, or None where `advantages` are for all turns of a trajectory."""
+        ...
+
+    def reward_scale(self, outcomes: Outcomes) -> float:
+        """Factor on the rewards of tokens; called once a batch."""
         ...
 
     def judge(self, scored: Sequence[Scored], total: Total) -> tuple[list[Judgement], dict[str, float]]:

@@ -8,8 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from learner.advantages import Outcomes, grpo_advantages
+from learner.advantages import (
+    Outcomes,
+    Turns,
+    grpo_advantages,
+    max_rl_advantages,
+    normalized_turns,
+    opo_advantages,
+    pass_at_k_advantages,
+    rloo_advantages,
+    turn_returns,
+)
 from learner.algorithms.policy import PolicyAlgorithm
 from learner.config_policy import GroupSettings
 
@@ -24,4 +35,24 @@ class Grpo(PolicyAlgorithm):
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory; 0 for those that do not vote."""
         s = self._group
-        return grpo_advantages(outcomes, std=s.std, ddof=s.std_ddof, epsilon=s.epsilon)
+        match s.estimator:
+            case "grpo":
+                return grpo_advantages(outcomes, std=s.std, ddof=s.std_ddof, epsilon=s.epsilon)
+            case "rloo":
+                return rloo_advantages(outcomes)
+            case "opo":
+                return opo_advantages(outcomes)
+            case "max_rl":
+                return max_rl_advantages(outcomes)
+            case "pass_at_k":
+                divides = s.std != "none"
+                return pass_at_k_advantages(outcomes, epsilon=s.epsilon, ddof=s.std_ddof, normalize_std=divides)
+
+    def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
+        """[n, K] float64 where turns are rewarded by themselves: normalised, and summed from each turn on."""
+        s = self._group
+        if s.turns == "off":
+            return None
+        normal = normalized_turns(turns, outcomes, scope=s.turns, ddof=s.std_ddof, epsilon=s.epsilon)
+        returns: npt.NDArray[np.float64] = turn_returns(torch.from_numpy(normal), s.turn_gamma).numpy()
+        return returns

@@ -12,9 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from learner.advantages import whiten
+from learner.advantages import Outcomes, RunningMoments, Turns, whiten
 from learner.algorithms.base import Judgement, LossOutput, Needs, Scored, TokenInputs, Total
 from learner.algorithms.correction import Correction
 from learner.algorithms.report import report
@@ -36,6 +38,7 @@ class PolicyAlgorithm:
         self.filters = settings.filter
         self._correction = Correction(settings)
         self._kl = kl_controller(settings.kl)
+        self._moments = RunningMoments()
 
     @property
     def needs(self) -> Needs:
@@ -52,6 +55,21 @@ class PolicyAlgorithm:
             top=kl.top if kl.coefficient > 0 and kl.type in ("reverse", "forward") else 0,
             top_of="reference" if kl.type == "forward" else "policy",
         )
+
+    # --- before packing ---
+
+    def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
+        """[n, K] float64, one for each turn, where they are told apart; None: `advantages` is all."""
+        return None
+
+    def reward_scale(self, outcomes: Outcomes) -> float:
+        """What rewards of tokens are multiplied by, 1 unless the settings say so; takes note of the batch's."""
+        kind = self.policy_settings.reward_scale
+        if kind == "none":
+            return 1.0
+        moments = self._moments if kind == "running" else RunningMoments()
+        moments.update(outcomes.rewards[outcomes.votes])
+        return float(moments.normalize(np.ones(1), centre=False)[0])
 
     # --- before the first update ---
 
@@ -142,12 +160,13 @@ class PolicyAlgorithm:
         )
 
     def state(self) -> dict[str, Any]:
-        """The adaptive coefficient."""
-        return {"kl": self._kl.state()}
+        """The adaptive coefficient, and the moments of rewards."""
+        return {"kl": self._kl.state(), "moments": self._moments.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes up what `state` gave."""
         self._kl.load(state["kl"])
+        self._moments.load(state["moments"])
 
 
 def kl_controller(settings: KlSettings) -> KlController:

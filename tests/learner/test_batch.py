@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from learner.aggregation import trajectory_weights
 from learner.batch import Batch, MicroBatch, build_batch, cut_for_ranks
-from learner.config_algorithm import GrpoSettings
+from learner.config_algorithm import GrpoSettings, PpoSettings
 from learner.config_batch import BatchSettings
 from learner.packing import cut_rows, deal, pack_rows
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
@@ -231,6 +231,47 @@ def test_a_reward_on_a_token_that_is_not_trained_moves_to_the_one_before_it():
     (m,) = build([group_of(ends_stale, starts_stale)], now_step=5).micro_batches
     found = {int(n): m.rewards[m.trajectory == n].tolist() for n in (0, 1)}
     assert found == {0: [0, 2], 1: [0.5, 1.5]}, "to its last trained token; to its first"
+
+
+def test_turns_can_have_advantages_of_their_own():
+    def two_turns(early: float, late: float) -> Trajectory:
+        first = policy_segment([4, 5]).model_copy(update={"reward": early})
+        segments = (prompt_segment([1]), first, observation_segment([6]), policy_segment([9]))
+        return Trajectory(status=Status.ANSWERED, segments=segments, reward=early + late)
+
+    group = group_of(two_turns(1.0, 0.0), two_turns(0.0, 2.0))
+    (m,) = build([group], turns="turn", std_ddof=0, epsilon=0.0).micro_batches
+    found = {int(n): m.advantages[m.trajectory == n].tolist() for n in (0, 1)}
+    # turn 0: +1 and -1, turn 1: -1 and +1, each turn counting what follows it
+    assert found == {0: [0.0, 0.0, -1.0], 1: [0.0, 0.0, 1.0]}
+    (m,) = build([group], turns="turn", turn_gamma=0.5, std_ddof=0, epsilon=0.0).micro_batches
+    assert {int(n): m.advantages[m.trajectory == n].tolist() for n in (0, 1)} == {
+        0: [0.5, 0.5, -1.0],
+        1: [-0.5, -0.5, 1.0],
+    }
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "max_rl", "pass_at_k"])
+def test_every_estimator_prefers_the_better(estimator):
+    (m,) = build([make_group(1, (1.0, 0.0, 0.0))], estimator=estimator).micro_batches
+    best = {int(n): float(m.advantages[m.trajectory == n][0]) for n in range(3)}
+    assert best[0] > 0 >= best[1] == best[2]
+
+
+def test_rewards_of_tokens_can_be_scaled_by_all_that_was_seen():
+    algorithm = PpoSettings(reward_scale="running").build()
+
+    def rewards(*groups: TrajectoryGroup) -> list[float]:
+        batch = build_batch(
+            groups, algorithm, now_step=0, lineage=(), max_lag=2, settings=BatchSettings(), temperature=1.0
+        )
+        return sorted({round(float(r), 4) for m in batch.micro_batches for r in m.rewards})
+
+    assert rewards(make_group(1, (4.0, 0.0))) == [0.0, 2.0], "the deviation is 2"
+    assert rewards(make_group(2, (4.0, 0.0, 2.0, 2.0))) == [0.0, 1.2247, 2.4495], "of six: sqrt(8 / 3)"
+    again = PpoSettings(reward_scale="running").build()
+    again.load(algorithm.state())
+    assert again.state() == algorithm.state()
 
 
 def test_shuffled_rewards_are_those_of_tokens_too():
