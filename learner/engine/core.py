@@ -45,7 +45,8 @@ class DeepSpeedEngine:
         if dtype == "bfloat16" and engine.zero_stage == 0:
             raise ValueError("bfloat16 needs zero_stage 1, 2 or 3: DeepSpeed's stage 0 takes another optimiser for it")
         self.optim, self.settings, self.total_updates = optim, engine, total_updates
-        self.updates, self.stage = 0, engine.zero_stage
+        self.updates = 0
+        self.stage: int = engine.zero_stage
         self._deepspeed = import_deepspeed()
         join_ranks()
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -37,9 +37,11 @@ def data(count: int = 8) -> torch.Tensor:
     return torch.randn(count, 3, generator=torch.Generator().manual_seed(3))
 
 
-def start(stage: int, dtype: str = "float32", engine: dict | None = None, **optim) -> DeepSpeedEngine:
+def start(
+    stage: int, dtype: str = "float32", engine: dict | None = None, module: torch.nn.Module | None = None, **optim
+) -> DeepSpeedEngine:
     return DeepSpeedEngine(
-        Toy(),
+        module or Toy(),
         optim=OptimSettings(**(LINEAR | optim)),
         engine=EngineSettings(zero_stage=stage, **(engine or {})),
         dtype=dtype,
@@ -76,6 +78,13 @@ def plain(updates: int, **optim) -> tuple[dict[str, torch.Tensor], list[float]]:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip_norm or math.inf).item())
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def plain_loss(updates: int) -> float:
+    """Of all data after so many updates."""
+    model = Toy().requires_grad_(False)
+    model.load_state_dict(plain(updates)[0])
+    return model(data()).square().mean().item()
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
@@ -140,6 +149,73 @@ def test_the_schedule_by_hand():
     assert learning_rate(OptimSettings(lr=0.3), 1000, 10) == 0.3
 
 
+def test_a_warm_up_can_be_a_share_of_the_run():
+    s = OptimSettings(lr=1.0, warmup_fraction=0.285)
+    assert [learning_rate(s, n, 10) for n in range(4)] == pytest.approx([0.5, 1.0, 1.0, 1.0]), "verl: int(.285 * 10)"
+    with pytest.raises(ValueError, match="not both"):
+        OptimSettings(warmup_fraction=0.1, warmup_steps=1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_part_of_the_module_can_have_a_rate_of_its_own(stage):
+    module = Toy()
+    module.lr_scales = {"last.": 0.25}
+    plain_moves, scaled_moves = ({}, {})
+    for built, moves in ((Toy(), plain_moves), (module, scaled_moves)):
+        engine = start(stage, module=built, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1e-12)
+        before = weights(engine)
+        update(engine, data(), 1)
+        moves.update({name: (t - before[name]).abs().max().item() for name, t in weights(engine).items()})
+    for name, moved in scaled_moves.items():
+        assert moved == pytest.approx(plain_moves[name] * (0.25 if name.startswith("last.") else 1.0), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"offload_optimizer": True}, "needs zero_stage 1, 2 or 3"),
+        ({"zero_stage": 2, "offload_params": True}, "needs zero_stage 3"),
+        ({"zero_stage": 1, "overlap_comm": True}, "needs zero_stage 2 or 3"),
+        ({"deepspeed": {"gradient_clipping": 1.0}}, "gradient_clipping: the learner sets this itself"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "zero_optimization.stage: the learner sets this itself"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(said, why):
+    with pytest.raises(ValueError, match=why):
+        EngineSettings(**said)
+
+
+def test_bfloat16_is_refused_at_stage_0():
+    with pytest.raises(ValueError, match="bfloat16 needs zero_stage"):
+        start(0, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (1, {"reduce_bucket": 6, "allgather_bucket": 8}),
+        (2, {"reduce_bucket": 6, "allgather_bucket": 8, "overlap_comm": True}),
+        (3, {"reduce_bucket": 64, "allgather_bucket": 4, "overlap_comm": True}),
+        (2, {"deepspeed": {"zero_optimization": {"contiguous_gradients": False}, "communication_data_type": "fp32"}}),
+    ],
+)
+def test_how_deepspeed_moves_numbers_changes_none(stage, more):
+    expected, norms = plain(2)
+    engine = start(stage, engine=more)
+    assert [update(engine, data(), 2).grad_norm for _ in range(2)] == pytest.approx(norms, rel=1e-5)
+    assert_same(weights(engine), expected)
+
+
+def test_a_total_is_a_copy_of_its_dtype():
+    engine = start(0)
+    for dtype in (torch.float64, torch.bfloat16):
+        given = torch.ones(2, dtype=dtype)
+        total = engine.total(given)
+        assert total.dtype == dtype
+        total.zero_()
+        assert given.tolist() == [1.0, 1.0]
+
+
 def test_the_weights_are_copies():
     engine = start(0)
     for tensor in weights(engine).values():
@@ -193,6 +269,7 @@ def test_another_process_goes_on_bit_for_bit(stage, tmp_path):
 
 def test_two_ranks_do_what_one_does(tmp_path):
     expected, norms = plain(2)
+    losses = [plain_loss(updates) for updates in range(2)]
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     finish([run_role("ranks", tmp_path, 0, RANK=str(r), LOCAL_RANK=str(r), **env) for r in range(2)], tmp_path)
     found = [json.loads((tmp_path / f"ranks{rank}.json").read_text()) for rank in range(2)]
@@ -200,6 +277,8 @@ def test_two_ranks_do_what_one_does(tmp_path):
         for rank in range(2):
             of = found[rank][str(stage)]
             assert of["norms"] == pytest.approx(norms, rel=1e-5), (stage, rank)
+            assert of["losses"] == pytest.approx(losses, rel=1e-5), (stage, rank)
+            assert of["total"] == [3.0, 0.5], "and the ranks' own remain"
             flat = {name: torch.tensor(values) for name, values in of["weights"].items()}
             assert_same(flat, {name: t.flatten() for name, t in expected.items()})
             assert of["skipped"] == [False, False], "a NaN on one rank skips the update on both"
@@ -231,16 +310,33 @@ def _ranks(directory: Path) -> dict[str, object]:
     for stage in STAGES:
         engine = start(stage)
 
-        def one(x: torch.Tensor, engine: DeepSpeedEngine = engine) -> tuple[float, bool]:
+        losses: list[float] = []
+
+        def one(x: torch.Tensor, engine: DeepSpeedEngine = engine, losses: list[float] = losses) -> tuple[float, bool]:
+            loss = torch.zeros((), dtype=torch.float64)
             for part in x.split(2):
-                engine.backward(engine.forward(part).square().sum() / len(data()))
+                share = engine.forward(part).square().sum() / len(data())
+                engine.backward(share)
+                loss += share.detach()
+            losses.append(float(engine.total(loss)))
             return engine.step()
 
         norms = [one(mine)[0] for _ in range(2)]
         flat = {name: t.flatten().tolist() for name, t in engine.iter_weights()}
         sums, maxima = engine.reduce([1.0 + rank, 0.5], [2.0 * rank])
         skipped = [one(mine * (math.nan if rank == 1 else 1.0)).applied for _ in range(2)]
-        found[str(stage)] = {"norms": norms, "weights": flat, "skipped": skipped, "sums": sums, "maxima": maxima}
+        own = torch.tensor([1.0 + rank, 0.25], dtype=torch.float64)
+        total = [*engine.total(own[:1]).tolist(), engine.total(own[1:]).item()]
+        assert own.tolist() == [1.0 + rank, 0.25]
+        found[str(stage)] = {
+            "losses": losses[:2],
+            "total": total,
+            "norms": norms,
+            "weights": flat,
+            "skipped": skipped,
+            "sums": sums,
+            "maxima": maxima,
+        }
     return found
 
 

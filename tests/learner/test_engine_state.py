@@ -20,11 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.config_engine import EngineSettings, OptimSettings
-from learner.engine import DeepSpeedEngine, leave_ranks
+from learner.engine import DeepSpeedEngine, gather, leave_ranks
+from learner.engine import state as state_files
 from protocol.errors import UserError
 
 KINDS = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32")]
 KINDS += [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")]
+name_of = "z{}.{}".format
 pytestmark = pytest.mark.timeout(300)
 """The first test starts five processes, each of which imports torch and DeepSpeed."""
 
@@ -98,10 +100,6 @@ def go_on(engine: DeepSpeedEngine, *, dropout: bool) -> dict[str, torch.Tensor]:
         norms.append(update(engine, number, dropout=dropout))
         engine.update_ema(TAU)
     return facts(engine, norms)
-
-
-def name_of(stage: int, dtype: str) -> str:
-    return f"z{stage}.{dtype}"
 
 
 # ---- roles, each run by every rank of a group of processes
@@ -298,6 +296,46 @@ def test_a_state_before_the_first_update_can_be_saved(tmp_path: Path) -> None:
     assert other.updates == 0
     assert update(other, 1) == update(engine, 1)
     same_bytes(dict(other.iter_weights()), dict(engine.iter_weights()))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_large_models_are_gathered_in_chunks_and_written_in_files(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(stage, "float32")
+    update(engine, 1)
+    whole = state(engine, ("master", "exp_avg"))
+    monkeypatch.setattr(gather, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(state_files, "FILE_BYTES", 100)
+    same_bytes(state(engine, ("master", "exp_avg")), whole)
+    engine.save_state(tmp_path)
+    assert len(list(tmp_path.glob("master.00000.*"))) > 2
+    other = start(stage, "float32")
+    other.load_state(tmp_path)
+    same_bytes(state(other, ("master", "exp_avg")), whole)
+
+
+def test_files_that_cannot_be_written_are_an_os_error(tmp_path: Path) -> None:
+    engine = start(1, "float32")
+    (tmp_path / "exp_avg.00000.000.safetensors").mkdir()
+    with pytest.raises(OSError, match=r"exp_avg\.00000"):
+        engine.save_state(tmp_path)
+    assert not (tmp_path / "state.json").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        engine.save_state(tmp_path / "file")
+    engine.save_state(tmp_path / "folder")
+
+
+def test_an_average_begins_when_it_is_asked_for(tmp_path: Path) -> None:
+    engine = start(2, "float32")
+    update(engine, 1)
+    engine.save_state(tmp_path)
+    other = start(2, "float32")
+    other.start_ema()
+    other.load_state(tmp_path)
+    average = state(other, ("ema",))
+    same_bytes(average, {f"ema/{name}": t for name, t in engine.iter_state("master")})
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
