@@ -15,8 +15,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from learner.journal_index import FRAME, Place, heal, index_of, places, read_frame, record
 from protocol.codec import decode_as, pack
@@ -86,8 +87,8 @@ class Journal:
     def __init__(self, folder: Path, max_bytes: int = 0) -> None:
         self._folder, self._max_bytes = folder, max_bytes
         self._file_bytes = min(FILE_BYTES, max_bytes // MIN_FILES) if max_bytes else FILE_BYTES
-        self._file: BinaryIO | None = None
-        self._index: BinaryIO | None = None
+        self._file: FileIO | None = None
+        self._index: FileIO | None = None
         self._healed = False
 
     def append(
@@ -95,22 +96,21 @@ class Journal:
     ) -> None:
         """Adds groups as (header bytes, body bytes). They are with the operating system when this returns.
 
+        Raises OSError; what was written of them then ends its file, and the journal must not be appended to any more.
         conditions: None for groups that were never trained (skipped batches).
         """
         file, index = self._open()
         batch = {} if conditions is None else {"batch": conditions.to_plain()}
-        added: list[Place] = []
-        path, at = Path(file.name), file.tell()
+        data, records = bytearray(), bytearray()
+        path, begin = Path(file.name), file.tell()
         for header, body in sealed:
             raw = pack({"step": step, "epoch": epoch, **batch, "h": header, "b": body})
-            place = Place(path, at + FRAME.size, len(raw), zlib.crc32(raw), epoch, step, read_header(header).seq)
-            file.write(FRAME.pack(place.length, place.crc) + raw)
-            added.append(place)
-            at = place.end
-        file.flush()
+            at, crc = begin + len(data) + FRAME.size, zlib.crc32(raw)
+            data += FRAME.pack(len(raw), crc) + raw
+            records += record(Place(path, at, len(raw), crc, epoch, step, read_header(header).seq))
+        _write(file, data)
         # Only now: an index never names what may not be there.
-        index.write(b"".join(record(place) for place in added))
-        index.flush()
+        _write(index, records)
 
     def flush(self) -> None:
         """Flushes to the device."""
@@ -140,7 +140,7 @@ class Journal:
                 file.close()
         self._file = self._index = None
 
-    def _open(self) -> tuple[BinaryIO, BinaryIO]:
+    def _open(self) -> tuple[FileIO, FileIO]:
         if self._file is not None and self._file.tell() >= self._file_bytes:
             self.close()
         if self._file is None or self._index is None:
@@ -150,7 +150,8 @@ class Journal:
                 heal(path)
             self._healed = True
             path = self._folder / f"groups-{_number(older[-1]) + 1 if older else 1:05d}.bin"
-            self._file, self._index = path.open("xb"), index_of(path).open("wb")
+            # Without buffers: what a full disk refused is not tried again when the files are closed.
+            self._file, self._index = FileIO(path, "xb"), FileIO(index_of(path), "wb")
         return self._file, self._index
 
 
@@ -186,6 +187,12 @@ def rolled_back(place: Place, lineage: Sequence[PolicyVersion]) -> bool:
 def data_files(folder: Path) -> list[Path]:
     """The files of the journal, oldest first."""
     return sorted((p for p in folder.glob("groups-*.bin") if p.stem.split("-")[1].isdigit()), key=_number)
+
+
+def _write(file: FileIO, data: bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _number(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -143,3 +144,19 @@ def test_a_journal_of_limited_size_loses_its_oldest_steps_but_none_that_is_neede
         assert size <= 8 * one
         append(written, 21, 1, 21)
     assert seqs(tmp_path)[-1] == (1, 21, 21)
+
+
+def test_a_full_disk_is_told_once_and_spoils_nothing(tmp_path: Path, journal: Callable[[], Journal]) -> None:
+    written = journal()
+    append(written, 1, 1, 1)
+    (data,) = tmp_path.glob("*.bin")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (data.stat().st_size + 500, hard))
+    try:
+        with pytest.raises(OSError):
+            append(written, 2, 1, 2, 3)
+        written.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append(journal(), 2, 2, 4)
+    assert seqs(tmp_path) == [(1, 1, 1), (2, 2, 4)]

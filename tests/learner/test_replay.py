@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -106,6 +108,20 @@ def test_a_replay_that_was_broken_off_goes_on_where_it_was(
     with pytest.raises(UserError, match="another journal"):
         write_journal(tmp_path / "other", 8)
         again(run, twice, tmp_path / "other")
+
+
+def test_a_signal_ends_a_replay_with_a_checkpoint(
+    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
+) -> None:
+    write_journal(tmp_path / "old", 7)
+
+    def told(updates: int) -> None:
+        if updates == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert weights(again(run, settings, tmp_path / "old", before=told))[0] == 5, "after the present step"
+    whole = again(run, settings, tmp_path / "old", into="whole")
+    assert weights(again(run, settings, tmp_path / "old")) == weights(whole)
 
 
 def test_a_replay_ends_at_run_steps(
