@@ -16,9 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from learner.config_trackers import TrackerSettings
 from learner.trackers.base import RunFacts, Tracker
-from protocol.settings import RunSettings, Settings
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +53,6 @@ class Trackers:
         deadline = time.monotonic() + timeout_s
         for lane in self._lanes:
             lane.join(max(deadline - time.monotonic(), 0.0))
-
-
-def start_trackers(
-    chosen: Sequence[TrackerSettings], run: RunSettings, learner: Settings, *, first_step: int, epoch: int
-) -> Trackers:
-    """The trackers of a run whose next step is `first_step`. Raises UserError when a package is missing."""
-    built = [settings.build() for settings in chosen]  # all of them, before the first one's thread starts
-    return Trackers(built, RunFacts.of(run, learner, first_step=first_step, epoch=epoch))
 
 
 class _Lane:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from learner.config import LearnerSettings
 from learner.config_trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, WandbSettings
+from learner.telling import open_trackers
 from learner.trackers import fan
 from learner.trackers.base import RunFacts, Tracker
-from learner.trackers.fan import Trackers, start_trackers
+from learner.trackers.fan import Trackers
 from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings, section
 
@@ -142,12 +144,12 @@ def test_nothing_starts_when_one_of_two_packages_is_missing(tmp_path: Path, monk
     before = threading.active_count()
     with pytest.raises(UserError, match="wandb"):
         chosen = (TensorBoardSettings(), WandbSettings())
-        start_trackers(chosen, RunSettings(dir=tmp_path), Section(), first_step=1, epoch=1)
+        open_trackers(RunSettings(dir=tmp_path), LearnerSettings(trackers=chosen), 0, 1)
     assert threading.active_count() == before and not list(tmp_path.iterdir())
 
 
 def test_a_run_without_trackers_has_none_to_wait_for(tmp_path: Path) -> None:
-    trackers = start_trackers((), RunSettings(dir=tmp_path), Section(), first_step=1, epoch=1)
+    trackers = open_trackers(RunSettings(dir=tmp_path), LearnerSettings(), 0, 1)
     trackers.log(1, VALUES)
     trackers.close()
     assert trackers.dropped == 0
@@ -215,6 +217,7 @@ def test_trackio_keeps_one_record_over_a_resume(tmp_path: Path) -> None:
     code = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[2])
+from learner.config import LearnerSettings
 from learner.config_trackers import TrackioSettings
 from test_trackers import facts_of, log_steps
 here = pathlib.Path(sys.argv[1])
