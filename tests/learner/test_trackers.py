@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -170,6 +172,26 @@ def test_tensorboard_reads_back_what_survived_a_crash(tmp_path: Path) -> None:
     assert [(e.step, round(e.value, 2)) for e in events.Scalars("loss")] == [(1, 1.01), (2, 2.01), (3, 3.03), (4, 4.03)]
     assert [e.value for e in events.Scalars("seconds/wait")] == [0.25] * 4
     assert b"run-7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_crashed_run_and_its_successor_are_one_curve_in_tensorboard(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any]
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def die(updates: int) -> None:
+        if updates == 5:
+            raise tiny.Crash
+
+    tracked = settings.model_copy(update={"trackers": (TensorBoardSettings(),)})
+    with tiny.Player(address, run.id):
+        with pytest.raises(tiny.Crash):
+            serve(run, tracked, before=die)
+        assert serve(run, tracked) == 0
+    events = EventAccumulator(str(run.dir / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("epoch")] == [(s, 1 if s <= 3 else 2) for s in range(1, 9)]
+    assert {"loss", "em_mean", "seconds/compute"} <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.filterwarnings("ignore")  # its own affairs
