@@ -23,8 +23,10 @@ EXACT = ("llama", "qwen2", "qwen3")
 WINDOWED = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
 """Model types whose sliding windows the tests know: few tokens would not show a window of thousands."""
 LENGTHS, PADDING = (11, 8), 3
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Of a difference, in standard deviations of the log-probs."""
+TOLERANCE, COARSE = 1e-3, 0.25
+"""Of a difference, in standard deviations of the log-probs: of the largest in float32. bfloat16 rounds so much that
+single tokens may differ by as much as the log-probs themselves (another expert is chosen), so there it is the median
+of each text. What mixes texts up is looked for by itself, and there is nothing to round in that."""
 
 
 def refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -> None:
@@ -43,20 +45,20 @@ def refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) ->
             why=f"{type(error).__name__}: {str(error)[:300]}",
             todo="use a model of another type",
         ) from error
-    limit = _TOLERANCE[policy.causal.dtype]
+    limit = COARSE if policy.causal.dtype == torch.bfloat16 else TOLERANCE
     if not found["eager"] <= limit:
         raise UserError(
             f"{directory} holds a {kind} model, which attention {config._attn_implementation} computes wrongly",
             why=f"log-probs differ from those of eager attention by {found['eager']:.2g} standard deviations",
             todo="set learner.model.attention to eager",
         )
-    if not found["alone"] <= limit:
+    if not found["alone"] <= limit / 5:
         raise UserError(
             f"{directory} holds a {kind} model, which would be scored wrongly",
             why=f"log-probs differ from transformers' own by {found['alone']:.2g} standard deviations",
             todo="use a model of another type",
         )
-    if packed and not max(found["packed"], found["mixed"]) <= limit:
+    if packed and not (found["packed"] <= limit and found["mixed"] <= limit / 10):
         why = f"a trajectory's log-probs change by {max(found['packed'], found['mixed']):.2g} standard deviations"
         raise _no_packing(directory, kind, f"{why} beside another one")
 
@@ -71,12 +73,13 @@ def _no_packing(directory: Path, kind: str, why: str) -> UserError:
 
 @torch.no_grad()
 def differences(policy: PolicyModel, *, packed: bool) -> dict[str, float]:
-    """Largest differences of log-probs from transformers' own, in standard deviations of the latter.
+    """Differences of log-probs from transformers' own, in standard deviations of the latter: the largest in float32,
+    the larger of both texts' medians in bfloat16.
 
     eager   of transformers with the attention of the settings, from transformers with eager attention
     alone   of our path, each text in a row of its own
     packed  of our path, both texts in one row
-    mixed   of a text in a row, when the text beside it changes
+    mixed   of a text in a row, when the text beside it changes: the largest in any dtype
     """
     causal, was_training = policy.causal, policy.training
     generator = torch.Generator().manual_seed(0)
@@ -93,12 +96,13 @@ def differences(policy: PolicyModel, *, packed: bool) -> dict[str, float]:
         causal.set_attn_implementation(implementation)
     policy.train()
     scale = float(eager.std()) or 1.0
-    found = {"eager": _largest(own, eager) / scale, "alone": _largest(_in_rows(policy, texts), own) / scale}
+    differ = _typical if causal.dtype == torch.bfloat16 else _largest
+    found = {"eager": differ(own, eager) / scale, "alone": differ(_in_rows(policy, texts), own) / scale}
     if packed:
         together = _in_one_row(policy, texts)
         left = _in_one_row(policy, [texts[0], others[1]])[: LENGTHS[0]]
         right = _in_one_row(policy, [others[0], texts[1]])[LENGTHS[0] :]
-        found["packed"] = _largest(together, own) / scale
+        found["packed"] = differ(together, own) / scale
         found["mixed"] = _largest(torch.cat([left, right]), together) / scale
     policy.train(was_training)
     return found
@@ -106,6 +110,10 @@ def differences(policy: PolicyModel, *, packed: bool) -> dict[str, float]:
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
+
+
+def _typical(a: torch.Tensor, b: torch.Tensor) -> float:
+    return max(float(part.median()) for part in torch.split((a - b).abs(), list(LENGTHS)))
 
 
 def _by_transformers(policy: PolicyModel, texts: list[torch.Tensor]) -> torch.Tensor:

@@ -217,12 +217,6 @@ def test_a_state_that_runs_through_the_row_cannot_be_packed_but_trained(tmp_path
     load_policy(tmp_path, ModelSettings(attention="eager"), packed=False)
 
 
-def test_logits_that_are_scaled_in_a_way_unknown_to_us_are_refused(tmp_path):
-    tiny("hyperclovax", logits_scaling=2.0).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="scored wrongly"):
-        load_policy(tmp_path, ModelSettings())
-
-
 def test_a_cap_on_attention_that_sdpa_leaves_out_is_refused(tmp_path):
     tiny("gemma2").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="caps its attention") as caught:
@@ -261,6 +255,21 @@ def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypa
     with pytest.raises(UserError, match="cannot be packed"):
         load_policy(tmp_path, ModelSettings(dtype=dtype))
     load_policy(tmp_path, ModelSettings(dtype=dtype), packed=False)
+
+
+@pytest.mark.parametrize("name", ["mistral", "granite", "mixtral", "qwen3_moe", "gemma2"])
+def test_bfloat16_s_rounding_is_no_reason_to_refuse(name, tmp_path):
+    kind, attention, extra = OTHERS[name]
+    tiny(kind, **extra).save_pretrained(tmp_path)
+    load_policy(tmp_path, ModelSettings(dtype="bfloat16", attention=attention))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_no_setting_can_mend_is_refused_in_any_dtype(dtype, tmp_path):
+    for name, kind in (("scaled", "hyperclovax"), ("bidirectional", "bert")):
+        tiny(kind, **({"logits_scaling": 2.0} if name == "scaled" else {})).save_pretrained(tmp_path / name)
+        with pytest.raises(UserError, match="scored wrongly"):
+            load_policy(tmp_path / name, ModelSettings(dtype=dtype), packed=False)
 
 
 def test_scores_at_given_tokens_and_the_likeliest_come_from_the_same_distribution():
