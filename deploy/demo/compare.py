@@ -19,7 +19,7 @@ import yaml
 
 from protocol.errors import UserError
 
-VARIANTS = Path(__file__).parent.parent / "configs" / "demo_algorithms.yaml"
+VARIANTS = Path(__file__).parent.parent / "configs" / "variants" / "algorithms.yaml"
 GOAL = 0.8
 """Exact match in training, as a mean of WINDOW steps, that a variant is expected to reach."""
 WINDOW = 10
