@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator, model_validator
 
 from learner.config_data import FilterSettings, MixSettings, ReplaySettings
 from learner.config_trackers import TrackerSettings
@@ -155,6 +155,20 @@ class LearnerSettings(TrainerSettings):
     def _mix_needs_a_journal(self) -> LearnerSettings:
         if self.replay_mix.share and not self.journal:
             raise ValueError("replay_mix.share needs journal: true, from which a resumed learner takes the groups")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_agree(self) -> LearnerSettings:
+        lora, publish = self.model.lora, self.publish
+        if isinstance(publish, AdapterPublishSettings):
+            if not lora.rank:
+                raise ValueError(
+                    "publish.type adapter needs model.lora.rank: without it there is no adapter to publish"
+                )
+            if publish.alpha != lora.alpha:
+                raise ValueError(
+                    f"publish.alpha {publish.alpha:g} and model.lora.alpha {lora.alpha:g} must be one number"
+                )
         return self
 
     @field_validator("publish", mode="before")
