@@ -95,6 +95,10 @@ class DeepSpeedEngine:
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         applied = not self._engine.optimizer.overflow
+        if not applied and self.settings.offload_optimizer and self.stage < 3:
+            # DeepSpeed 0.19.8 keeps them here: every later gradient would be added to what is not finite.
+            gradients = self._engine.optimizer.averaged_gradients
+            gradients.update(dict.fromkeys(gradients))
         self.updates += applied
         return Update(float("nan") if norm is None else float(norm), applied)
 

@@ -26,6 +26,8 @@ def import_deepspeed() -> Any:
 
     # It would ask gcc which of its C++ operations can be built, and then build one for minutes to save microseconds.
     deepspeed.ops.__compatible_ops__ = {}
+    # Its optimiser for stage 1 with bfloat16 collects garbage ten times while starting, to report memory to nobody.
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = _unseen
     # Its logger writes to stdout, which belongs to whoever runs us.
     logger = logging.getLogger("DeepSpeed")
     logger.handlers.clear()
@@ -35,6 +37,10 @@ def import_deepspeed() -> Any:
     logger.addFilter(_no_gossip)
     warnings.filterwarnings("ignore", "`torch.distributed.[a-z_]+` is deprecated", FutureWarning)
     return deepspeed
+
+
+def _unseen(*_: object, **__: object) -> None:
+    pass
 
 
 def _no_gossip(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from learner.engine import DeepSpeedEngine
 from learner.schedule import learning_rate
 
 STAGES = (0, 1, 2, 3)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LINEAR = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1, "clip_norm": 0.0}
 """With eps 1 a step is nearly proportional to the gradient: a wrong scale shows. With a small eps Adam hides it."""
 
@@ -114,18 +116,25 @@ def test_clipping_acts(stage):
     assert_same(weights(engine), expected)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(stage):
-    engine, untouched = start(stage), start(stage)
-    spoiled = data()
-    spoiled[3, 1] = math.nan
+@pytest.mark.parametrize(
+    ("stage", "dtype", "offload"),
+    [(0, "float32", False), *itertools.product(STAGES[1:], ("float32", "bfloat16"), (False, True))],
+)
+@pytest.mark.parametrize("spoil", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(stage, dtype, offload, spoil):
+    engine, untouched = [start(stage, dtype, {"offload_optimizer": offload}) for _ in range(2)]
+    for each in (engine, untouched):
+        update(each, data().to(DTYPES[dtype]), 2)
+    x = data().to(DTYPES[dtype])
+    spoiled = x.clone()
+    spoiled[3, 1] = spoil
     before = weights(engine)
     skipped = update(engine, spoiled, 3)
     assert not skipped.applied
     assert not math.isfinite(skipped.grad_norm)
     assert_same(weights(engine), before, tolerance=0)
-    assert engine.updates == 0
-    assert update(engine, data(), 2) == update(untouched, data(), 2)
+    assert engine.updates == 1
+    assert update(engine, x, 2) == update(untouched, x, 2)
     assert_same(weights(engine), weights(untouched), tolerance=0)
 
 
