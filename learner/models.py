@@ -15,6 +15,7 @@ from learner.critic import load_critic
 from learner.engine import DeepSpeedEngine
 from learner.lora import adapter_only, merged, scale_of
 from learner.model import PREFIX, load_policy
+from learner.naming import as_saved
 from learner.reference import Reference, build_reference
 from learner.valuing import Critic
 from protocol.settings import RunSettings
@@ -51,12 +52,11 @@ class Models:
         lora = self.settings.model.lora
         weights = self.policy.iter_weights(device)
         causal = ((name.removeprefix(PREFIX), tensor) for name, tensor in weights if name.startswith(PREFIX))
-        if not lora.rank:
-            yield from causal
-        elif adapters:
+        if lora.rank and adapters:
             yield from adapter_only(causal)
         else:
-            yield from merged(causal, scale_of(lora))
+            plain = merged(causal, scale_of(lora)) if lora.rank else causal
+            yield from as_saved(self.policy.module.causal, plain)
 
     def save(self, directory: Path) -> None:
         """Every engine's state, in a folder of its own; collective."""
