@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from learner.config_data import FilterSettings, MixSettings, ReplaySettings
 from learner.config_trackers import TrackerSettings

@@ -60,6 +60,9 @@ class EngineSettings(Settings):
 
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What is partitioned over the ranks: nothing, optimiser, and gradients, and parameters."""
+    deterministic: bool = False
+    """Only operations that give the same bits every time, slower ones on a GPU; torch refuses those that have none.
+    On a CPU with a fixed number of threads nothing changes."""
     threads: int = Field(default=0, ge=0)
     """Threads torch computes with on a CPU; 0 = its own choice. The same bits come only of the same number."""
     gradient_dtype: Literal["float32", "model"] = "float32"

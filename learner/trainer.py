@@ -8,6 +8,7 @@ share -> score (policy, reference, critic: no gradient) -> judge (advantages, re
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ class Trainer:
     def __init__(self, run: RunSettings, settings: TrainerSettings, *, adapters: bool = False) -> None:
         if settings.engine.threads:
             torch.set_num_threads(settings.engine.threads)  # of the calling thread only, so train in the same one
+        if settings.engine.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first call
+            torch.use_deterministic_algorithms(True)
         self.algorithm: Algorithm = settings.algorithm.build()
         self.settings = settings
         self._directory, self._adapters = run.model, adapters

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
 import learner.checkpoint
@@ -85,7 +84,6 @@ def live(argv: list[str], fault: str) -> int:
     if child == 0:
         status = 1
         try:
-            torch.use_deterministic_algorithms(True)
             if fault:
                 install(fault)
             status = cli.main(argv)

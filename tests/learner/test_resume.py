@@ -87,7 +87,7 @@ def chain(run: RunSettings, questions: Path, model: Path, tmp_path: Path) -> Cal
             "run": json.loads(run.model_copy(update={"model": model, "steps": STEPS}).model_dump_json()),
             "learner": {"questions": str(questions), "checkpoint_every": 3, "reconcile_s": 0.3} | learner,
         }
-        tree["learner"].setdefault("engine", {})["threads"] = 1
+        tree["learner"].setdefault("engine", {}).update({"threads": 1, "deterministic": True})
         (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
         files = []
         for number, (fault, more) in enumerate(lives):
