@@ -100,9 +100,8 @@ class LearnerBench(SkewedBatch):
                 "ours": ours,
                 **figures,
                 **{f"ratio_{kind}": ours["tokens_per_s"] / f["tokens_per_s"] for kind, f in figures.items()},
-                "step_memory_ratio": {
-                    kind: f["step_mib"] / ours["step_mib"] for kind, f in {"padded": padded, **figures}.items()
-                },
+                "cpu_ratio": _against(ours, {"padded": padded, **figures}, "cpu_ms_per_token"),
+                "step_memory_ratio": _against(ours, {"padded": padded, **figures}, "step_mib"),
                 "absent": absent,
                 **work.facts,
             },
@@ -119,6 +118,11 @@ class LearnerBench(SkewedBatch):
         apart = max(norms.values()) - min(norms.values())
         if apart > tolerance * max(norms.values()) or max(losses.values()) - min(losses.values()) > tolerance:
             raise ForayError(f"not the same work: losses {losses}, gradient norms {norms}")
+
+
+def _against(ours: dict[str, float], others: dict[str, dict[str, float]], what: str) -> dict[str, float]:
+    """How many times as much of `what` each of the others takes."""
+    return {kind: figures[what] / ours[what] for kind, figures in others.items()}
 
 
 def _figures(rows: list[dict[str, float]]) -> dict[str, float]:

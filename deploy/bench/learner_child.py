@@ -28,13 +28,14 @@ def serve(pipe: IO[str], step: Callable[[], dict[str, float]], tokens: int) -> N
     start = peak_mib()
     print(json.dumps({"ready": True}), file=pipe, flush=True)
     for _ in sys.stdin:
-        begun = time.monotonic()
+        begun, cpu = time.monotonic(), time.process_time()
         figures = step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds = time.monotonic() - begun
+        seconds, cpu = time.monotonic() - begun, time.process_time() - cpu
         memory = {"start_mib": start, "peak_mib": peak_mib()}
-        answer = {"tokens_per_s": tokens / seconds, "seconds": seconds, **figures, **memory}
+        speed = {"tokens_per_s": tokens / seconds, "seconds": seconds, "cpu_ms_per_token": 1000 * cpu / tokens}
+        answer = speed | figures | memory
         print(json.dumps(answer), file=pipe, flush=True)
 
 

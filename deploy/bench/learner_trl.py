@@ -69,6 +69,7 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.begun, self.seconds, self.start = tokens, 0.0, 0.0, 0.0
+        self.cpu = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.start:
@@ -77,15 +78,16 @@ class Rounds(TrainerCallback):  # type: ignore[misc]
         if not sys.stdin.readline():
             PIPE.close()
             os._exit(0)
-        self.begun = time.monotonic()
+        self.begun, self.cpu = time.monotonic(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds = time.monotonic() - self.begun
+        self.seconds, self.cpu = time.monotonic() - self.begun, time.process_time() - self.cpu
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         figures = {"tokens_per_s": self.tokens / self.seconds, "seconds": self.seconds}
+        figures["cpu_ms_per_token"] = 1000 * self.cpu / self.tokens
         norms = {"loss": float(logs["loss"]), "grad_norm": float(logs["grad_norm"])}
         tell(figures | norms | {"start_mib": self.start, "peak_mib": peak_mib()})
 

@@ -34,6 +34,7 @@ def test_a_small_run_is_of_the_same_step_and_says_who_was_left_out(
     assert told["ours"]["grad_norm"] == pytest.approx(told["baseline"]["grad_norm"], rel=1e-3) != 0
     assert told["ours"]["loss"] == pytest.approx(told["baseline"]["loss"], abs=1e-4) != 0
     assert told["ratio"] == pytest.approx(told["value"] / told["baseline"]["tokens_per_s"], rel=1e-2)
+    assert told["cpu_ratio"]["padded"] > 0
     assert 0 < told["ours"]["mfu"] < 1.5 and told["ours"]["step_mib"] > 0
     assert told["packing_efficiency"] > 0.9
     assert set(told["absent"]) == {"unfused", "padded_sorted", "trl"} and TRL_VARIABLE in told["absent"]["trl"]
