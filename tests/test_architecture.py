@@ -22,12 +22,16 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "transformers": ("learner/", "deploy/demo/", "deploy/bench/", "deploy/sglang_cpu/"),
     # run by the interpreter of an environment that holds nothing of ours
     "sglang": ("deploy/sglang_cpu/",),
+    "trl": ("deploy/bench/learner_trl.py",),
+    "datasets": ("deploy/bench/learner_trl.py",),
+    "peft": ("learner/lora.py",),
+    "matplotlib": ("deploy/plot.py",),
     "pickle": (),
 }
 PURE = ("learner/advantages/", "learner/losses/", "learner/kl/", "learner/scoring.py", "learner/batch.py")
 """Math: torch, numpy and facts, nothing else."""
 MATH = {"torch", "numpy", "protocol", "learner"}
-HEAVY = {"torch", "transformers", "deepspeed", "faiss", "aiohttp", "bm25s"}
+HEAVY = {"torch", "transformers", "deepspeed", "peft", "faiss", "aiohttp", "bm25s", "matplotlib"}
 
 
 def sources() -> Iterator[Path]:
