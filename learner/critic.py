@@ -9,7 +9,7 @@ import torch
 
 from learner.config_model import CriticSettings, LoraSettings, ModelSettings
 from learner.model import PolicyModel, ValueHead, hidden_states, load_causal
-from learner.selfcheck import refuse_differences
+from learner.selfcheck import settle_attention
 
 
 class ValueModel(torch.nn.Module):
@@ -39,5 +39,5 @@ def load_critic(run_model: Path, critic: CriticSettings, model: ModelSettings, *
     directory = critic.model or run_model
     settings = model.model_copy(update={"lora": LoraSettings()})
     causal = load_causal(directory, settings)
-    refuse_differences(PolicyModel(causal, settings), directory, packed=packed)
+    settle_attention(PolicyModel(causal, settings), directory, packed=packed)
     return ValueModel(causal.base_model, causal.get_output_embeddings().weight.shape[1])

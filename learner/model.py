@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from learner.architecture import refuse_kind, without_dropout
-from learner.attention import attention_mask
+from learner.attention import Spans, attention_mask, takes_spans
 from learner.config_model import CriticSettings, ModelSettings
 from learner.fused import ScoringLinear, Wanted, can_score, score_fused
 from learner.lora import add_adapters
 from learner.scoring import Scores, score_hidden, wide
-from learner.selfcheck import refuse_differences
+from learner.selfcheck import settle_attention
 from protocol.errors import UserError
 
 PREFIX = "causal."
@@ -101,8 +101,12 @@ def hidden_states(
     backbone: Any, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None
 ) -> torch.Tensor:
     """[R * L, H]: the last hidden states of a base model of transformers, rows one after the other."""
-    mask = None if documents is None else attention_mask(documents, backbone.config, backbone.dtype)
-    output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, return_dict=True)
+    who: dict[str, Any] = {"attention_mask": None}
+    if documents is not None and takes_spans(backbone.config):
+        who["spans"] = Spans.of(documents)
+    elif documents is not None:
+        who["attention_mask"] = attention_mask(documents, backbone.config, backbone.dtype)
+    output = backbone(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, **who)
     hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1)
     return hidden
 
@@ -146,7 +150,7 @@ def load_policy(
     """
     causal = load_causal(directory, settings)
     policy = PolicyModel(causal, settings, critic)
-    refuse_differences(policy, directory, packed=packed)
+    settle_attention(policy, directory, packed=packed)
     if settings.lora.rank:
         add_adapters(causal, settings.lora)
     return policy

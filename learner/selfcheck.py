@@ -3,6 +3,8 @@
 For a few architectures the tests know it. For any other it is found out: scores of two texts, each alone by
 transformers with eager attention, beside those of our forward pass in training mode (so what dropout or noise is left
 shows), in rows of their own and packed into one row. And no text may change what the one beside it scores.
+
+The same check finds out whether a model can be computed span by span (learner/attention.py) and is given a mask if not.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learner.attention import FULL, SLIDING, layer_kinds
+from learner.attention import FULL, SLIDING, layer_kinds, use_spans
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,12 +31,29 @@ single tokens may differ by as much as the log-probs themselves (another expert 
 of each text. What mixes texts up is looked for by itself, and there is nothing to round in that."""
 
 
-def refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -> None:
-    """Raises UserError when `policy` would score otherwise than transformers does, or `packed` rows would mix."""
+def settle_attention(policy: PolicyModel, directory: Path, *, packed: bool) -> None:
+    """Has `policy` compute span by span where that is right. Raises UserError when it would score otherwise than
+    transformers does either way, or `packed` rows would mix.
+    """
+    config = policy.causal.config
+    if layer_kinds(config) == {FULL} and config._attn_implementation == "sdpa":
+        if use_spans(policy.causal) and (config.model_type in EXACT or _right_by_spans(policy, packed=packed)):
+            return
+        policy.causal.set_attn_implementation("sdpa")
+    _refuse_differences(policy, directory, packed=packed)
+
+
+def _right_by_spans(policy: PolicyModel, *, packed: bool) -> bool:
+    try:
+        found = differences(policy, packed=packed)
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # spans reach no layer, or there is a mask in the way
+        return False
+    return not _excess(policy, found)
+
+
+def _refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -> None:
     config = policy.causal.config
     kinds, kind = layer_kinds(config), config.model_type
-    if kind in EXACT and kinds == {FULL} and config._attn_implementation == "sdpa":
-        return
     if packed and (kinds - {FULL, SLIDING} or (SLIDING in kinds and kind not in WINDOWED)):
         raise _no_packing(directory, kind, f"it has layers of {', '.join(sorted(kinds))}")
     try:
@@ -45,22 +64,29 @@ def refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) ->
             why=f"{type(error).__name__}: {str(error)[:300]}",
             todo="use a model of another type",
         ) from error
-    limit = COARSE if policy.causal.dtype == torch.bfloat16 else TOLERANCE
-    if not found["eager"] <= limit:
+    excess = _excess(policy, found)
+    if "eager" in excess:
         raise UserError(
             f"{directory} holds a {kind} model, which attention {config._attn_implementation} computes wrongly",
             why=f"log-probs differ from those of eager attention by {found['eager']:.2g} standard deviations",
             todo="set learner.model.attention to eager",
         )
-    if not found["alone"] <= limit / 5:
+    if "alone" in excess:
         raise UserError(
             f"{directory} holds a {kind} model, which would be scored wrongly",
             why=f"log-probs differ from transformers' own by {found['alone']:.2g} standard deviations",
             todo="use a model of another type",
         )
-    if packed and not (found["packed"] <= limit and found["mixed"] <= limit / 10):
+    if excess:
         why = f"a trajectory's log-probs change by {max(found['packed'], found['mixed']):.2g} standard deviations"
         raise _no_packing(directory, kind, f"{why} beside another one")
+
+
+def _excess(policy: PolicyModel, found: dict[str, float]) -> set[str]:
+    """Those of the differences that are too large, NaN among them."""
+    limit = COARSE if policy.causal.dtype == torch.bfloat16 else TOLERANCE
+    limits = {"eager": limit, "alone": limit / 5, "packed": limit, "mixed": limit / 10}
+    return {name for name, difference in found.items() if not difference <= limits[name]}
 
 
 def _no_packing(directory: Path, kind: str, why: str) -> UserError:

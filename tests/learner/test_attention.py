@@ -1,0 +1,196 @@
+"""Packed rows span by span: what each trajectory would give alone, and what the mask gives, gradients included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import scaled_dot_product_attention
+
+from learner.attention import SPANS, Spans, block_mask, takes_spans, use_spans
+from learner.config_model import LoraSettings, ModelSettings
+from learner.critic import CriticSettings, load_critic
+from learner.model import hidden_states, load_policy
+
+KINDS = ("llama", "qwen2", "qwen3")
+VOCABULARY = 61
+LAYOUTS = {
+    "one trajectory": [[9]],
+    "odd widths": [[7, 3, 13]],
+    "single tokens": [[1, 1, 5, 1]],
+    "padding": [[4, 6, -3]],
+    "rows that differ": [[5, 11, -1], [1, 1, 9, -6], [17]],
+    "a row of padding": [[3, 2], [-5]],
+}
+"""Widths of the spans of each row; a negative one is padding."""
+
+
+def documents_of(rows: list[list[int]]) -> torch.Tensor:
+    return torch.stack(
+        [torch.cat([torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(row)]) for row in rows]
+    )
+
+
+def tiny(kind: str, **extra) -> transformers.PreTrainedModel:
+    """Two layers, grouped-query attention, weights large enough that attention is not flat."""
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, initializer_range=0.3, bos_token_id=1,
+        eos_token_id=1, pad_token_id=None, **extra,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def attend(tensors: list[torch.Tensor], **options) -> torch.Tensor:
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    function = transformers.AttentionInterface()[SPANS]
+    return function(module, *tensors, options.pop("mask", None), scaling=0.5, **options)[0]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    assert use_spans(tiny("llama"))
+
+
+@pytest.mark.parametrize("values", [8, 6])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_spans_equal_the_mask_in_output_and_gradient(name, values):
+    documents = documents_of(LAYOUTS[name])
+    torch.manual_seed(1)
+    shapes = [(len(documents), heads, documents.shape[1], width) for heads, width in ((4, 8), (2, 8), (2, values))]
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    found = attend(tensors, spans=Spans.of(documents))
+    query, key, value = tensors
+    wide = [t.repeat_interleave(2, 1) for t in (key, value)]
+    expected = scaled_dot_product_attention(query, *wide, attn_mask=block_mask(documents), scale=0.5).transpose(1, 2)
+    held = documents >= 0
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found[held], expected[held], rtol=1e-12, atol=1e-12)
+    assert not found[~held].any(), "padding is zeros"
+    weights = torch.randn(found.shape, dtype=torch.float64)
+    gradient = torch.autograd.grad((found * weights).sum(), tensors)
+    wanted = torch.autograd.grad((expected * weights)[held].sum(), tensors)
+    for one, other in zip(gradient, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_without_spans_rows_are_causal():
+    tensors = [torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    one_span = attend(tensors, spans=Spans.of(documents_of([[5], [5]])))
+    torch.testing.assert_close(attend(tensors), one_span, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_s_own_mask_is_not_left_out_without_a_word():
+    tensors = [torch.randn(1, heads, 5, 8) for heads in (4, 2, 2)]
+    with pytest.raises(ValueError, match="mask of its own"):
+        attend(tensors, spans=Spans.of(documents_of([[5]])), mask=torch.zeros(1, 1, 5, 5))
+
+
+def inputs_of(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    documents = documents_of(rows)
+    ids = torch.randint(0, VOCABULARY, documents.shape, generator=torch.Generator().manual_seed(2))
+    places = [torch.cat([torch.arange(n) if n > 0 else torch.zeros(-n, dtype=torch.long) for n in row]) for row in rows]
+    return ids, torch.stack(places), documents
+
+
+def hidden_and_gradient(causal, ids, positions, documents) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of what is no padding [N, H], and the gradient of a fixed weighting of it."""
+    causal.zero_grad()
+    hidden = hidden_states(causal.base_model, ids, positions, documents)[documents.flatten() >= 0]
+    (hidden * _weights(hidden)).sum().backward()
+    return hidden.detach(), {n: p.grad.clone() for n, p in causal.named_parameters() if p.grad is not None}
+
+
+def alone_and_gradient(causal, ids, documents) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same by transformers' own forward pass over each trajectory alone."""
+    causal.zero_grad()
+    texts = [ids[r][row == d] for r, row in enumerate(documents) for d in row.unique().tolist() if d >= 0]
+    hidden = torch.cat([causal.base_model(text[None], use_cache=False).last_hidden_state[0] for text in texts])
+    (hidden * _weights(hidden)).sum().backward()
+    return hidden.detach(), {n: p.grad.clone() for n, p in causal.named_parameters() if p.grad is not None}
+
+
+def _weights(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.randn(hidden.shape, dtype=hidden.dtype, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_gives_what_it_gives_with_the_mask_and_alone(kind, checkpointing, tmp_path):
+    tiny(kind).save_pretrained(tmp_path)
+    causal = load_policy(tmp_path, ModelSettings(gradient_checkpointing=checkpointing)).double().train().causal
+    assert takes_spans(causal.config)
+    ids, positions, documents = inputs_of(LAYOUTS["rows that differ"])
+    found, gradient = hidden_and_gradient(causal, ids, positions, documents)
+    causal.set_attn_implementation("sdpa")
+    masked = hidden_and_gradient(causal, ids, positions, documents)
+    alone = alone_and_gradient(causal, ids, documents)
+    for expected, expected_gradient in (masked, alone):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # norms are float32 in any model
+        assert gradient.keys() == expected_gradient.keys()
+        for name, wanted in expected_gradient.items():
+            torch.testing.assert_close(gradient[name], wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_layers_computed_once_more_for_the_gradient_have_the_spans_too(tmp_path):
+    """And it can fail: the same packed row as one span has another gradient."""
+    tiny("qwen2").save_pretrained(tmp_path)
+    causal = load_policy(tmp_path, ModelSettings(gradient_checkpointing=True)).double().train().causal
+    ids, positions, documents = inputs_of([[6, 9, 2]])
+    seen = []
+    attention = causal.model.layers[0].self_attn
+    attention.register_forward_pre_hook(lambda m, _, kwargs: seen.append(kwargs["spans"]), with_kwargs=True)
+    _, right = hidden_and_gradient(causal, ids, positions, documents)
+    assert [s.widths for s in seen] == [((6, 9, 2),)] * 2
+    _, wrong = hidden_and_gradient(causal, ids, positions, torch.zeros_like(documents))
+    assert not torch.allclose(right["model.embed_tokens.weight"], wrong["model.embed_tokens.weight"], atol=1e-3)
+
+
+def test_bfloat16_with_padding_stays_finite(tmp_path):
+    tiny("qwen3").save_pretrained(tmp_path)
+    causal = load_policy(tmp_path, ModelSettings(dtype="bfloat16")).causal
+    ids, positions, documents = inputs_of(LAYOUTS["a row of padding"])
+    hidden = hidden_states(causal.base_model, ids, positions, documents)
+    assert hidden.isfinite().all()
+    hidden.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in causal.parameters() if p.grad is not None)
+
+
+FULL_KINDS = {
+    **{kind: {} for kind in (*KINDS, "gemma", "granite", "olmo2", "mixtral", "gpt2", "gpt_neox")},
+    "mistral": {"sliding_window": None},
+}
+
+
+@pytest.mark.parametrize("kind", FULL_KINDS)
+def test_models_whose_layers_all_see_everything_before_them_take_spans(kind, tmp_path):
+    tiny(kind, **FULL_KINDS[kind]).save_pretrained(tmp_path)
+    assert takes_spans(load_policy(tmp_path, ModelSettings()).causal.config)
+    assert takes_spans(load_policy(tmp_path, ModelSettings(), packed=False).causal.config)
+    assert not takes_spans(load_policy(tmp_path, ModelSettings(attention="eager")).causal.config)
+
+
+def test_critics_and_adapted_policies_take_spans(tmp_path):
+    tiny("qwen2").save_pretrained(tmp_path)
+    adapted = ModelSettings(lora=LoraSettings(rank=2))
+    assert takes_spans(load_policy(tmp_path, adapted).causal.config)
+    assert takes_spans(load_critic(tmp_path, CriticSettings(), adapted).backbone.config)
+
+
+def test_windows_keep_their_mask(tmp_path):
+    tiny("mistral", sliding_window=5).save_pretrained(tmp_path)
+    assert load_policy(tmp_path, ModelSettings()).causal.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_spans_would_mix_up_gets_the_mask(tmp_path, monkeypatch):
+    """One of the types that are checked: here its spans are lost, as in a model that does not hand them on."""
+    tiny("granite").save_pretrained(tmp_path)
+    monkeypatch.setattr("learner.model.Spans.of", lambda documents: None)
+    causal = load_policy(tmp_path, ModelSettings()).causal
+    assert causal.config._attn_implementation == "sdpa"
+    ids, positions, documents = inputs_of([[6, 9, -2]])
+    found, _ = hidden_and_gradient(causal, ids, positions, documents)
+    expected, _ = alone_and_gradient(causal, ids, documents)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
