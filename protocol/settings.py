@@ -32,6 +32,14 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A field whose default a subclass changes means what it meant: its description is inherited."""
+        for name, field in cls.model_fields.items():
+            bases = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, BaseModel))
+            if field.description is None:
+                field.description = next((f.description for f in bases if f is not None and f.description), None)
+
 
 class RunSettings(Settings):
     """What two processes must agree on."""
