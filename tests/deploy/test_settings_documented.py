@@ -16,12 +16,11 @@ KIND = "type"
 
 def classes(kind: Any, seen: set[type]) -> Iterator[type[Settings]]:
     """Every settings class that can occur below `kind`."""
-    if isinstance(kind, type) and issubclass(kind, Settings):
-        if kind not in seen:
-            seen.add(kind)
-            yield kind
-            for field in kind.model_fields.values():
-                yield from classes(field.annotation, seen)
+    if isinstance(kind, type) and issubclass(kind, Settings) and kind not in seen:
+        seen.add(kind)
+        yield kind
+        for field in kind.model_fields.values():
+            yield from classes(field.annotation, seen)
     for part in get_args(kind):
         yield from classes(part, seen)
 
