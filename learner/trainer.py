@@ -167,7 +167,14 @@ class Trainer:
     def load_state(self, directory: Path) -> None:
         """Take up what `save_state` wrote, by any number of ranks and at any ZeRO stage; collective."""
         self._models.load(directory)
-        self.algorithm.load(json.loads((directory / STATE).read_text())["algorithm"])
+        try:
+            self.algorithm.load(json.loads((directory / STATE).read_text())["algorithm"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"the algorithm's state in {directory / STATE} cannot be taken up",
+                why=f"{type(error).__name__}: {error}",
+                todo="resume with the learner.algorithm settings that the run began with",
+            ) from None
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""

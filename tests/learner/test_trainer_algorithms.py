@@ -16,6 +16,7 @@ from learner.batch import Batch, build_batch
 from learner.config_algorithm import AlgorithmSettings
 from learner.config_trainer import TrainerSettings
 from learner.trainer import Trainer
+from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.settings import RunSettings
 from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
@@ -169,6 +170,13 @@ def test_a_restart_goes_on_bit_for_bit(start: Start, kind: str, tmp_path: Path) 
     theirs = weights(two)
     for name, value in weights(one).items():
         assert torch.equal(theirs[name], value), name
+
+
+def test_a_state_of_another_algorithm_is_refused_in_words(start: Start, tmp_path: Path) -> None:
+    start(algorithm={"type": "ppo", "kl": {"coefficient": 0.1}}).save_state(tmp_path)
+    adaptive = start(algorithm={"type": "ppo", "kl": {"coefficient": 0.1, "target": 0.1}})
+    with pytest.raises(UserError, match=r"trainer\.json cannot be taken up"):
+        adaptive.load_state(tmp_path)
 
 
 def test_values_come_to_explain_the_returns(start: Start) -> None:
