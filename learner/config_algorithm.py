@@ -146,6 +146,24 @@ class GspoSettings(GroupSettings):
         return Gspo(self)
 
 
+class GmpoSettings(GroupSettings):
+    """Geometric-mean policy optimisation (arXiv 2507.20673): bounds are on log-ratios."""
+
+    type: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(default=0.4, ge=0)
+    """A token's log-ratio is clipped at -clip_low."""
+    clip_high: float = Field(default=0.4, ge=0)
+    """A token's log-ratio is clipped at clip_high."""
+    old_logprobs: Proximal = "recompute"
+    aggregation: Aggregation = "seq_mean_token_mean"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.gmpo import Gmpo
+
+        return Gmpo(self)
+
+
 class CispoSettings(GroupSettings):
     """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585)."""
 
@@ -233,6 +251,7 @@ AlgorithmSettings = Annotated[
     | Annotated[ReinforcePpSettings, Tag("reinforce_pp")]
     | Annotated[PpoSettings, Tag("ppo")]
     | Annotated[GspoSettings, Tag("gspo")]
+    | Annotated[GmpoSettings, Tag("gmpo")]
     | Annotated[CispoSettings, Tag("cispo")]
     | Annotated[SapoSettings, Tag("sapo")]
     | Annotated[GpgSettings, Tag("gpg")]

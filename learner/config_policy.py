@@ -48,6 +48,9 @@ class RejectionSettings(Settings):
     """Greatest ratio that is kept."""
     veto: float = Field(default=0.0, ge=0)
     """A trajectory with any token below this ratio is left out; 0: none is."""
+    off_policy: float = Field(default=0.0, ge=0)
+    """A trajectory with a negative advantage is left out when it has become less likely than this, in nats a token
+    since it was sampled: a mistake that the policy no longer makes (DeepSeek-V3.2, arXiv 2512.02556); 0: none is."""
 
 
 class KlSettings(Settings):

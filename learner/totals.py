@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
+
 from learner.algorithms.base import LossOutput
+from learner.losses import VarianceSums, WeightSums, effective_sample_size, explained_variance
 
 
 @dataclass
@@ -50,11 +53,13 @@ class Totals:
 
 
 def _derive(found: dict[str, float]) -> None:
-    """What is made of sums over the whole batch takes their place."""
-    square = found.pop("ratio_square", 0.0)
-    if square:
-        found["ess"] = found["ratio_mean"] ** 2 / square
+    """What is made of sums over the whole batch takes their place; both do not mind that these are means."""
+    square = found.pop("ratio_square", None)
+    if square is not None:
+        sums = (torch.tensor(x, dtype=torch.float64) for x in (found["ratio_mean"], square, 1.0))
+        found["ess"] = effective_sample_size(WeightSums(*sums))
     if "return_square" in found:
-        spread = found.pop("return_square") - found["return_mean"] ** 2
-        wrong = found.pop("value_error_square") - found.pop("value_error") ** 2
-        found["explained_variance"] = 1 - wrong / spread if spread > 1e-12 else 0.0
+        names = ("return_square", "value_error", "value_error_square")
+        pieces = (1.0, found["return_mean"], *(found.pop(name) for name in names))
+        sums = (torch.tensor(x, dtype=torch.float64) for x in pieces)
+        found["explained_variance"] = explained_variance(VarianceSums(*sums))

@@ -9,7 +9,6 @@ from learner.advantages.baselines import Baseline, gpg_advantages, reinforce_adv
 from learner.advantages.groups import (
     Spread,
     dr_grpo_advantages,
-    gdpo_advantages,
     grpo_advantages,
     max_rl_advantages,
     opo_advantages,
@@ -21,7 +20,7 @@ from learner.advantages.moments import RunningMoments
 from learner.advantages.outcomes import Outcomes, informative
 from learner.advantages.returns import discounted_returns, gae, rewards_at_end, settled_rewards
 from learner.advantages.rows import Rows, to_rows
-from learner.advantages.shaping import cost_shaped, normalize_rewards, overlong
+from learner.advantages.shaping import overlong
 from learner.advantages.turns import Turns, normalized_turns, turn_advantages, turn_of_tokens, turn_returns
 from learner.advantages.whitening import whiten
 
@@ -32,16 +31,13 @@ __all__ = [
     "RunningMoments",
     "Spread",
     "Turns",
-    "cost_shaped",
     "discounted_returns",
     "dr_grpo_advantages",
     "gae",
-    "gdpo_advantages",
     "gpg_advantages",
     "grpo_advantages",
     "informative",
     "max_rl_advantages",
-    "normalize_rewards",
     "normalized_turns",
     "opo_advantages",
     "overlong",

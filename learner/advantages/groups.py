@@ -8,7 +8,6 @@ interleaved and of any size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -120,19 +119,4 @@ def pass_at_k_advantages(
         if best - second > tolerance(rewards):
             scale = rewards.std(ddof=ddof) + epsilon if normalize_std else 1.0
             out[members[rewards.argmax()]] = (best - second) / scale
-    return out
-
-
-def gdpo_advantages(
-    outcomes: Outcomes, weights: Mapping[str, float], *, ddof: int = 1, epsilon: float = 1e-6
-) -> Float64:
-    """[n] float64: sum over the named parts of weight * GRPO of that part, to be whitened over the batch.
-
-    GDPO (arXiv 2601.05242): parts are normalised before they are added, so that one with a small spread is not lost
-    beside one with a large. A part that is equal throughout a group adds 0 there. Raises KeyError for a part that no
-    trajectory has.
-    """
-    out = np.zeros(len(outcomes.rewards))
-    for name, weight in weights.items():
-        out += weight * grpo_advantages(outcomes.scored(outcomes.parts[name]), ddof=ddof, epsilon=epsilon)
     return out

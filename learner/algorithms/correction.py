@@ -10,7 +10,7 @@ import torch
 from learner.algorithms.base import Scored, TokenInputs, Total
 from learner.config_policy import PolicySettings
 from learner.kl import log_ratio
-from learner.losses import WeightSums, keep_mask, masked, normalised, truncated, veto, weight_sums
+from learner.losses import WeightSums, keep_mask, masked, normalised, opsm, truncated, veto, weight_sums
 
 
 class Corrected(NamedTuple):
@@ -58,6 +58,10 @@ class Correction:
         # Where the engines' policy is the proximal one, what is left to compare it with is the policy itself.
         compared = log_ratio(inputs.logprobs.detach(), inputs.behaviour, mask) if self._by_policy else log_weight
         kept = self._kept(compared, inputs.trajectory, mask)
+        delta = self._rejection.off_policy
+        if delta:
+            logprobs, advantages = inputs.logprobs.detach(), inputs.advantages
+            kept = kept & opsm(logprobs, inputs.behaviour, advantages, inputs.trajectory, mask, delta=delta)
         return Corrected(torch.where(kept, weight, 0.0), kept)
 
     def _weight(self, log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from learner.kl import cut, log_ratio
 
-__all__ = ["Surrogate", "clip_gain", "clipped_surrogate", "importance_weight", "log_ratio", "plain", "weighted_sum"]
+__all__ = ["Surrogate", "clip_gain", "clipped_surrogate", "log_ratio", "plain", "weighted_sum"]
 
 
 class Surrogate(NamedTuple):
@@ -74,14 +74,6 @@ def clipped_surrogate(
     """
     ratio = log_ratio(logprobs, old.detach(), mask).exp()
     return clip_gain(ratio, cut(advantages.detach(), mask), mask, low=low, high=high, dual=dual)
-
-
-def importance_weight(old: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, cap: float) -> torch.Tensor:
-    """min(old / behaviour, cap) for each token, a constant: how much the sampler under- or overdrew it.
-
-    Truncated importance sampling of decoupled PPO (AReaL, arXiv 2505.24298, equation 5); 1 where masked.
-    """
-    return log_ratio(old, behaviour, mask).exp().clamp(max=cap).detach()
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,9 @@ def settings(request):
 def recomputing(request):
     """Every correction that needs the proximal policy, at once."""
     given = {"old_logprobs": "recompute", "correction": {"mode": "mask", "low": 0.2, "high": 3, "normalize": True}}
-    return request.param(**given, rejection={"level": "token", "low": 0.1, "high": 9, "veto": 0.01}, dual_clip=3)
+    return request.param(
+        **given, rejection={"level": "token", "low": 0.1, "high": 9, "veto": 0.01, "off_policy": 0.5}, dual_clip=3
+    )
 
 
 def outcomes(order: np.ndarray | None = None) -> Outcomes:

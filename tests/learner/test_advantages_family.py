@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from learner.advantages import (
     Outcomes,
     dr_grpo_advantages,
-    gdpo_advantages,
     gpg_advantages,
     grpo_advantages,
     max_rl_advantages,
@@ -98,14 +97,6 @@ def slow_useful(given):
     return sum(loop(given, lambda r, j, i: 1.0))
 
 
-def slow_gdpo(given):
-    out = 0.0
-    for name, weight in (("em", 1.0), ("form", 0.5)):
-        part = outcomes(given.parts[name], given.group, given.votes)
-        out = out + weight * loop(part, lambda r, j, i: (r[j] - mean(r)) / (deviation(r, 1) + 1e-6))
-    return out
-
-
 def slow_reinforce_batch(given):
     every = voting(given)
     if equal(every):
@@ -151,7 +142,6 @@ FAMILY = {
         lambda g: gpg_advantages(g, nonzero="advantages", norm=2.0),
         lambda g: slow_gpg(g, slow_useful(g)),
     ),
-    "gdpo": (lambda g: gdpo_advantages(g, {"em": 1.0, "form": 0.5}), slow_gdpo),
 }
 RAW = {
     "reinforce_none": (reinforce_advantages, lambda g: np.where(g.votes, g.rewards, 0.0)),
@@ -166,7 +156,7 @@ RAW = {
 }
 EVERY = FAMILY | RAW
 every = pytest.mark.parametrize("name", EVERY)
-comparing = pytest.mark.parametrize("name", [n for n in FAMILY if n not in ("reinforce_batch", "gdpo")])
+comparing = pytest.mark.parametrize("name", [n for n in FAMILY if n != "reinforce_batch"])
 """Those that compare siblings by their reward alone."""
 
 
@@ -307,11 +297,3 @@ def test_reinforce_without_a_baseline_is_the_reward():
     np.testing.assert_allclose(reinforce_advantages(batch, baseline="batch"), [0.15, 0, -0.15])
     assert reinforce_advantages(outcomes([2.0, 9.0], votes=[1, 0]), baseline="batch").tolist() == [0.0, 0.0]
     assert reinforce_advantages(outcomes([0.1 + 0.2, 0.3], group=[0, 1]), baseline="batch").tolist() == [0.0, 0.0]
-
-
-def test_gdpo_keeps_a_part_with_a_small_spread():
-    batch = outcomes([0, 0], parts={"em": np.array([1.0, 0.0]), "form": np.array([0.0, 0.001])})
-    found = gdpo_advantages(batch, {"em": 1.0, "form": 0.5}, epsilon=0.0)
-    np.testing.assert_allclose(found, [0.5 / math.sqrt(2), -0.5 / math.sqrt(2)], rtol=1e-9)
-    with pytest.raises(KeyError):
-        gdpo_advantages(batch, {"f1": 1.0})

@@ -10,18 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantages import Outcomes, RunningMoments, cost_shaped, normalize_rewards, overlong
+from learner.advantages import RunningMoments, overlong
 
 VALUES = st.lists(st.floats(-1e6, 1e6).map(lambda x: round(x, 6)), max_size=20)  # no squares that underflow
-
-
-def outcomes(rewards, group=None, votes=None) -> Outcomes:
-    n = len(rewards)
-    return Outcomes(
-        np.asarray(rewards, np.float64),
-        np.ones(n, bool) if votes is None else np.asarray(votes, bool),
-        np.zeros(n, np.int64) if group is None else np.asarray(group, np.int64),
-    )
 
 
 def test_overlong_by_hand_at_every_corner():
@@ -54,27 +45,6 @@ def test_without_a_buffer_overlong_is_a_step():
 def test_a_buffer_that_does_not_fit_is_refused(wrong):
     with pytest.raises(ValueError, match="does not fit"):
         overlong(np.zeros(1), np.zeros(1, np.int64), **wrong)
-
-
-def test_cost_counts_where_the_question_is_answered_by_hand():
-    batch = outcomes([1, 1, 0, 0, 5], group=[0, 0, 1, 1, 0], votes=[1, 1, 1, 1, 0])
-    found = cost_shaped(batch, np.array([2.0, 4.0, 9.0, 1.0, 100.0]), 0.1)
-    np.testing.assert_allclose(found, [0.95, 0.9, 0, 0, 5])
-    assert cost_shaped(outcomes([1, 0]), np.zeros(2), 0.1).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="negative"):
-        cost_shaped(outcomes([1, 0]), np.array([-1.0, 2.0]), 0.1)
-
-
-def test_rewards_are_normalised_over_the_voters_of_the_batch():
-    batch = outcomes([1, 2, 3, 99], group=[0, 1, 2, 3], votes=[1, 1, 1, 0])
-    np.testing.assert_allclose(normalize_rewards(batch, epsilon=0.0), [-1, 0, 1, 0], atol=1e-12)
-    np.testing.assert_allclose(normalize_rewards(batch, ddof=0, epsilon=0.0)[2], math.sqrt(1.5))
-    np.testing.assert_allclose(normalize_rewards(batch, epsilon=1.0), [-0.5, 0, 0.5, 0], atol=1e-12)
-
-
-@pytest.mark.parametrize("batch", [outcomes([7.0]), outcomes([0.1 + 0.2, 0.3]), outcomes([1.0, 2.0], votes=[1, 0])])
-def test_without_a_spread_normalised_rewards_are_exactly_zero(batch):
-    assert normalize_rewards(batch).tolist() == [0.0] * len(batch.rewards)
 
 
 @settings(max_examples=60, deadline=None)

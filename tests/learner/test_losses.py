@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from learner.losses import clipped_surrogate, importance_weight, log_ratio, weighted_sum
+from learner.losses import clipped_surrogate, log_ratio, weighted_sum
 from learner.scoring import score_hidden, score_logits
 
 
@@ -138,11 +138,3 @@ def test_the_proximal_policy_and_the_advantage_are_constants():
     clipped_surrogate(logprobs, old, advantages, torch.tensor([True]), low=0.2, high=0.28).loss.sum().backward()
     assert old.grad is None
     assert advantages.grad is None
-
-
-def test_importance_weights_are_truncated_constants():
-    old = torch.log(torch.tensor([0.2, 0.9, 0.5])).requires_grad_()
-    behaviour = torch.log(torch.tensor([0.4, 0.1, 0.5]))
-    weight = importance_weight(old, behaviour, torch.tensor([True, True, False]), 2.0)
-    torch.testing.assert_close(weight, torch.tensor([0.5, 2.0, 1.0]))
-    assert not weight.requires_grad
