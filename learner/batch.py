@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from learner.advantages import Outcomes, Turns
+from learner.advantages import Outcomes, Turns, turn_of_tokens
 from learner.aggregation import Aggregation, trajectory_weights
 from learner.config_batch import BatchSettings
 from learner.packing import cut_rows, deal, pack_rows
-from protocol.messages import Owner, Trajectory, TrajectoryGroup
+from protocol.messages import Trajectory, TrajectoryGroup
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
 
@@ -229,11 +229,9 @@ def _trained_part(
         return None
     trained = trajectory.mask.copy()
     trained[:1] = False  # nothing predicts the first token
-    lags, turns = np.zeros(len(trained), np.int64), np.zeros(len(trained), np.int64)
-    base = turn = 0
+    lags = np.zeros(len(trained), np.int64)
+    base = 0
     for segment in trajectory.segments:
-        turns[base : base + len(segment.ids)] = turn
-        turn += segment.owner is Owner.POLICY
         for span in segment.spans:
             place = slice(base + span.start, base + span.end)
             lags[place] = lag(now_step, span.version)
@@ -256,7 +254,7 @@ def _trained_part(
         rewards=_credit(trajectory, at),
         outcome=trajectory.reward,
         lags=lags[at],
-        turn=turns[at],
+        turn=turn_of_tokens(trajectory)[at],
         number=number,
         group=group,
     )

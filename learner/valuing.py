@@ -9,7 +9,7 @@ import torch
 from learner.algorithms.base import LossOutput
 from learner.config_model import CriticSettings
 from learner.engine import DeepSpeedEngine
-from learner.losses import value_loss, weighted_sum
+from learner.losses import value_loss, variance_sums, weighted_sum
 from learner.scores import Prepared
 
 
@@ -47,17 +47,16 @@ def value_output(values: torch.Tensor, prepared: Prepared, settings: CriticSetti
     assert prepared.returns is not None and prepared.values is not None
     huber = settings.huber_delta if settings.loss == "huber" else None
     found = value_loss(values, prepared.values, prepared.returns, t.mask, clip=settings.clip or None, huber=huber)
-    returns = torch.where(t.mask, prepared.returns, 0.0)
-    wrong = torch.where(t.mask, prepared.returns - prepared.values, 0.0)
+    pieces = variance_sums(prepared.values, prepared.returns, t.mask)
     return LossOutput(
         weighted_sum(found.loss, t.weights, t.mask),
         sums={
             "value_loss": torch.where(t.mask, found.loss.detach(), 0.0).sum(),
             "value_clip_fraction": found.clipped.sum(),
             "value_mean": torch.where(t.mask, prepared.values, 0.0).sum(),
-            "return_mean": returns.sum(),
-            "return_square": returns.square().sum(),
-            "value_error": wrong.sum(),
-            "value_error_square": wrong.square().sum(),
+            "return_mean": pieces.returns,
+            "return_square": pieces.return_squares,
+            "value_error": pieces.errors,
+            "value_error_square": pieces.error_squares,
         },
     )

@@ -157,3 +157,25 @@ def store(run: RunSettings) -> Iterator[Any]:
     made.own(1, "me")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 of 40 words and two layers, initial weights large enough that its tokens differ."""
+    import torch
+    import transformers
+
+    directory = tmp_path_factory.mktemp("tiny-qwen")
+    config = transformers.Qwen2Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory

@@ -29,21 +29,8 @@ OPTIM = {"lr": 1e-2, "eps": 1e-3}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    config = transformers.Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
-    return directory
+def model(tiny_qwen: Path) -> Path:
+    return tiny_qwen
 
 
 Start = Callable[..., Trainer]

@@ -35,21 +35,8 @@ def pair() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    config = transformers.Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
-    return directory
+def model(tiny_qwen: Path) -> Path:
+    return tiny_qwen
 
 
 def groups(model: Path) -> list[TrajectoryGroup]:
