@@ -93,6 +93,7 @@ class Segment(Message):
     spans     versions that cover [0, n) without a gap for the policy's tokens, empty for the others
     query, passage_ids, latency_s and error belong to an observation: what was searched, what came back, how long it
     took, and why it failed ("" when it did not)
+    tool      which tool the observation is of, when it is not the search
     reward    what the policy's turn earned by itself, part of the trajectory's reward; 0 where only outcomes count.
     """
 
@@ -106,6 +107,7 @@ class Segment(Message):
     passage_ids: tuple[Name, ...] = Field(default=(), max_length=1000)
     latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     error: Name = ""
+    tool: Name = ""
     reward: Number = 0.0
 
     @model_validator(mode="after")

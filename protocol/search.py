@@ -27,6 +27,11 @@ class SearchRequest(_Body):
     queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES)
     topk: int | None = Field(default=None, ge=1, le=MAX_TOPK)
     return_scores: bool = False
+    partial: bool = False
+    """Answer the other queries when one fails (`SearchResponse.errors`). Without it one failure fails the request: a
+    client that does not look at `errors` must not take a failure for an empty result."""
+    run: str = Field(default="", max_length=128)
+    """Whose memory of earlier searches is used, where the server keeps one."""
 
 
 class Passage(_Body):
@@ -57,3 +62,5 @@ class SearchResponse(_Body):
     """Body of the answer to `/retrieve` with `return_scores` true: one list of hits a query, best first."""
 
     result: list[list[ScoredPassage]]
+    errors: list[str | None] | None = None
+    """One cause a query (None: it was answered), present only when `partial` was asked for and a query failed."""

@@ -12,17 +12,23 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from protocol.errors import UserError
 from protocol.settings import read_tree, section
-from retriever.config import IndexSettings, RetrieverSettings
+from retriever.config import RetrieverSettings
+from retriever.config_encoder import EncoderSettings
+from retriever.config_index import IndexSettings
 from retriever.corpus import CorpusScan, open_corpus
+from retriever.index import store
 from retriever.manifest import MANIFEST, Manifest, make_manifest, read_manifest
 
 PROGRESS_EVERY_S = 2.0
+ENCODE_CHUNK = 1024
+"""Passages encoded at a time."""
 
 
 def to_stderr(line: str) -> None:
@@ -60,17 +66,35 @@ def build_index(
 def _fill(corpus: Path, directory: Path, index: IndexSettings, progress: Callable[[str], None]) -> Manifest:
     directory.chmod(0o755)  # mkdtemp's 0700 would lock out a service that runs as another user
     scan = CorpusScan(corpus, _Reporter(open_corpus(corpus).stat().st_size, progress))
-    texts = scan.texts()
-    first = next(texts, None)
-    if first is None:
+    for _ in scan.texts():
+        pass
+    if not scan.num_passages:
         raise UserError(f"the corpus {corpus} holds no passage", todo='write {"id", "contents"} lines into it')
-    index.build(chain([first], texts), directory)
+    index.build(_CorpusSource(corpus, scan.num_passages), directory)
     scan.save(directory)
     manifest = make_manifest(index.identity(), scan.num_passages, scan.num_bytes, scan.sha256, directory)
     (directory / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
     for path in [*directory.iterdir(), directory]:
         _fsync(path)
     return manifest
+
+
+class _CorpusSource:
+    """See `index.base.Source`."""
+
+    def __init__(self, corpus: Path, num_passages: int) -> None:
+        self._corpus, self.num_passages = corpus, num_passages
+
+    def texts(self) -> Iterator[str]:
+        return CorpusScan(self._corpus).texts()
+
+    def vectors(self, settings: EncoderSettings, dtype: Literal["float32", "float16"], directory: Path) -> None:
+        encoder = settings.build()
+        matrix = store.create(directory, self.num_passages, encoder.dim, dtype)
+        row, texts = 0, self.texts()
+        while chunk := list(islice(texts, ENCODE_CHUNK)):
+            matrix[row : row + len(chunk)] = encoder.encode_passages(chunk)
+            row += len(chunk)
 
 
 def _fsync(path: Path) -> None:

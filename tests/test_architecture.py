@@ -18,20 +18,36 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("learner/engine/",),
     "faiss": ("retriever/index/faiss_",),
     "bm25s": ("retriever/index/bm25",),
-    "torch": ("rollout_server/cpu_engine/", "learner/", "deploy/demo/", "deploy/bench/", "deploy/sglang_cpu/"),
-    "transformers": ("learner/", "deploy/demo/", "deploy/bench/", "deploy/sglang_cpu/"),
+    "torch": (
+        "rollout_server/cpu_engine/",
+        "learner/",
+        "retriever/encoder/",
+        "retriever/rerank/",
+        "deploy/demo/",
+        "deploy/bench/",
+        "deploy/sglang_cpu/",
+    ),
+    "transformers": (
+        "learner/",
+        "retriever/encoder/",
+        "retriever/rerank/",
+        "deploy/demo/",
+        "deploy/bench/",
+        "deploy/sglang_cpu/",
+    ),
     # run by the interpreter of an environment that holds nothing of ours
     "sglang": ("deploy/sglang_cpu/",),
     "trl": ("deploy/bench/learner_trl.py",),
     "datasets": ("deploy/bench/learner_trl.py",),
     "peft": ("learner/lora.py",),
     "matplotlib": ("deploy/plot.py",),
+    "pyarrow": ("retriever/formats/",),
     "pickle": (),
 }
 PURE = ("learner/advantages/", "learner/losses/", "learner/kl/", "learner/scoring.py", "learner/batch.py")
 """Math: torch, numpy and facts, nothing else."""
 MATH = {"torch", "numpy", "protocol", "learner"}
-HEAVY = {"torch", "transformers", "deepspeed", "peft", "faiss", "aiohttp", "bm25s", "matplotlib"}
+HEAVY = {"torch", "transformers", "deepspeed", "peft", "faiss", "aiohttp", "bm25s", "matplotlib", "pyarrow"}
 
 
 def sources() -> Iterator[Path]:

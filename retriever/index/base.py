@@ -6,21 +6,46 @@ query's hits do not depend on which other queries share its batch. So a cached a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from retriever.config_encoder import EncoderSettings
+from retriever.encoder.base import Encoder
 
 Rows = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float32]
 
 
+NO_ROW = -1
+"""Row of a hit that is none, with score -inf: approximate indexes may find fewer than k. Always after the real hits."""
+
+
 class Hits(NamedTuple):
-    """rows int64 [n, k'], scores float32 [n, k'] with k' = min(k, ntotal); every row is in [0, ntotal)."""
+    """rows int64 [n, k'], scores float32 [n, k'] with k' = min(k, ntotal); rows are in [0, ntotal), or NO_ROW."""
 
     rows: Rows
     scores: Scores
+
+
+class Source(Protocol):
+    """The passages that an index is built from. Streams as often as asked; holds none of them in memory."""
+
+    @property
+    def num_passages(self) -> int:
+        """Known before the first text is read."""
+
+    def texts(self) -> Iterator[str]:
+        """Contents of every passage in the order of its row, from the start."""
+
+    def vectors(self, encoder: EncoderSettings, dtype: Literal["float32", "float16"], directory: Path) -> None:
+        """Encode every passage into `store.FILE` in `directory` ([num_passages, dim], see `index.store`).
+
+        Bounded memory. An interrupted build goes on where it stopped when it is called again with the same arguments.
+        """
 
 
 class Index(Protocol):
@@ -29,6 +54,10 @@ class Index(Protocol):
     @property
     def ntotal(self) -> int:
         """Number of passages."""
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """What turns texts into this index's vectors, None for a lexical one."""
 
     def search(self, queries: Sequence[str], k: int) -> Hits:
         """The best min(k, ntotal) rows of every query, k >= 1, best first, in the order of the module's docstring."""

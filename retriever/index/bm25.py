@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import bm25s
 import numpy as np
 from bm25s.stopwords import STOPWORDS_EN
 
-from retriever.config import Bm25Settings
-from retriever.index.base import Hits, Scores, top_rows
+from retriever.config_index import Bm25Settings
+from retriever.index.base import Hits, Scores, Source, top_rows
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)
 
@@ -33,12 +33,12 @@ def _stopwords(settings: Bm25Settings) -> frozenset[str]:
     return frozenset(STOPWORDS_EN) if settings.stopwords == "english" else frozenset()
 
 
-def build(settings: Bm25Settings, texts: Iterable[str], directory: Path) -> None:
-    """Index `texts` and save. Memory: 4 bytes a word of the corpus, and several times the index while sorting it."""
+def build(settings: Bm25Settings, source: Source, directory: Path) -> None:
+    """Index the texts and save. Memory: 4 bytes a word of the corpus, and several times the index while sorting it."""
     ignored = _stopwords(settings)
     vocabulary: dict[str, int] = {}
     rows = []
-    for text in texts:
+    for text in source.texts():
         ids = [vocabulary.setdefault(word, len(vocabulary)) for word in words(text) if word not in ignored]
         rows.append(np.array(ids, dtype=np.int32))
     # a corpus without a single word must still give a well-formed index
@@ -51,6 +51,8 @@ def build(settings: Bm25Settings, texts: Iterable[str], directory: Path) -> None
 
 class Bm25Index:
     """A saved index, memory-mapped; its vocabulary is in memory."""
+
+    encoder = None
 
     def __init__(self, settings: Bm25Settings, directory: Path) -> None:
         self._model = bm25s.BM25.load(directory, mmap=True, show_progress=False)

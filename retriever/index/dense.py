@@ -7,17 +7,13 @@ scored again in float64, each pair by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from retriever.encoder import Encoder, Vectors
+from retriever.encoder.base import Encoder, Vectors
 from retriever.index.base import Hits, Rows, Scores, VectorIndex, top_rows
-
-ENCODE_CHUNK = 1024
-"""Passages encoded at a time while an index is built."""
 
 _MAX_SCORES = 1 << 24
 """Most float32 scores held at once (64 MiB)."""
@@ -27,7 +23,7 @@ class DenseIndex:
     """An encoder and a vector index as one `Index`."""
 
     def __init__(self, encoder: Encoder, vectors: VectorIndex) -> None:
-        self._encoder, self._vectors = encoder, vectors
+        self.encoder, self._vectors = encoder, vectors
 
     @property
     def ntotal(self) -> int:
@@ -36,14 +32,7 @@ class DenseIndex:
 
     def search(self, queries: Sequence[str], k: int) -> Hits:
         """See `base.Index`."""
-        return self._vectors.search(self._encoder.encode_queries(queries), k)
-
-
-def encode_in_chunks(encoder: Encoder, texts: Iterable[str]) -> Iterator[Vectors]:
-    """Vectors of `texts`, float32 [<= ENCODE_CHUNK, dim] at a time, in order."""
-    stream = iter(texts)
-    while chunk := list(islice(stream, ENCODE_CHUNK)):
-        yield encoder.encode_passages(chunk)
+        return self._vectors.search(self.encoder.encode_queries(queries), k)
 
 
 def tolerance(dim: int) -> float:

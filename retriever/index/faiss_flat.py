@@ -1,24 +1,21 @@
-"""Exact inner product by FAISS (`IndexFlatIP`) on CPUs."""
+"""Exact inner product by FAISS on CPUs, straight from the memory map: nothing is copied, replicas share the pages."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
-from retriever.encoder import Encoder, Vectors
+from retriever.encoder.base import Vectors
+from retriever.index import store
 from retriever.index.base import Hits, Rows, Scores
-from retriever.index.dense import encode_in_chunks, search_candidates
+from retriever.index.dense import search_candidates
 
 # faiss reports every instruction set that its wheel does not hold
 logging.getLogger("faiss.loader").setLevel(logging.WARNING)
 import faiss  # noqa: E402
-
-_FILE = "index.faiss"
 
 SPARE = 32
 """Candidates beyond k that FAISS is asked for."""
@@ -28,24 +25,13 @@ SPARE = 32
 _BLAS_FROM = 4
 
 
-def build(encoder: Encoder, texts: Iterable[str], directory: Path) -> None:
-    """Encode chunk by chunk into an `IndexFlatIP` (memory: 4 * dim bytes a passage) and write it."""
-    index = faiss.IndexFlatIP(encoder.dim)
-    for vectors in encode_in_chunks(encoder, texts):
-        index.add(vectors)
-    faiss.write_index(index, str(directory / _FILE))
-
-
 class FaissFlatVectors:
-    """The FAISS index of one directory, in memory. The thread count belongs to the thread that opens it."""
+    """The vectors of one directory. The thread count belongs to the thread that opens it."""
 
     def __init__(self, directory: Path, *, threads: int) -> None:
         faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
         faiss.omp_set_num_threads(threads or os.cpu_count() or 1)
-        self._index = cast(Any, faiss.read_index(str(directory / _FILE)))
-        shape = (self._index.ntotal, self._index.d)
-        # a view of FAISS's own memory: the candidates are scored again from it
-        self._vectors: Vectors = faiss.rev_swig_ptr(self._index.get_xb(), shape[0] * shape[1]).reshape(shape)
+        self._vectors: Vectors = store.open_vectors(directory)
 
     @property
     def ntotal(self) -> int:
@@ -57,5 +43,5 @@ class FaissFlatVectors:
         return search_candidates(self._rough, self._vectors, queries, k, SPARE)
 
     def _rough(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        scores, rows = self._index.search(np.ascontiguousarray(queries), count)
+        scores, rows = faiss.knn(np.ascontiguousarray(queries), self._vectors, count, metric=faiss.METRIC_INNER_PRODUCT)
         return scores, rows

@@ -9,8 +9,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from retriever.config import IndexSettings
+from retriever.config_index import IndexSettings
 from retriever.index.base import Index
+from retriever.testing import TextSource
 
 MEMBERS = get_args(get_args(IndexSettings)[0])
 
@@ -35,7 +36,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[list[str]]
         settings = request.param()
         directory = tmp_path / f"index{len(list(tmp_path.iterdir()))}"
         directory.mkdir()
-        settings.build(iter(texts), directory)
+        settings.build(TextSource(texts), directory)
         opened: Index = settings.open(directory, threads=1)
         return opened
 

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from retriever.config import Bm25Settings
+from retriever.config_index import Bm25Settings
 from retriever.index.base import Index
 from retriever.index.bm25 import words
+from retriever.testing import TextSource
 
 TEXTS = ["the cat sat on the mat", "the dog", "a cat and a cat and another dog", "birds of prey"]
 
 
 def open_over(settings: Bm25Settings, directory: Path) -> Index:
-    settings.build(TEXTS, directory)
+    settings.build(TextSource(TEXTS), directory)
     return settings.open(directory, threads=1)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import pytest
 
 from protocol.errors import UserError
 from retriever.build import build_index, main
-from retriever.config import Bm25Settings, MemorySettings, RetrieverSettings
+from retriever.config import RetrieverSettings
+from retriever.config_index import Bm25Settings, MemorySettings
+from retriever.index.base import Source
 from retriever.manifest import MANIFEST, read_manifest
 from retriever.searcher import open_searcher
 
@@ -106,8 +108,8 @@ def test_builders_that_race_for_one_directory_all_succeed(corpus: Path, tmp_path
     together = threading.Barrier(4, timeout=20)
 
     class Waiting(MemorySettings):
-        def build(self, texts: Iterable[str], directory: Path) -> None:
-            super().build(texts, directory)
+        def build(self, source: Source, directory: Path) -> None:
+            super().build(source, directory)
             together.wait()  # so that nobody has renamed when the last one begins to
 
     manifests = []

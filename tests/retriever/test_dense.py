@@ -7,29 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retriever.config import FaissFlatSettings, HashedEncoderSettings, MemorySettings
-from retriever.encoder import Vectors
-from retriever.index import faiss_flat, memory
+from retriever.config_encoder import HashedEncoderSettings
+from retriever.config_index import FaissFlatSettings, MemorySettings
+from retriever.encoder.base import Vectors
+from retriever.index import store
 from retriever.index.base import Rows, Scores, top_rows
 from retriever.index.dense import exact_search, search_candidates
 from retriever.index.faiss_flat import FaissFlatVectors
 from retriever.index.memory import MemoryVectors
+from retriever.testing import TextSource
 
 DIM = 64
-
-
-class Planted:
-    """An encoder of numbers: text `i` is vector i of a fixed matrix. Lets a test choose the vectors."""
-
-    dim = DIM
-
-    def __init__(self, vectors: Vectors) -> None:
-        self._vectors = vectors
-
-    def encode_passages(self, texts: list[str]) -> Vectors:
-        return self._vectors[[int(text) for text in texts]]
-
-    encode_queries = encode_passages
 
 
 def unit(rng: np.random.Generator, n: int) -> Vectors:
@@ -47,9 +35,7 @@ def test_faiss_equals_the_oracle_exactly(tmp_path: Path, batch: int) -> None:
     rng = np.random.default_rng(batch)
     vectors = unit(rng, 3000)
     vectors[1000:1050] = vectors[500]  # a tie that straddles FAISS's candidate list
-    texts = [str(i) for i in range(len(vectors))]
-    faiss_flat.build(Planted(vectors), texts, tmp_path)
-    memory.build(Planted(vectors), texts, tmp_path)
+    store.create(tmp_path, *vectors.shape, "float32")[:] = vectors
     queries = np.concatenate([vectors[500:501], unit(rng, 63)])[:batch]
     ours, oracle = FaissFlatVectors(tmp_path, threads=1), MemoryVectors(tmp_path)
     for k in (1, 3, 10, 100):
@@ -91,7 +77,7 @@ def test_faiss_and_memory_agree_on_text(tmp_path: Path) -> None:
     encoder = HashedEncoderSettings(dim=48)
     indexes = []
     for settings in (FaissFlatSettings(encoder=encoder), MemorySettings(encoder=encoder)):
-        settings.build(texts, tmp_path)
+        settings.build(TextSource(texts), tmp_path)
         indexes.append(settings.open(tmp_path, threads=1))
     queries = [f"topic{i} place{i}" for i in range(20)]
     first, second = (index.search(queries, 10) for index in indexes)

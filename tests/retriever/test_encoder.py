@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from retriever.config import HashedEncoderSettings
+from retriever.config_encoder import HashedEncoderSettings
 
 ENCODER = HashedEncoderSettings().build()
 GOLDEN = [0.0, -0.57735, -0.288675, -0.288675, 0.0, 0.0, -0.707107, 0.0]
@@ -22,7 +22,7 @@ def test_vectors_have_length_one_and_blank_text_has_the_zero_vector() -> None:
 
 def test_another_process_with_another_hash_seed_gives_the_same_bits() -> None:
     code = (
-        "import sys; from retriever.config import HashedEncoderSettings as S;"
+        "import sys; from retriever.config_encoder import HashedEncoderSettings as S;"
         "sys.stdout.buffer.write(S().build().encode_passages(['Marie Curie discovered radium']).tobytes())"
     )
     other = subprocess.run(

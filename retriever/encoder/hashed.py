@@ -1,9 +1,9 @@
-"""Text to vectors. Real models come later behind the same protocol; `hashed` is lexical and needs nothing.
+"""Lexical vectors that need no model and are the same on every machine.
 
-HashedEncoder: every word and every character n-gram of it is hashed (CRC-32, the same on every machine) to one
-of `dim` coordinates and a sign ("hashing trick", Weinberger et al. 2009, arXiv 0902.2206). A word and all its n-grams
-together have equal length, so that inflected forms and misspellings still meet; words of up to three letters count
-less, since most of them are function words, and repetitions count by their square root. It knows no synonyms.
+Every word and every character n-gram of it is hashed (CRC-32) to one of `dim` coordinates and a sign ("hashing trick",
+Weinberger et al. 2009, arXiv 0902.2206). A word and all its n-grams together have equal length, so that inflected
+forms and misspellings still meet; words of up to three letters count less, since most of them are function words, and
+repetitions count by their square root. It knows no synonyms.
 """
 
 from __future__ import annotations
@@ -13,35 +13,16 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from retriever.config import HashedEncoderSettings
-
-Vectors = npt.NDArray[np.float32]
+from retriever.config_encoder import HashedEncoderSettings
+from retriever.encoder.base import Vectors
 
 _WORD = re.compile(r"\w+")
 _WORD_CACHE = 200_000
 _SHORT, _SHORT_WEIGHT = 3, 0.3
-
-
-class Encoder(Protocol):
-    """Passages and queries to L2-normalised float32 rows. One thread at a time.
-
-    A text's vector does not depend on what else is in the batch, so that cached and fresh answers agree.
-    """
-
-    @property
-    def dim(self) -> int:
-        """Width of a vector."""
-
-    def encode_passages(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim]."""
-
-    def encode_queries(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim]."""
 
 
 class HashedEncoder:

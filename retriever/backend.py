@@ -1,0 +1,50 @@
+"""What answers queries: an index over a corpus, an online engine, a memory of earlier searches before either.
+
+    handlers --> Batcher (cache, joining, queue, batches) --> Backend.search --> one outcome a query
+
+The batcher calls `search` from the event loop; a backend that computes does so in a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from protocol.search import Passage
+from retriever.cache import Answer
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why one query of a batch has no answer; its neighbours have theirs.
+
+    cause  a short word for counters: index, timeout, quota, unreachable, http_NNN, garbage, ..
+    """
+
+    cause: str
+    detail: str = ""
+
+
+class Backend(Protocol):
+    """One source of answers. Belongs to the service's event loop."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides an answer: part of every cache key."""
+
+    async def search(self, queries: Sequence[str], k: int, run: str) -> list[Answer | Fault]:
+        """One outcome a query, in order, at most k documents each. Queries are normalised, distinct and not blank.
+
+        run  whose memory is asked and fed; "" for callers that name none. Only `memory` looks at it.
+        """
+
+    async def find(self, passage_id: str) -> Passage | None:
+        """The document with this id: one of the corpus, or one that an earlier answer brought. Never an address that
+        a caller made up. None when there is none."""
+
+    def info(self) -> dict[str, Any]:
+        """Its part of the body of `/info`."""
+
+    async def close(self) -> None:
+        """Let go of threads and connections. Safe to call twice."""

@@ -1,0 +1,1 @@
+"""Encoders: text to vectors, one file each, all behind `base.Encoder`."""
