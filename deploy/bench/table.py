@@ -6,6 +6,7 @@ from deploy.bench.base import BenchSettings
 from deploy.bench.engine import EngineBench
 from deploy.bench.learner import LearnerBench
 from deploy.bench.packing import PackingBench
+from deploy.bench.retriever import RetrieverBench
 from deploy.bench.rollout import RolloutBench
 from deploy.bench.weights import WeightsBench
 
@@ -13,6 +14,7 @@ BENCHMARKS: dict[str, type[BenchSettings]] = {
     "engine": EngineBench,
     "learner": LearnerBench,
     "packing": PackingBench,
+    "retriever": RetrieverBench,
     "rollout": RolloutBench,
     "weights": WeightsBench,
 }

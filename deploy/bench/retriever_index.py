@@ -1,0 +1,69 @@
+"""What the retriever benchmark searches: an index that is there or is built now, and queries that are distinct."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from deploy.bench.base import Say
+from deploy.bench.retriever import RetrieverBench
+from protocol.errors import UserError
+from retriever.config import RetrieverSettings
+from retriever.config_index import FaissFlatSettings
+
+QUERY_WORDS = 8
+TRIES = 20
+"""Draws a query, before the corpus is taken for too small."""
+
+
+def index_of(bench: RetrieverBench, directory: Path, say: Say) -> RetrieverSettings:
+    """Settings that serve the index of `bench.index_dir`, or of a new one in `directory`."""
+    from retriever.manifest import read_manifest
+
+    if bench.index_dir:
+        path = Path(bench.index_dir)
+        manifest = read_manifest(path)
+        if manifest.type != "faiss_flat":
+            raise UserError(
+                f"{path} is a {manifest.type} index",
+                why="bare FAISS is compared on the same vectors, exactly",
+                todo="foray index build --index faiss_flat, and give its directory",
+            )
+        corpus = bench.corpus or f"synthetic:{manifest.passages}"
+        return RetrieverSettings.model_validate({"corpus": corpus, "index_dir": path, "index": manifest.index})
+    say(f"building faiss_flat over {bench.passages:,} synthetic passages")
+    return synthetic_index(bench.passages, directory / "index", say)
+
+
+def synthetic_index(passages: int, directory: Path, say: Say) -> RetrieverSettings:
+    """Settings that serve a new faiss_flat index over so many seeded passages."""
+    from retriever.build import build_index
+
+    corpus, index = Path(f"synthetic:{passages}"), FaissFlatSettings()
+    build_index(corpus, directory, index, progress=say)
+    return RetrieverSettings(corpus=corpus, index_dir=directory, index=index)
+
+
+def distinct_queries(settings: RetrieverSettings, count: int, seed: int = 0) -> tuple[list[str], int]:
+    """`count` queries of eight words that follow each other in some passage, no two equal; and the passages there are.
+
+    Raises UserError for a corpus that has not so many.
+    """
+    from retriever.corpus import Corpus
+
+    corpus = Corpus(settings.corpus, settings.index_path)
+    draw = random.Random(seed)
+    queries: dict[str, None] = {}
+    for _ in range(TRIES * count):
+        if len(queries) == count:
+            break
+        words = corpus.passage(draw.randrange(len(corpus))).text.split()
+        start = draw.randrange(max(1, len(words) - QUERY_WORDS + 1))
+        if query := " ".join(words[start : start + QUERY_WORDS]):
+            queries[query] = None
+    if len(queries) < count:
+        raise UserError(
+            f"{settings.corpus} gives only {len(queries)} distinct queries of {count}",
+            todo="take more passages, or fewer clients, turns and burst",
+        )
+    return list(queries), len(corpus)
