@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from protocol.search import Passage
 from rollout_server.prompts.base import PromptTemplate
@@ -36,32 +37,49 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Call:
+    """The policy calls the tool `tool`. `argument` is everything between its tags: blanks may mean something to it."""
+
+    tool: str
+    argument: str
+
+
+@dataclass(frozen=True)
 class Invalid:
-    """Neither. `reason`: no_action or empty_query."""
+    """None of them. `reason`: no_action, empty_query or empty_argument."""
 
     reason: str
 
 
-Action = Search | Answer | Invalid
+Action = Search | Answer | Call | Invalid
 
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+RESERVED = ("think", "search", "information", "answer", "result", "tool_call", "tool_response")
+"""Tags of the protocols: no tool may have one of these names."""
 _BOX = "\\boxed{"
 _STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
-def parse(text: str, *, box: bool = False) -> Action:
+@lru_cache
+def _action(tools: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"<({'|'.join(('search', 'answer', *tools))})>(.*?)</\1>", re.DOTALL)
+
+
+def parse(text: str, *, box: bool = False, tools: tuple[str, ...] = ()) -> Action:
     """The first complete action in the text of one turn, whatever follows it (Search-R1's rule).
 
     Search-R1 first cuts at `</search>`, so that a search after an answer loses the answer; here the first one counts.
-    box  the answer is what stands in `boxed` between its tags (ReSearch)
+    box    the answer is what stands in `boxed` between its tags (ReSearch)
+    tools  tags of the enabled tools, which are actions too
     """
-    found = _ACTION.search(text)
+    found = _action(tools).search(text)
     if found is None:
         return Invalid("no_action")
-    body = found[2].strip()
-    if found[1] == "answer":
+    kind, body = found[1], found[2].strip()
+    if kind == "answer":
         return Answer(boxed(body) if box else body)
-    return Search(body) if body else Invalid("empty_query")
+    if kind == "search":
+        return Search(body) if body else Invalid("empty_query")
+    return Call(kind, found[2]) if body else Invalid("empty_argument")
 
 
 def boxed(text: str) -> str | None:
@@ -90,18 +108,27 @@ _INVISIBLE = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
     "\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff]"
 )
-_TAG = re.compile(r"<(?=\s*/?\s*(?:think|search|information|answer|result|tool_call|tool_response)\b)", re.IGNORECASE)
 
 
-def neutralise(text: str) -> str:
-    """Escape version 1: NFKC without invisible characters, and `‹` for the `<` of anything like a protocol tag."""
+@lru_cache
+def _tag(tools: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"<(?=\s*/?\s*(?:{'|'.join((*RESERVED, *tools))})\b)", re.IGNORECASE)
+
+
+def neutralise(text: str, tools: tuple[str, ...] = ()) -> str:
+    """Escape version 1: NFKC without invisible characters, and `‹` for the `<` of anything like a protocol tag.
+
+    tools  tags of the enabled tools, which are protocol tags then
+    """
     visible = _INVISIBLE.sub("", text)
-    return _TAG.sub("\u2039", _INVISIBLE.sub("", unicodedata.normalize("NFKC", visible)))
+    return _tag(tools).sub("\u2039", _INVISIBLE.sub("", unicodedata.normalize("NFKC", visible)))
 
 
-def passages_text(template: PromptTemplate, passages: Sequence[Passage], max_tokens: int) -> str:
+def passages_text(
+    template: PromptTemplate, passages: Sequence[Passage], max_tokens: int, tools: tuple[str, ...] = ()
+) -> str:
     """What stands between the tags of an observation: the passages, cut roughly, neutralised."""
-    return neutralise(template.list_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN])
+    return neutralise(template.list_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN], tools)
 
 
 def enclose(before: Sequence[int], body: Sequence[int], after: Sequence[int], limit: int) -> list[int]:

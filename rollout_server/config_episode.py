@@ -1,7 +1,7 @@
 """Settings of an episode: template, budgets, rewards, and where searches go. Imports nothing heavy.
 
-Extension points are unions with a `type`: a new reward or search is one file and one line here. Each member builds
-what it describes with `build()`, which imports what it needs only then.
+Extension points are unions with a `type`: a new reward, search or tool is one file and one line here. Each member
+builds what it describes with `build()`, which imports what it needs only then.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from rollout_server.reward.turn_retrieval import TurnRetrievalSettings
 from rollout_server.search.fake import FakeSearchSettings
 from rollout_server.search.http import HttpSearchSettings
 from rollout_server.search.none import NoSearchSettings
+from rollout_server.tools.fetch import FetchSettings
+from rollout_server.tools.python import PythonSettings
 
 RewardSettings = Annotated[
     ExactMatchSettings
@@ -52,6 +54,7 @@ RewardSettings = Annotated[
 SearchSettings = Annotated[HttpSearchSettings | FakeSearchSettings | NoSearchSettings, Field(discriminator="type")]
 """For a settings field: `search: SearchSettings = DEFAULT_SEARCH`."""
 DEFAULT_SEARCH = HttpSearchSettings()
+ToolSettings = Annotated[FetchSettings | PythonSettings, Field(discriminator="type")]
 
 
 class EpisodeSettings(Settings):
@@ -60,7 +63,8 @@ class EpisodeSettings(Settings):
     template: str = "search_r1"
     """Prompt template: the texts and tags of the protocol."""
     max_turns: int = Field(default=4, ge=0, le=MAX_SEGMENTS // 2 - 2)
-    """Most searches. After the last one the policy writes once more, and a search in that turn is ignored."""
+    """Most searches and calls of tools, together. After the last one the policy writes once more, and a search or a
+    call in that turn is ignored."""
     max_new_tokens: int = Field(default=500, ge=1)
     """Most tokens that the policy writes in one turn."""
     max_obs_tokens: int = Field(default=500, ge=16)
@@ -70,12 +74,15 @@ class EpisodeSettings(Settings):
     reserve_tokens: int = Field(default=16, ge=1)
     """Room that an observation must leave for the policy; with less left the trajectory ends truncated."""
     on_search_error: Literal["observe", "mask", "drop"] = "observe"
-    """A search that failed after its retries. observe: the policy is told and goes on, the trajectory counts.
+    """A search or a tool that failed after its retries. observe: the policy is told and goes on, the trajectory counts.
     mask: the trajectory ends as failed and does not count. drop: the same, and its whole group is rolled out again."""
     min_valid: int = Field(default=2, ge=1)
     """Fewest trajectories of a group that must have ended by the policy's own doing (never more than its size)."""
     rewards: tuple[RewardSettings, ...] = Field(default=(ExactMatchSettings(),), min_length=1, max_length=64)
     """Scores of a trajectory; its reward is their sum by weight. A weight of 0 is measured only."""
+    tools: tuple[ToolSettings, ...] = Field(default=(), max_length=16)
+    """What the policy may call besides the search. Each adds a sentence to the prompt; without any the prompts are the
+    published ones, to the byte."""
 
     @field_validator("template")
     @classmethod
@@ -91,6 +98,9 @@ class EpisodeSettings(Settings):
         names = [reward.key for reward in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"a reward is listed twice, or two have one name: {', '.join(names)}")
+        tags = [tool.type for tool in self.tools]
+        if len(set(tags)) < len(tags):
+            raise ValueError(f"a tool is listed twice: {', '.join(tags)}")
         if self.reserve_tokens >= self.max_context:
             raise ValueError("reserve_tokens leaves no room in max_context")
         return self

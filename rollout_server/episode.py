@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol.errors import UserError
 from protocol.messages import Trajectory
 from protocol.search import Passage
-from rollout_server.actions import enclose, passages_text
+from rollout_server.actions import MAX_CHARS_PER_TOKEN, enclose, neutralise, passages_text
 from rollout_server.config_episode import EpisodeSettings, SearchSettings
 from rollout_server.prompts.base import PromptTemplate
 from rollout_server.prompts.system import tokens_for
@@ -18,6 +18,7 @@ from rollout_server.reward.composite import Composite
 from rollout_server.reward.io import Io
 from rollout_server.search.base import SearchService
 from rollout_server.tokens import Tokens, load_tokens
+from rollout_server.tools.base import Tool
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Episode:
     before, after  ids of the tags around the passages of an observation
     invalid        ids of the answer to a turn that did nothing, empty when such a turn ends the trajectory
     io             what the rewards ask others through
+    tools          the enabled tools by their tags, in the order of the settings
     """
 
     settings: EpisodeSettings
@@ -39,6 +41,12 @@ class Episode:
     before: tuple[int, ...]
     after: tuple[int, ...]
     invalid: tuple[int, ...]
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags of the enabled tools."""
+        return tuple(self.tools)
 
     def prompt(self, question: str) -> list[int]:
         """Ids of the prompt for a question."""
@@ -58,8 +66,21 @@ class Episode:
         if failed or not passages:
             body = self.tokens.own(self.template.failed if failed else self.template.empty)
         else:
-            body = self.tokens.foreign(passages_text(self.template, passages, limit))
+            body = self.tokens.foreign(passages_text(self.template, passages, limit, self.tags))
         return enclose(self.before, body, self.after, limit)
+
+    def told(self, text: str, limit: int) -> list[int]:
+        """Ids of what a tool says in words, at most `limit` of them: neutralised and cut as passages are."""
+        body = self.tokens.foreign(neutralise(text[: limit * MAX_CHARS_PER_TOKEN], self.tags))
+        return enclose(self.before, body, self.after, limit)
+
+    def tool_failed(self, limit: int) -> list[int]:
+        """Ids of the answer to a call whose tool failed, at most `limit` of them."""
+        return enclose(self.before, self.tokens.own(self.template.tool_failed), self.after, limit)
+
+    def most_calls(self, tool: str) -> int | None:
+        """Most calls of a tool in one trajectory, None without a limit."""
+        return next((given.max_calls for given in self.settings.tools if given.type == tool), None)
 
     def shown(self, passages: Sequence[Passage], limit: int, used: int) -> Sequence[Passage]:
         """Those of `passages` that `observation(passages, limit)`, `used` ids long, shows; the last may be cut."""
@@ -67,21 +88,32 @@ class Episode:
             return passages
         room = limit - len(self.before) - len(self.after)
         for number in range(1, len(passages)):
-            if len(self.tokens.foreign(passages_text(self.template, passages[:number], limit))) >= room:
+            if len(self.tokens.foreign(passages_text(self.template, passages[:number], limit, self.tags))) >= room:
                 return passages[:number]
         return passages
 
     async def close(self) -> None:
-        """Let go of what the rewards hold. Safe to call twice, and not needed where none of them asks anybody."""
+        """Let go of what rewards and tools hold. Safe to call twice, and not needed where none of them holds anything.
+
+        Calls of tools in flight end.
+        """
+        for tool in self.tools.values():
+            await tool.close()
         await self.io.close()
 
 
-def build_episode(settings: EpisodeSettings, model_dir: Path) -> Episode:
-    """The episode of a process; whoever scores with it closes it.
+def build_episode(settings: EpisodeSettings, model_dir: Path, *, urls: Sequence[str] = ()) -> Episode:
+    """The episode of a process; whoever scores with it, or plays it with tools, closes it.
 
-    Raises UserError for a missing or broken tokenizer, limits that cannot work, or a reward that cannot be built.
+    urls  base addresses of the retrievers that searches go to: where tools fetch documents unless they say otherwise
+
+    Raises UserError for a missing or broken tokenizer, limits that cannot work, or a reward or tool that cannot be
+    built.
     """
-    template = TEMPLATES[settings.template]
+    given = settings.tools
+    template = TEMPLATES[settings.template].equipped(
+        [(tool.type, tool.sentence) for tool in given], show_ids=any(tool.shows_ids for tool in given)
+    )
     tokens = load_tokens(model_dir)
     before, after = (tuple(tokens.own(text)) for text in template.around)
     io = Io()
@@ -95,6 +127,7 @@ def build_episode(settings: EpisodeSettings, model_dir: Path) -> Episode:
         before=before,
         after=after,
         invalid=tuple(tokens.own(template.invalid)),
+        tools={tool.type: tool.build(urls) for tool in given},
     )
     needed = len(episode.prompt("")) + settings.reserve_tokens
     if needed > settings.max_context:

@@ -53,7 +53,8 @@ async def run_group(
     """Run `task.group_size` trajectories at once and wait for the last one; none is cancelled because another failed.
 
     should_stop is asked with the group's first version, so a group ends as a whole when its oldest member is too old.
-    Rejected when fewer than `min_valid` trajectories vote, or a search failed and the setting is `drop`.
+    Rejected when fewer than `min_valid` trajectories vote, or a search or a tool failed and the setting is
+    `drop`.
     """
     started = time.monotonic()
     oldest: PolicyVersion | None = None
@@ -103,7 +104,8 @@ def _judge(episode: Episode, trajectories: tuple[Trajectory, ...]) -> GroupRejec
     lost = Counter(t.cause for t in trajectories if not t.status.votes)
     if not lost:
         return None
-    searches = [t.cause for t in trajectories if t.status is Status.FAILED and t.cause.startswith("search_")]
+    outside = ("search_", "tool_")
+    searches = [t.cause for t in trajectories if t.status is Status.FAILED and t.cause.startswith(outside)]
     valid = sum(t.status.votes for t in trajectories)
     if episode.settings.on_search_error == "drop" and searches:
         reason = searches[0]

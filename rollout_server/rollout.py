@@ -2,10 +2,11 @@
 
     generate -> parse -> answer?  done
                       -> search?  search -> observe -> generate ...
-                      -> neither? say so -> generate ...
+                      -> a tool?  call it -> observe -> generate ...
+                      -> none?    say so -> generate ...
 
 At most `max_turns` actions are answered; then the policy writes once more, and a search in that turn is ignored (that
-is Search-R1's loop). Where the template has no answer to a turn that does neither, such a turn ends the trajectory
+is Search-R1's loop). Where the template has no answer to a turn that does nothing, such a turn ends the trajectory
 (ReSearch's loop). Everything that can go wrong outside becomes a status with a cause, never an exception: siblings
 in the group go on. Cancelling is safe at every await: a trajectory owns nothing but memory.
 """
@@ -14,18 +15,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from protocol.messages import Owner, Question, Sampling, Segment, Status, Trajectory
+from protocol.search import Passage
 from protocol.versions import PolicyVersion
-from rollout_server.actions import Action, Answer, Invalid, parse
+from rollout_server.actions import Action, Answer, Call, Invalid, parse
 from rollout_server.actions import Search as SearchAction
 from rollout_server.engine.base import Completion, EngineError, Generate, GenerateRequest
 from rollout_server.episode import Episode
 from rollout_server.reward.base import Outcome, RewardError, TurnText
 from rollout_server.reward.composite import Score
 from rollout_server.search.base import Search
+from rollout_server.tools.base import ToolResult
 from rollout_server.transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -68,6 +72,7 @@ class _Play:
     turns: list[TurnText] = field(default_factory=list)
     answer: str | None = None
     searches: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> _End:
         """Play to the end. Consumes completions and search results; waits for nothing else."""
@@ -83,7 +88,8 @@ class _Play:
                 return _End(Status.FAILED, "aborted")
             text = self.episode.tokens.decode_turn(completion.ids)
             self.turns.append(TurnText(text, tokens=len(completion.ids), finish=completion.finish_reason))
-            end = await self._act(parse(text, box=self.episode.template.boxed), last=turn == limits.max_turns)
+            action = parse(text, box=self.episode.template.boxed, tools=self.episode.tags)
+            end = await self._act(action, last=turn == limits.max_turns)
             if end is not None:
                 return end
         raise AssertionError("the last turn always ends a trajectory")
@@ -129,7 +135,8 @@ class _Play:
             return None
         if room < self.episode.least_observation:
             return _End(Status.TRUNCATED, "context")
-        return await self._look_up(action, min(room, self.episode.settings.max_obs_tokens))
+        limit = min(room, self.episode.settings.max_obs_tokens)
+        return await (self._use(action, limit) if isinstance(action, Call) else self._look_up(action, limit))
 
     async def _look_up(self, action: SearchAction, limit: int) -> _End | None:
         """Search, and append the observation in at most `limit` tokens."""
@@ -148,17 +155,52 @@ class _Play:
         self.on_progress(segment)
         if not told:
             return _End(Status.FAILED, f"search_{result.error}"[:256])
+        self.turns[-1] = replace(self.turns[-1], query=action.query)
         # The environment's own words for a search without passages are no evidence of anything.
-        shown = self.episode.shown(result.passages, limit, len(ids)) if not result.error else ()
+        self._show(result.passages if not result.error else (), limit, ids)
+        return None
+
+    async def _use(self, call: Call, limit: int) -> _End | None:
+        """Call a tool, and append what it brings in at most `limit` tokens."""
+        episode, name = self.episode, call.tool
+        self.turns[-1] = replace(self.turns[-1], tool=name)
+        most = episode.most_calls(name)
+        if most is not None and self.calls[name] >= most:
+            result = ToolResult(f"No more than {most} calls of {name} are allowed.", mistake="too_many")
+        else:
+            self.calls[name] += 1
+            result = await episode.tools[name](call.argument)
+        error = f"tool_{name}_{result.error}" if result.error else ""
+        passages = () if error else result.passages
+        told = not error or episode.settings.on_search_error == "observe"
+        if error:
+            ids = episode.tool_failed(limit) if told else []
+        else:
+            ids = episode.observation(passages, limit) if passages else episode.told(result.text, limit)
+        segment = self.transcript.observe(
+            ids,
+            query=call.argument.strip(),
+            passage_ids=[passage.id for passage in passages],
+            latency_s=result.latency_s,
+            error=error,
+            tool=name,
+        )
+        self.on_progress(segment)
+        if not told:
+            return _End(Status.FAILED, error[:256])
+        self._show(passages, limit, ids)
+        return None
+
+    def _show(self, passages: Sequence[Passage], limit: int, ids: Sequence[int]) -> None:
+        """Note in the last turn which passages the observation `ids` shows, and as what text: rewards look there."""
+        shown = self.episode.shown(passages, limit, len(ids))
         read = ids[len(self.episode.before) : len(ids) - len(self.episode.after)] if shown else []
         self.turns[-1] = replace(
             self.turns[-1],
             observation=self.episode.tokens.decode(read),
-            query=action.query,
             passage_ids=tuple(passage.id for passage in shown),
             titles=tuple(passage.title[:256] for passage in shown),
         )
-        return None
 
     def segments(self, earned: Sequence[float]) -> tuple[Segment, ...]:
         """All segments, with what each turn earned on the policy's segment of that turn."""
@@ -191,8 +233,8 @@ async def run_trajectory(
     should_stop  asked before every turn but the first
 
     Raises nothing but CancelledError: an error is status FAILED with its cause (an engine's word, `search_<word>`,
-    `prompt_too_long`, `reward`, or `error_<type>` for a fault of ours, which is logged with its traceback).
-    Only trajectories that vote are scored.
+    `tool_<name>_<word>`, `prompt_too_long`, `reward`, or `error_<type>` for a fault of ours, which is logged with its
+    traceback). Only trajectories that vote are scored.
     """
     started = time.monotonic()
     play: _Play | None = None

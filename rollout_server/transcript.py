@@ -66,8 +66,9 @@ class Transcript:
         passage_ids: Sequence[str] = (),
         latency_s: float = 0.0,
         error: str = "",
+        tool: str = "",
     ) -> Segment:
-        """Append what the environment says. `query` and what follows it belong to a search.
+        """Append what the environment says. `query` and what follows it belong to a search, or to the call of `tool`.
 
         Raises ValueError when it does not fit: the caller cuts an observation to `room`.
         """
@@ -81,6 +82,7 @@ class Transcript:
             passage_ids=tuple(name[:256] for name in passage_ids[:1000]),
             latency_s=latency_s,
             error=error[:256],
+            tool=tool,
         )
         return self._append(segment)
 

@@ -7,7 +7,7 @@ one dataclass, so that it can be stored beside a checkpoint and compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.search import Passage
 
@@ -22,12 +22,15 @@ class PromptTemplate:
     system         system message before it; a template with one needs a tokenizer with a chat template
     question_mark  append "?" to a question that lacks it
     passage        one passage: `{i}` from 1, `{heading}` (title line as it stands), `{title}` (no quotes), `{text}`
+    passage_id     the same with the passage's `{id}`, for when a tool takes ids
     separator      between two passages
     observation    answer to a search, holds `{passages}`; what stands around it is the environment's own
     empty          in the place of the passages when the search found none
     failed         in the place of the passages when the search failed and the setting is to say so
     invalid        answer to a turn that neither searched nor answered; "": such a turn ends the trajectory
     stops          strings that end a turn, kept in its tokens
+    tools_after    words of `prompt` or `system` behind which the enabled tools' sentences stand; "": before `prompt`
+    tool_failed    in the place of what a tool brings, when it failed and the setting is to say so
     boxed          the answer is what the last \\boxed{} between the answer's tags holds, and without one there is none
     """
 
@@ -41,6 +44,9 @@ class PromptTemplate:
     empty: str
     failed: str
     invalid: str
+    passage_id: str
+    tools_after: str = ""
+    tool_failed: str = "The tool did not respond."
     stops: tuple[str, ...] = ("</search>", "</answer>")
     system: str = ""
     boxed: bool = False
@@ -65,7 +71,32 @@ class PromptTemplate:
     def list_passages(self, passages: Sequence[Passage]) -> str:
         """The passages in order, as they come from the index: nothing is escaped here."""
         shown = (
-            self.passage.format(i=i, title=p.title, heading=p.contents.partition("\n")[0], text=p.text)
+            self.passage.format(i=i, id=p.id, title=p.title, heading=p.contents.partition("\n")[0], text=p.text)
             for i, p in enumerate(passages, 1)
         )
         return self.separator.join(shown).strip()
+
+    def equipped(self, tools: Sequence[tuple[str, str]], *, show_ids: bool) -> PromptTemplate:
+        """This template for a policy that has `tools`, (tag, sentence) each; without any it is this template itself.
+
+        The sentences stand behind `tools_after`, the closing tags end a turn, and with `show_ids` passages show theirs.
+        """
+        if not tools:
+            return self
+        opening, closing = (text.strip() for text in self.around)
+        said = "".join(f"{sentence.format(open=opening, close=closing)} " for _, sentence in tools)
+        prompt, system = self.prompt, self.system
+        if not self.tools_after:
+            prompt = said + prompt
+        elif self.tools_after in system:
+            system = system.replace(self.tools_after, self.tools_after + said, 1)
+        else:
+            prompt = prompt.replace(self.tools_after, self.tools_after + said, 1)
+        return replace(
+            self,
+            name="+".join((self.name, *(tag for tag, _ in tools))),
+            prompt=prompt,
+            system=system,
+            stops=(*self.stops, *(f"</{tag}>" for tag, _ in tools)),
+            passage=self.passage_id if show_ids else self.passage,
+        )

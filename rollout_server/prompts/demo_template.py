@@ -11,6 +11,7 @@ TEMPLATE = PromptTemplate(
     chat=False,
     question_mark=False,
     passage=demo.PASSAGE,
+    passage_id="( {id} : {title} ) {text}",
     separator=demo.PASSAGE_SEPARATOR,
     observation=demo.OBSERVATION,
     empty=demo.EMPTY_RESULT,

@@ -52,6 +52,8 @@ BASE = PromptTemplate(
     empty="No results found.",
     failed="The search engine did not respond.",
     invalid="",
+    passage_id="{heading} (id: {id})\n{text}",
+    tools_after="specific topics if needed. ",
     stops=("</search>",),
     boxed=True,
 )

@@ -1,7 +1,8 @@
 """Search-R1's protocol, word for word ("as your want" included), from `scripts/data_process/nq_search.py` and
 `search_r1/llm_agent/generation.py` of PeterGriffinJin/Search-R1 at a14dc3a.
 
-Two texts are ours, because Search-R1 has none: what is said when a search finds nothing and when it fails.
+Two texts are ours, because Search-R1 has none: what is said when a search finds nothing and when it fails. With tools
+enabled, their sentences and the ids of passages are ours too; without any, nothing of them is there.
 """
 
 from __future__ import annotations
@@ -35,4 +36,6 @@ TEMPLATE = PromptTemplate(
     empty="No results found.",
     failed="The search engine did not respond.",
     invalid=INVALID,
+    passage_id="Doc {i}(Id: {id} Title: {heading}) {text}\n",
+    tools_after="You can search as many times as your want. ",
 )

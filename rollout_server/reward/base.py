@@ -15,11 +15,14 @@ from rollout_server.reward.io import Io
 
 @dataclass(frozen=True)
 class TurnText:
-    """One turn of the policy as text and, when it searched, what came back.
+    """One turn of the policy as text and, when it searched or called a tool, what came back.
 
     policy       what the policy wrote, without the end-of-sequence token
-    observation  what it was then shown, without the tags around it, cut as it was shown; "" when it did not search
-    query        what it searched for, "" when it did not
+    observation  the passages that it was then shown, without the tags around them, cut as they were shown: of a search,
+                 or of a tool that brings documents. "" when it did neither. What else a tool says is no evidence and
+                 is not here
+    query        what it searched for, "" when it did not: a tool's argument is no query
+    tool         the tool that it called, "" when it called none
     passage_ids, titles  of the passages that stood in the observation, at least in part: in the order of the index
     tokens       number of tokens that the policy sampled
     finish       "stop" (it ended the turn itself) or "length" (a limit did)
@@ -32,11 +35,15 @@ class TurnText:
     titles: tuple[str, ...] = ()
     tokens: int = 0
     finish: str = "stop"
+    tool: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a reward may look at. `answer` was read from policy-owned tokens only; None when it gave none."""
+    """What a reward may look at. `answer` was read from policy-owned tokens only; None when it gave none.
+
+    searches  counts searches only: calls of tools are the turns with a `tool`
+    """
 
     question: Question
     status: Status

@@ -1,0 +1,79 @@
+"""The seam to tools: an argument in, a text or passages out, and failures that have a name.
+
+A tool is called by its tag, as the search is: `<fetch> id </fetch>`. A new one is one file with a settings class and a
+callable, and one line in the union `ToolSettings` of `config_episode`; `tests/contracts/test_tool.py` finds it there.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from pydantic import Field
+
+from protocol.search import Passage
+from protocol.settings import Settings
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call brought. A stranger's text: it is neutralised and cut before the policy sees it.
+
+    text      what the policy is told, when there are no passages
+    passages  what it is shown instead, as a search's are: they count as retrieved evidence, a text does not
+    error     "" or a short word: the tool itself failed (timeout, unreachable, overloaded, ...), which says nothing
+              about the policy; what then happens is `on_search_error`
+    mistake   "" or a short word: the call was wrong (no such document, a program that raises) and `text` says so. For
+              the counters; to the policy it is an observation like any other
+    """
+
+    text: str = ""
+    passages: tuple[Passage, ...] = ()
+    latency_s: float = 0.0
+    error: str = ""
+    mistake: str = ""
+
+
+class Tool(Protocol):
+    """A tool that a process owns: built once, shared by all rollouts, closed in the end.
+
+    name  its tag, and its name in `Segment.tool` and in the counters
+    """
+
+    name: str
+
+    async def __call__(self, argument: str) -> ToolResult:
+        """`argument` is what stands between the tags, as the policy wrote it. Never raises for faults of the tool or of
+        the policy, and ends in bounded time."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything, calls in flight included. Safe to call twice; a call after it has an `error`."""
+        ...
+
+
+class ToolBase(Settings):
+    """What the settings of every tool have: a member of the union adds its `type`, which is its tag.
+
+    sentence    tells the policy of the tool; it stands where the template says (`PromptTemplate.tools_after`), with
+                `{open}` and `{close}` for the tags of the template's observations
+    shows_ids   search results show the ids of their passages while this tool is enabled
+    retrieves   what it brings are documents: it brings none where searching is switched off
+    """
+
+    sentence: ClassVar[str]
+    shows_ids: ClassVar[bool] = False
+    retrieves: ClassVar[bool] = False
+
+    type: str
+    max_calls: int | None = Field(default=None, ge=0)
+    """Most calls in one trajectory; a further one is answered by saying so. None: only `max_turns` bounds them."""
+
+    @abstractmethod
+    def build(self, urls: Sequence[str]) -> Tool:
+        """The tool itself; nothing is connected yet. `urls`: the retrievers that searches go to, if any.
+
+        Raises UserError for what only a person can mend.
+        """

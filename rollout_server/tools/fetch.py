@@ -1,0 +1,220 @@
+"""`<fetch> id </fetch>`: one document of the corpus by its id, from the retriever's `GET /passages/{id}`.
+
+Deadline, retries, size cap and names of errors are those of `search.http`: one deadline for everything, no redirects,
+and a reply that is checked before anything uses it. What the policy writes is never an address: it becomes one quoted
+path segment of a configured base address, or the value of `?id=` where a path could not carry it. An id that the
+retriever does not know is the policy's mistake, and the policy is told; anything else that fails is the tool's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+from urllib.parse import quote
+
+from pydantic import Field, ValidationError, field_validator
+
+from protocol.errors import UserError
+from protocol.search import Passage
+from rollout_server.tools.base import Tool, ToolBase, ToolResult
+
+if TYPE_CHECKING:
+    import aiohttp
+
+MAX_ID_CHARS = 1024
+BACKOFF_S, MAX_BACKOFF_S, CONNECT_S = 0.05, 1.0, 3.0
+RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+UNKNOWN = ToolResult("There is no document with this id.", mistake="unknown_id")
+
+
+class FetchSettings(ToolBase):
+    """A whole document by its id."""
+
+    sentence: ClassVar[str] = (
+        "You can read a whole document by <fetch> id </fetch>, where id is the id of a document that a search "
+        "returned, and it will be returned between {open} and {close}."
+    )
+    shows_ids: ClassVar[bool] = True
+    retrieves: ClassVar[bool] = True
+
+    type: Literal["fetch"] = "fetch"
+    urls: tuple[str, ...] = ()
+    """Base addresses of the retrievers (`/passages/{id}` is appended), asked in turn. Empty: those that searches go
+    to."""
+    max_chars: int = Field(default=20_000, ge=1)
+    """Longest document that is looked at, in characters; the rest is dropped. `max_obs_tokens` cuts what is left."""
+    deadline_s: float = Field(default=20.0, gt=0)
+    """Longest wait for one document, retries and their pauses included, in seconds."""
+    connections: int = Field(default=32, ge=1)
+    """Connections kept to the retrievers; more calls than that wait in line, within their deadline."""
+    max_bytes: int = Field(default=4 << 20, ge=1024)
+    """Largest reply that is read, in bytes."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    def build(self, urls: Sequence[str]) -> Tool:
+        if not (self.urls or urls):
+            raise UserError(
+                "the tool fetch does not know where documents are",
+                why="rollout.search has no retriever, and the tool names none",
+                todo="set `urls` of the tool fetch in rollout.episode.tools",
+            )
+        return Fetch(self, self.urls or tuple(urls))
+
+
+class _Failed(Exception):
+    """One attempt failed. `again`: another attempt may do better; `wait_s`: not before that many seconds."""
+
+    def __init__(self, error: str, *, again: bool, wait_s: float = 0.0) -> None:
+        super().__init__(error)
+        self.error, self.again, self.wait_s = error, again, wait_s
+
+
+class Fetch:
+    """See the module. Built outside an event loop; the session opens at the first call."""
+
+    name = "fetch"
+
+    def __init__(self, settings: FetchSettings, urls: Sequence[str]) -> None:
+        self._settings = settings
+        self._urls = [url.rstrip("/") + "/passages" for url in urls]
+        self._next = random.randrange(len(self._urls))
+        self._session: aiohttp.ClientSession | None = None
+        self._in_flight: set[asyncio.Task[ToolResult]] = set()
+        self._closed = False
+
+    async def __call__(self, argument: str) -> ToolResult:
+        started = time.monotonic()
+        name = argument.strip()
+        if self._closed:
+            return ToolResult(error="closed")
+        if not name or len(name) > MAX_ID_CHARS:
+            return UNKNOWN
+        task = asyncio.create_task(self._ask(name), name="fetch")
+        self._in_flight.add(task)
+        task.add_done_callback(self._in_flight.discard)
+        try:
+            found = await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._closed and not (caller and caller.cancelling()):
+                return ToolResult(error="closed", latency_s=time.monotonic() - started)
+            raise
+        took = time.monotonic() - started
+        return ToolResult(found.text, found.passages, took, found.error, found.mistake)
+
+    async def close(self) -> None:
+        self._closed = True
+        tasks = list(self._in_flight)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _ask(self, name: str) -> ToolResult:
+        """The document, or the error of the last attempt. Ends within the deadline."""
+        last = _Failed("timeout", again=True)
+        pause = BACKOFF_S
+        try:
+            async with asyncio.timeout(self._settings.deadline_s) as deadline:
+                while True:
+                    try:
+                        return await self._attempt(name)
+                    except _Failed as failed:
+                        last = failed
+                    # Jitter: thousands of rollouts must not come back in step.
+                    wait = max(last.wait_s, random.uniform(pause / 2, pause))
+                    when = deadline.when()
+                    if not last.again or (when is not None and asyncio.get_running_loop().time() + wait >= when):
+                        return ToolResult(error=last.error)
+                    await asyncio.sleep(wait)
+                    pause = min(2 * pause, MAX_BACKOFF_S)
+        except TimeoutError:
+            # An earlier attempt's error says more than that time ran out during the next one.
+            return ToolResult(error=last.error)
+
+    async def _attempt(self, name: str) -> ToolResult:
+        """One request. Raises _Failed."""
+        import aiohttp
+        from yarl import URL
+
+        self._next = (self._next + 1) % len(self._urls)
+        url = URL(address(self._urls[self._next], name), encoded=True)
+        try:
+            async with self._open().get(url, allow_redirects=False) as response:
+                if response.status not in (200, 404):
+                    raise _refused(response.status, response.headers.get("Retry-After", ""))
+                raw = await self._read(response)
+        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
+            raise _Failed("unreachable", again=True) from error
+        except aiohttp.ClientError as error:
+            raise _Failed("garbage", again=False) from error
+        return self._passage(raw, name) if response.status == 200 else _unknown(raw)
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async for chunk in response.content.iter_any():
+            size += len(chunk)
+            if size > self._settings.max_bytes:
+                raise _Failed("too_large", again=False)
+            parts.append(chunk)
+        return b"".join(parts)
+
+    def _passage(self, raw: bytes, name: str) -> ToolResult:
+        try:
+            passage = Passage.model_validate_json(raw)
+        except (ValidationError, RecursionError) as error:
+            raise _Failed("garbage", again=False) from error
+        if passage.id != name:
+            raise _Failed("garbage", again=False)
+        cut = passage.model_copy(update={"contents": passage.contents[: self._settings.max_chars]})
+        return ToolResult(passages=(cut,))
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._settings.connections, keepalive_timeout=30),
+                # A host that swallows packets must not use up the deadline while another could answer.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            )
+        return self._session
+
+
+def address(base: str, name: str) -> str:
+    """Where the document `name` is: every character but letters, digits and `_.-~` is quoted.
+
+    A path cannot carry an id that holds a slash, since servers differ on %2F, nor one that is `.` or `..`.
+    """
+    quoted = quote(name, safe="", errors="replace")
+    if "/" in name or not name.strip("."):
+        return f"{base}?id={quoted}"
+    return f"{base}/{quoted}"
+
+
+def _unknown(raw: bytes) -> ToolResult:
+    """A retriever says 404 in JSON; one that does not is no retriever, and its 404 says nothing about the id."""
+    try:
+        said = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _Failed("garbage", again=False) from error
+    if not isinstance(said, dict) or "error" not in said:
+        raise _Failed("garbage", again=False)
+    return UNKNOWN
+
+
+def _refused(status: int, retry_after: str) -> _Failed:
+    error = "overloaded" if status in (429, 503) else f"http_{status}"
+    wait = float(retry_after) if retry_after.isdecimal() else 0.0
+    return _Failed(error, again=status in RETRIED, wait_s=wait)

@@ -1,0 +1,146 @@
+"""`python -I -S -B DIRECTORY SPEC`: reads a program from stdin, confines itself, and runs it.
+
+    this process          leaves with namespaces, waits for the next one, ends with its code
+      first of the tree   (namespaces only) waits for the program; when it ends, the kernel ends everything in the tree
+        the program       drops privileges, limits itself, Landlock, seccomp, then the policy's code
+
+When the server dies, or ends this process, each of them dies with the one above it. SPEC is JSON, see `Spec`. What was
+achieved is written to the descriptor `report` before the program starts: {"ready": true}, or {"failed": "why"} and then
+nothing of the program is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from rollout_server.tools.jail import kernel, landlock, namespaces, program, seccomp
+
+del sys.path[0]
+
+FAILED = 120
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How to confine.
+
+    mechanisms  of namespaces, landlock, seccomp: each of them holds, or nothing is run
+    readable    directories whose files may be read
+    libraries   those of them that modules are imported from, besides the standard library
+    uid         user and group of the program when this runs as root and with namespaces
+    report      file descriptor, see the module
+    """
+
+    mechanisms: tuple[str, ...]
+    readable: tuple[str, ...]
+    libraries: tuple[str, ...]
+    uid: int
+    report: int
+    cpu_s: int
+    memory_mb: int
+    file_mb: int
+    threads: int
+
+
+def main() -> None:
+    spec = Spec(**json.loads(sys.argv[1]))
+    try:
+        source = sys.stdin.buffer.read().decode("utf-8", "replace")
+        _plug_stdin()
+        os.nice(10)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if "namespaces" in spec.mechanisms:
+            namespaces.enter(os.getcwd(), spec.readable, spec.file_mb)
+            _wait_for_child()  # the first of the tree goes on below
+            _become(spec.uid)
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        _wait_for_child()
+        _confine(spec)
+    except OSError as error:
+        os.write(spec.report, json.dumps({"failed": str(error)}).encode())
+        os._exit(FAILED)
+    os.write(spec.report, b'{"ready": true}')
+    os.closerange(3, 256)
+    sys.path += spec.libraries
+    sys.argv = [""]
+    program.run(source)
+
+
+def _wait_for_child() -> None:
+    """Fork: the child returns, and dies when its parent does. The parent stays, and ends as its child ended."""
+    child = os.fork()
+    if child == 0:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    # asked to end, it takes its child along and collects it, so that no zombie is left to whoever adopts orphans
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    _end_like(child)
+
+
+def _end_like(child: int) -> NoReturn:
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _become(uid: int) -> None:
+    """As root: another user, of no group, without capabilities. Else: without capabilities."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        try:
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        except OSError:  # a container that knows no such user
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+    kernel.drop_capabilities()
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+
+
+def _confine(spec: Spec) -> None:
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if "namespaces" not in spec.mechanisms:
+        kernel.drop_capabilities()
+    for limit, value in (
+        (resource.RLIMIT_AS, spec.memory_mb << 20),
+        (resource.RLIMIT_CPU, spec.cpu_s),
+        (resource.RLIMIT_FSIZE, spec.file_mb << 20),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        _limit(limit, value)
+    if "namespaces" in spec.mechanisms:  # elsewhere it would count all that this user runs
+        _limit(resource.RLIMIT_NPROC, spec.threads)
+    if "landlock" in spec.mechanisms:
+        landlock.restrict(spec.readable, os.getcwd())
+    if "seccomp" in spec.mechanisms:
+        seccomp.install()
+
+
+def _limit(limit: int, value: int) -> None:
+    hard = resource.getrlimit(limit)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    # the soft limit on processor time comes first: it can be told from a kill
+    resource.setrlimit(limit, (value, value + 1 if limit == resource.RLIMIT_CPU else value))
+
+
+def _plug_stdin() -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    main()
