@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protocol.codec import encode
@@ -26,10 +27,40 @@ LIFETIME_MS = 10_000
 RATE_WINDOW_S = 10.0
 MEAN_OVER = 256
 """Trajectories that the running means of reward and exact match look back on."""
+LABELLED = {
+    "search_errors_": ("search_errors", "kind", "Searches that failed, by cause."),
+    "search_faults_": ("search_faults", "kind", "Attempts at a search that failed, by cause; most are made again."),
+    "search_outcome_": ("search_outcomes", "outcome", "Searches that were answered, by what they brought."),
+}
+"""Counters by the beginning of their names: to Prometheus each kind is one metric, and the rest of the name a label. A
+counter that is the sum of them is left out there."""
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Upper bounds of the buckets of durations, in seconds; one more has none."""
+
+
+class Histogram:
+    """How often a duration fell into each bucket, and their sum."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """One duration more."""
+        self._counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self._sum_s += seconds
+
+    def family(self, name: str) -> HistogramMetricFamily:
+        """As Prometheus wants it: each bucket holds those below it too."""
+        total, buckets = 0, []
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        return HistogramMetricFamily(name, name.replace("_", " "), buckets=buckets, sum_value=self._sum_s)
 
 
 class Stats:
-    """Counters, gauges and waits of one process."""
+    """Counters, gauges, durations and waits of one process."""
 
     def __init__(self, process: str, process_id: str) -> None:
         self.process, self.id = process, process_id
@@ -38,12 +69,18 @@ class Stats:
         self.gauges: dict[str, Callable[[], float]] = {}
         """name -> reads the value now"""
         self.text: dict[str, Callable[[], str]] = {}
+        self.histograms: dict[str, Histogram] = {}
         self._recent: dict[str, deque[float]] = {}
         self._started = time.monotonic()
 
     def observe(self, name: str, value: float) -> None:
         """Adds one measurement to the running mean `name`."""
         self._recent.setdefault(name, deque(maxlen=MEAN_OVER)).append(value)
+
+    def time(self, name: str, seconds: float) -> None:
+        """Adds one duration to the histogram `name`, and to the running mean `NAME_mean`."""
+        self.histograms.setdefault(name, Histogram()).observe(seconds)
+        self.observe(f"{name}_mean", seconds)
 
     def values(self) -> dict[str, float]:
         """Everything by name, as of now."""
@@ -150,9 +187,21 @@ class _Prometheus(Collector):
         for cause, seconds in self._stats.waits.seconds().items():
             waits.add_metric([cause], seconds)
         yield waits
+        families = {
+            begin: CounterMetricFamily(f"{prefix}_{name}", text, labels=[label])
+            for begin, (name, label, text) in LABELLED.items()
+        }
+        sums = {name for name, _, _ in LABELLED.values()}
         for name, value in self._stats.values().items():
-            family = CounterMetricFamily if name in self._stats.counts else GaugeMetricFamily
-            yield family(f"{prefix}_{name}", name.replace("_", " "), value=value)
+            begin = next((begin for begin in LABELLED if name.startswith(begin)), None)
+            if begin is not None:
+                families[begin].add_metric([name.removeprefix(begin)], value)
+            elif name not in sums:
+                family = CounterMetricFamily if name in self._stats.counts else GaugeMetricFamily
+                yield family(f"{prefix}_{name}", name.replace("_", " "), value=value)
+        yield from (family for family in families.values() if family.samples)
+        for name, histogram in self._stats.histograms.items():
+            yield histogram.family(f"{prefix}_{name}")
 
     def describe(self) -> Iterator[Metric]:
         return iter(())

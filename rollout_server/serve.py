@@ -14,7 +14,8 @@
 
     loop             consumes              produces            waits for              unblocked by
     lease_loop       tasks                 a Work each         a place, credit,       a group's end, the learner,
-                                                               no backlog of turns    the engines
+                                                               no backlog of turns,   the engines,
+                                                               a retriever            a probe that succeeds
     beat_loop        leases in flight      fresh idle times    a third of task_idle   the clock
     Fleet.follow     engines, target       FleetTable          fleet_poll_s           the clock
     gate             FleetTable            accept / do not     a change               Fleet.follow
@@ -60,16 +61,16 @@ from rollout_server.measured_search import MeasuredSearch
 from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
 from rollout_server.redis_client import BLOCK_MS, RedisClient, RedisDown
 from rollout_server.rollout import OnProgress, ShouldStop
-from rollout_server.search.base import Search
 from rollout_server.sink import Sink
 from rollout_server.tasks import Tasks
+from rollout_server.tools.measured import with_measured_tools
 from rollout_server.work import Work
 
 log = logging.getLogger(__name__)
 
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
-    *("trajectories", "turns", "searches", "search_errors", "tokens_generated", "tokens_observed", "stale"),
+    *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
 )
 """Shown from the start, as zeros."""
 
@@ -79,8 +80,9 @@ async def serve(
 ) -> None:
     """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can mend."""
     stop = stop or Stop()
-    episode = build_episode(settings.episode, run.model)
     stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
+    built = build_episode(settings.episode, run.model, urls=getattr(settings.search, "urls", ()))
+    episode = with_measured_tools(built, stats)
     for name in COUNTERS:
         stats.counts[name] = 0
     redis = RedisClient(run.redis_url, Keys(run.id))
@@ -106,7 +108,7 @@ class RolloutServer:
         episode: Episode,
         stats: Stats,
         redis: RedisClient,
-        search: Search,
+        search: MeasuredSearch,
         session: aiohttp.ClientSession,
     ) -> None:
         self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
@@ -140,7 +142,7 @@ class RolloutServer:
             consumer=f"{stats.id}-{secrets.token_hex(4)}",
             concurrency=settings.concurrency_groups,
             idle_ms=settings.task_idle_ms,
-            congested=self._router.congested,
+            held_up=self._held_up,
         )
         self._work = Work(
             self._tasks,
@@ -177,12 +179,20 @@ class RolloutServer:
             # what its last read brings is still started, and so finished or handed back
             await asyncio.wait({leasing}, timeout=2 * BLOCK_MS / 1000)
             leasing.cancel()
-            await self._tasks.drain(
-                self._settings.drain_s, stop.hurry, hopeful=lambda: bool(self._router.candidates(pinned=False))
-            )
+            await self._tasks.drain(self._settings.drain_s, stop.hurry, hopeful=self._hopeful)
             for loop in loops:
                 loop.cancel()
             await self._leave()
+
+    def _held_up(self) -> str:
+        """Why no group should be begun now: the name of what it would wait for, "" when it would not."""
+        if self._search.outage:
+            return "retriever"
+        return "backlog" if self._router.congested() else ""
+
+    def _hopeful(self) -> bool:
+        """Whether a group in flight can come to its end."""
+        return bool(self._router.candidates(pinned=False)) and not self._search.outage
 
     async def _gate(self) -> None:
         """Consumes the engine table; produces permission to lease; waits for a change; ended by cancellation.

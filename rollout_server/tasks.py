@@ -30,7 +30,7 @@ MAX_DELIVERIES = 3
 HOPELESS_S = 3.0
 """How long a drain goes on without any engine: a restarted one may be back within it."""
 BACKLOG_LOOK_S = 0.05
-"""How often a server whose turns wait for engines looks whether they still do."""
+"""How often a server that is held up looks whether it still is."""
 HAND_BACK_S = 3.0
 """How long an orderly stop tries to hand tasks back. Without it they are taken over later."""
 
@@ -63,12 +63,13 @@ class Tasks:
         consumer: str,
         concurrency: int,
         idle_ms: int,
-        congested: Callable[[], bool] = lambda: False,
+        held_up: Callable[[], str] = lambda: "",
     ) -> None:
-        """congested  whether a group more would only wait: the task is better left to a server that has engines"""
+        """held_up  what a group more would only wait for, by the name of the wait; "" when it could begin. The task is
+        better left in the stream: to a server that can, or until this one can"""
         self._redis, self._sink, self._stats = redis, sink, stats
         self._consumer, self._concurrency, self._idle_ms = consumer, concurrency, idle_ms
-        self._congested = congested
+        self._held_up = held_up
         self.in_flight: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._freed = asyncio.Event()
         self._accepting = asyncio.Event()
@@ -93,9 +94,9 @@ class Tasks:
     async def lease_loop(self, group: asyncio.TaskGroup, perform: Perform) -> None:
         """Consumes tasks (new ones, and those whose server fell silent); produces one `perform` in `group` for each.
 
-        Waits for a free place, for permission (`accept`), for the engines to catch up (`congested`) and for credit:
-        a task in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease
-        that ran out. Ended by `stop`, within BLOCK_MS.
+        Waits for a free place, for permission (`accept`), for engines or retriever (`held_up`) and for credit: a task
+        in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease that ran
+        out. Ended by `stop`, within BLOCK_MS.
         """
         outage = Outage("leasing tasks", self._stats.waits)
         while not self._stopping:
@@ -103,8 +104,8 @@ class Tasks:
             await self._place()
             if self._stopping:
                 return
-            if self._congested():
-                with self._stats.waits.during("backlog"):
+            if cause := self._held_up():
+                with self._stats.waits.during(cause):
                     await asyncio.sleep(BACKLOG_LOOK_S)
                 continue
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +14,7 @@ from protocol.search import Passage
 class SearchResult:
     """What a search brought.
 
-    error  "" or a short word: timeout, unreachable, overloaded (429, 503), http_NNN, garbage, too_large, closed
+    error  "" or a short word, see `rollout_server.search.fault`. No passages and no error: nothing was found
     """
 
     passages: tuple[Passage, ...]
@@ -28,6 +30,13 @@ class Search(Protocol):
 
 class SearchService(Search, Protocol):
     """A search that a process owns: it is built once, shared by all rollouts, and closed in the end."""
+
+    @property
+    def outage(self) -> str:
+        """Why no query can be answered now, "" when one can. Searches wait meanwhile; new work is better not begun."""
+
+    def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
+        """From now on count in `counts`, and have what can be read at any moment in `gauges`."""
 
     async def close(self) -> None:
         """Let go of connections and of searches in flight. Safe to call twice."""

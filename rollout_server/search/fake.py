@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -43,6 +44,13 @@ class FakeSearch:
         error = self._failures[call] if call < len(self._failures) else ""
         found = () if error else tuple(self._passages.get(query, self._otherwise))
         return SearchResult(found, self._latency_s, error)
+
+    @property
+    def outage(self) -> str:
+        return ""
+
+    def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
+        """It has nothing to report."""
 
     async def close(self) -> None:
         return None

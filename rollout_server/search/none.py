@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 from protocol.settings import Settings
@@ -13,6 +15,13 @@ class NoSearch:
 
     async def __call__(self, query: str) -> SearchResult:
         return SearchResult((), 0.0)
+
+    @property
+    def outage(self) -> str:
+        return ""
+
+    def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
+        """It has nothing to report."""
 
     async def close(self) -> None:
         return None

@@ -26,7 +26,7 @@ class Server:
         self.redis = world.client()
         self.run = world.keys.run
         self.sink = Sink(self.redis, self.stats)
-        self.congested = False
+        self.held_up = ""
         self.tasks = Tasks(
             self.redis,
             self.sink,
@@ -34,7 +34,7 @@ class Server:
             consumer=name,
             concurrency=concurrency,
             idle_ms=idle_ms,
-            congested=lambda: self.congested,
+            held_up=lambda: self.held_up,
         )
         self.let = asyncio.Event()
         self.quick: set[int] = set()
@@ -76,19 +76,20 @@ async def test_no_more_tasks_are_leased_than_there_are_places(world, until: Call
     assert [m.seq for m in world.published()] == [1, 2, 3, 4, 5] and world.pending() == 0
 
 
-async def test_a_server_whose_turns_wait_for_engines_leaves_tasks_to_the_others(
-    world, until: Callable[..., Awaitable[None]]
+@pytest.mark.parametrize("cause", ["backlog", "retriever"])
+async def test_a_server_whose_turns_would_only_wait_leaves_tasks_to_the_others(
+    world, until: Callable[..., Awaitable[None]], cause: str
 ) -> None:
     server = Server(world, "a")
-    server.congested = True
+    server.held_up = cause
     async with server.running():
         world.issue(make_task(1))
         await asyncio.sleep(0.3)
         assert server.begun == [] and world.pending() == 0
-        assert server.stats.waits.seconds()["backlog"] > 0.2
-        server.congested = False
+        assert server.stats.waits.seconds()[cause] > 0.2
+        server.held_up = ""
         await until(lambda: server.begun == [1], "it goes on when they have caught up", 1.0)
-        server.congested = True
+        server.held_up = cause
         server.tasks.stop()
         await until(server.leasing.done, "a stop does not wait for them", 1.0)
 

@@ -1,0 +1,109 @@
+"""How many requests are in flight at one retriever: additive increase, multiplicative decrease. Pure, without a clock.
+
+Several rollout servers that grow by sums and shrink by factors share a retriever fairly without knowing of each other
+(Chiu and Jain, "Analysis of the increase and decrease algorithms for congestion avoidance", 1989). As in TCP Vegas
+(Brakmo and Peterson, 1995) and the gradient limiters built on it, the sign of congestion is latency against the least
+that was seen, and not only failure: it comes before anything fails.
+
+    target  = min(max(SLACK_S, TOLERANCE * fastest), patience_s / 2)
+    grow    by 1 an answer up to the size at which it last shrank (slow start, Jacobson 1988), by 1 a round trip beyond
+            it, while the smoothed latency is below the target and at least half of the window is in use
+    shrink  to 0.7 of itself when the smoothed latency is above twice the target, or the server refused (429, 503) or
+            let a request run out of time; then not again for what was sent before: once a round trip
+
+TOLERANCE is large because retrievers batch: a full batch takes several times as long as a lone query and answers
+hundreds. SLACK_S keeps answers from a cache, hundreds of times faster than a search, from making a search look slow.
+"""
+
+from __future__ import annotations
+
+START, START_AGAIN = 32, 4
+"""First size, and the size after an outage."""
+SHRINK = 0.7
+TOLERANCE, SLACK_S = 8.0, 0.25
+SMOOTHING = 1 / 8
+"""Weight of the newest latency (Jacobson's smoothed round-trip time)."""
+FORGET = 1024
+"""Answers after which the least latency is looked for anew: a server that has become slower for good is no congestion.
+The least of the current and the last such period counts."""
+
+
+class Window:
+    """Requests in flight from here to one retriever. Each is `send` and then one of `answered`, `refused`, `ended`.
+
+    ceiling     most requests in flight
+    patience_s  time after which a request is given up; the target stays well below it
+    """
+
+    def __init__(self, *, ceiling: int, patience_s: float, start: int = START) -> None:
+        self._ceiling, self._patience_s = ceiling, patience_s
+        self._size = float(min(start, ceiling))
+        self._shrank_at = float(ceiling)
+        self._next = self._first_since = 0
+        """Number of the next request, and of the first that was sent at the present size."""
+        self._smooth: float | None = None
+        self._fastest, self._fastest_before, self._seen = float("inf"), float("inf"), 0
+        self.in_flight = 0
+
+    @property
+    def size(self) -> int:
+        return int(self._size)
+
+    @property
+    def target_s(self) -> float:
+        """Smoothed latency up to which the window grows."""
+        fastest = min(self._fastest, self._fastest_before)
+        return min(max(SLACK_S, TOLERANCE * fastest), self._patience_s / 2)
+
+    def room(self) -> bool:
+        """Whether one more may go."""
+        return self.in_flight < self.size
+
+    def send(self) -> int:
+        """One more goes; its number, to be given back when it is over."""
+        self.in_flight += 1
+        self._next += 1
+        return self._next - 1
+
+    def answered(self, number: int, latency_s: float) -> None:
+        """It was answered, well or not, after so long."""
+        in_use = 2 * self.in_flight >= self.size
+        self.in_flight -= 1
+        self._note(latency_s)
+        if number < self._first_since:
+            return
+        smooth = latency_s if self._smooth is None else self._smooth + SMOOTHING * (latency_s - self._smooth)
+        self._smooth = smooth
+        if smooth > 2 * self.target_s:
+            self._shrink()
+        elif smooth <= self.target_s and in_use:
+            step = 1.0 if self._size < self._shrank_at else 1.0 / self._size
+            self._size = min(self._ceiling, self._size + step)
+
+    def refused(self, number: int) -> None:
+        """It was turned away, or ran out of time."""
+        self.in_flight -= 1
+        if number >= self._first_since:
+            self._shrink()
+
+    def ended(self) -> None:
+        """It ended in a way that says nothing of how busy the server is."""
+        self.in_flight -= 1
+
+    def restart(self) -> None:
+        """The server was away and is back, perhaps another: begin small, and measure anew."""
+        self._size = float(min(START_AGAIN, self._ceiling))
+        self._shrank_at = float(self._ceiling)
+        self._smooth, self._first_since = None, self._next
+        self._fastest = self._fastest_before = float("inf")
+        self._seen = 0
+
+    def _note(self, latency_s: float) -> None:
+        self._fastest = min(self._fastest, latency_s)
+        self._seen += 1
+        if self._seen == FORGET:
+            self._fastest_before, self._fastest, self._seen = self._fastest, float("inf"), 0
+
+    def _shrink(self) -> None:
+        self._size = self._shrank_at = max(1.0, SHRINK * self._size)
+        self._first_since, self._smooth = self._next, None

@@ -1,0 +1,89 @@
+"""One request to a retriever: sent, read under a cap, and every way to fail by its name.
+
+Redirects are not followed and compression is not accepted: a few kilobytes must not become gigabytes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from protocol.search import Passage
+from rollout_server.search.dialect import PATHS, Dialect, read_answer, request_body
+from rollout_server.search.fault import NOT_JSON, TIMEOUT, TOO_LARGE, UNREACHABLE, Fault, status_fault
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECT_S = 3.0
+"""Longest wait for a connection: a host that swallows packets must not use up the time of another that could answer."""
+KEEP_ALIVE_S = 4.0
+"""An idle connection is closed from here after so long: uvicorn (Search-R1's server) does it after 5 s, and a request
+that crosses that closing would look like a retriever that has died."""
+
+
+class Wire:
+    """Pooled connections to all replicas. The session opens at the first request, inside the event loop."""
+
+    def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
+        self._dialect, self._topk, self._run, self._max_bytes = dialect, topk, run, max_bytes
+        self._session: aiohttp.ClientSession | None = None
+
+    async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
+        """Passages for one query, best first. Raises Fault."""
+        body = request_body(self._dialect, query, self._topk, self._run)
+        raw = await self.request("POST", url + PATHS[self._dialect], timeout_s, body)
+        return read_answer(self._dialect, raw, self._topk)
+
+    async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> bytes:
+        """The body of a 200. Raises Fault."""
+        import aiohttp
+
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._open().request(method, url, data=body, allow_redirects=False) as response,
+            ):
+                if response.status != 200:
+                    raise status_fault(response.status, response.headers.get("Retry-After", ""))
+                return await self._read(response)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            refused = not isinstance(error, aiohttp.ConnectionTimeoutError)
+            raise Fault(UNREACHABLE, served=False, refused=refused) from error
+        except TimeoutError as error:
+            raise Fault(TIMEOUT, served=False) from error
+        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError) as error:
+            raise Fault(UNREACHABLE, served=False) from error
+        except aiohttp.ClientError as error:
+            raise Fault(NOT_JSON) from error  # what came back is not even HTTP
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        if (response.content_length or 0) > self._max_bytes:
+            raise Fault(TOO_LARGE, again=False)
+        parts: list[bytes] = []
+        size = 0
+        async for chunk in response.content.iter_any():
+            size += len(chunk)
+            if size > self._max_bytes:
+                raise Fault(TOO_LARGE, again=False)
+            parts.append(chunk)
+        return b"".join(parts)
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # how many there are is decided by the windows
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+                auto_decompress=False,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Safe to call twice."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
