@@ -102,9 +102,11 @@ def _label(segment: Segment, turn: int, shown: Shown) -> str:
         return f"prompt · {count}, not trained on"
     if segment.owner is Owner.ENVIRONMENT:
         parts = [f"environment · {count}, not trained on"]
-        if segment.query:
-            parts.append(f"searched for {visible(segment.query)!r}")
-            parts.append(f"passages {', '.join(visible(i) for i in segment.passage_ids) or 'none'}")
+        if segment.query or segment.tool:
+            asked = f"called {visible(segment.tool)} with" if segment.tool else "searched for"
+            parts.append(f"{asked} {visible(segment.query)!r}")
+            if segment.passage_ids or not segment.tool:
+                parts.append(f"passages {', '.join(visible(i) for i in segment.passage_ids) or 'none'}")
             parts.append(f"{segment.latency_s * 1000:.0f} ms")
         return " · ".join([*parts, f"error {visible(segment.error)}"] if segment.error else parts)
     by = ", ".join(_version(span, shown) for span in segment.spans)
@@ -149,6 +151,7 @@ def to_json(shown: Shown, tokens: Tokens) -> dict[str, Any]:
                 "tokens": len(s.ids),
                 "versions": [[span.version.label, span.start, span.end] for span in s.spans],
                 "lags": [shown.lag(span) for span in s.spans],
+                "tool": s.tool,
                 "query": s.query,
                 "passage_ids": list(s.passage_ids),
                 "latency_s": s.latency_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from protocol.errors import UserError
@@ -19,6 +19,7 @@ from rollout_server.reward.io import Io
 from rollout_server.search.base import SearchService
 from rollout_server.tokens import Tokens, load_tokens
 from rollout_server.tools.base import Tool
+from rollout_server.tools.none import NoTool
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class Episode:
             if len(self.tokens.foreign(passages_text(self.template, passages[:number], limit, self.tags))) >= room:
                 return passages[:number]
         return passages
+
+    def without_documents(self) -> Episode:
+        """The same episode, prompt and all, whose tools bring no documents: for where searches find nothing either."""
+        silent = {tool.type for tool in self.settings.tools if tool.retrieves}
+        return replace(self, tools={name: NoTool(name) if name in silent else t for name, t in self.tools.items()})
 
     async def close(self) -> None:
         """Let go of what rewards and tools hold. Safe to call twice, and not needed where none of them holds anything.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Annotated, Any
@@ -58,7 +59,7 @@ class EpisodesRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     """0 is greedy."""
     search: bool = True
-    """False: every search finds nothing."""
+    """False: every search finds nothing, and no tool brings a document."""
     pin: bool = False
     """True: engines hold their versions until the last episode has ended, and any READY engine serves."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
@@ -74,6 +75,7 @@ class Episodes:
         self, episode: Episode, generate: Generate, search: Search, fleet: Fleet, redis: RedisClient, stats: Stats
     ) -> None:
         self._episode, self._generate, self._search, self._stats = episode, generate, search, stats
+        self._closed_book = episode.without_documents()
         self._pin = Pin(redis, fleet, stats)
 
     async def run(self, request: EpisodesRequest) -> AsyncGenerator[dict[str, Any], None]:
@@ -102,7 +104,7 @@ class Episodes:
     ) -> dict[str, Any]:
         async with places:
             result = await run_episode(
-                self._episode,
+                self._episode if request.search else self._closed_book,
                 question,
                 self._generate,
                 self._search if request.search else NoSearch(),
@@ -125,6 +127,7 @@ class Episodes:
             "reward": trajectory.reward,
             "rewards": dict(trajectory.rewards),
             "searches": trajectory.searches,
+            "tool_calls": dict(Counter(segment.tool for segment in trajectory.segments if segment.tool)),
             "turns": trajectory.turns,
             "tokens": len(trajectory.ids),
             "tokens_generated": trajectory.num_sampled,
@@ -141,7 +144,9 @@ class Episodes:
             "tokens": len(segment.ids),
             # two versions: the weights changed while the turn was sampled
             "version": "+".join(versions),
+            "tool": segment.tool,
             "query": segment.query,
+            "passage_ids": list(segment.passage_ids),
             "error": segment.error,
         }
 

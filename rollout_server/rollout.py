@@ -176,7 +176,8 @@ class _Play:
         if error:
             ids = episode.tool_failed(limit) if told else []
         else:
-            ids = episode.observation(passages, limit) if passages else episode.told(result.text, limit)
+            words = result.text and not passages
+            ids = episode.told(result.text, limit) if words else episode.observation(passages, limit)
         segment = self.transcript.observe(
             ids,
             query=call.argument.strip(),

@@ -10,7 +10,8 @@ A whole reward by itself, exact match included, so it usually stands alone with 
 
 Well-formed: every turn but the last is <think>..</think><search>..</search>, the last is <think>..</think>
 <answer>..</answer>, with white space between and no other tag anywhere: an <information> that the policy wrote itself
-is ill-formed. What follows a turn's closing tag is ignored: the turn had ended, and a token may reach past it.
+is ill-formed. What follows a turn's closing tag is ignored: the turn had ended, and a token may reach past it. A call
+of a tool is as well-formed as a search.
 
 Search-R1 reads the prompt and the documents too, so its "no answer" is scored as the prompt's example "Beijing", and
 an answer inside a document counts as the policy's. Neither can happen here.
@@ -19,6 +20,7 @@ an answer inside a document counts as the policy's. Neither can happen here.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import Field
@@ -39,12 +41,20 @@ _TAGS = "think|search|information|answer"
 _SEARCH, _ANSWER = turn_shape("search", _TAGS), turn_shape("answer", _TAGS)
 
 
+@lru_cache
+def call_shape(tool: str, tags: str) -> re.Pattern[str]:
+    """The same for a turn that calls `tool`, whose own tag may not stand inside either."""
+    return turn_shape(tool, f"{tags}|{tool}")
+
+
 def well_formed(turns: tuple[TurnText, ...]) -> bool:
     """Whether the policy's turns follow the protocol; see the module."""
     if not turns:
         return False
-    *searches, last = turns
-    return all(_SEARCH.match(turn.policy) for turn in searches) and _ANSWER.match(last.policy) is not None
+    *before, last = turns
+    shapes = [call_shape(turn.tool, _TAGS) if turn.tool else _SEARCH for turn in before]
+    formed = all(shape.match(turn.policy) for shape, turn in zip(shapes, before, strict=True))
+    return formed and _ANSWER.match(last.policy) is not None
 
 
 class Format:

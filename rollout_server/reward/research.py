@@ -7,8 +7,9 @@ A whole reward by itself, so it usually stands alone with weight 1, with a templ
     well-formed, F1 = 0          floor, 0.1
 
 Well-formed: as many <think> as </think>, at least one; exactly one <answer> and one </answer>, in the last turn, with a
-\boxed{} in between whose braces close; every turn before it ends in a search that was answered, and the last leaves
-none open; no <result> that the policy wrote itself. Over length: a limit ended the last turn, not the policy.
+\boxed{} in between whose braces close; every turn before it ends in a search, or in a call of a tool, that was
+answered, and the last leaves no search open; no <result> that the policy wrote itself. Over length: a limit ended the
+last turn, not the policy.
 
 ReSearch looks at the whole text after "Assistant:" (base) or "<|im_start|>assistant" (instruct), documents included,
 wants the tokenizer's end-of-sequence token there, and takes a <result> that the policy invented for a real one. Here
@@ -19,6 +20,7 @@ its preview (12f6cb1): 1, 0.1, 0. An F1 below the floor earns less than a wrong 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import Field
@@ -36,13 +38,18 @@ _FOREIGN = re.compile(r"</?result>")
 _SEARCHING = re.compile(r"</?search>")
 
 
+@lru_cache
+def _call(tool: str) -> re.Pattern[str]:
+    return re.compile(rf"<{tool}>.*?</{tool}>", re.DOTALL)
+
+
 def boxed_answer(turns: tuple[TurnText, ...]) -> str | None:
     """The boxed text of a well-formed trajectory, None of any other; see the module."""
     if not turns:
         return None
     searches = []
     for turn in turns[:-1]:
-        found = _SEARCH.search(turn.policy)
+        found = (_call(turn.tool) if turn.tool else _SEARCH).search(turn.policy)
         if found is None:
             return None
         # A token may reach past the tag that ended the turn: what stands there was not acted upon.

@@ -1,6 +1,7 @@
 """A price on searches: -min(cap, each * (searches - free)), never above 0.
 
-A search that failed was made all the same.
+A search that failed was made all the same. Calls of tools are no searches: they cost nothing here, and a setting of
+each tool bounds them.
 """
 
 from __future__ import annotations

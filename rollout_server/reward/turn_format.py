@@ -1,4 +1,5 @@
-"""Per turn: whether it is <think>..</think> and then one <search>..</search> or <answer>..</answer>, nothing else.
+"""Per turn: whether it is <think>..</think> and then one <search>..</search> or <answer>..</answer>, or one call of an
+enabled tool, nothing else.
 
 As in `format`, a tag of another kind makes a turn ill-formed, an observation's tag (<information>, <result>) included,
 and what follows the closing tag of the action is ignored. By default an ill-formed turn costs and a well-formed one
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rollout_server.reward.base import Outcome, TurnReward, WeightedReward
-from rollout_server.reward.format import turn_shape
+from rollout_server.reward.format import call_shape, turn_shape
 from rollout_server.reward.io import Io
 
 _TAGS = "think|search|information|result|answer"
@@ -27,7 +28,8 @@ class TurnFormat:
         self._well, self._ill = settings.well, settings.ill
 
     async def per_turn(self, outcome: Outcome) -> Sequence[float]:
-        formed = (any(shape.match(turn.policy) for shape in _SHAPES) for turn in outcome.turns)
+        shapes = ((call_shape(turn.tool, _TAGS),) if turn.tool else _SHAPES for turn in outcome.turns)
+        formed = (any(s.match(turn.policy) for s in each) for each, turn in zip(shapes, outcome.turns, strict=True))
         return [self._well if good else self._ill for good in formed]
 
 

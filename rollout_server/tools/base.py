@@ -22,7 +22,8 @@ class ToolResult:
     """What a call brought. A stranger's text: it is neutralised and cut before the policy sees it.
 
     text      what the policy is told, when there are no passages
-    passages  what it is shown instead, as a search's are: they count as retrieved evidence, a text does not
+    passages  what it is shown instead, as a search's are: they count as retrieved evidence, a text does not. Without
+              either it is told what it is told of a search that finds nothing
     error     "" or a short word: the tool itself failed (timeout, unreachable, overloaded, ...), which says nothing
               about the policy; what then happens is `on_search_error`
     mistake   "" or a short word: the call was wrong (no such document, a program that raises) and `text` says so. For
