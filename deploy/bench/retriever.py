@@ -49,7 +49,7 @@ class RetrieverBench(BenchSettings):
     turns: int = Field(default=4, ge=1)
     """Queries of each client."""
     burst: int = Field(default=2560, ge=1)
-    """Queries that are asked all at once, after that."""
+    """Queries that are asked all at once after that, by Foray's client and by plain POSTs without one."""
     unbatched: int = Field(default=64, ge=1)
     """Queries to the service with batching off, from as many clients as before or fewer."""
     topk: int = Field(default=3, ge=1, le=100)
@@ -61,7 +61,7 @@ class RetrieverBench(BenchSettings):
     threads: int = Field(default=1, ge=1)
     """Threads of FAISS, in the service and bare alike; leave a core to the clients."""
     connections: int = Field(default=0, ge=0)
-    """Connections of the client; 0: as many as there are queries at once."""
+    """Most requests that Foray's client has in flight; 0: what its settings say by themselves."""
     deadline_s: float = Field(default=300.0, gt=0)
     """The client's deadline for one query, retries included: on a slow machine the burst takes long, and must."""
     indexes: tuple[str, ...] = TYPES
@@ -84,11 +84,12 @@ class RetrieverBench(BenchSettings):
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             phases = Phases(self, Path(name), say)
             before = phases.bare([self.max_batch])
-            steady, burst = phases.service()
+            loads = phases.service()
+            steady = loads["service"]
             same = max(1, round(steady["mean_batch"]))
             after = phases.bare([self.max_batch, same], checked=True)
-            single = phases.unbatched()
-            check([steady, burst, single])
+            loads["unbatched"] = single = phases.unbatched()
+            check(loads)
             equal = phases.equal_answers()
             table = table_of(self, Path(name), say) if self.indexes else []
         bare = _bare(before[0], after[0])
@@ -98,13 +99,12 @@ class RetrieverBench(BenchSettings):
             baseline={"name": f"bare FAISS in batches of {self.max_batch}, encoding included", **bare},
             ratio=bare["cpu_ms_per_query"] / steady["cpu_ms_per_query"],
             details={
-                "service": steady,
-                "burst": burst,
-                "unbatched": single,
+                **loads,
                 "bare_at_mean_batch": after[1],
                 "index_batched": after[2],
-                "burst_ratio": bare["cpu_ms_per_query"] / burst["cpu_ms_per_query"],
-                "cost_of_service": steady["cpu_ms_per_query"] / bare["cpu_ms_per_query"],
+                "cpu_over_bare": {
+                    name: load["cpu_ms_per_query"] / bare["cpu_ms_per_query"] for name, load in loads.items()
+                },
                 "speed_of_bare": steady["queries_per_s"] / bare["queries_per_s"],
                 "batching_gain_cpu": single["cpu_ms_per_query"] / steady["cpu_ms_per_query"],
                 "batching_gain_speed": steady["queries_per_s"] / single["queries_per_s"],
@@ -115,14 +115,14 @@ class RetrieverBench(BenchSettings):
         )
 
 
-def check(phases: list[dict[str, Any]]) -> None:
+def check(loads: dict[str, dict[str, Any]]) -> None:
     """Raises ForayError unless every query was answered, and searched: a cached answer would be none of the index."""
-    for phase in phases:
+    for name, phase in loads.items():
         lost = phase["queries"] - phase["answered"]
         if lost or phase["short"] or phase["searched"] != phase["queries"]:
             raise ForayError(
-                f"{lost} of {phase['queries']} queries failed ({phase['errors']}), {phase['short']} answers were "
-                f"short, {phase['searched']} queries were searched"
+                f"{name}: {lost} of {phase['queries']} queries failed ({phase['errors']}), {phase['short']} answers "
+                f"were short, {phase['searched']} queries were searched"
             )
 
 

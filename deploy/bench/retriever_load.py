@@ -1,4 +1,5 @@
-"""The clients of the retriever benchmark, in a process of their own: Foray's search client, asked by many at once.
+"""The clients of the retriever benchmark, in a process of their own: Foray's search client, asked by many at once, or
+as many plain POSTs as there are clients, without window, retry or deadline, as Search-R1's trainer makes them.
 
     python -m deploy.bench.retriever_load SPEC.json
 
@@ -14,10 +15,15 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import aiohttp
+
+from protocol.search import Passage, SearchResponse
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Load:
     """One phase: `clients` ask `turns` queries each, one after the other.
 
     queries      file with a JSON list; the phase takes clients * turns of them from `first`
-    connections  of the client; 0: one for every client
+    connections  of Foray's client at most; 0: what its settings say by themselves
     expected     hits that every answer has
     answers      file that takes the ids of every answer, in the order of the queries
     """
@@ -40,6 +46,7 @@ class Load:
     expected: int
     deadline_s: float
     connections: int = 0
+    plain: bool = False
 
     def write(self, path: Path) -> Path:
         """For the child."""
@@ -67,37 +74,69 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
-async def play(load: Load, queries: Sequence[str]) -> dict[str, Any]:
-    """Figures of the phase. A query that failed after the client's retries is counted by its error."""
+Ask = Callable[[str], Awaitable[tuple[Sequence[Passage], str]]]
+"""A query in; passages and "", or none and what failed."""
+
+
+@asynccontextmanager
+async def own_client(load: Load) -> AsyncIterator[Ask]:
+    """Foray's, as a rollout server builds it, with another deadline."""
     from rollout_server.search.http import HttpSearchSettings
 
-    settings = HttpSearchSettings(
-        urls=(load.url,),
-        topk=load.topk,
-        deadline_s=load.deadline_s,
-        connections=load.connections or load.clients,
+    chosen = {"connections": load.connections} if load.connections else {}
+    settings = HttpSearchSettings.model_validate(
+        {"urls": load.url, "topk": load.topk, "deadline_s": load.deadline_s, **chosen}
     )
     search = settings.build()
-    seen = Seen([[] for _ in queries])
 
-    async def client(number: int) -> None:
-        for place in range(number * load.turns, (number + 1) * load.turns):
-            begun = time.perf_counter()
-            result = await search(queries[place])
-            seen.latencies_s.append(time.perf_counter() - begun)
-            if result.error:
-                seen.errors[result.error] += 1
-                continue
-            seen.ids[place] = [passage.id for passage in result.passages]
-            seen.short += len(result.passages) != load.expected
+    async def ask(query: str) -> tuple[Sequence[Passage], str]:
+        result = await search(query)
+        return result.passages, result.error
 
-    begun, cpu = time.perf_counter(), time.process_time()
     try:
-        async with asyncio.TaskGroup() as clients:
-            for number in range(load.clients):
-                clients.create_task(client(number))
+        yield ask
     finally:
         await search.close()
+
+
+@asynccontextmanager
+async def plain_client(load: Load) -> AsyncIterator[Ask]:
+    """One POST a query, at once."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def ask(query: str) -> tuple[Sequence[Passage], str]:
+            body = {"queries": [query], "topk": load.topk, "return_scores": True}
+            try:
+                async with session.post(f"{load.url}/retrieve", json=body) as response:
+                    if response.status != 200:
+                        return (), f"http_{response.status}"
+                    (hits,) = SearchResponse.model_validate_json(await response.read()).result
+            except aiohttp.ClientError as error:
+                return (), type(error).__name__
+            return [hit.document for hit in hits], ""
+
+        yield ask
+
+
+async def play(load: Load, queries: Sequence[str]) -> dict[str, Any]:
+    """Figures of the phase. A query that failed, after the client's retries if it has any, is counted by its error."""
+    seen = Seen([[] for _ in queries])
+
+    async def client(ask: Ask, number: int) -> None:
+        for place in range(number * load.turns, (number + 1) * load.turns):
+            begun = time.perf_counter()
+            passages, error = await ask(queries[place])
+            seen.latencies_s.append(time.perf_counter() - begun)
+            if error:
+                seen.errors[error] += 1
+                continue
+            seen.ids[place] = [passage.id for passage in passages]
+            seen.short += len(passages) != load.expected
+
+    begun, cpu = time.perf_counter(), time.process_time()
+    async with (plain_client if load.plain else own_client)(load) as ask, asyncio.TaskGroup() as clients:
+        for number in range(load.clients):
+            clients.create_task(client(ask, number))
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     Path(load.answers).write_text(json.dumps(seen.ids))
     return {

@@ -39,9 +39,10 @@ class Phases:
                 "verify_corpus": False,  # the tens of seconds that it takes are no part of this
             }
         )
-        # steady, burst, warm-up and unbatched phases take theirs one after the other from the list
+        # steady phase, the two bursts, warm-up and unbatched phase take theirs one after the other from the list
         self._steady = bench.clients * bench.turns
-        count = self._steady + bench.burst + WARM_UP + bench.unbatched
+        self._rest = self._steady + 2 * bench.burst
+        count = self._rest + WARM_UP + bench.unbatched
         queries, self.ntotal = distinct_queries(self._settings, count)
         self._queries = directory / "queries.json"
         self._queries.write_text(json.dumps(queries))
@@ -66,22 +67,23 @@ class Phases:
             )
         return figures
 
-    def service(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The steady phase and the burst, on one process."""
-        bench = self._bench
+    def service(self) -> dict[str, dict[str, Any]]:
+        """The steady phase, and the burst by Foray's client and by plain POSTs, on one process."""
+        bench, steady = self._bench, self._steady
         with serving(self._settings, self._directory, "service", self._say) as service:
-            self._load(service, "warm-up", self._steady + bench.burst, WARM_UP, 1)
-            steady = self._load(service, "steady", 0, bench.clients, bench.turns)
-            return steady, self._load(service, "burst", self._steady, bench.burst, 1)
+            self._load(service, "warm-up", self._rest, WARM_UP, 1)
+            return {
+                "service": self._load(service, "steady", 0, bench.clients, bench.turns),
+                "burst": self._load(service, "burst", steady, bench.burst, 1),
+                "burst_plain": self._load(service, "burst_plain", steady + bench.burst, bench.burst, 1, plain=True),
+            }
 
     def unbatched(self) -> dict[str, Any]:
         """The service with `max_batch` 1 and no window: what a server without batching does, each query a scan."""
         settings = self._settings.model_copy(update={"max_batch": 1, "window_ms": 0.0})
-        count = self._bench.unbatched
         with serving(settings, self._directory, "unbatched", self._say) as service:
-            first = self._steady + self._bench.burst
-            self._load(service, "warm-up", first, 1, 1)
-            return self._load(service, "unbatched", first + WARM_UP, count, 1)
+            self._load(service, "warm-up", self._rest, 1, 1)
+            return self._load(service, "unbatched", self._rest + WARM_UP, self._bench.unbatched, 1)
 
     def equal_answers(self) -> int:
         """How many answers of the steady phase are the index's own, hit by hit; raises ForayError unless all are."""
@@ -92,7 +94,9 @@ class Phases:
             raise ForayError(f"{wrong} of {len(right)} answers are not those of the index")
         return len(right)
 
-    def _load(self, service: Service, name: str, first: int, clients: int, turns: int) -> dict[str, Any]:
+    def _load(
+        self, service: Service, name: str, first: int, clients: int, turns: int, *, plain: bool = False
+    ) -> dict[str, Any]:
         bench = self._bench
         load = Load(
             url=service.url,
@@ -105,6 +109,7 @@ class Phases:
             expected=min(bench.topk, self.ntotal),
             deadline_s=bench.deadline_s,
             connections=bench.connections,
+            plain=plain,
         )
         spec = load.write(self._directory / f"{name}.json")
         with Meter(service) as meter, Watch(service) as watch:

@@ -7,6 +7,7 @@ from deploy.bench.engine import EngineBench
 from deploy.bench.learner import LearnerBench
 from deploy.bench.packing import PackingBench
 from deploy.bench.retriever import RetrieverBench
+from deploy.bench.retriever_gpu import RetrieverGpuBench
 from deploy.bench.rollout import RolloutBench
 from deploy.bench.weights import WeightsBench
 
@@ -15,6 +16,7 @@ BENCHMARKS: dict[str, type[BenchSettings]] = {
     "learner": LearnerBench,
     "packing": PackingBench,
     "retriever": RetrieverBench,
+    "retriever_gpu": RetrieverGpuBench,
     "rollout": RolloutBench,
     "weights": WeightsBench,
 }
