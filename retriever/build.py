@@ -1,161 +1,160 @@
 """Corpus to index directory: `build_index`, and `python -m retriever.build`.
 
-The directory appears by one rename when it is whole: a reader sees a complete index or none. A killed build leaves a
-hidden directory `.NAME.building-*` beside it, which may be deleted.
+    corpus --(convert)--> corpus.jsonl --(scan)--> offsets, ids, SHA-256 --(encode)--> vectors --(index)--> rename
+
+The directory appears by one rename when it is whole: a reader sees a complete index or none. Until then everything lies
+in `.NAME.building` beside it; after a kill the same command goes on there.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from protocol.errors import UserError
-from protocol.settings import read_tree, section
-from retriever.config import RetrieverSettings
-from retriever.config_encoder import EncoderSettings
+from retriever.build_corpus import CORPUS, CorpusInput, read_input, write_corpus
+from retriever.build_journal import JOURNAL, Journal
+from retriever.build_progress import BuildProgress, to_stderr
+from retriever.build_site import BuildSite, files_in
+from retriever.build_source import BuildSource
 from retriever.config_index import IndexSettings
-from retriever.corpus import CorpusScan, open_corpus
-from retriever.index import store
+from retriever.corpus import SCAN_FILES, Scan, file_sha256, scan_corpus
 from retriever.manifest import MANIFEST, Manifest, make_manifest, read_manifest
-
-PROGRESS_EVERY_S = 2.0
-ENCODE_CHUNK = 1024
-"""Passages encoded at a time."""
-
-
-def to_stderr(line: str) -> None:
-    """Where progress goes unless told otherwise."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def build_index(
-    corpus: Path,
+    corpus: Path | str,
     out: Path,
     index: IndexSettings,
     *,
+    form: str | None = None,
+    words: int | None = None,
     overwrite: bool = False,
+    fresh: bool = False,
     progress: Callable[[str], None] = to_stderr,
+    bar: bool = False,
 ) -> Manifest:
-    """Stream `corpus` (jsonl) into a new index directory `out` and return its manifest.
+    """Stream `corpus` into a new index directory `out` and return its manifest.
+
+    corpus     a file or directory of passages (see `formats`), or `synthetic:N:SEED`
+    form       its format; None: found out from the first record
+    words      cut longer documents into passages of this many words
+    overwrite  replace what is there, once the new index is whole
+    fresh      forget what an interrupted build of `out` has done; otherwise it is gone on with where it still fits
 
     Raises UserError for a corpus that cannot be read or holds no passage, and for an `out` that exists, unless
-    `overwrite`. When two builders race for the same `out` with equal results, both succeed.
+    `overwrite`. Of builders that race for the same `out` one builds and the others wait; those that wanted the same
+    succeed.
     """
-    out = out.absolute()
+    given, out = read_input(corpus, form, words), out.absolute()
     if out.exists() and not overwrite:
-        raise UserError(f"{out} exists already", todo="give --overwrite to replace it, or another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
-    try:
-        manifest = _fill(corpus, building, index, progress)
-        _publish(building, out, manifest, overwrite=overwrite)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        raise _exists(out)
+    with BuildProgress(progress, bar=bar) as shown, BuildSite(out, shown.say) as site:
+        if out.exists() and not overwrite:
+            return _made_meanwhile(site, given, index)
+        manifest = _Build(given, site, index, shown).run(fresh=fresh)
     progress(f"built {manifest.type} over {manifest.passages:,} passages: {out} (fingerprint {manifest.fingerprint})")
     return manifest
 
 
-def _fill(corpus: Path, directory: Path, index: IndexSettings, progress: Callable[[str], None]) -> Manifest:
-    directory.chmod(0o755)  # mkdtemp's 0700 would lock out a service that runs as another user
-    scan = CorpusScan(corpus, _Reporter(open_corpus(corpus).stat().st_size, progress))
-    for _ in scan.texts():
-        pass
-    if not scan.num_passages:
-        raise UserError(f"the corpus {corpus} holds no passage", todo='write {"id", "contents"} lines into it')
-    index.build(_CorpusSource(corpus, scan.num_passages), directory)
-    scan.save(directory)
-    manifest = make_manifest(index.identity(), scan.num_passages, scan.num_bytes, scan.sha256, directory)
-    (directory / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
-    for path in [*directory.iterdir(), directory]:
-        _fsync(path)
-    return manifest
+def _exists(out: Path) -> UserError:
+    return UserError(f"{out} exists already", todo="give --overwrite to replace it, or another --out")
 
 
-class _CorpusSource:
-    """See `index.base.Source`."""
-
-    def __init__(self, corpus: Path, num_passages: int) -> None:
-        self._corpus, self.num_passages = corpus, num_passages
-
-    def texts(self) -> Iterator[str]:
-        return CorpusScan(self._corpus).texts()
-
-    def vectors(self, settings: EncoderSettings, dtype: Literal["float32", "float16"], directory: Path) -> None:
-        encoder = settings.build()
-        matrix = store.create(directory, self.num_passages, encoder.dim, dtype)
-        row, texts = 0, self.texts()
-        while chunk := list(islice(texts, ENCODE_CHUNK)):
-            matrix[row : row + len(chunk)] = encoder.encode_passages(chunk)
-            row += len(chunk)
+def _made_meanwhile(site: BuildSite, given: CorpusInput, index: IndexSettings) -> Manifest:
+    """Somebody else has built `out` while we waited: fine when it is what we wanted."""
+    site.discard()
+    found = read_manifest(site.out)
+    same = found.index == index.identity() and found.source == given.describe()
+    if same and given.in_place:
+        same = found.corpus_bytes == given.size and found.corpus_sha256 == file_sha256(given.paths[0])
+    if not same:
+        raise _exists(site.out)
+    return found
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class _Build:
+    """One build in a site that is ours."""
 
+    def __init__(self, given: CorpusInput, site: BuildSite, index: IndexSettings, progress: BuildProgress) -> None:
+        self._given, self._site, self._index, self._progress = given, site, index, progress
+        self._directory = site.directory
+        self._corpus = given.paths[0] if given.in_place else site.directory / CORPUS
 
-def _publish(building: Path, out: Path, manifest: Manifest, *, overwrite: bool) -> None:
-    """Rename into place. What was there before is moved aside first and deleted last; open readers keep their files."""
-    aside = building.with_name(building.name + ".old")
-    if overwrite and out.exists():
-        out.rename(aside)
-    try:
-        building.rename(out)
-    except OSError:
-        # somebody else was faster: fine when the result is the same
-        if not out.is_dir() or read_manifest(out).fingerprint != manifest.fingerprint:
+    def run(self, *, fresh: bool) -> Manifest:
+        """Fill the directory and publish it. What can be gone on with stays after an error."""
+        journal = self._open_journal(fresh=fresh)
+        try:
+            scan = self._scanned(journal)
+            self._index.build(
+                BuildSource(self._corpus, self._directory, scan, journal, self._progress), self._directory
+            )
+            if self._given.in_place and self._given.stamp() != journal.input:
+                raise UserError(f"{self._corpus} has changed while it was being indexed", todo="build again")
+            journal.remove()
+            manifest = self._manifest(scan)
+        except BaseException:
+            if not journal.vector_files:
+                self._site.discard()
             raise
-    _fsync(out.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+        self._site.publish()
+        return manifest
 
+    def _open_journal(self, *, fresh: bool) -> Journal:
+        """The journal of what is kept of an interrupted build; the rest is deleted."""
+        journal = Journal(self._directory)
+        if fresh or not self._fits(journal):
+            self._site.clear(keep=set())
+            return Journal(self._directory)
+        self._site.clear(keep={JOURNAL, CORPUS, *SCAN_FILES} | journal.vector_files)
+        return journal
 
-class _Reporter:
-    """One progress line every PROGRESS_EVERY_S seconds."""
+    def _fits(self, journal: Journal) -> bool:
+        """Whether the scan of an interrupted build is of the corpus as it is now."""
+        was, now = journal.input, self._given.stamp()
+        if was is None:
+            return False
+        if was == now:
+            return True
+        same_name = {key: was.get(key) for key in self._given.describe()} == self._given.describe()
+        if same_name and self._given.in_place and journal.scan["sha256"] == file_sha256(self._corpus):
+            journal.restamped(now)  # copied or touched
+            return True
+        self._progress.say(f"an interrupted build of {self._site.out} was of another corpus: starting afresh")
+        return False
 
-    def __init__(self, total_bytes: int, emit: Callable[[str], None]) -> None:
-        self._total, self._emit = max(total_bytes, 1), emit
-        self._start = self._last = time.monotonic()
+    def _scanned(self, journal: Journal) -> Scan:
+        if journal.input is not None:
+            self._progress.say(f"going on with an interrupted build of {self._site.out}")
+            return Scan(**journal.scan)
+        stamp = self._given.stamp()
+        if not self._given.in_place:
+            with self._progress.passing("convert") as report:
+                write_corpus(self._given, self._corpus, report)
+        total = max(self._corpus.stat().st_size, 1)
+        with self._progress.passing("scan") as report:
+            scan = scan_corpus(self._corpus, self._directory, lambda end, passages: report(end / total, passages))
+        if not scan.passages:
+            raise UserError(f"the corpus {self._given.spec} holds no passage", todo='write {"id", "contents"} lines')
+        journal.scanned(stamp, asdict(scan))
+        return scan
 
-    def __call__(self, passages: int, num_bytes: int) -> None:
-        now = time.monotonic()
-        if now - self._last < PROGRESS_EVERY_S:
-            return
-        self._last = now
-        done = num_bytes / self._total
-        left = (now - self._start) * (1 - done) / max(done, 1e-9)
-        rate = passages / (now - self._start)
-        self._emit(f"{passages:,} passages, {done:.0%} of the corpus, {rate:,.0f} passages/s, about {left:.0f} s left")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 built, 2 when something needs a person."""
-    parser = argparse.ArgumentParser(prog="python -m retriever.build", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--corpus", type=Path, required=True, help='file of {"id", "contents"} lines')
-    parser.add_argument("--out", type=Path, required=True, help="directory to make")
-    parser.add_argument("--index", default="bm25", help="type of the index: bm25, faiss_flat or memory")
-    parser.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the index, e.g. k1=1.2")
-    args = parser.parse_intermixed_args(argv)
-    overrides = [f"retriever.index.{item}" for item in (f"type={args.index}", *args.overrides)]
-    try:
-        settings = section(read_tree(None, overrides), "retriever", RetrieverSettings)
-        build_index(args.corpus, args.out, settings.index, overwrite=args.overwrite)
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        return 2
-    return 0
+    def _manifest(self, scan: Scan) -> Manifest:
+        manifest = make_manifest(
+            self._directory,
+            index=self._index,
+            scan=scan,
+            corpus=str(self._corpus) if self._given.in_place else CORPUS,
+            source=self._given.describe(),
+            files=files_in(self._directory),
+        )
+        (self._directory / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+        return manifest
 
 
 if __name__ == "__main__":
+    from retriever.build_cli import main
+
     sys.exit(main())

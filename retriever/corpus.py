@@ -1,7 +1,7 @@
 """The corpus: one JSON object a line, read through a memory map by byte offsets, so that no passage lives in memory.
 
 Beside the index lie `offsets.npy` (int64 [n], where each line starts), `id_hashes.npy` (uint64 [n], sorted) and
-`id_rows.npy` (int64 [n], the rows in the order of the hashes).
+`id_rows.npy` (int64 [n], the rows in the order of the hashes): 24 bytes a passage on disk.
 """
 
 from __future__ import annotations
@@ -9,17 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from protocol.errors import UserError
 from protocol.search import Passage
+from retriever.column import ColumnWriter
 
 _OFFSETS, _HASHES, _ROWS = "offsets.npy", "id_hashes.npy", "id_rows.npy"
+SCAN_FILES = (_OFFSETS, _HASHES, _ROWS)
+"""What `scan_corpus` writes."""
+_UNSORTED = "id_hashes.unsorted.npy"
 _BOM = b"\xef\xbb\xbf"
+_SORT_ROWS = 1 << 21
+"""Ids that are sorted at once: 64 MiB of memory."""
 
 
 def parse_line(line: bytes) -> Passage:
@@ -27,15 +35,21 @@ def parse_line(line: bytes) -> Passage:
 
     Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
     """
+    passage_id, contents = _fields(line)
+    return Passage(id=passage_id, contents=contents)
+
+
+def _fields(line: bytes) -> tuple[str, str]:
     record = json.loads(line.removeprefix(_BOM))
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} where an object is needed")
     missing = [key for key in ("id", "contents") if key not in record]
     if missing:
         raise ValueError(f"no {' and no '.join(missing)}; it has {sorted(record)}")
-    if not isinstance(record["contents"], str) or not isinstance(record["id"], str | int):
+    passage_id, contents = record["id"], record["contents"]
+    if not isinstance(contents, str) or not isinstance(passage_id, str | int):
         raise ValueError("`contents` must be a string, `id` a string or an integer")
-    return Passage(id=_clean(str(record["id"])), contents=_clean(record["contents"]))
+    return _clean(str(passage_id)), _clean(contents)
 
 
 def _clean(text: str) -> str:
@@ -65,65 +79,91 @@ def open_corpus(path: Path) -> Path:
         ) from None
 
 
-class CorpusScan:
-    """One pass over a corpus file: yields its texts and remembers what serving needs. 16 bytes of memory a passage."""
+@dataclass(frozen=True)
+class Scan:
+    """What one pass over a corpus file found. `sha256` is in hexadecimal."""
 
-    def __init__(self, path: Path, progress: Callable[[int, int], None] | None = None) -> None:
-        """`progress` is called with (passages, bytes) read so far, after every passage."""
-        self._path, self._progress = open_corpus(path), progress
-        self._offsets, self._hashes = array("q"), array("Q")
-        self._digest = hashlib.sha256()
-        self.num_bytes = 0
+    passages: int
+    bytes: int
+    sha256: str
 
-    @property
-    def num_passages(self) -> int:
-        """Passages read so far."""
-        return len(self._offsets)
 
-    @property
-    def sha256(self) -> str:
-        """Of the bytes read so far."""
-        return self._digest.hexdigest()
+def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None] | None = None) -> Scan:
+    """Read a corpus once and write offsets and ids into `directory`. Memory does not grow with the corpus.
 
-    def texts(self) -> Iterator[str]:
-        """Contents of every passage, in order; blank lines do not count. UserError names the first bad line."""
-        with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                start, self.num_bytes = self.num_bytes, self.num_bytes + len(line)
-                self._digest.update(line)
-                if not line.strip():
-                    continue
-                try:
-                    passage = parse_line(line)
-                except ValueError as error:
-                    raise UserError(
-                        f"line {number} of {self._path} is not a passage",
-                        why=str(error),
-                        todo='every line must be a JSON object with "id" and "contents"',
-                    ) from None
-                self._offsets.append(start)
-                self._hashes.append(_id_hash(passage.id))
-                if self._progress is not None:
-                    self._progress(self.num_passages, self.num_bytes)
-                yield passage.contents
+    `progress` is called with (bytes, passages) read so far, after every passage. Blank lines do not count; UserError
+    names the first bad line.
+    """
+    digest, end, passages = hashlib.sha256(), 0, 0
+    unsorted = directory / _UNSORTED
+    with (
+        open_corpus(path).open("rb") as file,
+        ColumnWriter(directory / _OFFSETS, np.int64) as offsets,
+        ColumnWriter(unsorted, np.uint64) as hashes,
+    ):
+        for number, line in enumerate(file, start=1):
+            start, end = end, end + len(line)
+            digest.update(line)
+            if not line.strip():
+                continue
+            offsets.append(start)
+            hashes.append(_id_hash(_checked(line, number, path)[0]))
+            passages += 1
+            if progress is not None:
+                progress(end, passages)
+    _sort_ids(np.load(unsorted, mmap_mode="r"), directory)
+    unsorted.unlink()
+    return Scan(passages, end, digest.hexdigest())
 
-    def save(self, directory: Path) -> None:
-        """Write the three arrays, once `texts` is exhausted."""
-        hashes = np.array(self._hashes, dtype=np.uint64)
-        order = np.argsort(hashes, kind="stable")
-        np.save(directory / _OFFSETS, np.array(self._offsets, dtype=np.int64))
-        np.save(directory / _HASHES, hashes[order])
-        np.save(directory / _ROWS, order.astype(np.int64))
+
+def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
+    """Contents of every passage in order, from the line that starts at byte `offset`."""
+    with open_corpus(path).open("rb") as file:
+        file.seek(offset)
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _checked(line, number, path)[1]
+
+
+def _checked(line: bytes, number: int, path: Path) -> tuple[str, str]:
+    try:
+        return _fields(line)
+    except ValueError as error:
+        raise UserError(
+            f"line {number} of {path} is not a passage",
+            why=str(error),
+            todo='every line must be a JSON object with "id" and "contents"',
+        ) from None
+
+
+def _sort_ids(hashes: npt.NDArray[np.uint64], directory: Path) -> None:
+    """Write the hashes in order, with their rows: range by range of hashes, so that memory is bounded."""
+    bits = max(1, int(np.ceil(np.log2(max(len(hashes), 1) / _SORT_ROWS + 1))))
+    with ColumnWriter(directory / _HASHES, np.uint64) as ordered, ColumnWriter(directory / _ROWS, np.int64) as places:
+        for prefix in range(1 << bits):
+            rows = _rows_with(hashes, prefix, bits)
+            part = hashes[rows]
+            order = np.argsort(part, kind="stable")
+            ordered.extend(part[order])
+            places.extend(rows[order])
+
+
+def _rows_with(hashes: npt.NDArray[np.uint64], prefix: int, bits: int) -> npt.NDArray[np.int64]:
+    shift, found = np.uint64(64 - bits), [np.zeros(0, dtype=np.int64)]
+    for start in range(0, len(hashes), _SORT_ROWS):
+        block = hashes[start : start + _SORT_ROWS]
+        found.append(np.flatnonzero((block >> shift) == prefix).astype(np.int64) + start)
+    return np.concatenate(found)
 
 
 class Corpus:
     """Rows and ids to passages. Safe for any number of threads."""
 
     def __init__(self, path: Path, directory: Path) -> None:
-        """`directory` holds what `CorpusScan.save` wrote for exactly this file."""
+        """`directory` holds what `scan_corpus` wrote for exactly this file."""
         with open_corpus(path).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._offsets = np.load(directory / _OFFSETS, mmap_mode="r")
+        self._offsets = offsets_of(directory)
         self._hashes = np.load(directory / _HASHES, mmap_mode="r")
         self._rows = np.load(directory / _ROWS, mmap_mode="r")
 
@@ -148,3 +188,8 @@ class Corpus:
                 return passage
             place += 1
         return None
+
+
+def offsets_of(directory: Path) -> npt.NDArray[Any]:
+    """int64 [n]: where the line of each row starts. A memory map."""
+    return np.asarray(np.load(directory / _OFFSETS, mmap_mode="r"))

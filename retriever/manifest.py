@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from protocol.errors import UserError
-from retriever.corpus import file_sha256, open_corpus
+from retriever.config_index import IndexSettings
+from retriever.corpus import Scan, file_sha256, open_corpus
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 """Raised whenever an index of the same settings would hold other content (tokenisation, hashing, file layout)."""
+_SETTINGS: TypeAdapter[IndexSettings] = TypeAdapter(IndexSettings)
 
 
 class Manifest(BaseModel):
@@ -24,33 +27,96 @@ class Manifest(BaseModel):
 
     format: int
     fingerprint: str
-    """16 hexadecimal digits over everything that decides which hits a query gets."""
+    """16 hexadecimal digits over everything that decides what the index holds."""
     index: dict[str, Any]
-    """The index's settings, type and encoder included."""
+    """The index's identity: settings that decide its content, type and encoder included."""
+    settings: dict[str, Any]
+    """All settings of the index at the build, for opening it when nobody gives any."""
     passages: int
+    corpus: str
+    """Where the corpus is: a name in the index directory, or the absolute path at the build."""
     corpus_bytes: int
     corpus_sha256: str
+    source: dict[str, Any]
+    """What the corpus was made from: {"spec", "format", "words"}."""
     files: dict[str, int]
-    """Name and size of every other file in the directory."""
+    """Name and size (bytes) of every other file in the directory."""
+    checksums: dict[str, str]
+    """Name and SHA-256 of the same files."""
 
     @property
     def type(self) -> str:
         """Type of the index, e.g. `bm25`."""
         return str(self.index.get("type", "unknown"))
 
+    @property
+    def index_bytes(self) -> int:
+        """Size of the directory without the manifest, the corpus included where it lies there."""
+        return sum(self.files.values())
+
 
 def make_manifest(
-    index: dict[str, Any], passages: int, corpus_bytes: int, corpus_sha256: str, directory: Path
+    directory: Path, *, index: IndexSettings, scan: Scan, corpus: str, source: dict[str, Any], files: Sequence[str]
 ) -> Manifest:
     """The manifest of the files now in `directory`."""
-    identity = {"format": FORMAT, "index": index, "passages": passages, "corpus_sha256": corpus_sha256}
+    identity = {
+        "format": FORMAT,
+        "index": index.identity(),
+        "passages": scan.passages,
+        "corpus_sha256": scan.sha256,
+    }
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    # the converted corpus has been read once already, and it may have 14 GB
+    known = {corpus: scan.sha256}
     return Manifest(
         **identity,
         fingerprint=hashlib.sha256(canonical.encode()).hexdigest()[:16],
-        corpus_bytes=corpus_bytes,
-        files={path.name: path.stat().st_size for path in sorted(directory.iterdir())},
+        settings=index.model_dump(mode="json"),
+        corpus=corpus,
+        corpus_bytes=scan.bytes,
+        source=source,
+        files={name: (directory / name).stat().st_size for name in files},
+        checksums={name: known.get(name) or file_sha256(directory / name) for name in files},
     )
+
+
+def corpus_of(directory: Path, configured: Path | None) -> Path:
+    """The corpus of a built index: the configured one, else what the manifest says. UserError when there is neither."""
+    if configured is not None:
+        return configured
+    corpus = directory / read_manifest(directory).corpus  # an absolute path stays what it is
+    if not corpus.is_file():
+        raise UserError(
+            f"the corpus of {directory} is not where it was",
+            why=f"no file {corpus}",
+            todo="give retriever.corpus (or --corpus) the file's place now",
+        )
+    return corpus
+
+
+def settings_of(directory: Path, changes: Mapping[str, Any] | None = None) -> IndexSettings:
+    """The settings that a built index was built with, for those who give none; `changes` go on top of them.
+
+    UserError when this version does not know the index's type or one of its settings.
+    """
+    content = read_manifest(directory).settings
+    try:
+        return _SETTINGS.validate_python(_merged(content, changes or {}))
+    except ValidationError as error:
+        raise UserError(
+            f"{directory} cannot be opened with the settings in its manifest",
+            why="; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()),
+            todo="give the index's settings in the configuration, or build it again",
+        ) from None
+
+
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        nested = isinstance(inner, dict) and isinstance(value, Mapping)
+        merged[key] = _merged(inner, value) if nested and isinstance(inner, dict) else value
+    return merged
 
 
 def read_manifest(directory: Path) -> Manifest:

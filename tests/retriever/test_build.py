@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol.errors import UserError
-from retriever.build import build_index, main
+from retriever import build_corpus, build_source
+from retriever.build import build_index
+from retriever.build_cli import main
+from retriever.build_site import BuildSite
 from retriever.config import RetrieverSettings
+from retriever.config_encoder import HashedEncoderSettings
 from retriever.config_index import Bm25Settings, MemorySettings
+from retriever.encoder.base import Vectors
+from retriever.encoder.hashed import HashedEncoder
 from retriever.index.base import Source
 from retriever.manifest import MANIFEST, read_manifest
 from retriever.searcher import open_searcher
@@ -73,25 +81,114 @@ def test_a_failed_rebuild_leaves_the_old_index_in_service(corpus: Path, tmp_path
     assert read_manifest(out) == old
 
 
-def test_a_killed_build_leaves_no_index(tmp_path: Path) -> None:
-    corpus, out = tmp_path / "corpus.jsonl", tmp_path / "index"
-    corpus.write_text("".join(json.dumps({"id": i, "contents": f"w{i} v{i} " * 30}) + "\n" for i in range(60_000)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "retriever.build", "--corpus", corpus, "--out", out, "--index", "memory"],
-        stderr=subprocess.DEVNULL,
-    )
+def test_a_killed_build_goes_on_where_it_was_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    out, size = tmp_path / "index", 8000
+    often = "import retriever.build_source as s; s.JOURNAL_ROWS = 1; from retriever.build_cli import main; main()"
+    command = [sys.executable, "-c", often, "--corpus", f"synthetic:{size}", "--index", "memory"]
+    command += ["--out", str(out), "encoder.dim=32"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    journal = tmp_path / ".index.building" / "journal.json"
     try:
-        deadline = time.monotonic() + 30
-        while not any(path.stat().st_size > 0 for path in tmp_path.glob(".index.building-*/vectors.raw")):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        deadline = time.monotonic() + 60
+        while not journal.exists() or "vectors.npy" not in journal.read_text():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
     finally:
         process.kill()
         process.wait()
     assert not out.exists()
-    corpus.write_text('{"id": "1", "contents": "small"}\n')
-    assert build_index(corpus, out, MemorySettings(), progress=quiet).passages == 1
+    rows = json.loads(journal.read_text())["vectors"]["vectors.npy"]["rows"]
+    assert 0 < rows < size
+    said: list[str] = []
+    settings = MemorySettings.model_validate({"encoder": {"dim": 32}})
+    resumed = build_index(f"synthetic:{size}", out, settings, progress=said.append)
+    assert f"going on at row {rows:,} of {size:,} of vectors.npy" in said
+    whole = build_index(f"synthetic:{size}", tmp_path / "whole", settings, progress=quiet)
+    assert resumed == whole
+    for name in [MANIFEST, *whole.files]:
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a build."""
+
+
+class Interrupting(HashedEncoder):
+    """Ends the build at its third chunk."""
+
+    chunks = 0
+
+    def encode_passages(self, texts: Sequence[str]) -> Vectors:
+        self.chunks += 1
+        if self.chunks == 3:
+            raise Interrupted
+        return super().encode_passages(texts)
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus of 300 passages whose build into `tmp_path / "index"` ended after 128 vectors."""
+    monkeypatch.setattr(build_source, "JOURNAL_ROWS", 1)
+    monkeypatch.setattr(build_source, "ENCODE_CHUNK", 64)
+    path = tmp_path / "corpus.jsonl"
+    build_corpus.write_corpus(build_corpus.read_input("synthetic:300"), path, lambda share, passages: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(HashedEncoderSettings, "build", lambda self: Interrupting(self))
+        with pytest.raises(Interrupted):
+            build_index(path, tmp_path / "index", small_memory(), progress=quiet)
+    assert not (tmp_path / "index").exists()
+    return path
+
+
+def small_memory(**encoder: Any) -> MemorySettings:
+    return MemorySettings.model_validate({"encoder": {"dim": 16, **encoder}})
+
+
+def build_after(path: Path, out: Path, index: MemorySettings, **options: Any) -> str:
+    """What a build says; its files must be those of a build that was never interrupted."""
+    said: list[str] = []
+    build_index(path, out, index, progress=said.append, **options)
+    manifest = build_index(path, out.with_name("whole"), index, progress=quiet)
+    assert all((out / name).read_bytes() == (out.with_name("whole") / name).read_bytes() for name in manifest.files)
+    assert read_manifest(out) == manifest
+    return "\n".join(said)
+
+
+def test_an_interrupted_build_goes_on(interrupted: Path, tmp_path: Path) -> None:
+    assert "going on at row 128 of 300" in build_after(interrupted, tmp_path / "index", small_memory())
+
+
+def test_a_corpus_that_was_only_touched_is_gone_on_with(interrupted: Path, tmp_path: Path) -> None:
+    os.utime(interrupted, ns=(1, 1))
+    assert "going on at row 128" in build_after(interrupted, tmp_path / "index", small_memory())
+
+
+def test_a_changed_corpus_starts_afresh(interrupted: Path, tmp_path: Path) -> None:
+    interrupted.write_bytes(interrupted.read_bytes().replace(b"a", b"o"))
+    said = build_after(interrupted, tmp_path / "index", small_memory())
+    assert "was of another corpus: starting afresh" in said
+    assert "going on" not in said
+
+
+def test_a_changed_encoder_starts_the_vectors_afresh(interrupted: Path, tmp_path: Path) -> None:
+    said = build_after(interrupted, tmp_path / "index", small_memory(ngram=5))
+    assert "128 rows of vectors.npy were made otherwise (encoder changed): starting afresh" in said
+
+
+def test_fresh_forgets_what_was_done(interrupted: Path, tmp_path: Path) -> None:
+    assert "going on" not in build_after(interrupted, tmp_path / "index", small_memory(), fresh=True)
+
+
+def test_rows_that_were_never_made_durable_are_made_again(interrupted: Path, tmp_path: Path) -> None:
+    vectors = tmp_path / ".index.building" / "vectors.npy"
+    content = bytearray(vectors.read_bytes())
+    beyond = 128 + 128 * 16 * 4
+    content[beyond:] = b"\x7f" * (len(content) - beyond)
+    vectors.write_bytes(content)
+    (tmp_path / ".index.building" / "half_written.faiss").write_bytes(b"x")
+    assert "going on at row 128" in build_after(interrupted, tmp_path / "index", small_memory())
+    assert not (tmp_path / "index" / "half_written.faiss").exists()
 
 
 def test_an_existing_index_is_replaced_only_when_asked(corpus: Path, tmp_path: Path) -> None:
@@ -104,27 +201,50 @@ def test_an_existing_index_is_replaced_only_when_asked(corpus: Path, tmp_path: P
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_builders_that_race_for_one_directory_all_succeed(corpus: Path, tmp_path: Path) -> None:
-    together = threading.Barrier(4, timeout=20)
+def test_of_builders_that_race_for_one_directory_one_builds_and_all_succeed(corpus: Path, tmp_path: Path) -> None:
+    waiting = threading.Barrier(4, timeout=20)
+    built: list[int] = []
+    said: list[str] = []
 
-    class Waiting(MemorySettings):
+    def say(line: str) -> None:
+        said.append(line)
+        if "waiting for it" in line:
+            waiting.wait()
+
+    class Slow(MemorySettings):
         def build(self, source: Source, directory: Path) -> None:
+            built.append(1)
+            waiting.wait()  # until the other three have found the directory taken
             super().build(source, directory)
-            together.wait()  # so that nobody has renamed when the last one begins to
 
     manifests = []
     builds = [
-        threading.Thread(
-            target=lambda: manifests.append(build_index(corpus, tmp_path / "index", Waiting(), progress=quiet))
-        )
+        threading.Thread(target=lambda: manifests.append(build_index(corpus, tmp_path / "index", Slow(), progress=say)))
         for _ in range(4)
     ]
     for thread in builds:
         thread.start()
     for thread in builds:
         thread.join()
+    assert built == [1]
+    assert sum(f"(process {os.getpid()} on " in line for line in said) == 3
     assert [manifest.fingerprint for manifest in manifests] == [read_manifest(tmp_path / "index").fingerprint] * 4
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_a_builder_that_waited_for_another_index_is_told(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "index"
+    with BuildSite(out, quiet) as site, ThreadPoolExecutor(1) as other:
+        said: queue.Queue[str] = queue.Queue()
+        waiting = other.submit(build_index, corpus, out, MemorySettings(), progress=said.put)
+        assert "waiting for it" in said.get(timeout=20)
+        made = build_index(corpus, tmp_path / "made", Bm25Settings(), progress=quiet)
+        for name in [MANIFEST, *made.files]:
+            (tmp_path / "made" / name).rename(site.directory / name)
+        site.publish()
+        with pytest.raises(UserError, match="exists already"):
+            waiting.result(timeout=20)
+    assert read_manifest(out) == made
 
 
 def test_replicas_that_start_together_without_an_index_all_open_it(settings: Settings) -> None:

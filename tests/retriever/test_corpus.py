@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from retriever.corpus import Corpus, CorpusScan
+from retriever import corpus as corpus_module
+from retriever.corpus import Corpus, file_sha256, read_texts, scan_corpus
 
 ROWS = [
     {"id": "0", "contents": '"東京"\n東京 は日本の首都。', "source": "x"},
@@ -23,10 +24,10 @@ ROWS = [
 
 
 def scanned(path: Path, directory: Path) -> Corpus:
-    scan = CorpusScan(path)
-    texts = list(scan.texts())
-    scan.save(directory)
+    scan = scan_corpus(path, directory)
+    texts = list(read_texts(path))
     corpus = Corpus(path, directory)
+    assert (scan.passages, scan.bytes, scan.sha256) == (len(texts), path.stat().st_size, file_sha256(path))
     assert [corpus.passage(row).contents for row in range(len(corpus))] == texts
     return corpus
 
@@ -81,6 +82,21 @@ def test_a_lone_surrogate_becomes_a_question_mark(tmp_path: Path) -> None:
     assert scanned(path, tmp_path).passage(0) == Passage(id="?", contents="a?b")
 
 
+def test_ids_sorted_in_many_ranges_are_found_and_texts_are_read_from_any_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({"id": f"d{i % 900}", "contents": f"text {i}"}) + "\n" for i in range(1000)))
+    scan_corpus(path, tmp_path)
+    at_once = [(tmp_path / name).read_bytes() for name in corpus_module.SCAN_FILES]
+    monkeypatch.setattr(corpus_module, "_SORT_ROWS", 7)
+    corpus = scanned(path, tmp_path)
+    assert [(tmp_path / name).read_bytes() for name in corpus_module.SCAN_FILES] == at_once
+    assert all(corpus.find(f"d{i}") == Passage(id=f"d{i}", contents=f"text {i}") for i in range(900))
+    offset = int(corpus_module.offsets_of(tmp_path)[990])
+    assert list(read_texts(path, offset)) == [f"text {i}" for i in range(990, 1000)]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -95,7 +111,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
     with pytest.raises(UserError) as caught:
-        list(CorpusScan(path).texts())
+        scan_corpus(path, tmp_path)
     assert "line 2 of" in caught.value.what
     assert complaint in caught.value.why
 
@@ -104,12 +120,12 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"id": "1", "contents": "\xff"}')
     with pytest.raises(UserError, match="line 1"):
-        list(CorpusScan(path).texts())
+        scan_corpus(path, tmp_path)
 
 
 def test_a_missing_corpus_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the corpus"):
-        CorpusScan(tmp_path / "absent.jsonl")
+        scan_corpus(tmp_path / "absent.jsonl", tmp_path)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,116 @@
+"""How far a build is: a bar on a terminal, otherwise a line every few seconds; passages/s, share and time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LINE_EVERY_S = 3.0
+_BAR_EVERY_S = 0.1
+
+
+def to_stderr(line: str) -> None:
+    """Where progress goes unless told otherwise."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Pass:
+    """One pass over the corpus, as it is being made. Call it with (share done in [0, 1], passages done)."""
+
+    def __init__(self, name: str, emit: Callable[[str], None], bar: tuple[Progress, TaskID] | None) -> None:
+        self._name, self._emit, self._bar = name, emit, bar
+        self._start = self._last = time.monotonic()
+        self._first: tuple[float, int] | None = None
+        self.passages = 0
+
+    def __call__(self, share: float, passages: int) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = share, passages  # a resumed pass begins in the middle
+        self.passages = passages
+        if now - self._last < (LINE_EVERY_S if self._bar is None else _BAR_EVERY_S):
+            return
+        self._last = now
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.update(task, completed=share, rate=f"{self._rate(now):,.0f} passages/s")
+        else:
+            self._emit(self._line(share, now))
+
+    def _rate(self, now: float) -> float:
+        before = self._first[1] if self._first else 0
+        return (self.passages - before) / max(now - self._start, 1e-9)
+
+    def _line(self, share: float, now: float) -> str:
+        before = self._first[0] if self._first else 0.0
+        left = (now - self._start) * (1 - share) / max(share - before, 1e-9)
+        return (
+            f"{self._name}: {self.passages:,} passages, {share:.0%}, {self._rate(now):,.0f} passages/s, "
+            f"about {duration(left)} left"
+        )
+
+    def finish(self) -> None:
+        """Say what the pass took, where it took long enough to be of interest."""
+        now = time.monotonic()
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.update(task, completed=1.0)
+        elif now - self._start >= LINE_EVERY_S:
+            took = duration(now - self._start)
+            self._emit(f"{self._name}: {self.passages:,} passages in {took}, {self._rate(now):,.0f} passages/s")
+
+
+class BuildProgress:
+    """`with BuildProgress(emit) as progress:` `emit` gets lines; `bar` draws on stderr instead of progress lines."""
+
+    def __init__(self, emit: Callable[[str], None], *, bar: bool = False) -> None:
+        self._emit, self._bar = emit, _make_bar() if bar else None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """Something that happened."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._emit(line)
+
+    @contextmanager
+    def passing(self, name: str) -> Iterator[Pass]:
+        """One pass."""
+        task = None if self._bar is None else (self._bar, self._bar.add_task(name, total=1.0, rate=""))
+        current = Pass(name, self.say, task)
+        yield current
+        current.finish()
+
+
+def _make_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}")
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `7 min 05 s`, `3 h 20 min`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,111 @@
+"""The directory `.NAME.building` in which an index NAME grows: one builder at a time, and it survives being killed.
+
+The lock is the kernel's (`flock`), so it goes with the process that holds it, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_LOCK = "lock"
+_POLL_S = 0.1
+
+
+class BuildSite:
+    """`with BuildSite(out, say) as site:` waits until nobody else builds `out`; then `site.directory` is ours.
+
+    It stays where it is unless `publish` or `discard` is called. `waited`: somebody else was at it before us.
+    """
+
+    def __init__(self, out: Path, say: Callable[[str], None]) -> None:
+        self.out, self._say = out, say
+        self.directory = out.with_name(f".{out.name}.building")
+        self.waited = False
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        while not self._try():
+            if not self.waited:
+                self._say(f"another process is building {self.out} ({self._holder()}): waiting for it")
+            self.waited = True
+            time.sleep(_POLL_S)
+        return self
+
+    def _try(self) -> bool:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            return False  # it was published just now
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # the directory that we locked may have become the finished index meanwhile
+            if os.fstat(lock).st_ino != (self.directory / _LOCK).stat().st_ino:
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
+            os.close(lock)
+            return False
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._lock = lock
+        return True
+
+    def _holder(self) -> str:
+        try:
+            return (self.directory / _LOCK).read_text() or "it does not say who"
+        except OSError:
+            return "it is just finishing"
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._lock)
+
+    def clear(self, keep: set[str]) -> None:
+        """Delete what an earlier builder left, except the files named (paths relative to the directory)."""
+        for path in sorted(self.directory.rglob("*"), reverse=True):
+            name = path.relative_to(self.directory).as_posix()
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif name not in keep and name != _LOCK:
+                path.unlink()
+
+    def discard(self) -> None:
+        """Delete everything."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def publish(self) -> None:
+        """Make everything durable and rename the directory to `out`. What was there before is moved aside and deleted
+        last; open readers keep their files."""
+        for path in [*self.directory.rglob("*"), self.directory]:
+            fsync(path)
+        aside = self.directory.with_name(self.directory.name + ".old")
+        shutil.rmtree(aside, ignore_errors=True)
+        if self.out.exists():
+            self.out.rename(aside)
+        self.directory.rename(self.out)
+        fsync(self.out.parent)
+        (self.out / _LOCK).unlink()
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def fsync(path: Path) -> None:
+    """Wait until the file (or the directory's entries) would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def files_in(directory: Path) -> list[str]:
+    """Names of the files below a directory, in order, except the lock."""
+    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != _LOCK)

@@ -1,0 +1,1 @@
+"""What a corpus may look like before it is `{"id", "contents"}` lines."""
