@@ -1,163 +1,131 @@
-"""The HTTP face: Search-R1's `POST /retrieve`, `GET /passages/{id}`, and what operators ask for.
-
-Search-R1's own server answers `return_scores: false` wrongly (its loop unpacks a list of documents as if it were a
-pair); here all three forms are right. Every error is JSON: {"error": "what happened"}.
-"""
+"""The HTTP face: the dialects' routes, `GET /passages/{id}`, and what operators ask for."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
-from pydantic import ValidationError
 
-from protocol.search import SearchRequest
-from retriever.batcher import Batcher, Overloaded, SearchFailed, Stopped
-from retriever.cache import Answer
-from retriever.config import RetrieverSettings
-from retriever.metrics import Metrics
-from retriever.searcher import Searcher, document_json
-
-RETRY_AFTER_S = 1
-"""What clients are told to wait at 429 and 503."""
+from protocol.search import MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK
+from retriever import app_flashrag, app_openai, app_search_r1
+from retriever.app_base import NOT_OPEN, SERVICE, Refusal, Service
+from retriever.backend import Backend
+from retriever.searcher import document_json
 
 _CLIENT_GONE = 499
-
-
-class Service:
-    """What the handlers share. `searcher` and `batcher` are None until the index is open, `draining` ends readiness."""
-
-    def __init__(self, settings: RetrieverSettings) -> None:
-        self.settings, self.metrics = settings, Metrics()
-        self.searcher: Searcher | None = None
-        self.batcher: Batcher | None = None
-        self.draining = False
-
-    @property
-    def ready(self) -> bool:
-        """Whether `/retrieve` is answered."""
-        return self.batcher is not None and not self.draining
-
-
-_SERVICE = web.AppKey("service", Service)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Shape = Callable[[Refusal], dict[str, Any]]
 
 
 def create_app(service: Service) -> web.Application:
     """The aiohttp application. Run it with `handler_cancellation=True`, so that abandoned requests are dropped."""
     app = web.Application(middlewares=[_errors_as_json], client_max_size=int(service.settings.max_body_mb * 2**20))
-    app[_SERVICE] = service
-    app.router.add_post("/retrieve", _retrieve)
-    app.router.add_get("/passages/{id}", _passage)
-    app.router.add_get("/health", _health)
-    app.router.add_get("/ready", _ready)
-    app.router.add_get("/metrics", _metrics)
-    app.router.add_get("/info", _info)
+    app[SERVICE] = service
+    post, get, metrics = app.router.add_post, app.router.add_get, service.metrics
+    post("/retrieve", _counted(metrics, "/retrieve", app_search_r1.retrieve))
+    post("/search", _counted(metrics, "/search", app_flashrag.search, _fastapi_shape))
+    post("/batch_search", _counted(metrics, "/batch_search", app_flashrag.batch_search, _fastapi_shape))
+    post("/v1/embeddings", _counted(metrics, "/v1/embeddings", app_openai.embeddings, _openai_shape))
+    get("/v1/models", _counted(metrics, "/v1/models", app_openai.models, _openai_shape))
+    passages = _counted(metrics, "/passages", _passage)
+    get("/passages", passages)
+    get("/passages/{id:.+}", passages)
+    get("/info", _counted(metrics, "/info", _info))
+    get("/health", _health)
+    get("/ready", _ready)
+    get("/metrics", _metrics)
     return app
 
 
-def render(answers: Sequence[Answer], *, scores: bool) -> bytes:
-    """Body of the answer to `/retrieve`, put together from documents that are JSON already."""
-    if scores:
-        lists = (
-            b",".join(
-                b'{"document":%b,"score":%b}' % (document, repr(score).encode())
-                for document, score in zip(answer.documents, answer.scores, strict=True)
-            )
-            for answer in answers
-        )
-    else:
-        lists = (b",".join(answer.documents) for answer in answers)
-    return b'{"result":[%b]}' % b",".join(b"[%b]" % hits for hits in lists)
+def _our_shape(refusal: Refusal) -> dict[str, Any]:
+    return {"error": refusal.message} | ({"cause": refusal.cause} if refusal.cause else {})
 
 
-async def _retrieve(request: web.Request) -> web.Response:
-    service, start, status = request.app[_SERVICE], time.perf_counter(), 500
+def _fastapi_shape(refusal: Refusal) -> dict[str, Any]:
+    return _our_shape(refusal) | {"detail": refusal.message}
+
+
+def _openai_shape(refusal: Refusal) -> dict[str, Any]:
+    kind = "invalid_request_error" if refusal.status < 429 else "server_error"
+    return {"error": {"message": refusal.message, "type": kind, "param": None, "code": refusal.cause or None}}
+
+
+def _counted(metrics: Any, route: str, handler: Handler, shape: Shape = _our_shape) -> Handler:
+    """The handler with its refusals as answers in the dialect's shape, and every answer counted."""
+
+    async def counted(request: web.Request) -> web.StreamResponse:
+        status = 500
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        except Refusal as refusal:
+            status = refusal.status
+            return web.json_response(shape(refusal), status=status, headers=refusal.headers())
+        except web.HTTPException as error:
+            status = error.status
+            return web.json_response(shape(Refusal(status, error.reason)), status=status)
+        except asyncio.CancelledError:
+            status = _CLIENT_GONE
+            raise
+        finally:
+            metrics.request(route, status)
+
+    return counted
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """For what no handler sees: unknown paths, other methods."""
     try:
-        response = await _answer(service, request)
-        status = response.status
-        return response
+        return await handler(request)
     except web.HTTPException as error:
-        status = error.status
-        raise
-    except asyncio.CancelledError:
-        status = _CLIENT_GONE
-        raise
-    finally:
-        service.metrics.requests.labels(str(status)).inc()
-        service.metrics.request_seconds.observe(time.perf_counter() - start)
-
-
-async def _answer(service: Service, request: web.Request) -> web.Response:
-    raw = await request.read()
-    try:
-        body = SearchRequest.model_validate_json(raw)
-    except ValidationError as error:
-        return _error(400, _explain(error))
-    if service.batcher is None or service.draining:
-        return _error(503, "the index is not open", retry=True)
-    try:
-        answers = await service.batcher.search(body.queries, body.topk or service.settings.topk)
-    except Overloaded as error:
-        service.metrics.rejected.inc()
-        return _error(429, str(error), retry=True)
-    except Stopped as error:
-        return _error(503, str(error), retry=True)
-    except SearchFailed as error:
-        return _error(500, str(error))
-    return web.Response(body=render(answers, scores=body.return_scores), content_type="application/json")
-
-
-def _explain(error: ValidationError) -> str:
-    """The first fault in words; a body with thousands of bad queries needs no longer answer."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else first["msg"]
-
-
-def _error(status: int, message: str, *, retry: bool = False) -> web.Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if retry else {}
-    return web.json_response({"error": message}, status=status, headers=headers)
+        return web.json_response({"error": error.reason}, status=error.status)
 
 
 async def _passage(request: web.Request) -> web.Response:
-    searcher = request.app[_SERVICE].searcher
-    if searcher is None:
-        return _error(503, "the index is not open", retry=True)
-    passage = searcher.find(request.match_info["id"])
+    """By path (slashes may stand as they are, or escaped) or by `?id=`."""
+    backend = _open_backend(request)
+    wanted = request.match_info.get("id") or request.query.get("id")
+    if not wanted:
+        raise Refusal(400, "which passage? GET /passages/ID or /passages?id=ID")
+    passage = await backend.find(wanted)
     if passage is None:
-        return _error(404, "no passage has this id")
+        raise Refusal(404, "no passage has this id")
     return web.Response(body=document_json(passage), content_type="application/json")
 
 
 async def _health(request: web.Request) -> web.Response:
-    return web.json_response({"status": "healthy", "ready": request.app[_SERVICE].ready})
+    service = request.app[SERVICE]
+    retrievers = {"total": 1, "available": int(service.ready)}  # what ReSearch's clients look at
+    return web.json_response({"status": "healthy", "ready": service.ready, "retrievers": retrievers})
 
 
 async def _ready(request: web.Request) -> web.Response:
-    if not request.app[_SERVICE].ready:
-        return _error(503, "the index is not open", retry=True)
+    if not request.app[SERVICE].ready:
+        return web.json_response({"error": NOT_OPEN}, status=503, headers={"Retry-After": "1"})
     return web.json_response({"status": "ready"})
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[_SERVICE].metrics.render(), content_type="text/plain", charset="utf-8")
+    return web.Response(body=request.app[SERVICE].metrics.render(), content_type="text/plain", charset="utf-8")
 
 
 async def _info(request: web.Request) -> web.Response:
-    service = request.app[_SERVICE]
-    if service.searcher is None:
-        return _error(503, "the index is not open", retry=True)
-    return web.json_response({**service.searcher.info(), "topk": service.settings.topk}, dumps=json.dumps)
+    settings = request.app[SERVICE].settings
+    limits = {
+        "topk": settings.topk,
+        "max_topk": MAX_TOPK,
+        "max_queries": MAX_QUERIES,
+        "max_query_chars": MAX_QUERY_CHARS,
+    }
+    return web.json_response({**_open_backend(request).info(), **limits})
 
 
-@web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        return _error(error.status, error.reason)
+def _open_backend(request: web.Request) -> Backend:
+    backend = request.app[SERVICE].backend
+    if backend is None:
+        raise Refusal(503, NOT_OPEN, retry_s=1)
+    return backend

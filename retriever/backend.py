@@ -1,18 +1,24 @@
 """What answers queries: an index over a corpus, an online engine, a memory of earlier searches before either.
 
-    handlers --> Batcher (cache, joining, queue, batches) --> Backend.search --> one outcome a query
+    handlers --> Searches (cache, joining, queue, batches) --> Backend.search --> one outcome a query
 
-The batcher calls `search` from the event loop; a backend that computes does so in a thread of its own.
+`search` is called from the event loop; a backend that computes does so in a thread of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from protocol.search import Passage
 from retriever.cache import Answer
+
+Kind = Literal["query", "passage"]
+"""Which of an encoder's two sides a text is for: some put a prefix before each."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,14 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Let go of threads and connections. Safe to call twice."""
+
+
+class Embedder(Protocol):
+    """A loaded encoder behind `/v1/embeddings`."""
+
+    @property
+    def model(self) -> str:
+        """Its name, for people."""
+
+    async def embed(self, texts: Sequence[str], kind: Kind) -> list[npt.NDArray[np.float32] | Fault]:
+        """One vector [dim] of length 1 (or 0) a text, in order."""

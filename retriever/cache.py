@@ -10,11 +10,13 @@ _OVERHEAD_ENTRY, _OVERHEAD_HIT = 400, 90
 
 
 class Key(NamedTuple):
-    """What decides an answer: the normalised query, the number of hits, the fingerprint of the index."""
+    """What decides an answer: the normalised query, the number of hits, the back-end's fingerprint, and the run, where
+    there is a memory of it ("" else)."""
 
     query: str
     k: int
     fingerprint: str
+    run: str = ""
 
 
 class Answer(NamedTuple):

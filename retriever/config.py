@@ -9,6 +9,7 @@ from pydantic import Field
 from protocol.search import MAX_TOPK
 from protocol.settings import Settings
 from retriever.config_index import Bm25Settings, IndexSettings
+from retriever.config_memory import SearchMemorySettings
 
 
 class RetrieverSettings(Settings):
@@ -19,19 +20,24 @@ class RetrieverSettings(Settings):
     port: int = Field(default=8000, ge=0, le=65535)
     """0: a free port, told by the log line and by `--port-file`."""
     corpus: Path = Path("corpus.jsonl")
-    """One JSON object a line with at least `id` and `contents` (Search-R1's and FlashRAG's corpus format)."""
+    """One JSON object a line with at least `id` and `contents` (Search-R1's and FlashRAG's corpus format). May be left
+    out where `index_dir` is given: a built index knows its corpus."""
     index_dir: Path | None = None
     """Directory of the built index. None: beside the corpus, named after it and the type of the index."""
     index: IndexSettings = Field(default_factory=Bm25Settings)
-    """Which index, and how it was (or will be) built."""
+    """Which index, and how it was (or will be) built. May be left out where `index_dir` names a built one."""
+    memory: SearchMemorySettings | None = None
+    """What is remembered of the searches of a run, for requests that name one. null: nothing."""
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Hits a query when the request names no `topk`."""
     window_ms: float = Field(default=5.0, ge=0, le=1000)
     """Longest wait for more queries before a batch is searched."""
     max_batch: int = Field(default=512, ge=1)
     """Most queries in one batch."""
+    embed_batch: int = Field(default=64, ge=1)
+    """Most texts of `/v1/embeddings` in one call of the encoder: searches wait for no longer call than that."""
     queue_limit: int = Field(default=8192, ge=1)
-    """Queries waiting or being searched beyond which requests are answered 429 with Retry-After."""
+    """Queries and texts waiting or being searched beyond which requests are answered 429 with Retry-After."""
     cache_mb: float = Field(default=64.0, ge=0)
     """Memory for answers already given, in MiB of passage text. 0 switches the cache off."""
     threads: int = Field(default=0, ge=0)
@@ -47,3 +53,18 @@ class RetrieverSettings(Settings):
     def index_path(self) -> Path:
         """Where the built index is, or will be."""
         return self.index_dir or self.corpus.with_name(f"{self.corpus.name}.{self.index.type}.index")
+
+    @property
+    def given_corpus(self) -> Path | None:
+        """The corpus, unless it is left to a built index to name it."""
+        return None if self.index_dir is not None and "corpus" not in self.model_fields_set else self.corpus
+
+    @property
+    def given_index(self) -> IndexSettings | None:
+        """The index's settings, unless they are left to a built index's manifest."""
+        return None if self.index_dir is not None and "index" not in self.model_fields_set else self.index
+
+    @property
+    def needed_corpus(self) -> Path | None:
+        """The file without which there is nothing to serve, None where an index or an online engine needs none."""
+        return self.given_corpus

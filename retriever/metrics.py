@@ -17,28 +17,54 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"foray_retriever_{name}", text, labels, registry=registry)
 
-        self.requests = counter("requests", "Requests to /retrieve by HTTP status; 499: the client went away", "status")
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"foray_retriever_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"foray_retriever_{name}", text, buckets=buckets, registry=registry)
+
         self.queries = counter("queries", "Queries in requests that were accepted")
         self.blank = counter("blank_queries", "Queries without any text: answered with no hits, not searched")
         self.cached = counter("cache_hits", "Queries answered from the cache")
         self.shared = counter("deduplicated", "Queries that joined an equal one already waiting or being searched")
-        self.searched = counter("searched", "Queries that reached the index")
-        self.calls = counter("index_calls", "Calls of the index")
+        self.searched = counter("searched", "Queries that the back-end answered")
+        self.calls = counter("index_calls", "Calls of the back-end")
         self.rejected = counter("rejected", "Requests refused with 429 because the queue was full")
         self.dropped = counter("dropped", "Queries dropped before the search because nobody waited for them any more")
-        self.failed = counter("failed", "Queries on which the index raised an error")
-        self.request_seconds = Histogram(
-            "foray_retriever_request_seconds", "Time to answer /retrieve", buckets=_LATENCY_S, registry=registry
+        self.embedded = counter("embedded_texts", "Texts that /v1/embeddings turned into vectors")
+        self.remembered = counter("memory_entries_added", "Searches that a run's memory took in")
+        self.recalled = counter("memory_hits", "Searches for which a run's memory had similar earlier ones")
+        self.reused = counter("memory_reuses", "Searches answered from a run's memory alone")
+        self.fused = counter("memory_fusions", "Searches whose answer was fused with passages of earlier ones")
+        self.forgotten = counter("memory_evictions", "Entries that a run's memory let go of to stay within its bounds")
+        self.cost = counter(
+            "provider_cost", "What online engines charged, by provider, in its price list's unit", "name"
         )
-        self.search_seconds = Histogram(
-            "foray_retriever_search_seconds", "Time of one index call", buckets=_LATENCY_S, registry=registry
+        self.search_seconds = histogram("search_seconds", "Time of one call of the back-end", _LATENCY_S)
+        self.queue_seconds = histogram("queue_seconds", "Time of a query from its arrival to its search", _LATENCY_S)
+        self.request_seconds = histogram("request_seconds", "Time to answer a search request", _LATENCY_S)
+        self.batch_size = histogram("batch_size", "Distinct queries in one call of the back-end", _SIZES)
+        self.queue = gauge("queue", "Queries and texts waiting for the back-end, or in it")
+        self.cache_bytes = gauge("cache_bytes", "Size of the answer cache")
+        self.memory_bytes = gauge("memory_bytes", "Size of all runs' memories")
+        self.passages = gauge("passages", "Passages in the index")
+        self._requests = counter(
+            "requests", "Requests by route and status; 499: the client went away", "route", "status"
         )
-        self.batch_size = Histogram(
-            "foray_retriever_batch_size", "Distinct queries in one index call", buckets=_SIZES, registry=registry
-        )
-        self.queue = Gauge("foray_retriever_queue", "Queries waiting or being searched", registry=registry)
-        self.cache_bytes = Gauge("foray_retriever_cache_bytes", "Size of the answer cache", registry=registry)
-        self.passages = Gauge("foray_retriever_passages", "Passages in the index", registry=registry)
+        self._faults = counter("failed", "Queries without an answer, by cause", "cause")
+        # finding a labelled series costs more than counting
+        self._series: dict[tuple[str, int], Counter] = {}
+
+    def request(self, route: str, status: int) -> None:
+        """Count one answered request."""
+        series = self._series.get((route, status))
+        if series is None:
+            series = self._series[route, status] = self._requests.labels(route, str(status))
+        series.inc()
+
+    def failed(self, cause: str) -> None:
+        """Count one query without an answer."""
+        self._faults.labels(cause).inc()
 
     def render(self) -> bytes:
         """The Prometheus text format."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from protocol.errors import UserError
 from protocol.search import Passage
+from retriever.backend import Kind
 from retriever.build import build_index
 from retriever.cache import Answer
 from retriever.config import RetrieverSettings
+from retriever.config_index import IndexSettings
 from retriever.corpus import Corpus, open_corpus
-from retriever.index.base import Index
-from retriever.manifest import Manifest, check_manifest, read_manifest
+from retriever.index.base import NO_ROW, Index
+from retriever.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -22,37 +28,63 @@ log = logging.getLogger(__name__)
 class Searcher:
     """Made by `open_searcher`."""
 
-    def __init__(self, index: Index, corpus: Corpus, manifest: Manifest) -> None:
+    def __init__(self, index: Index, corpus: Corpus, manifest: Manifest, settings: IndexSettings) -> None:
         self._index, self._corpus, self._manifest = index, corpus, manifest
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the index: part of every cache key."""
-        return self._manifest.fingerprint
+        self._search_time = settings.search_time()
+        encoder: dict[str, Any] | None = manifest.index.get("encoder")
+        self._encoder_identity = encoder
+        decides = [manifest.fingerprint, self._search_time]
+        self.fingerprint = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+        """Of all that decides a query's hits: what the index holds and how it is searched."""
 
     @property
     def num_passages(self) -> int:
         """Size of the corpus."""
         return self._index.ntotal
 
+    @property
+    def embeds(self) -> bool:
+        """Whether the index has an encoder."""
+        return self._index.encoder is not None
+
+    @property
+    def model(self) -> str:
+        """The encoder's name for people: what its settings call the model, else its type."""
+        identity = self._encoder_identity or {}
+        return str(identity.get("model") or identity.get("type") or "none")
+
     def info(self) -> dict[str, Any]:
-        """Body of `/info`."""
+        """Its part of the body of `/info`."""
         return {
-            "fingerprint": self._manifest.fingerprint,
+            "backend": "index",
+            "fingerprint": self.fingerprint,
+            "index_fingerprint": self._manifest.fingerprint,
             "type": self._manifest.type,
             "index": self._manifest.index,
+            "search_time": self._search_time,
+            "encoder": self._encoder_identity,
             "passages": self.num_passages,
             "corpus_sha256": self._manifest.corpus_sha256,
-            "index_bytes": sum(self._manifest.files.values()),
+            "index_bytes": self._manifest.index_bytes,
         }
 
     def search(self, queries: Sequence[str], k: int) -> list[Answer]:
-        """The best min(k, num_passages) documents of every query, best first."""
+        """The best documents of every query, best first: min(k, num_passages), fewer where an approximate index finds
+        fewer."""
         hits = self._index.search(queries, k)
         return [
-            Answer(tuple(self._document(row) for row in rows), tuple(scores))
-            for rows, scores in zip(hits.rows.tolist(), hits.scores.tolist(), strict=True)
+            self._answer(rows, scores) for rows, scores in zip(hits.rows.tolist(), hits.scores.tolist(), strict=True)
         ]
+
+    def _answer(self, rows: list[int], scores: list[float]) -> Answer:
+        found = rows.index(NO_ROW) if NO_ROW in rows else len(rows)
+        return Answer(tuple(map(self._document, rows[:found])), tuple(scores[:found]))
+
+    def embed(self, texts: Sequence[str], kind: Kind) -> npt.NDArray[np.float32]:
+        """float32 [len(texts), dim]. Only where `embeds`."""
+        encoder = self._index.encoder
+        assert encoder is not None
+        return encoder.encode_queries(texts) if kind == "query" else encoder.encode_passages(texts)
 
     def find(self, passage_id: str) -> Passage | None:
         """The passage with this id, or None. Any thread."""
@@ -74,32 +106,37 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
     """
     directory = settings.index_path
     if not directory.exists():
-        size = open_corpus(settings.corpus).stat().st_size
-        if size > settings.build_limit_mb * 2**20:
-            raise UserError(
-                f"there is no index at {directory}",
-                why=f"{settings.corpus} has {size / 2**20:.0f} MiB, and the service builds up to "
-                f"retriever.build_limit_mb = {settings.build_limit_mb:g} by itself",
-                todo=f"python -m retriever.build --corpus {settings.corpus} --out {directory} "
-                f"--index {settings.index.type}",
-            )
-        log.info("no index at %s yet: building it", directory)
-        try:
-            build_index(settings.corpus, directory, settings.index, progress=log.info)
-        except UserError:
-            if not directory.exists():
-                raise
-            # another replica was faster; whether its index fits is checked below like any other
+        _build_if_small(settings)
     manifest = read_manifest(directory)
-    check_manifest(
-        manifest, directory, settings.index.identity(), settings.corpus, verify_corpus=settings.verify_corpus
-    )
-    index = settings.index.open(directory, threads=settings.threads)
-    corpus = Corpus(settings.corpus, directory)
-    if not index.ntotal == len(corpus) == manifest.passages:
+    chosen = settings.given_index or settings_of(directory)
+    corpus = corpus_of(directory, settings.given_corpus)
+    check_manifest(manifest, directory, chosen.identity(), corpus, verify_corpus=settings.verify_corpus)
+    index = chosen.open(directory, threads=settings.threads)
+    passages = Corpus(corpus, directory)
+    if not index.ntotal == len(passages) == manifest.passages:
         raise UserError(
             f"{directory} is inconsistent",
-            why=f"{index.ntotal} rows in the index, {len(corpus)} offsets, {manifest.passages} in the manifest",
+            why=f"{index.ntotal} rows in the index, {len(passages)} offsets, {manifest.passages} in the manifest",
             todo="build the index again, with --overwrite",
         )
-    return Searcher(index, corpus, manifest)
+    return Searcher(index, passages, manifest, chosen)
+
+
+def _build_if_small(settings: RetrieverSettings) -> None:
+    directory = settings.index_path
+    size = open_corpus(settings.corpus).stat().st_size
+    if size > settings.build_limit_mb * 2**20:
+        raise UserError(
+            f"there is no index at {directory}",
+            why=f"{settings.corpus} has {size / 2**20:.0f} MiB, and the service builds up to "
+            f"retriever.build_limit_mb = {settings.build_limit_mb:g} by itself",
+            todo=f"python -m retriever.build --corpus {settings.corpus} --out {directory} "
+            f"--index {settings.index.type}",
+        )
+    log.info("no index at %s yet: building it", directory)
+    try:
+        build_index(settings.corpus, directory, settings.index, progress=log.info)
+    except UserError:
+        if not directory.exists():
+            raise
+        # another replica was faster; whether its index fits is checked like any other

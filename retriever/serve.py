@@ -11,18 +11,17 @@ import os
 import resource
 import signal
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiohttp import web
 
 from protocol.errors import UserError
-from retriever.app import Service, create_app
-from retriever.batcher import Batcher
-from retriever.cache import AnswerCache
+from retriever.app import create_app
+from retriever.app_base import Service
+from retriever.assembly import attach
+from retriever.backend_open import open_backend
 from retriever.config import RetrieverSettings
-from retriever.searcher import open_searcher
 
 log = logging.getLogger("retriever")
 
@@ -59,30 +58,20 @@ async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
     await runner.setup()
     try:
         port = await _bind(runner, settings)
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="owner") as owner:
-            # opened by the thread that will search: FAISS keeps its number of threads by thread
-            loop = asyncio.get_running_loop()
-            service.searcher = searcher = await loop.run_in_executor(owner, open_searcher, settings)
-            service.metrics.passages.set(searcher.num_passages)
-            log.info("index %s over %d passages is open", searcher.fingerprint, searcher.num_passages)
-            service.batcher = Batcher(
-                searcher.search,
-                owner=owner,
-                fingerprint=searcher.fingerprint,
-                window_s=settings.window_ms / 1000,
-                max_batch=settings.max_batch,
-                queue_limit=settings.queue_limit,
-                cache=AnswerCache(int(settings.cache_mb * 2**20)),
-                metrics=service.metrics,
-            )
+        opened = await open_backend(settings, service.metrics)
+        try:
             async with asyncio.TaskGroup() as tasks:
-                batching = tasks.create_task(service.batcher.run(), name="batcher")
+                asking = [tasks.create_task(run, name=name) for name, run in attach(service, opened).items()]
+                log.info("backend %s is open", opened.backend.fingerprint)
                 try:
                     yield port
                 finally:
                     service.draining = True
                     await runner.cleanup()
-                    batching.cancel()
+                    for task in asking:
+                        task.cancel()
+        finally:
+            await opened.backend.close()
     finally:
         await runner.cleanup()
 

@@ -10,17 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 
-from retriever.app import Service, create_app
-from retriever.batcher import Batcher
-from retriever.cache import Answer, AnswerCache
+from retriever.app import create_app
+from retriever.app_base import Service
+from retriever.assembly import attach
+from retriever.backend_index import IndexBackend
+from retriever.backend_open import Opened
+from retriever.cache import Answer
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
 from retriever.searcher import Searcher, open_searcher
+from retriever.searches import Searches
 
 TITLES = ("Ada", "Brontë", "Curie", "東京", "Émile", "Fermat", "Gödel", "Hopper")
 
@@ -70,13 +74,17 @@ class Watched:
             raise ValueError("poisoned")
         return self.searcher.search(queries, k)
 
+    def __getattr__(self, name: str) -> Any:
+        """The rest is the searcher's."""
+        return getattr(self.searcher, name)
+
 
 @dataclass
 class Bench:
-    """A running batcher over real search, and the HTTP address of the service around it."""
+    """Running searches over a real index, and the HTTP address of the service around them."""
 
     watched: Watched
-    batcher: Batcher
+    searches: Searches
     metrics: Metrics
     url: str
 
@@ -107,28 +115,23 @@ def bench(settings: Callable[..., RetrieverSettings]) -> Callable[..., AbstractA
             loop = asyncio.get_running_loop()
             watched = Watched(await loop.run_in_executor(owner, open_searcher, chosen))
             watched.gate.set()
-            service.searcher = watched.searcher
-            service.batcher = Batcher(
-                watched.search,
-                owner=owner,
-                fingerprint=watched.searcher.fingerprint,
-                window_s=chosen.window_ms / 1000,
-                max_batch=chosen.max_batch,
-                queue_limit=chosen.queue_limit,
-                cache=AnswerCache(int(chosen.cache_mb * 2**20)),
-                metrics=service.metrics,
-            )
+            index = IndexBackend(cast(Searcher, watched), owner)
+            embedder = index if watched.searcher.embeds else None
+            opened = Opened(index, embedder, lanes=1, max_batch=chosen.max_batch, by_run=False)
+            loops = attach(service, opened)
+            assert service.searches is not None
             runner = web.AppRunner(create_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
-            batching = asyncio.create_task(service.batcher.run())
+            running = [asyncio.create_task(loop) for loop in loops.values()]
             try:
                 port = runner.addresses[0][1]
-                yield Bench(watched, service.batcher, service.metrics, f"http://127.0.0.1:{port}")
+                yield Bench(watched, service.searches, service.metrics, f"http://127.0.0.1:{port}")
             finally:
                 watched.gate.set()
-                batching.cancel()
-                await asyncio.gather(batching, return_exceptions=True)
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
                 await runner.cleanup()
 
     return start

@@ -16,7 +16,9 @@ import pytest
 from aiohttp import web
 
 from protocol.search import SearchResponse
-from retriever.app import Service, create_app, render
+from retriever.app import create_app
+from retriever.app_base import Service
+from retriever.app_search_r1 import render
 from retriever.cache import Answer
 from retriever.config import RetrieverSettings
 from retriever.serve import running
@@ -162,8 +164,8 @@ async def test_info_and_metrics_describe_the_index_and_the_traffic(settings: Set
             lines = (await response.text()).splitlines()
     assert (info["type"], info["passages"], info["topk"], len(info["fingerprint"])) == ("bm25", 40, 3, 16)
     for line in (
-        'requests_total{status="200"} 1.0',
-        'requests_total{status="400"} 1.0',
+        'requests_total{route="/retrieve",status="200"} 1.0',
+        'requests_total{route="/retrieve",status="400"} 1.0',
         "queries_total 3.0",
         "blank_queries_total 1.0",
         "deduplicated_total 1.0",
@@ -192,7 +194,7 @@ async def test_an_overloaded_service_answers_429_and_its_health(bench: StartBenc
         for task in held:
             async with await task as response:
                 assert response.status == 200
-        assert b.count("rejected_total") == b.count("requests_total", status="429") == 1
+        assert b.count("rejected_total") == b.count("requests_total", route="/retrieve", status="429") == 1
 
 
 async def test_the_work_of_a_client_that_left_is_dropped(bench: StartBench, until: Until) -> None:
@@ -208,7 +210,7 @@ async def test_the_work_of_a_client_that_left_is_dropped(bench: StartBench, unti
         async with await held as response:
             assert response.status == 200
         assert b.watched.calls == [(["number0"], 3)]
-        assert b.count("requests_total", status="499") == 1
+        assert b.count("requests_total", route="/retrieve", status="499") == 1
 
 
 async def test_a_query_on_which_the_index_fails_is_answered_500(bench: StartBench) -> None:

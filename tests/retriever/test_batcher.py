@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from retriever.batcher import EMPTY, Overloaded, SearchFailed, Stopped, normalise
+from retriever.backend import Fault
+from retriever.batcher import Stopped
 from retriever.cache import Answer
+from retriever.room import Overloaded
+from retriever.searches import EMPTY, normalise
 
 Bench = Any
 StartBench = Callable[..., AbstractAsyncContextManager[Bench]]
@@ -24,7 +27,7 @@ def ids(answer: Answer) -> list[str]:
 
 async def test_concurrent_requests_share_index_calls(bench: StartBench) -> None:
     async with bench(window_ms=50) as b:
-        answers = await asyncio.gather(*(b.batcher.search([f"number{i}"], 1) for i in range(30)))
+        answers = await asyncio.gather(*(b.searches.search([f"number{i}"], 1) for i in range(30)))
         assert [ids(answer[0]) for answer in answers] == [[f"d{i}"] for i in range(30)]
         assert len(b.watched.calls) == b.count("index_calls_total") == 1
         assert b.count("searched_total") == 30
@@ -32,13 +35,13 @@ async def test_concurrent_requests_share_index_calls(bench: StartBench) -> None:
 
 async def test_a_batch_is_searched_before_the_window_ends_when_it_is_full(bench: StartBench) -> None:
     async with bench(window_ms=1000, max_batch=4) as b, asyncio.timeout(0.9):
-        await asyncio.gather(*(b.batcher.search([f"number{i}"], 1) for i in range(8)))
+        await asyncio.gather(*(b.searches.search([f"number{i}"], 1) for i in range(8)))
         assert [len(queries) for queries, _ in b.watched.calls] == [4, 4]
 
 
 async def test_equal_queries_are_searched_once(bench: StartBench) -> None:
     async with bench(window_ms=20) as b:
-        answers = await asyncio.gather(*(b.batcher.search(["number7", " number7\n", "number7"], 2) for _ in range(10)))
+        answers = await asyncio.gather(*(b.searches.search(["number7", " number7\n", "number7"], 2) for _ in range(10)))
         assert len({tuple(ids(answer)) for group in answers for answer in group}) == 1
         assert b.watched.calls == [(["number7"], 2)]
         assert b.count("deduplicated_total") == 29
@@ -47,9 +50,9 @@ async def test_equal_queries_are_searched_once(bench: StartBench) -> None:
 async def test_a_query_joins_an_equal_one_that_is_being_searched(bench: StartBench, until: Until) -> None:
     async with bench(window_ms=0) as b:
         b.watched.gate.clear()
-        first = asyncio.create_task(b.batcher.search(["number7"], 1))
+        first = asyncio.create_task(b.searches.search(["number7"], 1))
         await until(lambda: b.watched.entered == 1, "the first query is being searched")
-        second = asyncio.create_task(b.batcher.search(["number7"], 1))
+        second = asyncio.create_task(b.searches.search(["number7"], 1))
         await asyncio.sleep(0)
         b.watched.gate.set()
         assert await first == await second
@@ -59,7 +62,7 @@ async def test_a_query_joins_an_equal_one_that_is_being_searched(bench: StartBen
 async def test_different_numbers_of_hits_in_one_batch_are_each_right(bench: StartBench) -> None:
     async with bench(window_ms=20) as b:
         ks = [1, 5, 3, 5, 40, 1000]
-        answers = await asyncio.gather(*(b.batcher.search(["Curie wrote"], k) for k in ks))
+        answers = await asyncio.gather(*(b.searches.search(["Curie wrote"], k) for k in ks))
         assert [len(answer[0].documents) for answer in answers] == [1, 5, 3, 5, 40, 40]
         longest = ids(answers[-1][0])
         assert all(ids(answer[0]) == longest[: min(k, 40)] for answer, k in zip(answers, ks, strict=True))
@@ -67,54 +70,54 @@ async def test_different_numbers_of_hits_in_one_batch_are_each_right(bench: Star
 
 async def test_cached_answers_equal_fresh_ones_and_reach_no_index(bench: StartBench) -> None:
     async with bench() as b:
-        fresh = await b.batcher.search(["Curie", "東京"], 3)
+        fresh = await b.searches.search(["Curie", "東京"], 3)
         calls = len(b.watched.calls)
-        assert await b.batcher.search(["  Curie ", "東京"], 3) == fresh
+        assert await b.searches.search(["  Curie ", "東京"], 3) == fresh
         assert len(b.watched.calls) == calls
         assert b.count("cache_hits_total") == 2
 
 
 async def test_without_a_cache_every_request_is_searched_again(bench: StartBench) -> None:
     async with bench(cache_mb=0, window_ms=0) as b:
-        assert await b.batcher.search(["Curie"], 3) == await b.batcher.search(["Curie"], 3)
+        assert await b.searches.search(["Curie"], 3) == await b.searches.search(["Curie"], 3)
         assert len(b.watched.calls) == 2
 
 
 async def test_blank_queries_have_no_hits_and_reach_no_index(bench: StartBench) -> None:
     async with bench() as b:
-        assert await b.batcher.search(["", " \n\t", "\u3000"], 3) == [EMPTY] * 3
-        assert await b.batcher.search([], 3) == []
+        assert await b.searches.search(["", " \n\t", "\u3000"], 3) == [EMPTY] * 3
+        assert await b.searches.search([], 3) == []
         assert b.watched.calls == []
 
 
 async def test_a_full_queue_refuses_a_request_whole_and_recovers(bench: StartBench, until: Until) -> None:
     async with bench(window_ms=0, queue_limit=4, max_batch=1) as b:
         b.watched.gate.clear()
-        held = asyncio.create_task(b.batcher.search(["number1", "number2", "number3"], 1))
+        held = asyncio.create_task(b.searches.search(["number1", "number2", "number3"], 1))
         await until(lambda: b.count("queue") == 3, "three queries are queued")
         with pytest.raises(Overloaded):
-            await b.batcher.search(["number4", "number5"], 1)
+            await b.searches.search(["number4", "number5"], 1)
         assert b.count("queue") == 3
-        joined = asyncio.create_task(b.batcher.search(["number1", "number3"], 1))  # needs no room
+        joined = asyncio.create_task(b.searches.search(["number1", "number3"], 1))  # needs no room
         b.watched.gate.set()
         assert [ids(answer) for answer in await joined] == [["d1"], ["d3"]]
         await held
-        assert ids((await b.batcher.search(["number4"], 1))[0]) == ["d4"]
+        assert ids((await b.searches.search(["number4"], 1))[0]) == ["d4"]
 
 
 async def test_an_idle_service_takes_a_request_larger_than_the_queue(bench: StartBench) -> None:
     async with bench(queue_limit=2, max_batch=3) as b:
-        answers = await b.batcher.search([f"number{i}" for i in range(20)], 1)
+        answers = await b.searches.search([f"number{i}" for i in range(20)], 1)
         assert [ids(answer) for answer in answers] == [[f"d{i}"] for i in range(20)]
 
 
 async def test_cancelled_queries_are_dropped_unless_another_request_wants_them(bench: StartBench, until: Until) -> None:
     async with bench(window_ms=0) as b:
         b.watched.gate.clear()
-        first = asyncio.create_task(b.batcher.search(["number0"], 1))
+        first = asyncio.create_task(b.searches.search(["number0"], 1))
         await until(lambda: b.watched.entered == 1, "the owner is busy")
-        gone = asyncio.create_task(b.batcher.search(["number1", "number2"], 1))
-        stays = asyncio.create_task(b.batcher.search(["number2", "number3"], 1))
+        gone = asyncio.create_task(b.searches.search(["number1", "number2"], 1))
+        stays = asyncio.create_task(b.searches.search(["number2", "number3"], 1))
         await until(lambda: b.count("queue") == 4, "all are queued")
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -130,28 +133,28 @@ async def test_cancelled_queries_are_dropped_unless_another_request_wants_them(b
 async def test_a_failing_query_fails_alone(bench: StartBench) -> None:
     async with bench(window_ms=20) as b:
         b.watched.poison = "number3"
-        results = await asyncio.gather(*(b.batcher.search([f"number{i}"], 1) for i in range(6)), return_exceptions=True)
-        assert [i for i, result in enumerate(results) if isinstance(result, SearchFailed)] == [3]
+        results = await asyncio.gather(*(b.searches.search([f"number{i}"], 1) for i in range(6)))
+        assert results[3] == [Fault("index", "ValueError: poisoned")]
         assert [ids(result[0]) for i, result in enumerate(results) if i != 3] == [[f"d{i}"] for i in (0, 1, 2, 4, 5)]
-        assert b.count("failed_total") == 1
+        assert b.count("failed_total", cause="index") == 1
         b.watched.poison = "none"
-        assert ids((await b.batcher.search(["number3"], 1))[0]) == ["d3"]
+        assert ids((await b.searches.search(["number3"], 1))[0]) == ["d3"]
 
 
 async def test_the_end_of_the_loop_fails_what_waits_and_what_comes_after(bench: StartBench, until: Until) -> None:
     async with bench(window_ms=0) as b:
         b.watched.gate.clear()
-        flying = asyncio.create_task(b.batcher.search(["number0"], 1))
+        flying = asyncio.create_task(b.searches.search(["number0"], 1))
         await until(lambda: b.watched.entered == 1, "one query is being searched")
-        waiting = asyncio.create_task(b.batcher.search(["number1"], 1))
+        waiting = asyncio.create_task(b.searches.search(["number1"], 1))
         await until(lambda: b.count("queue") == 2, "another waits")
-        (loop,) = [task for task in asyncio.all_tasks() if "Batcher.run" in repr(task.get_coro())]
+        (loop,) = [task for task in asyncio.all_tasks() if "Searches.run" in repr(task.get_coro())]
         loop.cancel()
         for task in (flying, waiting):
             with pytest.raises(Stopped):
                 await task
         with pytest.raises(Stopped):
-            await b.batcher.search(["number2"], 1)
+            await b.searches.search(["number2"], 1)
 
 
 def test_normalising_joins_spellings_that_look_alike_and_keeps_case() -> None:

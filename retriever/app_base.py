@@ -1,0 +1,121 @@
+"""What the handlers of all dialects share: the service's parts, errors as JSON, and one search as outcomes.
+
+Every error is JSON with at least {"error": "what happened"}; dialects may add the field that their clients read.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from retriever.backend import Backend, Fault, Kind
+from retriever.batcher import Batcher, Stopped
+from retriever.cache import Answer
+from retriever.config import RetrieverSettings
+from retriever.metrics import Metrics
+from retriever.room import Overloaded
+from retriever.searches import Searches
+
+NOT_OPEN = "the index is not open"
+OUR_FAULTS = frozenset({"index", "rerank", "internal"})
+"""Causes that are this service's own (500); others are a provider's (502)."""
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Text(NamedTuple):
+    """One text to embed, as a batcher's key."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """What `/v1/embeddings` needs: the encoder's name, and the queue before it."""
+
+    model: str
+    texts: Batcher[Text, npt.NDArray[np.float32]]
+
+
+class Service:
+    """What the handlers share. `backend` and what asks it are None until it is open, `draining` ends readiness."""
+
+    def __init__(self, settings: RetrieverSettings) -> None:
+        self.settings, self.metrics = settings, Metrics()
+        self.backend: Backend | None = None
+        self.searches: Searches | None = None
+        self.embedding: Embedding | None = None
+        self.draining = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether searches are answered."""
+        return self.searches is not None and not self.draining
+
+
+SERVICE = web.AppKey("service", Service)
+
+
+class Refusal(Exception):
+    """An answer other than 200, raised by any part of a handler and shaped by its dialect."""
+
+    def __init__(self, status: int, message: str, *, retry_s: float | None = None, cause: str = "") -> None:
+        super().__init__(message)
+        self.status, self.message, self.retry_s, self.cause = status, message, retry_s, cause
+
+    def headers(self) -> dict[str, str]:
+        """`Retry-After`, where trying again makes sense."""
+        return {} if self.retry_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_s)))}
+
+
+def read_body(kind: type[Body], raw: bytes) -> Body:
+    """The request's body, checked. Raises Refusal 400 with the first fault in words: a body with thousands of bad
+    queries needs no longer answer."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refusal(400, f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+
+async def outcomes_of(service: Service, queries: Sequence[str], k: int, run: str = "") -> list[Answer | Fault]:
+    """One outcome a query. Raises Refusal 429 and 503."""
+    if service.searches is None or service.draining:
+        raise Refusal(503, NOT_OPEN, retry_s=1)
+    start = time.perf_counter()
+    try:
+        return await service.searches.search(queries, k, run)
+    except Overloaded as error:
+        service.metrics.rejected.inc()
+        raise Refusal(429, str(error), retry_s=error.wait_s) from None
+    except Stopped as error:
+        raise Refusal(503, str(error), retry_s=1) from None
+    finally:
+        service.metrics.request_seconds.observe(time.perf_counter() - start)
+
+
+async def answers_of(service: Service, queries: Sequence[str], k: int, run: str = "") -> list[Answer]:
+    """One answer a query, or a Refusal for the first that failed: clients of this form cannot tell a failure of one
+    query from an empty result."""
+    outcomes = await outcomes_of(service, queries, k, run)
+    answers = [outcome for outcome in outcomes if not isinstance(outcome, Fault)]
+    if len(answers) < len(outcomes):
+        raise refusal_of(next(outcome for outcome in outcomes if isinstance(outcome, Fault)))
+    return answers
+
+
+def refusal_of(fault: Fault) -> Refusal:
+    """A failed query as an answer: 500 where it is our fault, 502 where it is somebody else's."""
+    status = 500 if fault.cause in OUR_FAULTS else 502
+    detail = f" ({fault.detail})" if fault.detail else ""
+    return Refusal(status, f"the search failed: {fault.cause}{detail}", cause=fault.cause)

@@ -1,0 +1,82 @@
+"""The dialect of ReSearch's and ReCall's server over FlashRAG (their `scripts/serving/retriever_serving.py`).
+
+    POST /search        {"query": "..", "top_n": 10, "return_score": false}
+                        -> [{"id", "contents"}, ..]               or [[documents], [scores]]
+    POST /batch_search  {"query": ["..", ..], "top_n": 10, "return_score": false}
+                        -> [[{"id", "contents"}, ..], ..]         or [[[documents], ..], [[scores], ..]]
+
+A blank query is refused in `/search`, as there, and has no hits in `/batch_search`. Errors also have FastAPI's
+`detail`. This form has no place for the failure of one query of several: it fails the request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+
+from protocol.search import MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK
+from retriever.app_base import SERVICE, Refusal, answers_of, read_body
+from retriever.cache import Answer
+
+_Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    top_n: int = Field(default=10, ge=1, le=MAX_TOPK)
+    return_score: bool = False
+
+
+class OneQuery(_Request):
+    """Body of `POST /search`."""
+
+    query: _Query
+
+
+class ManyQueries(_Request):
+    """Body of `POST /batch_search`."""
+
+    query: list[_Query] = Field(max_length=MAX_QUERIES)
+
+
+async def search(request: web.Request) -> web.Response:
+    """`POST /search`."""
+    body = read_body(OneQuery, await request.read())
+    if not body.query.strip():
+        raise Refusal(400, "Query content cannot be empty")
+    (answer,) = await answers_of(request.app[SERVICE], [body.query], body.top_n)
+    return _json(render_one(answer, scores=body.return_score))
+
+
+async def batch_search(request: web.Request) -> web.Response:
+    """`POST /batch_search`."""
+    body = read_body(ManyQueries, await request.read())
+    answers = await answers_of(request.app[SERVICE], body.query, body.top_n)
+    return _json(render_many(answers, scores=body.return_score))
+
+
+def render_one(answer: Answer, *, scores: bool) -> bytes:
+    """Body of the answer to `/search`."""
+    documents = b"[%b]" % b",".join(answer.documents)
+    return b"[%b,%b]" % (documents, _numbers(answer.scores)) if scores else documents
+
+
+def render_many(answers: Sequence[Answer], *, scores: bool) -> bytes:
+    """Body of the answer to `/batch_search`."""
+    documents = b"[%b]" % b",".join(render_one(answer, scores=False) for answer in answers)
+    if not scores:
+        return documents
+    return b"[%b,[%b]]" % (documents, b",".join(_numbers(answer.scores) for answer in answers))
+
+
+def _numbers(scores: Sequence[float]) -> bytes:
+    return json.dumps(scores).encode()
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,35 @@
+"""From settings to the backend that answers: which one, what is put before it, and how many calls it takes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from retriever.backend import Backend, Embedder
+from retriever.backend_index import open_index
+from retriever.config import RetrieverSettings
+from retriever.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open backend.
+
+    embedder   its encoder, for `/v1/embeddings`, where it has one
+    lanes      calls of `search` at once
+    max_batch  most queries in one of them
+    by_run     whether an answer depends on the run that asks
+    """
+
+    backend: Backend
+    embedder: Embedder | None
+    lanes: int
+    max_batch: int
+    by_run: bool
+
+
+async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> Opened:
+    """The backend of these settings. UserError for all that a person must mend."""
+    index = await open_index(settings)
+    metrics.passages.set(index.searcher.num_passages)
+    embedder = index if index.searcher.embeds else None
+    return Opened(index, embedder, lanes=1, max_batch=settings.max_batch, by_run=False)
