@@ -22,7 +22,7 @@ class PageSettings(Settings):
     """Fetching the pages behind hits. Only addresses that an answer brought are fetched, and only public ones."""
 
     in_results: bool = False
-    """Hits carry the page's text instead of the snippet; a page that cannot be had leaves the snippet, and is counted."""
+    """Hits carry the page's text; where a page cannot be had the snippet stays, and the failure is counted."""
     allow_hosts: tuple[str, ...] = ()
     """Hosts, with all below them (`wikipedia.org` is also `en.wikipedia.org`), that may be fetched. Empty: any."""
     ports: tuple[int, ...] = (80, 443)
@@ -57,8 +57,9 @@ class OnlineBase(Settings):
     """
 
     OPERATION: ClassVar[frozenset[str]] = frozenset(
-        "key_env proxy_env timeout_s deadline_s attempts backoff_s max_retry_after_s rate burst concurrency"
-        " max_requests max_cost budget_period cost_per_request max_reply_mb record recordings remembered".split()
+        {"key_env", "proxy_env", "timeout_s", "deadline_s", "attempts", "backoff_s", "max_retry_after_s", "rate"}
+        | {"burst", "concurrency", "max_requests", "max_cost", "budget_period", "cost_per_request", "max_reply_mb"}
+        | {"record", "recordings", "remembered"}
     )
     """Fields that decide whether and when there is an answer, not which."""
     NEEDS_KEY: ClassVar[bool] = True
