@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from retriever.backend import Backend, Embedder
 from retriever.backend_index import open_index
 from retriever.config import RetrieverSettings
+from retriever.memory.backend import open_memory
 from retriever.metrics import Metrics
 
 
@@ -29,6 +30,18 @@ class Opened:
 
 async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> Opened:
     """The backend of these settings. UserError for all that a person must mend."""
+    opened = await _open_source(settings, metrics)
+    if settings.memory is None:
+        return opened
+    try:
+        memory = await open_memory(opened.backend, settings.memory, metrics)
+    except BaseException:
+        await opened.backend.close()
+        raise
+    return replace(opened, backend=memory, by_run=True)
+
+
+async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> Opened:
     index = await open_index(settings)
     metrics.passages.set(index.searcher.num_passages)
     embedder = index if index.searcher.embeds else None

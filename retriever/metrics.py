@@ -36,6 +36,7 @@ class Metrics:
         self.recalled = counter("memory_hits", "Searches for which a run's memory had similar earlier ones")
         self.reused = counter("memory_reuses", "Searches answered from a run's memory alone")
         self.fused = counter("memory_fusions", "Searches whose answer was fused with passages of earlier ones")
+        self.memory_errors = counter("memory_errors", "Calls of a memory that failed; the searches went on without it")
         self.forgotten = counter("memory_evictions", "Entries that a run's memory let go of to stay within its bounds")
         self.cost = counter(
             "provider_cost", "What online engines charged, by provider, in its price list's unit", "name"

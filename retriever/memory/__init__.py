@@ -1,0 +1,1 @@
+"""What a run remembers of its earlier searches."""
