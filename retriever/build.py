@@ -88,19 +88,24 @@ class _Build:
         journal = self._open_journal(fresh=fresh)
         try:
             scan = self._scanned(journal)
-            self._index.build(
-                BuildSource(self._corpus, self._directory, scan, journal, self._progress), self._directory
-            )
+            if not self._is_built(journal):
+                source = BuildSource(self._corpus, self._directory, scan, journal, self._progress)
+                self._index.build(source, self._directory)
+                self._site.sync()
+                journal.built(self._index.identity())
             if self._given.in_place and self._given.stamp() != journal.input:
                 raise UserError(f"{self._corpus} has changed while it was being indexed", todo="build again")
-            journal.remove()
             manifest = self._manifest(scan)
         except BaseException:
             if not journal.vector_files:
                 self._site.discard()
             raise
-        self._site.publish()
+        self._site.publish(without=JOURNAL)
         return manifest
+
+    def _is_built(self, journal: Journal) -> bool:
+        """Whether an earlier builder came so far that only the checksums were missing."""
+        return journal.index is not None and journal.index == self._index.identity()
 
     def _open_journal(self, *, fresh: bool) -> Journal:
         """The journal of what is kept of an interrupted build; the rest is deleted."""
@@ -108,7 +113,8 @@ class _Build:
         if fresh or not self._fits(journal):
             self._site.clear(keep=set())
             return Journal(self._directory)
-        self._site.clear(keep={JOURNAL, CORPUS, *SCAN_FILES} | journal.vector_files)
+        if not self._is_built(journal):
+            self._site.clear(keep={JOURNAL, CORPUS, *SCAN_FILES} | journal.vector_files)
         return journal
 
     def _fits(self, journal: Journal) -> bool:
@@ -148,7 +154,7 @@ class _Build:
             scan=scan,
             corpus=str(self._corpus) if self._given.in_place else CORPUS,
             source=self._given.describe(),
-            files=files_in(self._directory),
+            files=[name for name in files_in(self._directory) if name not in (JOURNAL, MANIFEST)],
         )
         (self._directory / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
         return manifest

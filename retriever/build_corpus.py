@@ -62,7 +62,7 @@ def read_input(corpus: Path | str, form: str | None = None, words: int | None = 
     if str(corpus).startswith(PREFIX):
         if form not in (None, "synthetic"):
             raise UserError(f"{corpus} is synthetic text and not {form}", todo="leave out --format")
-        return CorpusInput(str(Synthetic.parse(str(corpus))), (), "synthetic", words or 0, False)
+        return CorpusInput(spec_of(corpus), (), "synthetic", words or 0, False)
     if form is not None and form not in FORMATS:
         raise UserError(f"unknown format {form!r}", todo="known here: " + ", ".join(FORMATS))
     path = Path(corpus).absolute()
@@ -71,7 +71,12 @@ def read_input(corpus: Path | str, form: str | None = None, words: int | None = 
         first = next(records, None)
     chosen = form or (detect(first[1], paths[0]) if first is not None else "contents")
     in_place = chosen == "contents" and not words and len(paths) == 1 and _is_lines(paths[0])
-    return CorpusInput(str(path), paths, chosen, words or 0, in_place)
+    return CorpusInput(spec_of(path), paths, chosen, words or 0, in_place)
+
+
+def spec_of(corpus: Path | str) -> str:
+    """What `CorpusInput.spec` will be, without looking whether it is there."""
+    return str(Synthetic.parse(str(corpus)) if str(corpus).startswith(PREFIX) else Path(corpus).absolute())
 
 
 def _files(path: Path) -> tuple[Path, ...]:
@@ -104,6 +109,7 @@ def documents(given: CorpusInput, tick: Tick) -> Iterator[Document]:
             if count % _PROGRESS_EVERY == 0:
                 tick(fraction(), count)
             yield passage
+    tick(1.0, count)
 
 
 def iter_one(document: Document) -> Iterator[Document]:

@@ -20,6 +20,7 @@ class Journal:
 
     input    what `CorpusInput.stamp` said when the corpus was scanned
     scan     fields of `corpus.Scan`
+    index    identity of the index whose files are all there, None while they are not
     vectors  name of a vector file -> {"identity": of corpus and encoder, "rows": on disk for certain}
     """
 
@@ -46,6 +47,12 @@ class Journal:
         """Those that have rows."""
         return set(self._content.get("vectors", {}))
 
+    @property
+    def index(self) -> dict[str, Any] | None:
+        """See the class."""
+        found: dict[str, Any] | None = self._content.get("index")
+        return found
+
     def scanned(self, stamp: dict[str, Any], scan: dict[str, Any]) -> None:
         """The corpus and the arrays beside it are on disk. Whatever was known before is forgotten."""
         self._content = {"input": stamp, "scan": scan, "vectors": {}}
@@ -64,6 +71,12 @@ class Journal:
     def wrote(self, name: str, identity: dict[str, Any], rows: int) -> None:
         """The first `rows` rows of the file are on disk."""
         self._content["vectors"][name] = {"identity": identity, "rows": rows}
+        self._content.pop("index", None)
+        self._write()
+
+    def built(self, identity: dict[str, Any]) -> None:
+        """Everything that the index needs is on disk."""
+        self._content["index"] = identity
         self._write()
 
     def _write(self) -> None:
@@ -74,7 +87,3 @@ class Journal:
             os.fsync(file.fileno())
         fresh.rename(self._path)
         fsync(self._path.parent)
-
-    def remove(self) -> None:
-        """The build is complete."""
-        self._path.unlink()

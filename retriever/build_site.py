@@ -81,17 +81,23 @@ class BuildSite:
         """Delete everything."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def publish(self) -> None:
-        """Make everything durable and rename the directory to `out`. What was there before is moved aside and deleted
-        last; open readers keep their files."""
+    def sync(self) -> None:
+        """Make everything durable."""
         for path in [*self.directory.rglob("*"), self.directory]:
             fsync(path)
+
+    def publish(self, without: str) -> None:
+        """Make everything durable, rename the directory to `out`, and then delete the file `without` in it, with which
+        a killed builder could still have gone on. What was there before is moved aside and deleted last; open readers
+        keep their files."""
+        self.sync()
         aside = self.directory.with_name(self.directory.name + ".old")
         shutil.rmtree(aside, ignore_errors=True)
         if self.out.exists():
             self.out.rename(aside)
         self.directory.rename(self.out)
         fsync(self.out.parent)
+        (self.out / without).unlink(missing_ok=True)
         (self.out / _LOCK).unlink()
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from protocol.errors import UserError
+from retriever.build_corpus import spec_of
 from retriever.config_index import IndexSettings
 from retriever.corpus import Scan, file_sha256, open_corpus
 
@@ -81,10 +82,15 @@ def make_manifest(
 
 
 def corpus_of(directory: Path, configured: Path | None) -> Path:
-    """The corpus of a built index: the configured one, else what the manifest says. UserError when there is neither."""
-    if configured is not None:
+    """The file of passages of a built index: the configured one, else what the manifest says.
+
+    Where the configured corpus is the one that the index was made from, and it was converted, the file in the index
+    directory is meant. UserError when there is no such file.
+    """
+    manifest = read_manifest(directory)
+    if configured is not None and spec_of(configured) != manifest.source.get("spec"):
         return configured
-    corpus = directory / read_manifest(directory).corpus  # an absolute path stays what it is
+    corpus = directory / manifest.corpus  # an absolute path stays what it is
     if not corpus.is_file():
         raise UserError(
             f"the corpus of {directory} is not where it was",

@@ -48,7 +48,7 @@ def test_the_command_builds_what_the_service_opens(
     manifest = read_manifest(out)
     assert (manifest.type, manifest.passages, manifest.corpus_bytes) == (kind, 40, corpus.stat().st_size)
     searcher = open_searcher(settings(index={"type": kind}, index_dir=out, build_limit_mb=0))
-    assert searcher.info()["fingerprint"] == manifest.fingerprint
+    assert searcher.info()["index_fingerprint"] == manifest.fingerprint
     assert b'"id": "d7"' in searcher.search(["number7"], 1)[0].documents[0]
 
 
@@ -85,7 +85,7 @@ def test_a_killed_build_goes_on_where_it_was_and_ends_with_the_same_bytes(tmp_pa
     out, size = tmp_path / "index", 8000
     often = "import retriever.build_source as s; s.JOURNAL_ROWS = 1; from retriever.build_cli import main; main()"
     command = [sys.executable, "-c", often, "--corpus", f"synthetic:{size}", "--index", "memory"]
-    command += ["--out", str(out), "encoder.dim=32"]
+    command += ["--out", str(out), "encoder.type=hashed", "encoder.dim=32"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     journal = tmp_path / ".index.building" / "journal.json"
     try:
@@ -101,7 +101,7 @@ def test_a_killed_build_goes_on_where_it_was_and_ends_with_the_same_bytes(tmp_pa
     rows = json.loads(journal.read_text())["vectors"]["vectors.npy"]["rows"]
     assert 0 < rows < size
     said: list[str] = []
-    settings = MemorySettings.model_validate({"encoder": {"dim": 32}})
+    settings = MemorySettings.model_validate({"encoder": {"type": "hashed", "dim": 32}})
     resumed = build_index(f"synthetic:{size}", out, settings, progress=said.append)
     assert f"going on at row {rows:,} of {size:,} of vectors.npy" in said
     whole = build_index(f"synthetic:{size}", tmp_path / "whole", settings, progress=quiet)
@@ -142,7 +142,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def small_memory(**encoder: Any) -> MemorySettings:
-    return MemorySettings.model_validate({"encoder": {"dim": 16, **encoder}})
+    return MemorySettings.model_validate({"encoder": {"type": "hashed", "dim": 16, **encoder}})
 
 
 def build_after(path: Path, out: Path, index: MemorySettings, **options: Any) -> str:
@@ -241,7 +241,7 @@ def test_a_builder_that_waited_for_another_index_is_told(corpus: Path, tmp_path:
         made = build_index(corpus, tmp_path / "made", Bm25Settings(), progress=quiet)
         for name in [MANIFEST, *made.files]:
             (tmp_path / "made" / name).rename(site.directory / name)
-        site.publish()
+        site.publish(without="journal.json")
         with pytest.raises(UserError, match="exists already"):
             waiting.result(timeout=20)
     assert read_manifest(out) == made
