@@ -8,21 +8,58 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from protocol.errors import ForayError
+
 Vectors = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Passages and queries to L2-normalised float32 rows. One thread at a time.
+    """Passages and queries to float32 rows that are compared by inner product. One thread at a time.
 
-    A text's vector does not depend on what else is in the batch, so that cached and fresh answers agree.
+    A text's vector does not depend on what else is in the batch, so that cached and fresh answers agree: to the bit
+    for `hashed`, to float noise for models (see `transformer`). Every number is finite.
     """
 
     @property
     def dim(self) -> int:
         """Width of a vector."""
 
+    @property
+    def normalized(self) -> bool:
+        """Rows have length 1 (or 0, for a text with nothing in it). False: any length, as DPR and Contriever want it.
+
+        Whoever bounds the rounding of inner products must then multiply by the lengths of query and passage.
+        """
+
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
         """float32 [len(texts), dim]."""
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
         """float32 [len(texts), dim]."""
+
+
+class NotFinite(ForayError):
+    """A model gave NaN or infinity for a text: half precision overflowed, or its weights are broken."""
+
+
+class EncoderUnavailable(ForayError):
+    """The embedding service did not give vectors: unreachable, refused, or its answer is not one. `cause` counts it."""
+
+    def __init__(self, cause: str, detail: str) -> None:
+        super().__init__(f"{cause}: {detail}")
+        self.cause, self.detail = cause, detail
+
+
+HALF = "try dtype bfloat16 or float32"
+"""Hint where a model computes."""
+
+
+def check_finite(vectors: Vectors, texts: Sequence[str], where: str, hint: str = "") -> None:
+    """NotFinite, which names the first text that has no vector, unless all of vectors [len(texts), ...] are finite."""
+    finite = np.isfinite(vectors)
+    if not finite.all():
+        wrong = np.flatnonzero(~finite.reshape(len(texts), -1).all(axis=1))
+        raise NotFinite(
+            f"{where} gives NaN or infinity for {len(wrong)} of {len(texts)} texts, the first being "
+            f"{texts[wrong[0]][:80]!r}" + (hint and f"; {hint}")
+        )

@@ -29,7 +29,7 @@ class HashedEncoder:
     """See the module's docstring. A text without a word has the zero vector."""
 
     def __init__(self, settings: HashedEncoderSettings) -> None:
-        self.dim = settings.dim
+        self.dim, self.normalized = settings.dim, True
         self._ngram = settings.ngram
         self._features = lru_cache(_WORD_CACHE)(self._word_features)
 

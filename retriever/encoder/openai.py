@@ -1,0 +1,171 @@
+"""Vectors by an OpenAI-compatible `POST /v1/embeddings`: synchronous, since the owner thread waits for them anyway.
+
+    texts --> prefix, cut --> requests of `batch` texts --> retries --> checks --> rows in the order of the texts
+
+The answer is data of a stranger: its size is capped while it is read, and count, indexes, width and finiteness are
+checked before a number is used. Redirects are not followed (the key would travel with them), and proxies of the
+environment are not used. A failure is `EncoderUnavailable` with a cause that counters can use: unreachable, timeout,
+http_NNN, too_large, garbage.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from protocol.errors import UserError
+from retriever.config_encoder import OpenAIEncoderSettings
+from retriever.encoder.base import EncoderUnavailable, Vectors, check_finite
+
+RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
+MAX_BACKOFF_S, MAX_RETRY_AFTER_S = 30.0, 60.0
+NUMBER_BYTES, SLACK_BYTES = 40, 64 * 1024
+"""A float as text has up to 25 characters; an answer may have so many bytes a number, and slack for names."""
+
+
+class OpenAIEncoder:
+    """See the module's docstring. One connection, kept alive; one thread."""
+
+    def __init__(self, settings: OpenAIEncoderSettings) -> None:
+        self._settings = settings
+        self.dim, self.normalized = settings.dim, settings.normalize
+        self._parts = urlsplit(settings.url.rstrip("/") + "/embeddings")
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | _authorization(settings)
+        self._connection: http.client.HTTPConnection | None = None
+
+    def encode_passages(self, texts: Sequence[str]) -> Vectors:
+        """float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
+        return self._encode([self._settings.passage_prefix + text for text in texts])
+
+    def encode_queries(self, texts: Sequence[str]) -> Vectors:
+        """float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
+        return self._encode([self._settings.query_prefix + text for text in texts])
+
+    def _encode(self, texts: list[str]) -> Vectors:
+        vectors: Vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
+        texts = [text[: self._settings.max_chars] for text in texts]
+        # services refuse blank texts; here they have the zero vector
+        rows = [row for row, text in enumerate(texts) if text.strip()]
+        for start in range(0, len(rows), self._settings.batch):
+            chunk = rows[start : start + self._settings.batch]
+            vectors[chunk] = self._ask([texts[row] for row in chunk])
+        check_finite(vectors, texts, f"the service at {self._settings.url}")
+        if self._settings.normalize:
+            lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+            vectors = np.divide(vectors, lengths, where=lengths > 0, out=vectors.astype(np.float64)).astype(np.float32)
+        return vectors
+
+    def _ask(self, texts: list[str]) -> Vectors:
+        """One request with its retries."""
+        settings = self._settings
+        asked: dict[str, Any] = {"model": settings.model, "input": texts, "encoding_format": "float"}
+        if settings.send_dimensions:
+            asked["dimensions"] = settings.dim
+        body = json.dumps(asked).encode()
+        for attempt in range(settings.retries + 1):
+            wait = min(settings.backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1)
+            try:
+                status, retry_after, answer = self._request(body, len(texts))
+            except (OSError, http.client.HTTPException) as error:
+                self._close()
+                cause = "timeout" if isinstance(error, TimeoutError) else "unreachable"
+                failure = EncoderUnavailable(cause, f"{settings.url}: {str(error) or type(error).__name__}")
+            else:
+                if status == 200:
+                    return self._parse(answer, len(texts))
+                failure = EncoderUnavailable(
+                    f"http_{status}", f"{settings.url}: {answer[:200].decode(errors='replace')}"
+                )
+                if status not in RETRIED:
+                    raise failure
+                wait = max(wait, retry_after)
+            if attempt == settings.retries:
+                raise failure
+            time.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _request(self, body: bytes, count: int) -> tuple[int, float, bytes]:
+        """(status, seconds that Retry-After asks for, body). A kept connection that has died is opened anew."""
+        for fresh in (self._connection is None, True):
+            connection = self._connection or self._connect()
+            try:
+                connection.request("POST", self._parts.path, body, self._headers)
+                response = connection.getresponse()
+            except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
+                self._close()
+                if fresh:
+                    raise
+                continue
+            answer = self._read(response, count * self.dim * NUMBER_BYTES + SLACK_BYTES)
+            if response.will_close:
+                self._close()
+            return response.status, _seconds(response.getheader("Retry-After")), answer
+        raise AssertionError("the second connection is fresh")
+
+    def _read(self, response: http.client.HTTPResponse, limit: int) -> bytes:
+        deadline, answer = time.monotonic() + self._settings.timeout_s, bytearray()
+        while piece := response.read1(1 << 16):
+            answer += piece
+            if len(answer) > limit:
+                self._close()
+                raise EncoderUnavailable("too_large", f"{self._settings.url}: more than {limit} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the answer was not whole after {self._settings.timeout_s:g} s")
+        return bytes(answer)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._settings.timeout_s)
+        return self._connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _parse(self, answer: bytes, count: int) -> Vectors:
+        """Rows in the order of the request; their order in the answer is told by `index`."""
+        try:
+            data = json.loads(answer)["data"]
+            order = sorted(range(len(data)), key=lambda i: data[i]["index"])
+            if [data[i]["index"] for i in order] != list(range(count)):
+                raise ValueError(f"asked for {count} vectors, got {len(data)} or other indexes")
+            rows = [data[i]["embedding"] for i in order]
+            widths = {len(row) for row in rows}
+            if widths != {self.dim}:
+                raise ValueError(f"vectors of {sorted(widths)} numbers, encoder.dim is {self.dim}")
+            with np.errstate(over="ignore"):  # infinity is refused below, with the text it belongs to
+                return np.array(rows, dtype=np.float32)
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError) as error:
+            self._close()
+            raise EncoderUnavailable("garbage", f"{self._settings.url}: {type(error).__name__}: {error}") from error
+
+
+def _authorization(settings: OpenAIEncoderSettings) -> dict[str, str]:
+    name = settings.api_key_variable
+    if not name:
+        return {}
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise UserError(
+            f"the environment variable {name} is empty",
+            why="encoder.api_key_variable names it",
+            todo=f"export {name}=..",
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _seconds(header: str | None) -> float:
+    """Retry-After in seconds; 0 for none, and for a date."""
+    try:
+        return min(max(float(header or 0), 0.0), MAX_RETRY_AFTER_S)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,61 @@
+"""Query and document through one model together (cross-encoder; Nogueira and Cho 2019, arXiv 1901.04085).
+
+    (query, its texts) .. --> pairs --> tokens (the longer one cut) --> length buckets --> logits --> one score a pair
+
+Pairs of all queries share batches, but a pair is always a query and one of its own texts. The score is the logit of the
+only label, or that of the second label minus the first, which orders documents as the softmax of the two does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from protocol.errors import UserError
+from retriever.config_rerank import CrossEncoderSettings
+from retriever.encoder.base import HALF, check_finite
+from retriever.encoder.folder import read_folder
+from retriever.encoder.forward import forward
+from retriever.encoder.loading import load_model, load_tokenizer
+from retriever.rerank.base import Scores
+
+
+class CrossEncoder:
+    """See the module's docstring. Made, and used, by one thread."""
+
+    def __init__(self, settings: CrossEncoderSettings) -> None:
+        positions = read_folder(settings.model).positions
+        if positions and settings.max_tokens > positions:
+            raise UserError(
+                f"rerank.max_tokens = {settings.max_tokens} is more than {settings.model} has positions for",
+                why=f"its config.json allows {positions} tokens",
+                todo=f"set rerank.max_tokens to {positions} or less",
+            )
+        self._limit, self._budget, self._name = settings.max_tokens, settings.batch_tokens, settings.model.name
+        self._tokenizer = load_tokenizer(settings.model)
+        self._model = load_model(settings.model, settings, kind="AutoModelForSequenceClassification")
+        if self._model.config.num_labels not in (1, 2):
+            raise UserError(
+                f"{settings.model} is not a reranker",
+                why=f"it tells {self._model.config.num_labels} labels apart; a reranker has one, or two",
+            )
+
+    def scores(self, pairs: Sequence[tuple[str, Sequence[str]]]) -> list[Scores]:
+        """See `base.Reranker`. NotFinite where the model overflows."""
+        queries = [query for query, texts in pairs for _ in texts]
+        texts = [text for _, own in pairs for text in own]
+        flat = np.zeros(len(texts), dtype=np.float32)
+        if texts:
+            tokens = self._tokenizer(queries, texts, truncation="longest_first", max_length=self._limit)
+            with torch.inference_mode():
+                for rows, output, _ in forward(
+                    self._model, tokens, self._tokenizer.pad_token_id, self._limit, self._budget
+                ):
+                    logits = output.logits.float()
+                    one = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
+                    flat[rows] = one.cpu().numpy()
+        check_finite(flat, texts, f"the reranker {self._name}", HALF)
+        ends = np.cumsum([len(own) for _, own in pairs])
+        return [flat[end - len(own) : end] for end, (_, own) in zip(ends, pairs, strict=True)]
