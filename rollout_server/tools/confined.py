@@ -16,7 +16,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,8 +71,7 @@ async def run_confined(source: str, limits: Limits, mechanisms: Sequence[str], l
     read_end, write_end = os.pipe()
     try:
         argv = command(limits, mechanisms, libraries, write_end)
-        async with _process(argv, directory, write_end) as process:
-            ran = await _watch(process, source.encode("utf-8", "replace"), limits)
+        ran = await _run(argv, source.encode("utf-8", "replace"), directory, write_end, limits)
         _check(read_end, ran)
         return ran
     except OSError as error:
@@ -111,11 +110,40 @@ def readable(libraries: Sequence[str] = ()) -> list[str]:
     return sorted(there, key=lambda path: (len(path), path))
 
 
-@contextlib.asynccontextmanager
-async def _process(argv: Sequence[str], directory: str, report: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The jail as a child for the time of the block; after it neither it nor a descendant is left."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
+class _Watched(asyncio.SubprocessProtocol):
+    """Takes what a child writes, up to `most` bytes of each stream, and knows when it is over."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._heads = {1: bytearray(), 2: bytearray()}
+        self.flooded = False
+        self.over = asyncio.Event()
+        """It has ended and its streams too, or it has written too much."""
+        self.exited = asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        head = self._heads[fd]
+        head += data[: self._most + 1 - len(head)]
+        if len(head) > self._most:
+            self.flooded = True
+            self.over.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.over.set()
+
+    def head(self, fd: int) -> bytes:
+        """What it has written to stdout (1) or stderr (2)."""
+        return bytes(self._heads[fd][: self._most])
+
+
+async def _run(argv: Sequence[str], source: bytes, directory: str, report: int, limits: Limits) -> Ran:
+    """The jail as a child; when this returns or raises, neither it nor a descendant is left."""
+    loop, pipe, late = asyncio.get_running_loop(), asyncio.subprocess.PIPE, False
+    transport, watched = await loop.subprocess_exec(
+        lambda: _Watched(limits.output_bytes),
         *argv,
         stdin=pipe,
         stdout=pipe,
@@ -124,60 +152,35 @@ async def _process(argv: Sequence[str], directory: str, report: int) -> AsyncIte
         cwd=directory,
         env={},
         start_new_session=True,
-        limit=1 << 16,
     )
     try:
-        yield process
-    finally:
-        await asyncio.shield(asyncio.ensure_future(_end(process)))
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        if process.returncode is None:
-            process.terminate()
-    try:
-        async with asyncio.timeout(KILL_S):
-            await process.wait()
-    except TimeoutError:
-        pass
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-
-
-async def _watch(process: asyncio.subprocess.Process, source: bytes, limits: Limits) -> Ran:
-    """Feed the program, take what it writes, and wait for its end, the deadline, or too much output."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    streams = (process.stdout, process.stderr)
-    heads = (bytearray(), bytearray())
-    late = flooded = False
-    try:
+        stdin = transport.get_pipe_transport(0)
+        assert isinstance(stdin, asyncio.WriteTransport)
+        stdin.write(source)
+        stdin.close()
         async with asyncio.timeout(limits.wall_s):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                process.stdin.write(source)
-                await process.stdin.drain()
-                process.stdin.close()
-            reading = [_head(stream, head, limits.output_bytes) for stream, head in zip(streams, heads, strict=True)]
-            flooded = not all(await asyncio.gather(*reading))
-            if not flooded:
-                await process.wait()
+            await watched.over.wait()
     except TimeoutError:
         late = True
-    await _end(process)
-    code = process.returncode if process.returncode is not None else 0
-    out, err = (bytes(head[: limits.output_bytes]) for head in heads)
-    return Ran(out, err, code if code >= 0 else 128 - code, late, flooded)
+    finally:
+        await asyncio.shield(asyncio.ensure_future(_end(transport, watched)))
+    code = transport.get_returncode() or 0
+    return Ran(watched.head(1), watched.head(2), code if code >= 0 else 128 - code, late, watched.flooded)
 
 
-async def _head(stream: asyncio.StreamReader, head: bytearray, most: int) -> bool:
-    """Read into `head`; whether the stream ended within `most` bytes."""
-    while len(head) <= most:
-        chunk = await stream.read(1 << 16)
-        if not chunk:
-            return True
-        head += chunk
-    return False
+async def _end(transport: asyncio.SubprocessTransport, watched: _Watched) -> None:
+    """Nothing of the child is left after this. It is asked first, since it takes its descendants along in good order;
+    one that has ended by itself has done so already, and its group's number may be another's by now."""
+    if transport.get_returncode() is None:
+        transport.terminate()
+        try:
+            async with asyncio.timeout(KILL_S):
+                await watched.exited.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(transport.get_pid(), signal.SIGKILL)
+            await watched.exited.wait()
+    transport.close()
 
 
 def _check(report: int, ran: Ran) -> None:

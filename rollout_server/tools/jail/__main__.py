@@ -53,6 +53,9 @@ class Spec:
 def main() -> None:
     spec = Spec(**json.loads(sys.argv[1]))
     try:
+        unknown = set(spec.mechanisms) - {"namespaces", "landlock", "seccomp"}
+        if unknown:
+            raise OSError(f"unknown mechanisms: {', '.join(unknown)}")
         source = sys.stdin.buffer.read().decode("utf-8", "replace")
         _plug_stdin()
         os.nice(10)

@@ -16,7 +16,8 @@ READ = (1 << 2) | (1 << 3)
 """READ_FILE and READ_DIR."""
 WRITE = (1 << 1) | sum(1 << bit for bit in (4, 5, 7, 8, 12))
 """WRITE_FILE, REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG, MAKE_SYM."""
-TRUNCATE = 1 << 14
+LATER = (1 << 13) | (1 << 14)
+"""REFER (to move between directories) and TRUNCATE, which the first kernels with Landlock do not know."""
 HANDLED = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """By version of the kernel's interface: how many kinds of access it can deny; all of them are, unless allowed."""
 TCP, SCOPES = 0b11, 0b11
@@ -41,7 +42,7 @@ def restrict(readable: Sequence[str], writable: str) -> None:
     try:
         for path in readable:
             _allow(rules, path, READ)
-        _allow(rules, writable, READ | WRITE | (TRUNCATE & handled))
+        _allow(rules, writable, READ | WRITE | (LATER & handled))
         kernel.syscall("landlock_restrict_self", kernel.LANDLOCK_RESTRICT_SELF, rules, 0)
     finally:
         os.close(rules)

@@ -1,7 +1,7 @@
 """An own network, process tree, file tree and IPC, by Linux namespaces.
 
 As root they are made with root's rights, which are dropped afterwards; anybody else makes a user namespace first, where
-the machine allows that. The new root is memory: the libraries are bound into it read-only, `/tmp` is the only place to
+the machine allows that. The new root is memory: the libraries are bound into it read-only, `WORK` is the only place to
 write, and the old root is let go of, so that no path leads there.
 """
 
@@ -20,7 +20,7 @@ NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
 NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, AT_RECURSIVE = 1, 2, 4, 0x8000
 MNT_DETACH = 2
-WORK = "/tmp"
+WORK = "/program"
 
 
 def enter(root: str, readable: Sequence[str], work_mb: int) -> None:
