@@ -10,8 +10,9 @@ from aiohttp import web
 
 from protocol.search import MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK
 from retriever import app_flashrag, app_openai, app_search_r1
-from retriever.app_base import NOT_OPEN, SERVICE, Refusal, Service
+from retriever.app_base import NOT_OPEN, SERVICE, Refusal, Service, refusal_of
 from retriever.backend import Backend
+from retriever.online.provider import Failed
 from retriever.searcher import document_json
 
 _CLIENT_GONE = 499
@@ -91,7 +92,10 @@ async def _passage(request: web.Request) -> web.Response:
     wanted = request.match_info.get("id") or request.query.get("id")
     if not wanted:
         raise Refusal(400, "which passage? GET /passages/ID or /passages?id=ID")
-    passage = await backend.find(wanted)
+    try:
+        passage = await backend.find(wanted)
+    except Failed as failure:
+        raise refusal_of(failure.fault) from None
     if passage is None:
         raise Refusal(404, "no passage has this id")
     return web.Response(body=document_json(passage), content_type="application/json")
@@ -115,13 +119,14 @@ async def _metrics(request: web.Request) -> web.Response:
 
 async def _info(request: web.Request) -> web.Response:
     settings = request.app[SERVICE].settings
-    limits = {
+    service = {
+        "backend": "index" if settings.online is None else "online",
         "topk": settings.topk,
         "max_topk": MAX_TOPK,
         "max_queries": MAX_QUERIES,
         "max_query_chars": MAX_QUERY_CHARS,
     }
-    return web.json_response({**_open_backend(request).info(), **limits})
+    return web.json_response({**_open_backend(request).info(), **service})
 
 
 def _open_backend(request: web.Request) -> Backend:

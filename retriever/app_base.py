@@ -115,7 +115,7 @@ async def answers_of(service: Service, queries: Sequence[str], k: int, run: str 
 
 
 def refusal_of(fault: Fault) -> Refusal:
-    """A failed query as an answer: 500 where it is our fault, 502 where it is somebody else's."""
+    """What failed, as an answer: 500 where it is our fault, 502 where it is somebody else's."""
     status = 500 if fault.cause in OUR_FAULTS else 502
     detail = f" ({fault.detail})" if fault.detail else ""
-    return Refusal(status, f"the search failed: {fault.cause}{detail}", cause=fault.cause)
+    return Refusal(status, f"failed: {fault.cause}{detail}", cause=fault.cause)

@@ -42,6 +42,11 @@ async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> Opened:
 
 
 async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> Opened:
+    if settings.online is not None:
+        online = settings.online.build()
+        metrics.add_provider(settings.online.type, online.counters)
+        # twice as many as may be asked at once: some of them wait for pages, or for their turn
+        return Opened(online, None, lanes=2 * settings.online.concurrency, max_batch=1, by_run=False)
     index = await open_index(settings)
     metrics.passages.set(index.searcher.num_passages)
     embedder = index if index.searcher.embeds else None

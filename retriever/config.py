@@ -10,6 +10,8 @@ from protocol.search import MAX_TOPK
 from protocol.settings import Settings
 from retriever.config_index import Bm25Settings, IndexSettings
 from retriever.config_memory import SearchMemorySettings
+from retriever.config_online import OnlineSettings
+from retriever.config_rerank import RerankSettings
 
 
 class RetrieverSettings(Settings):
@@ -26,6 +28,10 @@ class RetrieverSettings(Settings):
     """Directory of the built index. None: beside the corpus, named after it and the type of the index."""
     index: IndexSettings = Field(default_factory=Bm25Settings)
     """Which index, and how it was (or will be) built. May be left out where `index_dir` names a built one."""
+    rerank: RerankSettings | None = None
+    """A model that reads the index's best hits again, together with the query, and orders them anew. null: none."""
+    online: OnlineSettings | None = None
+    """An online search engine that is asked in place of an index: then no corpus and no index are opened."""
     memory: SearchMemorySettings | None = None
     """What is remembered of the searches of a run, for requests that name one. null: nothing."""
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
@@ -67,4 +73,4 @@ class RetrieverSettings(Settings):
     @property
     def needed_corpus(self) -> Path | None:
         """The file without which there is nothing to serve, None where an index or an online engine needs none."""
-        return self.given_corpus
+        return self.given_corpus if self.online is None else None

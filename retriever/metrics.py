@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class _Provider(Collector):
+    """Totals that are read when somebody asks."""
+
+    def __init__(self, name: str, totals: Callable[[], Mapping[str, float]]) -> None:
+        self._name, self._totals = name, totals
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        for what, value in self._totals().items():
+            text = f"{what.replace('_', ' ')} of the online engine"
+            family = CounterMetricFamily(f"foray_retriever_provider_{what}", text, labels=["provider"])
+            family.add_metric([self._name], value)
+            yield family
 
 
 class Metrics:
@@ -38,9 +56,6 @@ class Metrics:
         self.fused = counter("memory_fusions", "Searches whose answer was fused with passages of earlier ones")
         self.memory_errors = counter("memory_errors", "Calls of a memory that failed; the searches went on without it")
         self.forgotten = counter("memory_evictions", "Entries that a run's memory let go of to stay within its bounds")
-        self.cost = counter(
-            "provider_cost", "What online engines charged, by provider, in its price list's unit", "name"
-        )
         self.search_seconds = histogram("search_seconds", "Time of one call of the back-end", _LATENCY_S)
         self.queue_seconds = histogram("queue_seconds", "Time of a query from its arrival to its search", _LATENCY_S)
         self.request_seconds = histogram("request_seconds", "Time to answer a search request", _LATENCY_S)
@@ -66,6 +81,10 @@ class Metrics:
     def failed(self, cause: str) -> None:
         """Count one query without an answer."""
         self._faults.labels(cause).inc()
+
+    def add_provider(self, name: str, totals: Callable[[], Mapping[str, float]]) -> None:
+        """Show an online engine's own totals, which never fall, as `foray_retriever_provider_NAME_total`."""
+        self._registry.register(_Provider(name, totals))
 
     def render(self) -> bytes:
         """The Prometheus text format."""

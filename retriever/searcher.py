@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from retriever.backend import Kind
 from retriever.build import build_index
 from retriever.cache import Answer
 from retriever.config import RetrieverSettings
+from retriever.config_encoder import EncoderSettings
 from retriever.config_index import IndexSettings
 from retriever.corpus import Corpus, open_corpus
 from retriever.index.base import NO_ROW, Index
 from retriever.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
+from retriever.reranking import Ranked, Reranking, open_reranking
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +31,16 @@ log = logging.getLogger(__name__)
 class Searcher:
     """Made by `open_searcher`."""
 
-    def __init__(self, index: Index, corpus: Corpus, manifest: Manifest, settings: IndexSettings) -> None:
-        self._index, self._corpus, self._manifest = index, corpus, manifest
+    def __init__(
+        self, index: Index, corpus: Corpus, manifest: Manifest, settings: IndexSettings, reranking: Reranking | None
+    ) -> None:
+        self._index, self._corpus, self._manifest, self._reranking = index, corpus, manifest, reranking
+        self._encoder = _encoder_of(settings)
         self._search_time = settings.search_time()
-        encoder: dict[str, Any] | None = manifest.index.get("encoder")
-        self._encoder_identity = encoder
-        decides = [manifest.fingerprint, self._search_time]
-        self.fingerprint = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-        """Of all that decides a query's hits: what the index holds and how it is searched."""
+        rerank = None if reranking is None else reranking.identity
+        decides = json.dumps([manifest.fingerprint, self._search_time, rerank], sort_keys=True)
+        self.fingerprint = hashlib.sha256(decides.encode()).hexdigest()[:16]
+        """Of all that decides a query's hits: what the index holds, how it is searched, what orders the hits anew."""
 
     @property
     def num_passages(self) -> int:
@@ -49,20 +54,22 @@ class Searcher:
 
     @property
     def model(self) -> str:
-        """The encoder's name for people: what its settings call the model, else its type."""
-        identity = self._encoder_identity or {}
-        return str(identity.get("model") or identity.get("type") or "none")
+        """The encoder's name for people: its model's, or that of its folder, else its type."""
+        if self._encoder is None:
+            return "none"
+        model = getattr(self._encoder, "model", self._encoder.type)
+        return model.name if isinstance(model, Path) else str(model)
 
     def info(self) -> dict[str, Any]:
         """Its part of the body of `/info`."""
         return {
-            "backend": "index",
             "fingerprint": self.fingerprint,
             "index_fingerprint": self._manifest.fingerprint,
             "type": self._manifest.type,
             "index": self._manifest.index,
             "search_time": self._search_time,
-            "encoder": self._encoder_identity,
+            "encoder": None if self._encoder is None else self._encoder.identity(),
+            "rerank": None if self._reranking is None else self._reranking.identity,
             "passages": self.num_passages,
             "corpus_sha256": self._manifest.corpus_sha256,
             "index_bytes": self._manifest.index_bytes,
@@ -71,14 +78,11 @@ class Searcher:
     def search(self, queries: Sequence[str], k: int) -> list[Answer]:
         """The best documents of every query, best first: min(k, num_passages), fewer where an approximate index finds
         fewer."""
-        hits = self._index.search(queries, k)
-        return [
-            self._answer(rows, scores) for rows, scores in zip(hits.rows.tolist(), hits.scores.tolist(), strict=True)
-        ]
-
-    def _answer(self, rows: list[int], scores: list[float]) -> Answer:
-        found = rows.index(NO_ROW) if NO_ROW in rows else len(rows)
-        return Answer(tuple(map(self._document, rows[:found])), tuple(scores[:found]))
+        hits = self._index.search(queries, k if self._reranking is None else max(k, self._reranking.candidates))
+        ranked = list(map(_found, hits.rows.tolist(), hits.scores.tolist()))
+        if self._reranking is not None:
+            ranked = self._reranking.apply(queries, ranked, lambda row: self._corpus.passage(row).contents)
+        return [Answer(tuple(map(self._document, rows[:k])), tuple(scores[:k])) for rows, scores in ranked]
 
     def embed(self, texts: Sequence[str], kind: Kind) -> npt.NDArray[np.float32]:
         """float32 [len(texts), dim]. Only where `embeds`."""
@@ -92,6 +96,20 @@ class Searcher:
 
     def _document(self, row: int) -> bytes:
         return document_json(self._corpus.passage(row))
+
+
+def _found(rows: list[int], scores: list[float]) -> Ranked:
+    found = rows.index(NO_ROW) if NO_ROW in rows else len(rows)
+    return rows[:found], scores[:found]
+
+
+def _encoder_of(settings: IndexSettings) -> EncoderSettings | None:
+    """The index's, or that of a hybrid's first member that has one: the one that the opened index shows."""
+    for part in getattr(settings, "members", (settings,)):
+        encoder: EncoderSettings | None = getattr(part, "encoder", None)
+        if encoder is not None:
+            return encoder
+    return None
 
 
 def document_json(passage: Passage) -> bytes:
@@ -119,7 +137,8 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
             why=f"{index.ntotal} rows in the index, {len(passages)} offsets, {manifest.passages} in the manifest",
             todo="build the index again, with --overwrite",
         )
-    return Searcher(index, passages, manifest, chosen)
+    reranking = None if settings.rerank is None else open_reranking(settings.rerank)
+    return Searcher(index, passages, manifest, chosen, reranking)
 
 
 def _build_if_small(settings: RetrieverSettings) -> None:
