@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from rollout_server.metrics import Stats
 from rollout_server.search.base import SearchResult, SearchService
-from rollout_server.search.fault import KNOWN
-
-MOST_NAMES = 100
-"""Causes with a counter of their own. Servers name failures too, and a stranger must not fill the metrics."""
+from rollout_server.search.fault import KNOWN, Names
 
 
 class MeasuredSearch:
@@ -19,7 +16,7 @@ class MeasuredSearch:
 
     def __init__(self, search: SearchService, stats: Stats) -> None:
         self._search, self._stats = search, stats
-        self._names = set(KNOWN)
+        self._names = Names()
         for name in ("searches", "search_errors", "search_outcome_found", "search_outcome_nothing"):
             stats.counts[name] += 0
         for cause in KNOWN:
@@ -40,12 +37,7 @@ class MeasuredSearch:
         self._stats.time("search_seconds", result.latency_s)
         if result.error:
             counts["search_errors"] += 1
-            counts[f"search_errors_{self._name(result.error)}"] += 1
+            counts[f"search_errors_{self._names(result.error)}"] += 1
         else:
             counts["search_outcome_found" if result.passages else "search_outcome_nothing"] += 1
         return result
-
-    def _name(self, cause: str) -> str:
-        if len(self._names) < MOST_NAMES:
-            self._names.add(cause)
-        return cause if cause in self._names else "other"

@@ -24,6 +24,9 @@ NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE = "not_json", "bad_shape", "wrong_co
 KNOWN = (UNREACHABLE, TIMEOUT, OVERLOADED, NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE, UNAVAILABLE, CLOSED)
 """Causes that are shown from the start, as zeros. `http_NNN` and `failed_WORD` come when they come."""
 
+MOST_NAMES = 100
+"""Causes with a counter of their own. Servers name failures too, and a stranger must not fill the metrics."""
+
 _ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
 """Statuses that the same query would get again. Any other may be a proxy's while its server restarts."""
 
@@ -57,3 +60,15 @@ def named_by_server(word: str) -> Fault:
     """A failure of one query that the server named. The word is a stranger's: [a-z0-9_], at most 32 of it."""
     sound = re.sub(r"[^a-z0-9]+", "_", word[:200].lower()).strip("_")[:32]
     return Fault(f"failed_{sound or 'unnamed'}", again=False)
+
+
+class Names:
+    """What a cause is counted under: its own name, or `other` when there are too many."""
+
+    def __init__(self) -> None:
+        self._known = set(KNOWN)
+
+    def __call__(self, cause: str) -> str:
+        if len(self._known) < MOST_NAMES:
+            self._known.add(cause)
+        return cause if cause in self._known else "other"

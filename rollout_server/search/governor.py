@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.search.breaker import Breaker
-from rollout_server.search.fault import OVERLOADED, TIMEOUT, Fault
+from rollout_server.search.fault import OVERLOADED, TIMEOUT, Fault, Names
 from rollout_server.search.probe import probe, read_fingerprint
 from rollout_server.search.replica import Proof, Replica, Verdict
 from rollout_server.search.window import Window
@@ -63,9 +63,10 @@ class Governor:
         self.somebody = asyncio.Event()
         self.somebody.set()
         self.counts: Counter[str] = Counter()
+        self._names = Names()
         self._line: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._named: set[str] = set()
+        self._fingerprints: set[str] = set()
         self._asked_for_name = False
 
     async def enter(self, avoid: Collection[str]) -> Place:
@@ -102,7 +103,7 @@ class Governor:
     def failed(self, place: Place, fault: Fault, latency_s: float) -> None:
         """It was not. Puts the replica aside, or has it looked at, when that is what the failures say."""
         replica = place.replica
-        self.counts[f"search_faults_{fault.cause}"] += 1
+        self.counts[f"search_faults_{self._names(fault.cause)}"] += 1
         if fault.cause in (OVERLOADED, TIMEOUT):
             replica.window.refused(place.number)
         elif fault.served:
@@ -213,9 +214,11 @@ class Governor:
         if not name:
             return
         replica.fingerprint = name
-        if self._named - {name} and name not in self._named:
-            log.warning("retriever %s serves another index (%s) than %s", replica.url, name, ", ".join(self._named))
-        self._named.add(name)
+        if self._fingerprints - {name} and name not in self._fingerprints:
+            log.warning(
+                "retriever %s serves another index (%s) than %s", replica.url, name, ", ".join(self._fingerprints)
+            )
+        self._fingerprints.add(name)
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

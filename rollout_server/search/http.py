@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
 from protocol.settings import Settings
@@ -37,10 +37,11 @@ class HttpSearchSettings(Settings):
     """Passages per query."""
     run: str = Field(default="", max_length=128)
     """Whose memory of earlier searches the retriever uses and feeds, where it keeps one. Empty: nobody's."""
-    deadline_s: float = Field(default=20.0, gt=0)
-    """Longest wait for one query while a retriever can be used: line, attempts and the pauses between them."""
+    deadline_s: float = Field(default=30.0, gt=0)
+    """Longest wait for one query in seconds, while a retriever can be used: line, attempts and pauses between them."""
     attempt_s: float | None = Field(default=None, gt=0)
-    """Longest wait for one attempt, in seconds; then the query goes to another replica. None: `deadline_s` / 4."""
+    """Longest wait for one attempt, in seconds; then the query goes to another replica. At least four times what a
+    search takes on an idle retriever: longer ones are taken for a jam. None: `deadline_s` / 3."""
     attempts: int = Field(default=4, ge=1)
     """Bad answers (errors, no JSON, wrong shape) to one query before it fails. Time-outs, broken connections and busy
     servers do not count: for them there is the deadline."""
@@ -59,6 +60,12 @@ class HttpSearchSettings(Settings):
     def _one_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _there_is_time_for_another_attempt(self) -> HttpSearchSettings:
+        if self.attempt_s is not None and 2 * self.attempt_s > self.deadline_s:
+            raise ValueError("attempt_s must be at most half of deadline_s: after a time-out another replica is asked")
+        return self
+
     def build(self) -> SearchService:
         return HttpSearch(self)
 
@@ -75,7 +82,7 @@ class HttpSearch:
     """See the module. Built outside an event loop; nothing is connected before the first query."""
 
     def __init__(self, settings: HttpSearchSettings) -> None:
-        attempt_s = settings.attempt_s or settings.deadline_s / 4
+        attempt_s = settings.attempt_s or settings.deadline_s / 3
         self._wire = Wire(settings.dialect, topk=settings.topk, run=settings.run, max_bytes=settings.max_bytes)
         self.governor = Governor(
             self._wire,

@@ -38,7 +38,6 @@ class Pursuit:
     def __init__(self, query: str, governor: Governor, wire: Wire, limits: Limits) -> None:
         self._query, self._governor, self._wire, self._limits = query, governor, wire, limits
         self._now: Callable[[], float] = asyncio.get_running_loop().time
-        self._last_moment = self._now() + limits.deadline_s + limits.outage_wait_s
         self._deadline = self._now() + limits.deadline_s
         self._outage_left = limits.outage_wait_s
         self._failed_at: set[str] = set()
@@ -64,7 +63,7 @@ class Pursuit:
 
     @property
     def _left(self) -> float:
-        return min(self._deadline, self._last_moment) - self._now()
+        return self._deadline - self._now()
 
     async def _attempt(self) -> tuple[Passage, ...]:
         """One request. Raises Fault, Away, or TimeoutError when the deadline ends in line."""
@@ -106,16 +105,16 @@ class Pursuit:
         return True
 
     async def _sit_out(self) -> bool:
-        """Wait until a replica can be used; False when that takes too long. The deadline then begins anew."""
+        """Wait until a replica can be used; False when that takes too long."""
         started = self._now()
         try:
-            async with asyncio.timeout(max(0.0, min(self._outage_left, self._last_moment - started))):
+            async with asyncio.timeout(max(0.0, self._outage_left)):
                 await self._governor.somebody.wait()
         except TimeoutError:
             return False
-        now = self._now()
-        self._outage_left -= now - started
-        self._deadline = now + self._limits.deadline_s
+        waited = self._now() - started
+        self._outage_left -= waited
+        self._deadline += waited
         self._failed_at.clear()
         self._pause = BACKOFF_S
         return True

@@ -5,27 +5,29 @@ Several rollout servers that grow by sums and shrink by factors share a retrieve
 (Brakmo and Peterson, 1995) and the gradient limiters built on it, the sign of congestion is latency against the least
 that was seen, and not only failure: it comes before anything fails.
 
-    target  = min(max(SLACK_S, TOLERANCE * fastest), patience_s / 2)
+    target  = TOLERANCE * least, at least SLACK_S and at most a quarter of an attempt's time
+    least   = the least smoothed latency that was seen since the retriever was last away
     grow    by 1 an answer up to the size at which it last shrank (slow start, Jacobson 1988), by 1 a round trip beyond
             it, while the smoothed latency is below the target and at least half of the window is in use
-    shrink  to 0.7 of itself when the smoothed latency is above twice the target, or the server refused (429, 503) or
-            let a request run out of time; then not again for what was sent before: once a round trip
+    shrink  to 0.7 of itself when the smoothed latency is above the target, or the server refused (429, 503) or let a
+            request run out of time; then not again for what was sent before: once a round trip
 
 TOLERANCE is large because retrievers batch: a full batch takes several times as long as a lone query and answers
-hundreds. SLACK_S keeps answers from a cache, hundreds of times faster than a search, from making a search look slow.
+hundreds. SLACK_S is what nobody minds waiting. Smoothing keeps single answers from a cache, hundreds of times faster
+than a search, from making all searches look slow. A window that has shrunk to FLOOR and still finds answers slow is
+not the cause: the server has become slower for good, or others keep it busy, and the least latency is measured anew.
 """
 
 from __future__ import annotations
 
-START, START_AGAIN = 32, 4
-"""First size, and the size after an outage."""
+import math
+
+START, FLOOR = 32, 4
+"""First size; the least size, and that after an outage."""
 SHRINK = 0.7
-TOLERANCE, SLACK_S = 8.0, 0.25
+TOLERANCE, SLACK_S = 12.0, 0.5
 SMOOTHING = 1 / 8
-"""Weight of the newest latency (Jacobson's smoothed round-trip time)."""
-FORGET = 1024
-"""Answers after which the least latency is looked for anew: a server that has become slower for good is no congestion.
-The least of the current and the last such period counts."""
+"""Weight of the newest latency (Jacobson's smoothed round-trip time). As many answers make it a measure."""
 
 
 class Window:
@@ -36,13 +38,14 @@ class Window:
     """
 
     def __init__(self, *, ceiling: int, patience_s: float, start: int = START) -> None:
-        self._ceiling, self._patience_s = ceiling, patience_s
+        self._ceiling, self._floor, self._patience_s = ceiling, min(FLOOR, ceiling), patience_s
         self._size = float(min(start, ceiling))
         self._shrank_at = float(ceiling)
         self._next = self._first_since = 0
         """Number of the next request, and of the first that was sent at the present size."""
-        self._smooth: float | None = None
-        self._fastest, self._fastest_before, self._seen = float("inf"), float("inf"), 0
+        self._smooth, self._smoothed = 0.0, 0
+        """Smoothed latency at the present size, and of how many answers."""
+        self._least = float("inf")
         self.in_flight = 0
 
     @property
@@ -52,8 +55,8 @@ class Window:
     @property
     def target_s(self) -> float:
         """Smoothed latency up to which the window grows."""
-        fastest = min(self._fastest, self._fastest_before)
-        return min(max(SLACK_S, TOLERANCE * fastest), self._patience_s / 2)
+        least = self._least if math.isfinite(self._least) else 0.0
+        return min(max(SLACK_S, TOLERANCE * least), self._patience_s / 4)
 
     def room(self) -> bool:
         """Whether one more may go."""
@@ -69,14 +72,18 @@ class Window:
         """It was answered, well or not, after so long."""
         in_use = 2 * self.in_flight >= self.size
         self.in_flight -= 1
-        self._note(latency_s)
         if number < self._first_since:
             return
-        smooth = latency_s if self._smooth is None else self._smooth + SMOOTHING * (latency_s - self._smooth)
-        self._smooth = smooth
-        if smooth > 2 * self.target_s:
+        self._smoothed += 1
+        self._smooth += max(SMOOTHING, 1 / self._smoothed) * (latency_s - self._smooth)
+        if self._smoothed * SMOOTHING < 1:
+            return
+        self._least = min(self._least, self._smooth)
+        if self._smooth > self.target_s:
+            if self.size == self._floor:
+                self._least = self._smooth
             self._shrink()
-        elif smooth <= self.target_s and in_use:
+        elif in_use:
             step = 1.0 if self._size < self._shrank_at else 1.0 / self._size
             self._size = min(self._ceiling, self._size + step)
 
@@ -92,18 +99,11 @@ class Window:
 
     def restart(self) -> None:
         """The server was away and is back, perhaps another: begin small, and measure anew."""
-        self._size = float(min(START_AGAIN, self._ceiling))
+        self._size = float(self._floor)
         self._shrank_at = float(self._ceiling)
-        self._smooth, self._first_since = None, self._next
-        self._fastest = self._fastest_before = float("inf")
-        self._seen = 0
-
-    def _note(self, latency_s: float) -> None:
-        self._fastest = min(self._fastest, latency_s)
-        self._seen += 1
-        if self._seen == FORGET:
-            self._fastest_before, self._fastest, self._seen = self._fastest, float("inf"), 0
+        self._smooth, self._smoothed, self._first_since = 0.0, 0, self._next
+        self._least = float("inf")
 
     def _shrink(self) -> None:
-        self._size = self._shrank_at = max(1.0, SHRINK * self._size)
-        self._first_since, self._smooth = self._next, None
+        self._size = self._shrank_at = max(self._floor, SHRINK * self._size)
+        self._smooth, self._smoothed, self._first_since = 0.0, 0, self._next

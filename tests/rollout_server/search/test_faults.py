@@ -1,0 +1,168 @@
+"""Whatever a retriever does, the rollout goes on: the real loop and the real client before a server that misbehaves.
+
+Each way to fail is counted under its own name, and each trajectory and group ends as the setting says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from protocol.messages import Owner, Question, Sampling, Status, Task, TrajectoryGroup
+from rollout_server.engine.base import GenerateRequest
+from rollout_server.engine.fake import FakeEngine, Play
+from rollout_server.episode import Episode
+from rollout_server.group import GroupRejected, run_group
+from rollout_server.measured_search import MeasuredSearch
+from rollout_server.metrics import Stats, prometheus_text
+from rollout_server.search import pursuit, replica
+from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
+from rollout_server.search.http import HttpSearch, HttpSearchSettings
+from rollout_server.testing import make_episode
+
+QUESTION = Question(id="q", text="a b ?", answers=("c",))
+LIMITS = {"deadline_s": 0.6, "attempt_s": 0.15, "probe_s": 0.2, "outage_wait_s": 0.3}
+
+FAULTS: dict[str, Fault] = {
+    "http_500": Fault(500, "Internal Server Error"),
+    "http_404": Fault(404),
+    "http_400": Fault(400),
+    "not_json": HTML,
+    "bad_shape": Fault(body={"result": [[{"document": {"id": "p"}, "score": 1.0}]]}),
+    "wrong_count": Fault(body={"result": [[], [], []]}),
+    "too_large": Fault(body=b"x" * (10 << 20)),
+    "failed_index": Fault(body={"result": [[]], "errors": ["index"]}),
+    "timeout": Fault(hang=True),
+    "overloaded": Fault(429, headers={"Retry-After": "60"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pursuit, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 0.02)
+
+
+@pytest.fixture
+async def retriever() -> AsyncIterator[FakeRetriever]:
+    async with FakeRetriever() as server:
+        server.contents = lambda query, i: "t\nd e f"
+        yield server
+
+
+def member(episode: Episode, query: str) -> Callable[[int], Play]:
+    """A policy that searches for `query` and then answers c."""
+    return lambda turn: Play(episode.tokens.own("<answer> c </answer>" if turn else f"<search> {query} </search>"))
+
+
+async def roll(
+    episode: Episode, retriever: FakeRetriever, stats: Stats, queries: str
+) -> TrajectoryGroup | GroupRejected:
+    """A group whose members search for one of `queries` each."""
+    members: dict[str, Callable[[int], Play]] = {}
+
+    def script(request: GenerateRequest, turn: int) -> Play:
+        members.setdefault(request.session, member(episode, queries[len(members) % len(queries)]))
+        return members[request.session](turn)
+
+    search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **LIMITS))  # type: ignore[arg-type]
+    task = Task(seq=1, question=QUESTION, group_size=len(queries), sampling=Sampling())
+    try:
+        measured = MeasuredSearch(search, stats)
+        return await run_group(episode, task, FakeEngine(script), measured, run="r", producer="p")
+    finally:
+        await search.close()
+
+
+@pytest.mark.parametrize("setting", ["observe", "mask", "drop"])
+@pytest.mark.parametrize("cause", FAULTS)
+async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting_says(
+    tmp_path: Path, retriever: FakeRetriever, cause: str, setting: str
+) -> None:
+    retriever.script = lambda query: FAULTS[cause] if query == "a" else None
+    episode, stats = make_episode(tmp_path, on_search_error=setting), Stats("rollout", "r")
+    group = await roll(episode, retriever, stats, "bbab")
+    named = {name: n for name, n in stats.counts.items() if name.startswith("search_errors_") and n}
+    assert named == {f"search_errors_{cause}": 1}
+    assert stats.counts["searches"] == 4 and stats.counts["search_outcome_found"] == 3
+    assert stats.counts[f"search_faults_{cause}"] >= 1
+    if setting == "drop":
+        assert isinstance(group, GroupRejected) and group.reason == f"search_{cause}"
+        return
+    assert isinstance(group, TrajectoryGroup)
+    failed = group.trajectories[2]
+    (event,) = (s for s in failed.segments if s.owner is Owner.ENVIRONMENT)
+    assert (event.query, event.error, event.passage_ids) == ("a", cause, ())
+    if setting == "observe":
+        assert failed.status is Status.ANSWERED and failed.reward == 1.0
+        assert event.ids.tolist() == episode.observation((), 500, failed=True) and len(event.ids) > 2
+    else:
+        assert (failed.status, failed.cause, len(event.ids)) == (Status.FAILED, f"search_{cause}", 0)
+        assert not failed.status.votes and failed.num_sampled == 3
+    others = [t for t in group.trajectories if t is not failed]
+    assert all(t.status is Status.ANSWERED and t.reward == 1.0 for t in others)
+
+
+@pytest.mark.parametrize("way", ["killed", *FAULTS])
+async def test_a_retriever_that_fails_for_everybody_is_unavailable_in_the_end_and_still_every_group_ends(
+    tmp_path: Path, retriever: FakeRetriever, way: str
+) -> None:
+    episode, stats = make_episode(tmp_path), Stats("rollout", "r")
+    retriever.script = lambda query: FAULTS.get(way)
+    retriever.ready = way != "timeout"
+    if way == "killed":
+        await retriever.stop()
+    group = await roll(episode, retriever, stats, "abcdefgh")
+    assert isinstance(group, TrajectoryGroup)
+    assert all(t.status is Status.ANSWERED and t.searches == 1 for t in group.trajectories)
+    errors = {s.error for t in group.trajectories for s in t.segments if s.owner is Owner.ENVIRONMENT}
+    assert errors <= {"unavailable", way}, "never an empty result"
+    assert stats.counts["search_errors"] == 8
+    assert stats.counts[f"search_faults_{'unreachable' if way == 'killed' else way}"] > 0
+    assert all(s.error for t in group.trajectories for s in t.segments if s.query)
+
+
+async def test_finding_nothing_is_no_failure_and_is_counted_apart(tmp_path: Path, retriever: FakeRetriever) -> None:
+    retriever.hits = 0
+    episode, stats = make_episode(tmp_path), Stats("rollout", "r")
+    group = await roll(episode, retriever, stats, "ab")
+    assert isinstance(group, TrajectoryGroup)
+    texts = {episode.tokens.decode(t.segments[2].ids.tolist()) for t in group.trajectories}
+    assert texts == {"<information> nothing was found . </information>"}
+    assert (stats.counts["search_outcome_nothing"], stats.counts["search_errors"]) == (2, 0)
+
+
+async def test_prometheus_is_told_of_causes_outcomes_durations_and_the_state(
+    tmp_path: Path, retriever: FakeRetriever
+) -> None:
+    stats = Stats("rollout", "r")
+    retriever.script = lambda query: HTML if query == "a" else None
+    await roll(make_episode(tmp_path), retriever, stats, "bac")
+    families = {f.name: f for f in text_string_to_metric_families(prometheus_text(stats).decode())}
+    errors = {s.labels["kind"]: s.value for s in families["foray_rollout_search_errors"].samples}
+    assert errors["not_json"] == 1 and errors["timeout"] == errors["unavailable"] == 0 and sum(errors.values()) == 1
+    outcomes = {s.labels["outcome"]: s.value for s in families["foray_rollout_search_outcomes"].samples}
+    assert outcomes == {"found": 2, "nothing": 0}
+    seconds = {s.name.rpartition("_")[2]: s for s in families["foray_rollout_search_seconds"].samples}
+    assert seconds["count"].value == 3 and 0 < seconds["sum"].value < 3
+    for gauge in ("search_window", "searches_in_flight", "retrievers_healthy", "search_breaker"):
+        assert families[f"foray_rollout_{gauge}"].type == "gauge"
+    assert stats.snapshot().text["search_outage"] == ""
+
+
+async def test_a_strangers_names_for_failures_do_not_fill_the_metrics(retriever: FakeRetriever) -> None:
+    stats = Stats("rollout", "r")
+    retriever.script = lambda query: (
+        Fault(body={"result": [[]], "errors": [f"cause {query}"]}) if query.isdigit() else None
+    )
+    service = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **LIMITS))  # type: ignore[arg-type]
+    search = MeasuredSearch(service, stats)
+    for number in range(200):
+        await search(str(number))
+        await search("well")  # so that it is not taken for an outage
+    await service.close()
+    assert stats.counts["search_errors"] == 200 and stats.counts["search_errors_other"] > 100
+    assert len(stats.counts) < 250

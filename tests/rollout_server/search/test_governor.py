@@ -1,0 +1,194 @@
+"""Several retrievers and many searches: who is asked, who waits, and what an outage costs (time, and nothing else)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from rollout_server.search import pursuit, replica
+from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
+from rollout_server.search.http import HttpSearch, HttpSearchSettings
+
+Until = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pursuit, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(replica, "MAX_PAUSE_S", 0.1)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[FakeRetriever, FakeRetriever]]:
+    async with FakeRetriever(fingerprint="one") as a, FakeRetriever(fingerprint="one") as b:
+        yield a, b
+
+
+class Client:
+    """A search over some retrievers, and its gauges."""
+
+    def __init__(self, *retrievers: FakeRetriever, **settings: object) -> None:
+        given = {"urls": [r.url for r in retrievers], "deadline_s": 4.0, "attempt_s": 0.3, "probe_s": 0.2}
+        self.search = HttpSearch(HttpSearchSettings.model_validate(given | settings))
+        self.counts = self.search.governor.counts
+
+    def gauge(self, name: str) -> float:
+        return self.search.governor.gauges()[name]()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.search.close()
+
+    def start(self, number: int, name: str = "query") -> list[asyncio.Task]:
+        return [asyncio.create_task(self.search(f"{name} {i}")) for i in range(number)]
+
+    async def errors(self, number: int, name: str = "query") -> set[str]:
+        return {result.error for result in await asyncio.gather(*self.start(number, name))}
+
+
+async def test_the_least_busy_of_the_healthy_is_asked(pair: tuple[FakeRetriever, FakeRetriever]) -> None:
+    slow, quick = pair
+    slow.script = lambda query: Fault(after_s=0.2)
+    quick.script = lambda query: Fault(after_s=0.01)
+    async with Client(slow, quick, connections=8) as client:
+        assert await client.errors(80) == {""}
+    assert len(quick.asked) > 2 * len(slow.asked) > 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(hang=True), Fault(500), HTML, Fault(cut=True), Fault(503)],
+    ids=["hang", "500", "HTML", "cut", "503"],
+)
+async def test_a_replica_that_fails_costs_no_search_is_put_aside_and_comes_back(
+    pair: tuple[FakeRetriever, FakeRetriever], until: Until, fault: Fault
+) -> None:
+    sick, well = pair
+    sick.script = lambda query: fault
+    sick.ready = fault.status != 503
+    async with Client(sick, well) as client:
+        for turn in range(4):
+            assert await client.errors(10, f"turn {turn}") == {""}
+        assert client.gauge("retrievers_healthy") == 1 and client.search.outage == ""
+        before = len(sick.asked)
+        assert await client.errors(20, "later") == {""}
+        assert len(sick.asked) - before <= 3, "probes only"
+        sick.script, sick.ready = lambda query: None, True
+        await until(lambda: client.gauge("retrievers_healthy") == 2, "it is taken back", 2)
+        assert await client.errors(20, "again") == {""} and "again" in " ".join(sick.queries)
+
+
+@pytest.mark.parametrize("way", ["killed", "hung", "500", "HTML", "503", "no paths for probes"])
+async def test_an_outage_of_all_costs_time_and_no_search(until: Until, way: str) -> None:
+    async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=10) as client:
+        faults = {"hung": Fault(hang=True), "500": Fault(500), "HTML": HTML, "503": Fault(503)}
+        if way == "no paths for probes":
+            retriever.ready = None
+        assert await client.errors(5, "before") == {""}
+        retriever.script = lambda query: Fault(after_s=0.1)
+        searches = client.start(30, "during")
+        await asyncio.sleep(0.05)
+        if way in faults:
+            retriever.script, retriever.ready = (lambda query: faults[way]), way not in ("hung", "503")
+        else:
+            await retriever.stop()
+        searches += client.start(30, "later")
+        await until(lambda: client.search.outage, "the breaker opens", 2)
+        assert client.gauge("search_breaker") > 0 and client.counts["search_outages"] == 1
+        await asyncio.sleep(0.3)
+        searches += client.start(10, "in the middle")
+        assert not any(task.done() for task in searches[-40:]), "they wait"
+        asked = len(retriever.asked)
+        await asyncio.sleep(0.2)
+        assert len(retriever.asked) - asked <= 5, "nobody is beaten while he lies down"
+        if way in faults:
+            retriever.script, retriever.ready = (lambda query: None), True
+        else:
+            await retriever.start()
+        results = await asyncio.gather(*searches)
+        assert {r.error for r in results} == {""} and all(r.passages for r in results)
+        assert client.search.outage == "" and client.gauge("search_breaker") == 0
+
+
+async def test_an_outage_that_lasts_too_long_has_a_name(until: Until) -> None:
+    async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=0.4, deadline_s=0.6) as client:
+        assert await client.errors(1) == {""}
+        await retriever.stop()
+        started = time.monotonic()
+        assert await client.errors(10) == {"unavailable"}
+        assert 0.4 <= time.monotonic() - started < 0.6 + 0.4 + 0.3
+        await retriever.start()
+        await until(lambda: not client.search.outage, "it is found again though nobody searches", 2)
+        assert await client.errors(10) == {""}
+
+
+async def test_nobody_waits_longer_than_both_limits_together_whatever_the_server_does() -> None:
+    async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=0.6, deadline_s=0.6) as client:
+        # well enough to be taken back each time, too ill to answer
+        retriever.script = lambda query: None if query.startswith("who wrote") else Fault(500)
+        results = await asyncio.gather(*client.start(20))
+        assert all(r.error in ("http_500", "unavailable", "timeout") and r.latency_s < 1.2 + 0.3 for r in results)
+
+
+async def test_a_cancelled_search_leaves_its_place_in_the_line(until: Until) -> None:
+    async with FakeRetriever() as retriever, Client(retriever, connections=1, attempt_s=2) as client:
+        retriever.then(Fault(after_s=0.3))
+        searches = client.start(5)
+        await until(lambda: client.gauge("searches_in_line") == 4, "four wait behind one")
+        searches[1].cancel()
+        searches[3].cancel()
+        await asyncio.sleep(0)
+        results = await asyncio.gather(*searches, return_exceptions=True)
+        assert [type(r).__name__ for r in results].count("CancelledError") == 2
+        assert retriever.queries == ["query 0", "query 2", "query 4"], "first come, first served"
+        assert client.gauge("searches_in_line") == client.gauge("searches_in_flight") == 0
+
+
+async def test_a_search_that_is_cancelled_just_as_its_turn_comes_passes_it_on() -> None:
+    async with FakeRetriever() as retriever, Client(retriever, connections=1) as client:
+        governor = client.search.governor
+        place = await governor.enter(())
+        first, second = (asyncio.create_task(governor.enter(())) for _ in range(2))
+        await asyncio.sleep(0)
+        governor.left(place)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert (await second).replica.url == retriever.url
+
+
+async def test_a_burst_on_a_small_server_loses_nothing_and_is_slowed_down() -> None:
+    """429 for whatever goes beyond 8 at a time."""
+    async with FakeRetriever() as retriever, Client(retriever, deadline_s=10, attempt_s=2) as client:
+        retriever.script = lambda query: Fault(429) if retriever._in_flight > 8 else Fault(after_s=0.02)
+        assert await client.errors(400) == {""}
+        assert client.counts["search_faults_overloaded"] > 0 and client.gauge("search_window") < 32
+        assert client.counts["search_retries"] < 400
+
+
+async def test_replicas_with_different_indexes_are_a_warning(
+    pair: tuple[FakeRetriever, FakeRetriever], until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair[1].fingerprint = "two"
+    with caplog.at_level(logging.WARNING):
+        async with Client(*pair) as client:
+            await client.search("emma")
+            await until(lambda: client.gauge("retriever_fingerprints") == 2, "both are known")
+    assert [r.message for r in caplog.records if "serves another index" in r.message]
+
+
+async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind(until: Until) -> None:
+    async with FakeRetriever() as retriever:
+        client = Client(retriever)
+    searches = client.start(5)
+    await until(lambda: client.search.outage, "nobody listens")
+    await client.search.close()
+    assert {(await task).error for task in searches} == {"closed"}
+    assert asyncio.all_tasks() == {asyncio.current_task()}

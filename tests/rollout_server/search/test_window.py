@@ -1,0 +1,153 @@
+"""The window at one retriever: pure, so a simulated server stands behind it and time is a number."""
+
+from __future__ import annotations
+
+import heapq
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_server.search.window import FLOOR, START, Window
+
+
+def window(ceiling: int = 512, patience_s: float = 10.0, **facts: int) -> Window:
+    return Window(ceiling=ceiling, patience_s=patience_s, **facts)
+
+
+def rounds(w: Window, number: int, latency_s: float) -> None:
+    """So many times: everything in flight is answered after latency_s, and each answer lets others go."""
+    flying = [w.send() for _ in range(w.size - w.in_flight)]
+    for _ in range(number):
+        sent, flying = flying, []
+        for each in sent:
+            w.answered(each, latency_s)
+            while w.room():
+                flying.append(w.send())
+    for _ in flying:
+        w.ended()
+
+
+def test_it_doubles_a_round_until_it_meets_its_ceiling_while_answers_are_quick() -> None:
+    w = window(ceiling=200)
+    assert (w.size, w.in_flight) == (START, 0)
+    rounds(w, 1, 0.01)
+    assert 1.75 * START <= w.size <= 2 * START
+    rounds(w, 5, 0.01)
+    assert w.size == 200
+
+
+def test_it_does_not_grow_on_the_word_of_a_few() -> None:
+    w = window()
+    for _ in range(1000):
+        w.answered(w.send(), 0.01)
+    assert w.size == START
+
+
+def test_after_it_has_shrunk_it_grows_by_one_a_round() -> None:
+    w = window()
+    sent = [w.send() for _ in range(w.size)]
+    for each in sent:
+        w.refused(each)
+    assert w.size == int(0.7 * START), "a round that was refused as a whole is one decrease"
+    before = w.size
+    rounds(w, 3, 0.01)
+    assert before + 2 <= w.size <= before + 3
+
+
+def test_latency_beyond_the_target_shrinks_it_once_a_round() -> None:
+    w = window(ceiling=64)
+    rounds(w, 2, 0.1)
+    assert (w.size, w.target_s) == (64, pytest.approx(1.2))
+    rounds(w, 1, 5.0)
+    assert w.size == int(0.7 * 64)
+
+
+def test_quick_answers_of_a_cache_do_not_make_a_search_look_slow() -> None:
+    w = window()
+    for _ in range(300):
+        for took in (0.9, 0.9, 0.0003, 0.9):
+            while w.room():
+                w.send()
+            w.answered(w._next - 1, took)
+    assert w.size > START
+
+
+def test_a_server_that_has_become_slower_for_good_is_given_a_new_measure() -> None:
+    w = window(ceiling=8)
+    rounds(w, 2, 0.01)
+    assert w.target_s == 0.5
+    sizes = []
+    for _ in range(200):
+        rounds(w, 1, 2.0)
+        sizes.append(w.size)
+    assert min(sizes) == FLOOR
+    assert w.target_s == 2.5 and w.size == 8, "never more than a quarter of the time of an attempt"
+
+
+def test_after_an_outage_it_begins_small_and_what_was_sent_before_says_nothing() -> None:
+    w = window()
+    old = [w.send() for _ in range(20)]
+    w.restart()
+    assert (w.size, w.in_flight, w.room()) == (FLOOR, 20, False)
+    for each in old:
+        w.refused(each)
+    assert (w.size, w.in_flight, w.room()) == (FLOOR, 0, True)
+
+
+def test_a_request_that_is_given_up_frees_its_place_and_changes_nothing() -> None:
+    w = window(ceiling=1)
+    w.send()
+    assert not w.room()
+    w.ended()
+    assert w.room() and w.size == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("sarex"), st.floats(0, 20)), max_size=300), st.integers(1, 64))
+@settings(max_examples=50)
+def test_whatever_happens_it_stays_within_its_bounds(events: list[tuple[str, float]], ceiling: int) -> None:
+    w = window(ceiling=ceiling)
+    flying: list[int] = []
+    for kind, took in events:
+        if kind == "s" and w.room():
+            flying.append(w.send())
+        elif kind == "x":
+            w.restart()
+        elif flying:
+            each = flying.pop(0)
+            if kind == "a":
+                w.answered(each, took)
+            elif kind == "r":
+                w.refused(each)
+            else:
+                w.ended()
+        assert min(FLOOR, ceiling) <= w.size <= ceiling and w.in_flight == len(flying)
+
+
+def simulate(windows: list[Window], *, places: int, service_s: float, seconds: float) -> tuple[list[int], float]:
+    """A server with `places` that takes service_s a query, all windows always full.
+
+    Returns the answers of each window in the second half of the time, and the longest latency there.
+    """
+    now, free_at, answered, slowest = 0.0, [0.0] * places, [0] * len(windows), 0.0
+    events: list[tuple[float, int, int, float]] = []
+    while now < seconds:
+        for who, w in enumerate(windows):
+            while w.room():
+                done = max(now, heapq.heappop(free_at)) + service_s
+                heapq.heappush(free_at, done)
+                heapq.heappush(events, (done, who, w.send(), now))
+        now, who, number, sent = heapq.heappop(events)
+        windows[who].answered(number, now - sent)
+        if now > seconds / 2:
+            answered[who] += 1
+            slowest = max(slowest, now - sent)
+    return answered, slowest
+
+
+def test_two_servers_share_a_slow_retriever_fairly_keep_it_busy_and_its_queue_short() -> None:
+    early, late = window(), window(start=FLOOR)
+    answered, slowest = simulate([early, late], places=8, service_s=0.1, seconds=400)
+    assert sum(answered) > 0.99 * 80 * 200, "the retriever is never idle"
+    assert min(answered) > 0.25 * max(answered), answered
+    assert slowest < 4, "answers come well before anybody gives up"
