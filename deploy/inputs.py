@@ -29,9 +29,10 @@ def missing(config: RunConfig) -> list[Missing]:
     if not (model / "config.json").is_file():
         todo = "give a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json): run.model=..."
         found.append(Missing("run.model", model, todo))
-    if config.num_retrievers and not config.retriever.corpus.is_file():
+    corpus = config.retriever.needed_corpus
+    if config.num_retrievers and corpus is not None and not corpus.is_file():
         todo = 'give a file of {"id", "contents"} lines: retriever.corpus=...'
-        found.append(Missing("retriever.corpus", config.retriever.corpus, todo))
+        found.append(Missing("retriever.corpus", corpus, todo))
     if config.launch.learner and not config.learner.questions.is_file():
         todo = 'give a file of {"question", "answers"} lines: learner.questions=...'
         found.append(Missing("learner.questions", config.learner.questions, todo))
