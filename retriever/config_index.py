@@ -1,4 +1,4 @@
-"""Settings of the indexes. The union below is the registry: a new index is one file and one line here.
+"""Settings of the indexes. The unions below are the registry: a new index is one file and one line here.
 
 Every member has a lazy `build` and `open`, so that neither faiss nor bm25s is imported unless chosen. What decides the
 content of an index is its identity: the manifest of a built index holds it, and serving refuses an index that was
@@ -8,32 +8,35 @@ built with another.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from protocol.settings import Settings
-from retriever.config_encoder import EncoderSettings, HashedEncoderSettings
+from retriever.config_index_base import DenseBase, IndexBase
+from retriever.config_index_faiss import (
+    FaissFlatSettings,
+    FaissGpuSettings,
+    FaissHnswSettings,
+    FaissIvfPqSettings,
+    FaissIvfSettings,
+)
 
 if TYPE_CHECKING:
     from retriever.index.base import Index, Source
 
-
-class IndexBase(Settings):
-    """What every index's settings can do."""
-
-    SEARCH_TIME: ClassVar[frozenset[str]] = frozenset()
-    """Fields that decide how a built index is searched and not what it holds: changing one needs no new build."""
-
-    def identity(self) -> dict[str, Any]:
-        """What decides the content of a built index, as JSON-compatible values."""
-        content: dict[str, Any] = self.model_dump(mode="json", exclude=set(self.SEARCH_TIME))
-        encoder = getattr(self, "encoder", None)
-        return content if encoder is None else content | {"encoder": encoder.identity()}
-
-    def search_time(self) -> dict[str, Any]:
-        """The other fields: together with the identity they decide which hits a query gets."""
-        return self.model_dump(mode="json", include=set(self.SEARCH_TIME))
+__all__ = [
+    "Bm25Settings",
+    "FaissFlatSettings",
+    "FaissGpuSettings",
+    "FaissHnswSettings",
+    "FaissIvfPqSettings",
+    "FaissIvfSettings",
+    "HybridSettings",
+    "IndexBase",
+    "IndexSettings",
+    "MemberSettings",
+    "MemorySettings",
+]
 
 
 class Bm25Settings(IndexBase):
@@ -60,35 +63,14 @@ class Bm25Settings(IndexBase):
         return Bm25Index(self, directory)
 
 
-class FaissFlatSettings(IndexBase):
-    """Exact inner product by FAISS on CPUs."""
-
-    type: Literal["faiss_flat"] = "faiss_flat"
-    encoder: EncoderSettings = Field(default_factory=HashedEncoderSettings)
-    """What turns passages and queries into vectors."""
-
-    def build(self, source: Source, directory: Path) -> None:
-        """Encode the texts of `source` and write the FAISS index into `directory`, which exists."""
-        source.vectors(self.encoder, "float32", directory)
-
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """The index that `build` wrote; to be called, and searched, in the thread that will own it."""
-        from retriever.index.dense import DenseIndex
-        from retriever.index.faiss_flat import FaissFlatVectors
-
-        return DenseIndex(self.encoder.build(), FaissFlatVectors(directory, threads=threads))
-
-
-class MemorySettings(IndexBase):
+class MemorySettings(DenseBase):
     """Exact inner product by numpy: the oracle for the other dense indexes, and enough for small corpora."""
 
     type: Literal["memory"] = "memory"
-    encoder: EncoderSettings = Field(default_factory=HashedEncoderSettings)
-    """What turns passages and queries into vectors."""
 
     def build(self, source: Source, directory: Path) -> None:
         """Encode the texts of `source` and write the vectors into `directory`, which exists."""
-        source.vectors(self.encoder, "float32", directory)
+        source.vectors(self.encoder, self.dtype, directory)
 
     def open(self, directory: Path, *, threads: int) -> Index:
         """The index that `build` wrote. `threads` is not used: numpy's BLAS takes OMP_NUM_THREADS."""
@@ -98,4 +80,70 @@ class MemorySettings(IndexBase):
         return DenseIndex(self.encoder.build(), MemoryVectors(directory))
 
 
-IndexSettings = Annotated[Bm25Settings | FaissFlatSettings | MemorySettings, Field(discriminator="type")]
+Single = (
+    Bm25Settings
+    | FaissFlatSettings
+    | FaissGpuSettings
+    | FaissHnswSettings
+    | FaissIvfSettings
+    | FaissIvfPqSettings
+    | MemorySettings
+)
+
+MemberSettings = Annotated[Single, Field(discriminator="type")]
+"""What a hybrid may be made of."""
+
+
+class HybridSettings(IndexBase):
+    """Several indexes over one corpus, fused by reciprocal ranks (Cormack, Clarke, Buettcher 2009)."""
+
+    SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"weights", "candidates"})
+
+    type: Literal["hybrid"] = "hybrid"
+    members: tuple[MemberSettings, ...] = Field(default=(Bm25Settings(), FaissFlatSettings()), min_length=1)
+    """The indexes. Each is built into a subfolder of its own."""
+    weights: tuple[float, ...] = ()
+    """One a member, in their order: a hit of rank r there adds weight / (60 + r). Empty: all 1."""
+    candidates: int = Field(default=100, ge=1)
+    """Hits that every member contributes (raised to k where that is more)."""
+
+    @field_validator("members", mode="before")
+    @classmethod
+    def _no_hybrid_inside(cls, members: Any) -> Any:
+        for member in members if isinstance(members, list | tuple) else ():
+            kind = member.get("type") if isinstance(member, dict) else getattr(member, "type", None)
+            if kind == "hybrid":
+                raise ValueError("a hybrid cannot be a member of a hybrid: list its members here instead")
+        return members
+
+    @model_validator(mode="after")
+    def _one_weight_a_member(self) -> Self:
+        if self.weights and len(self.weights) != len(self.members):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.members)} members")
+        if any(weight <= 0 for weight in self.weights):
+            raise ValueError("a weight must be above 0: leave the member out instead")
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """The members' identities, in order."""
+        return {"type": self.type, "members": [member.identity() for member in self.members]}
+
+    def search_time(self) -> dict[str, Any]:
+        """Its own and the members'."""
+        return super().search_time() | {"members": [member.search_time() for member in self.members]}
+
+    def build(self, source: Source, directory: Path) -> None:
+        """Every member into its subfolder, one after the other."""
+        from retriever.index.hybrid import build
+
+        build(self, source, directory)
+
+    def open(self, directory: Path, *, threads: int) -> Index:
+        """All members, opened in this thread, which searches them one after the other."""
+        from retriever.index.hybrid import HybridIndex
+
+        return HybridIndex(self, directory, threads=threads)
+
+
+IndexSettings = Annotated[Single | HybridSettings, Field(discriminator="type")]
+"""Indexes: one file each, all behind `base.Index`."""

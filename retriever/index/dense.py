@@ -1,4 +1,4 @@
-"""Exact inner-product search, and the encoder before a vector index.
+"""Exact inner-product search, the order of dense hits, and the encoder before a vector index.
 
 float32 matrix products differ in the last bits with the shape of the batch, so ranking by them would make a hit's
 place depend on its neighbours in the batch. Therefore they only select candidates, generously, and the candidates are
@@ -8,15 +8,24 @@ scored again in float64, each pair by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from retriever.encoder.base import Encoder, Vectors
-from retriever.index.base import Hits, Rows, Scores, VectorIndex, top_rows
+from retriever.index import store
+from retriever.index.base import NO_ROW, Hits, Rows, Scores, VectorIndex, top_rows
 
-_MAX_SCORES = 1 << 24
-"""Most float32 scores held at once (64 MiB)."""
+Stored = npt.NDArray[Any]
+"""Vectors [ntotal, dim] as they are stored: float32 or float16, aligned or not."""
+
+_QUERIES = 128
+"""Most queries scored against one block of vectors at once."""
+_DOUBLES = 1 << 20
+"""Most float64 products held at once while scoring again (8 MiB)."""
+_WIDEN = 16
+_WIDEST = 2048
 
 
 class DenseIndex:
@@ -44,55 +53,95 @@ def tolerance(dim: int) -> float:
     return max(dim, 32) * 2.0**-24
 
 
-def rescore(vectors: Vectors, query: npt.NDArray[np.float32], rows: Rows) -> Scores:
-    """Inner products of `query` [dim] with `vectors[rows]`, summed in float64: the same bits for a pair, always."""
-    products = np.multiply(vectors[rows], query, dtype=np.float64)
-    total: npt.NDArray[np.float64] = products.sum(axis=1)
-    return total.astype(np.float32)
+def rescore(vectors: Stored, queries: Vectors, rows: Rows) -> Scores:
+    """Inner products [n, c] of queries [n, dim] with `vectors[rows]`, rows [n, c], summed in float64.
+
+    The same bits for a pair, always: a pair is summed by itself, whatever the shapes. In bounded memory.
+    """
+    n, c = rows.shape
+    dim = vectors.shape[1]
+    scores = np.empty((n, c), dtype=np.float32)
+    width = max(1, min(c, _DOUBLES // dim))
+    height = max(1, _DOUBLES // (dim * width))
+    for i in range(0, n, height):
+        for j in range(0, c, width):
+            products = vectors[rows[i : i + height, j : j + width]].astype(np.float64)
+            products *= queries[i : i + height, None, :]
+            scores[i : i + height, j : j + width] = products.sum(axis=2)
+    scores += 0.0  # -0.0 becomes 0.0
+    return scores
 
 
-def best_of(vectors: Vectors, query: npt.NDArray[np.float32], candidates: Rows, k: int) -> tuple[Rows, Scores]:
-    """The k best of the candidate rows (any order), scored again."""
-    candidates = np.sort(candidates)
-    scores = rescore(vectors, query, candidates)
-    order = top_rows(scores, k)
-    return candidates[order], scores[order]
+def in_order(rows: Rows, scores: Scores, k: int) -> Hits:
+    """The first k of candidates [n, c], c >= k, by (score descending, row ascending), NO_ROW last."""
+    scores = np.where(rows == NO_ROW, np.float32(-np.inf), scores)
+    order = np.lexsort((rows, -scores), axis=1)[:, :k]
+    return Hits(np.take_along_axis(rows, order, axis=1), np.take_along_axis(scores, order, axis=1))
 
 
-def exact_search(vectors: Vectors, queries: Vectors, k: int) -> Hits:
-    """Exact search by numpy over vectors [ntotal, dim] for queries [n, dim]."""
-    ntotal, dim = vectors.shape
-    k = min(k, ntotal)
-    margin = np.float32(tolerance(dim))
-    rows = np.empty((len(queries), k), dtype=np.int64)
-    scores = np.empty((len(queries), k), dtype=np.float32)
-    step = max(1, _MAX_SCORES // ntotal)
-    for start in range(0, len(queries), step):
-        rough = queries[start : start + step] @ vectors.T
-        for i, line in enumerate(rough, start):
-            threshold = np.partition(line, ntotal - k)[ntotal - k] - margin
-            rows[i], scores[i] = best_of(vectors, queries[i], np.flatnonzero(line >= threshold), k)
-    return Hits(rows, scores)
+def rank(vectors: Stored, queries: Vectors, rows: Rows, k: int) -> Hits:
+    """The k best of the candidate rows [n, c >= k], which may hold NO_ROW, scored again."""
+    rows = rows.astype(np.int64, copy=False)
+    return in_order(rows, rescore(vectors, queries, np.maximum(rows, 0)), k)
+
+
+def exact_search(vectors: Stored, queries: Vectors, k: int) -> Hits:
+    """Exact search by numpy over vectors [ntotal, dim] for queries [n, dim], block by block in bounded memory."""
+    k = min(k, len(vectors))
+    hits = Hits(np.empty((len(queries), k), dtype=np.int64), np.empty((len(queries), k), dtype=np.float32))
+    for start in range(0, len(queries), _QUERIES):
+        part = slice(start, start + _QUERIES)
+        hits.rows[part], hits.scores[part] = _exact(vectors, queries[part], k)
+    return hits
+
+
+def _exact(vectors: Stored, queries: Vectors, k: int) -> Hits:
+    margin = np.float32(tolerance(vectors.shape[1]))
+    best = Hits(np.full((len(queries), k), NO_ROW), np.full((len(queries), k), -np.inf, dtype=np.float32))
+    # a blank query ties with everything, and every passage would be scored again
+    blank = ~queries.any(axis=1)
+    best.rows[blank], best.scores[blank] = np.arange(k), 0.0
+    asked = np.flatnonzero(~blank)
+    for first, block in store.blocks(vectors):
+        rough = queries[asked] @ block.T
+        floors = best.scores[asked, k - 1]
+        if k < len(block):
+            floors = np.maximum(floors, np.partition(rough, len(block) - k, axis=1)[:, len(block) - k])
+        floors -= margin
+        for i in np.flatnonzero(rough.max(axis=1) >= floors).tolist() if len(asked) else ():
+            query = asked[i]
+            found = np.flatnonzero(rough[i] >= floors[i]) + first
+            # in the order of the corpus where scores are equal: earlier blocks first
+            rows = np.concatenate([best.rows[query], found])
+            scores = np.concatenate([best.scores[query], rescore(vectors, queries[query][None], found[None])[0]])
+            chosen = top_rows(scores, k)
+            best.rows[query], best.scores[query] = rows[chosen], scores[chosen]
+    return best
 
 
 def search_candidates(
-    rough_search: Callable[[Vectors, int], tuple[Scores, Rows]], vectors: Vectors, queries: Vectors, k: int, spare: int
+    rough_search: Callable[[Vectors, int], tuple[Scores, Rows]], vectors: Stored, queries: Vectors, k: int, spare: int
 ) -> Hits:
     """Exact search from a rough one that returns (scores, rows) [n, c], best first, for c candidates.
 
-    Where the last candidate is too near the k-th to rule out that others tie with it, the query is searched
-    again in full: rare in real text, but blank or duplicated passages do it.
+    Where the last candidate is too near the k-th to rule out that others tie with it, the query is searched again for
+    more candidates, and at last in full: rare in real text, but blank or duplicated passages do it.
     """
     ntotal, dim = vectors.shape
     k = min(k, ntotal)
     count = min(ntotal, k + spare)
     rough_scores, candidates = rough_search(queries, count)
-    hits = Hits(np.empty((len(queries), k), dtype=np.int64), np.empty((len(queries), k), dtype=np.float32))
-    unsure = (rough_scores[:, -1] >= rough_scores[:, k - 1] - tolerance(dim)) if count < ntotal else np.zeros(0, bool)
-    for i in range(len(queries)):
-        if count < ntotal and unsure[i]:
-            found = exact_search(vectors, queries[i : i + 1], k)
-            hits.rows[i], hits.scores[i] = found.rows[0], found.scores[0]
-        else:
-            hits.rows[i], hits.scores[i] = best_of(vectors, queries[i], candidates[i].astype(np.int64), k)
+    hits = rank(vectors, queries, candidates, k)
+    if count == ntotal:
+        return hits
+    unsure = np.flatnonzero(rough_scores[:, -1] >= rough_scores[:, k - 1] - tolerance(dim))
+    if len(unsure):
+        again = queries[unsure]
+        wider = max(1, spare) * _WIDEN
+        found = (
+            search_candidates(rough_search, vectors, again, k, wider)
+            if wider <= _WIDEST
+            else exact_search(vectors, again, k)
+        )
+        hits.rows[unsure], hits.scores[unsure] = found
     return hits

@@ -1,23 +1,24 @@
-"""Exact inner product by FAISS on CPUs, straight from the memory map: nothing is copied, replicas share the pages."""
+"""Exact inner product by FAISS on CPUs, straight from the memory map: nothing is copied, replicas share the pages.
+
+The map is that of our own `vectors.npy`, or of a FAISS file that somebody else built.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
 from pathlib import Path
 
+import faiss
 import numpy as np
 
+from protocol.errors import UserError
+from retriever.config_index_base import FileBase
 from retriever.encoder.base import Vectors
 from retriever.index import store
-from retriever.index.base import Hits, Rows, Scores
-from retriever.index.dense import search_candidates
+from retriever.index.base import Hits, Rows, Scores, Source
+from retriever.index.dense import Stored, search_candidates
+from retriever.index.faiss_file import check_fits, open_file, stored_vectors, use_threads
 
-# faiss reports every instruction set that its wheel does not hold
-logging.getLogger("faiss.loader").setLevel(logging.WARNING)
-import faiss  # noqa: E402
-
-SPARE = 32
+SPARE = 8
 """Candidates beyond k that FAISS is asked for."""
 
 # FAISS scans vector by vector for batches below this many queries, and its default (128000 distances, in effect batches
@@ -25,13 +26,42 @@ SPARE = 32
 _BLAS_FROM = 4
 
 
-class FaissFlatVectors:
-    """The vectors of one directory. The thread count belongs to the thread that opens it."""
+def build(settings: FileBase, source: Source, directory: Path) -> None:
+    """Vectors from the corpus, or a look at the file that has them."""
+    if settings.file is None:
+        source.vectors(settings.encoder, settings.dtype, directory)
+        return
+    index, _ = open_flat_file(settings.file)
+    check_fits(settings.file, index, settings, source)
 
-    def __init__(self, directory: Path, *, threads: int) -> None:
+
+def open_flat_file(path: Path) -> tuple[object, Stored]:
+    """The opened file, which owns the memory, and its vectors."""
+    index = open_file(path, (faiss.IndexFlat, faiss.IndexScalarQuantizer), "a flat index")
+    vectors = stored_vectors(index)
+    if vectors is None:
+        raise UserError(
+            f"{path} holds vectors that are quantised further than float16",
+            todo="build it as a Flat or SQfp16 index",
+        )
+    return index, vectors
+
+
+def open_flat(settings: FileBase, directory: Path, *, threads: int) -> FaissFlatVectors:
+    """Over the file of the settings, or what `build` wrote."""
+    if settings.file is None:
+        return FaissFlatVectors(store.open_vectors(directory), threads=threads)
+    index, vectors = open_flat_file(settings.file)
+    return FaissFlatVectors(vectors, threads=threads, owner=index)
+
+
+class FaissFlatVectors:
+    """Vectors [ntotal, dim] in memory that `owner` keeps. The thread count belongs to the thread that opens it."""
+
+    def __init__(self, vectors: Stored, *, threads: int, owner: object = None) -> None:
         faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
-        faiss.omp_set_num_threads(threads or os.cpu_count() or 1)
-        self._vectors: Vectors = store.open_vectors(directory)
+        use_threads(threads)
+        self._vectors, self._owner = vectors, owner
 
     @property
     def ntotal(self) -> int:
@@ -40,8 +70,16 @@ class FaissFlatVectors:
 
     def search(self, queries: Vectors, k: int) -> Hits:
         """See `base.VectorIndex`."""
-        return search_candidates(self._rough, self._vectors, queries, k, SPARE)
+        return search_candidates(self._rough, self._vectors, np.ascontiguousarray(queries), k, SPARE)
 
     def _rough(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        scores, rows = faiss.knn(np.ascontiguousarray(queries), self._vectors, count, metric=faiss.METRIC_INNER_PRODUCT)
-        return scores, rows
+        """Best first. float16 vectors are widened block by block."""
+        if self._vectors.dtype == np.float32:
+            scores, rows = faiss.knn(queries, self._vectors, count, metric=faiss.METRIC_INNER_PRODUCT)
+            return scores, rows
+        heap = faiss.ResultHeap(len(queries), count, keep_max=True)
+        for first, block in store.blocks(self._vectors):
+            scores, rows = faiss.knn(queries, block, min(count, len(block)), metric=faiss.METRIC_INNER_PRODUCT)
+            heap.add_result(scores, rows + first)
+        heap.finalize()
+        return heap.D, heap.I

@@ -7,14 +7,14 @@ from pathlib import Path
 from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Hits
-from retriever.index.dense import exact_search
+from retriever.index.dense import Stored, exact_search
 
 
 class MemoryVectors:
     """The vectors of one directory, memory-mapped."""
 
     def __init__(self, directory: Path) -> None:
-        self._vectors: Vectors = store.open_vectors(directory)
+        self._vectors: Stored = store.open_vectors(directory)
 
     @property
     def ntotal(self) -> int:

@@ -6,13 +6,19 @@ once, front to back; a reader sees either none or all of it, since an index dire
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from retriever.encoder.base import Vectors
+
 FILE = "vectors.npy"
+
+BLOCK_BYTES = 32 << 20
+"""Size of a block of float32 vectors where a caller names none."""
 
 
 def create(directory: Path, ntotal: int, dim: int, dtype: str) -> npt.NDArray[Any]:
@@ -28,3 +34,24 @@ def create(directory: Path, ntotal: int, dim: int, dtype: str) -> npt.NDArray[An
 def open_vectors(directory: Path) -> npt.NDArray[Any]:
     """The matrix, read-only; plain view of the map (numpy's memmap class makes every slice dearer)."""
     return np.asarray(np.load(directory / FILE, mmap_mode="r"))
+
+
+def blocks(
+    vectors: npt.NDArray[Any], start: int = 0, stop: int | None = None, block_bytes: int | None = None
+) -> Iterator[tuple[int, Vectors]]:
+    """(first row, aligned float32 [n, dim]) over rows start .. stop-1, n such that a block has about `block_bytes` or BLOCK_BYTES.
+
+    A block is good until the next is asked for: float16 and unaligned vectors are copied into one buffer.
+    """
+    stop = len(vectors) if stop is None else stop
+    dim = vectors.shape[1]
+    step = max(1, (block_bytes or BLOCK_BYTES) // (4 * dim))
+    as_is = vectors.dtype == np.float32 and vectors.flags.aligned
+    buffer = np.empty((0 if as_is else min(step, max(stop - start, 0)), dim), dtype=np.float32)
+    for first in range(start, stop, step):
+        block = vectors[first : min(first + step, stop)]
+        if not as_is:
+            # a fresh array for every block would cost twice as much: its pages are faulted in one by one
+            buffer[: len(block)] = block
+            block = buffer[: len(block)]
+        yield first, block

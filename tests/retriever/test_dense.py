@@ -25,19 +25,26 @@ def unit(rng: np.random.Generator, n: int) -> Vectors:
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few thousand vectors are several blocks."""
+    monkeypatch.setattr("retriever.index.store.BLOCK_BYTES", 700 * 4 * DIM)
+
+
 def brute(vectors: Vectors, query: Vectors, k: int) -> list[int]:
     scores = np.float32([sum(float(a) * float(b) for a, b in zip(row, query, strict=True)) for row in vectors])
     return sorted(range(len(vectors)), key=lambda row: (-scores[row], row))[:k]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 64])
-def test_faiss_equals_the_oracle_exactly(tmp_path: Path, batch: int) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_faiss_equals_the_oracle_exactly(tmp_path: Path, batch: int, dtype: str, small_blocks: None) -> None:
     rng = np.random.default_rng(batch)
     vectors = unit(rng, 3000)
     vectors[1000:1050] = vectors[500]  # a tie that straddles FAISS's candidate list
-    store.create(tmp_path, *vectors.shape, "float32")[:] = vectors
+    store.create(tmp_path, *vectors.shape, dtype)[:] = vectors
     queries = np.concatenate([vectors[500:501], unit(rng, 63)])[:batch]
-    ours, oracle = FaissFlatVectors(tmp_path, threads=1), MemoryVectors(tmp_path)
+    ours, oracle = FaissFlatVectors(store.open_vectors(tmp_path), threads=1), MemoryVectors(tmp_path)
     for k in (1, 3, 10, 100):
         found, expected = ours.search(queries, k), oracle.search(queries, k)
         assert (found.rows == expected.rows).all()
@@ -54,12 +61,36 @@ def test_the_oracle_equals_brute_force() -> None:
     assert [rows.tolist() for rows in hits.rows] == [brute(vectors, query, 20) for query in queries]
 
 
-def test_queries_beyond_one_block_are_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("k", [1, 5, 60, 500])
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     rng = np.random.default_rng(6)
-    vectors, queries = unit(rng, 50), unit(rng, 17)
-    whole = exact_search(vectors, queries, 5)
-    monkeypatch.setattr("retriever.index.dense._MAX_SCORES", 200)
-    assert (exact_search(vectors, queries, 5).rows == whole.rows).all()
+    vectors, queries = unit(rng, 200), unit(rng, 17)
+    vectors[150:180] = vectors[3]
+    queries[4], queries[5] = 0, vectors[3]
+    whole = exact_search(vectors, queries, k)
+    assert whole.rows[4].tolist() == list(range(min(k, 200)))
+    monkeypatch.setattr("retriever.index.dense._QUERIES", 4)
+    monkeypatch.setattr("retriever.index.dense._DOUBLES", 3 * DIM)
+    monkeypatch.setattr("retriever.index.store.BLOCK_BYTES", 30 * 4 * DIM)
+    for cut, expected in zip(exact_search(vectors, queries, k), whole, strict=True):
+        assert cut.tobytes() == expected.tobytes()
+
+
+def test_float16_and_unaligned_vectors_come_in_aligned_blocks_of_float32() -> None:
+    vectors = unit(np.random.default_rng(7), 10)
+    shifted = np.frombuffer(b"x" + vectors.tobytes(), dtype=np.float32, offset=1).reshape(vectors.shape)
+    assert not shifted.flags.aligned
+    for stored in (vectors, shifted, vectors.astype(np.float16)):
+        seen = [(first, block.copy()) for first, block in store.blocks(stored, 1, 9, 3 * 4 * DIM)]
+        assert [first for first, _ in seen] == [1, 4, 7]
+        together = np.concatenate([block for _, block in seen])
+        assert (together == stored[1:9].astype(np.float32)).all()
+        assert all(block.flags.aligned for _, block in store.blocks(stored))
+
+
+def test_a_float32_matrix_is_searched_without_a_copy() -> None:
+    vectors = unit(np.random.default_rng(8), 10)
+    assert all(np.shares_memory(block, vectors) for _, block in store.blocks(vectors))
 
 
 def test_a_rough_search_that_ends_inside_a_tie_is_done_again_in_full() -> None:

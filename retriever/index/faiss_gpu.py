@@ -1,0 +1,156 @@
+"""FAISS on GPUs: a flat index in shares, and inverted lists in shares.
+
+The FAISS wheel for GPUs has the names used here; the one for CPUs has not, which `visible_devices` says first. A GPU
+index is not safe for several threads: like every index it belongs to the thread that opened it, and FAISS itself
+searches the devices in parallel. One resource object a device, each with bounded scratch memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+
+from protocol.errors import UserError
+from retriever.config_index_faiss import FaissGpuSettings
+from retriever.encoder.base import Vectors
+from retriever.index import store
+from retriever.index.approximate import ApproximateVectors
+from retriever.index.base import Rows, Scores
+from retriever.index.dense import Stored
+from retriever.index.faiss_flat import open_flat_file
+from retriever.index.faiss_ivf_build import IvfSettings
+from retriever.index.gpu_plan import Share, choose_devices, plan
+
+_PIECE_BYTES = 2 << 30
+"""Float32 vectors that are widened on the host at a time, where they are stored as float16."""
+_Shards: Any = faiss.IndexShards
+_MOST = 2048
+"""Most hits of one FAISS search on a GPU."""
+
+
+def visible_devices(asked: Sequence[int]) -> tuple[int, ...]:
+    """Those asked for, or all. UserError where this FAISS or this machine has none."""
+    supported = hasattr(faiss, "StandardGpuResources")
+    return choose_devices(asked, supported=supported, visible=faiss.get_num_gpus() if supported else 0)
+
+
+def free_bytes(device: int) -> int | None:
+    """Free memory of a GPU, by CUDA's driver library, since FAISS does not tell. None where that has no answer."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device):
+        return None
+    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle):
+        return None
+    failed = cuda.cuCtxPushCurrent_v2(context) or cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+    cuda.cuDevicePrimaryCtxRelease_v2(handle)
+    return None if failed else free.value
+
+
+def resources(temp_mb: float) -> Any:
+    """For one device: FAISS's own scratch memory would be up to 1.5 GiB."""
+    made = faiss.StandardGpuResources()
+    made.setTempMemory(int(temp_mb * 2**20))
+    return made
+
+
+def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
+    """Copy the vectors of `settings.file`, or those that were built, to the GPUs."""
+    devices = visible_devices(settings.devices)
+    if settings.file is None:
+        owner, vectors = None, store.open_vectors(directory)
+    else:
+        owner, vectors = open_flat_file(settings.file)
+    known = {device: free for device in devices if (free := free_bytes(device)) is not None}
+    shares = plan(
+        *vectors.shape,
+        itemsize=2 if settings.precision == "float16" else 4,
+        devices=devices,
+        temp_bytes=int(settings.temp_mb * 2**20),
+        free_bytes=known,
+    )
+    flat = GpuFlat(settings, vectors, shares)
+    return ApproximateVectors(
+        flat.search, len(vectors), vectors, lambda k: max(k, min(k + settings.spare, _MOST)), owner=owner
+    )
+
+
+class GpuFlat:
+    """A tree of shards: devices, searched in parallel, and on each its pieces, searched one after the other.
+
+    A GpuIndexFlat is filled by a single `add`: FAISS reserves exactly what that brings and copies it page by page,
+    whereas a second one would need room for old and new at once. float32 vectors go straight from the memory map, one
+    piece a device.
+    """
+
+    def __init__(self, settings: FaissGpuSettings, vectors: Stored, shares: Sequence[Share]) -> None:
+        dim = vectors.shape[1]
+        self._kept: list[Any] = []  # FAISS's shards do not own their parts
+        self._shards = _Shards(dim, True, True)  # threads; ids count on from shard to shard
+        for share in shares:
+            memory = resources(settings.temp_mb)
+            pieces = _Shards(dim, False, True)
+            self._kept += [memory, pieces]
+            config = faiss.GpuIndexFlatConfig()
+            config.device, config.useFloat16 = share.device, settings.precision == "float16"
+            for block in _pieces(vectors, share):
+                piece = faiss.GpuIndexFlatIP(memory, dim, config)
+                _on_gpu(share.device, piece.add, block)
+                pieces.add_shard(piece)
+                self._kept.append(piece)
+            self._shards.add_shard(pieces)
+
+    def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
+        """Best first, by products of float16 or float32 numbers."""
+        scores, rows = self._shards.search(queries, count)
+        return scores, rows
+
+
+def _pieces(vectors: Stored, share: Share) -> Any:
+    if vectors.dtype == np.float32:
+        yield vectors[share.start : share.stop]
+        return
+    for _, block in store.blocks(vectors, share.start, share.stop, _PIECE_BYTES):
+        yield block
+
+
+def _on_gpu(device: int, call: Any, *args: Any) -> Any:
+    """FAISS reports all that goes wrong on a GPU as RuntimeError."""
+    try:
+        return call(*args)
+    except RuntimeError as error:
+        raise UserError(
+            f"FAISS could not use GPU {device}",
+            why=str(error).strip().rpartition("\n")[2][:300],
+            todo="free its memory, name other GPUs in index.devices, or lower index.temp_mb",
+        ) from None
+
+
+class GpuLists:
+    """An inverted file whose lists are spread over GPUs."""
+
+    def __init__(self, index: Any, settings: IvfSettings) -> None:
+        """`index` is the opened file; its lists are copied."""
+        devices = visible_devices(settings.devices)
+        self._kept = [resources(settings.temp_mb) for _ in devices]
+        options = faiss.GpuMultipleClonerOptions()
+        options.shard = len(devices) > 1
+        copy = faiss.index_cpu_to_gpu_multiple_py
+        self._index = _on_gpu(devices[0], copy, self._kept, index, options, list(devices))
+        nlist = faiss.extract_index_ivf(index).nlist
+        faiss.GpuParameterSpace().set_index_parameter(self._index, "nprobe", min(settings.nprobe, nlist, _MOST))
+
+    def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
+        """Best first; NO_ROW where the lists hold fewer."""
+        scores, rows = self._index.search(queries, min(count, _MOST))
+        return scores, rows

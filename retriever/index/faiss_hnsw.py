@@ -1,0 +1,77 @@
+"""A navigable graph by FAISS. One file, memory-mapped, holds links and vectors, and hits are scored again from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import faiss
+
+from retriever.config_index_faiss import FaissHnswSettings
+from retriever.encoder.base import Vectors
+from retriever.index import store
+from retriever.index.approximate import ApproximateVectors
+from retriever.index.base import Rows, Scores, Source, VectorIndex
+from retriever.index.dense import Stored
+from retriever.index.faiss_file import check_fits, open_file, stored_vectors, use_threads
+from retriever.index.faiss_flat import FaissFlatVectors
+
+log = logging.getLogger(__name__)
+
+FILE = "index.faiss"
+_Parameters: Any = getattr(faiss, "SearchParametersHNSW")  # noqa: B009 -- FAISS's type stubs do not know it
+SPARE = 8
+"""Candidates beyond k that are scored again: float32 sums may swap neighbours."""
+_ADD_BYTES = 256 << 20
+
+
+def build(settings: FaissHnswSettings, source: Source, directory: Path) -> None:
+    """Encode and link, or look at the file that is there already. Below `exact_below` the vectors are all there is."""
+    if settings.file is not None:
+        check_fits(settings.file, open_file(settings.file, faiss.IndexHNSW, "a graph (HNSW)"), settings, source)
+        return
+    source.vectors(settings.encoder, settings.dtype, directory)
+    vectors = store.open_vectors(directory)
+    if len(vectors) < settings.exact_below:
+        return
+    path = directory / FILE
+    faiss.write_index(graph(settings, vectors), str(path))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    # the graph's file holds the vectors too: once it is safe, the others are only disk
+    (directory / store.FILE).unlink()
+
+
+def graph(settings: FaissHnswSettings, vectors: Stored) -> Any:
+    """The linked vectors."""
+    use_threads(settings.build_threads)
+    dim = vectors.shape[1]
+    index: Any
+    if vectors.dtype == "float16":
+        half: Any = faiss.ScalarQuantizer.QT_fp16
+        index = faiss.IndexHNSWSQ(dim, half, settings.m, faiss.METRIC_INNER_PRODUCT)
+    else:
+        index = faiss.IndexHNSWFlat(dim, settings.m, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = settings.ef_construction
+    for first, block in store.blocks(vectors, block_bytes=_ADD_BYTES):
+        index.add(block)
+        log.info("%d of %d passages are in the graph", first + len(block), len(vectors))
+    return index
+
+
+def open_hnsw(settings: FaissHnswSettings, directory: Path, *, threads: int) -> VectorIndex:
+    """Over the file of the settings, or what `build` wrote."""
+    path = settings.file or directory / FILE
+    if settings.file is None and not path.exists():
+        return FaissFlatVectors(store.open_vectors(directory), threads=threads)
+    use_threads(threads)
+    index = open_file(path, faiss.IndexHNSW, "a graph (HNSW)")
+
+    def rough(queries: Vectors, count: int) -> tuple[Scores, Rows]:
+        parameters = _Parameters(efSearch=max(settings.ef_search, count))
+        scores, rows = index.search(queries, count, params=parameters)
+        return scores, rows
+
+    return ApproximateVectors(rough, index.ntotal, stored_vectors(index), lambda k: k + SPARE, owner=index)

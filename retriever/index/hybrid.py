@@ -1,0 +1,84 @@
+"""Several indexes over one corpus, fused by reciprocal ranks: score = sum over members of weight / (60 + rank).
+
+Cormack, Clarke and Buettcher, Reciprocal rank fusion outperforms Condorcet and individual rank learning methods,
+SIGIR 2009. Ranks count from 1, and hits that a member scores equally share the best of their ranks, so that equal
+passages get equal scores. What a lexical member scores 0 shares no word with the query and gets nothing from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from retriever.config_index import HybridSettings
+from retriever.encoder.base import Encoder
+from retriever.index.base import NO_ROW, Hits, Index, Rows, Scores, Source, top_rows
+
+RANK_CONSTANT = 60
+
+
+def folder(directory: Path, position: int, kind: str) -> Path:
+    """Where a member is built: `0-bm25`, `1-faiss_flat`, .."""
+    return directory / f"{position}-{kind}"
+
+
+def build(settings: HybridSettings, source: Source, directory: Path) -> None:
+    """Every member into its folder. An interrupted build goes on where it stopped, as far as the members do."""
+    for position, member in enumerate(settings.members):
+        place = folder(directory, position, member.type)
+        place.mkdir(exist_ok=True)
+        member.build(source, place)
+
+
+class HybridIndex:
+    """The opened members."""
+
+    def __init__(self, settings: HybridSettings, directory: Path, *, threads: int) -> None:
+        self._members: list[Index] = [
+            member.open(folder(directory, position, member.type), threads=threads)
+            for position, member in enumerate(settings.members)
+        ]
+        self._weights = settings.weights or (1.0,) * len(self._members)
+        self._candidates = settings.candidates
+
+    @property
+    def ntotal(self) -> int:
+        """Number of passages."""
+        return self._members[0].ntotal
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """That of the first dense member."""
+        return next((member.encoder for member in self._members if member.encoder is not None), None)
+
+    def search(self, queries: Sequence[str], k: int) -> Hits:
+        """See `base.Index`. Scores are sums of reciprocal ranks; passages that no member offers are missing."""
+        k = min(k, self.ntotal)
+        found = [member.search(queries, max(k, self._candidates)) for member in self._members]
+        fused = Hits(
+            np.full((len(queries), k), NO_ROW, dtype=np.int64), np.full((len(queries), k), -np.inf, dtype=np.float32)
+        )
+        for i in range(len(queries)):
+            rows, scores = self._fuse([(hits.rows[i], hits.scores[i]) for hits in found])
+            best = top_rows(scores, min(k, len(rows)))
+            fused.rows[i, : len(best)], fused.scores[i, : len(best)] = rows[best], scores[best]
+        return fused
+
+    def _fuse(self, found: list[tuple[Rows, Scores]]) -> tuple[Rows, Scores]:
+        """Rows ascending, and their sums."""
+        voted, votes = [], []
+        for (rows, scores), member, weight in zip(found, self._members, self._weights, strict=True):
+            real = rows != NO_ROW
+            if member.encoder is None:
+                real &= scores > 0
+            voted.append(rows[real])
+            votes.append(weight / (RANK_CONSTANT + _ranks(scores[real])))
+        rows, places = np.unique(np.concatenate(voted), return_inverse=True)
+        return rows, np.bincount(places, np.concatenate(votes), len(rows)).astype(np.float32)
+
+
+def _ranks(scores: Scores) -> Rows:
+    """Of scores in descending order: 1 + how many are better."""
+    return 1 + np.searchsorted(-scores, -scores, side="left")
