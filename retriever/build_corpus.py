@@ -7,7 +7,7 @@ documents to be split, synthetic text) is streamed into `corpus.jsonl` in the in
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ Tick = Callable[[float, int], None]
 """Called with (share of the input that has been read, passages so far)."""
 
 
-def documents(given: CorpusInput, tick: Tick) -> Iterator[Document]:
+def documents(given: CorpusInput, tick: Tick) -> Generator[Document, None, None]:
     """Every passage of the input, named. UserError names the first record that does not fit the format."""
     split = _split(given.words) if given.words else iter_one
     seen: set[str] = set()

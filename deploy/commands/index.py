@@ -1,49 +1,194 @@
-"""Build a retriever's index: `foray index build --corpus FILE --out DIR [--index bm25] [k1=1.2 ...]`.
+"""Build a retriever's index, and look into one.
 
-`foray index build --config FILE` takes corpus, directory and kind of index from a run's configuration, which is what
-its retrievers will look for.
+    foray index build --corpus FILE --out DIR [--index bm25] [k1=1.2 ...]    any corpus; a killed build goes on
+    foray index build --config run.yaml                     what the retrievers of that run will look for
+    foray index estimate --corpus FILE [--index faiss_hnsw] disk, memory and time; or --passages N, with no corpus
+    foray index info DIR                                    what it was built from, and how
+    foray index verify DIR [--full | --quick]               are its files whole, does it find its own passages
+    foray index search DIR "QUERY" ["QUERY" ...] [-k 3]     hits, best first
+
+Where DIR is expected, --config FILE takes it from that run. `--corpus synthetic:1000000` is seeded text.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from retriever.config import RetrieverSettings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray index`."""
-    parser.add_argument("action", choices=["build"], help="what to do")
+    from retriever.build_cli import add_build_arguments
+
+    parser.add_argument("action", choices=list(_ACTIONS), help="what to do")
     parser.add_argument("--config", type=Path, help="take everything from this run's section `retriever`")
-    parser.add_argument("--corpus", type=Path, help='JSON lines of {"id", "contents"}')
-    parser.add_argument("--out", type=Path, help="directory to make")
-    parser.add_argument("--index", help="bm25 (default), faiss_flat or memory")
-    parser.add_argument("--overwrite", action="store_true", help="replace the directory if it exists")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --config: retriever.corpus=...; "
-                        "otherwise settings of the index: k1=1.2")  # fmt: skip
+    add_build_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON (info, search, estimate, verify)")
+    parser.add_argument("-k", type=int, default=3, help="search: hits a query (default 3)")
+    parser.add_argument("--full", action="store_true", help="verify: look at every vector")
+    parser.add_argument("--quick", action="store_true", help="verify: sizes, no checksums")
+    parser.add_argument("--passages", type=int, help="estimate: size of a corpus that is not there")
+    parser.add_argument("--dim", type=int, help="estimate: width of the vectors, where only the model knows it")
+    parser.add_argument("--encode-rate", type=float, help="estimate: passages/s of the encoder; timed otherwise")
+    parser.add_argument("--set", action="append", default=[], metavar="key=value",
+                        help="search, verify: another setting of the index, e.g. nprobe=64")  # fmt: skip
+    parser.add_argument("rest", nargs="*", metavar="...", help="directory and queries; or key=value: settings of the "
+                        "index, with --config retriever.corpus=... and the like")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the index was built; raises UserError for what a person must mend."""
+    """0 when it was done; raises UserError for what a person must mend."""
+    return _ACTIONS[args.action](args)
+
+
+def _of_config(args: argparse.Namespace, overrides: list[str]) -> RetrieverSettings:
     from deploy.config import load
-    from protocol.settings import read_tree, section
-    from retriever.config import RetrieverSettings
+
+    if args.corpus or args.out or args.index:
+        raise UserError("--config already says corpus, directory and kind", todo="override: retriever.corpus=...")
+    return load(args.config, overrides).retriever
+
+
+def _build(args: argparse.Namespace) -> int:
+    from retriever.build_cli import build, index_settings
 
     if args.config is not None:
-        if args.corpus or args.out or args.index:
-            raise UserError("--config already says corpus, directory and kind", todo="override: retriever.corpus=...")
-        settings = load(args.config, args.overrides).retriever
-        out = settings.index_path
+        settings = _of_config(args, args.rest)
+        corpus, out, index = str(settings.corpus), settings.index_path, settings.index
     elif args.corpus is None or args.out is None:
         raise UserError("it is not said what to index", todo="give --corpus FILE and --out DIR, or --config FILE")
     else:
-        items = [f"type={args.index or 'bm25'}", *args.overrides]
-        tree = read_tree(None, [f"retriever.index.{item}" for item in items])
-        settings = section(tree, "retriever", RetrieverSettings).model_copy(update={"corpus": args.corpus})
-        out = args.out
-    from retriever.build import build_index
-
-    build_index(settings.corpus, out, settings.index, overwrite=args.overwrite)
+        corpus, out, index = args.corpus, args.out, index_settings(args.index, args.rest)
+    build(args, corpus, out, index)
     print(out)
     return 0
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    from retriever.build_cli import index_settings
+    from retriever.build_corpus import read_input
+    from retriever.estimate import Facts
+    from retriever.estimate_plan import constants, dim_of, make_plan, plan_build
+
+    if args.config is not None:
+        settings = _of_config(args, args.rest)
+        corpus, index = str(settings.corpus), settings.index
+    else:
+        corpus, index = args.corpus, index_settings(args.index, args.rest)
+    if args.passages is not None:
+        dim = args.dim if args.dim is not None else dim_of(index)
+        if dim is None:
+            raise UserError(
+                "the width of the vectors is not known without the model", todo="give --dim, e.g. --dim 768"
+            )
+        plan = make_plan(index, Facts(args.passages, exact=True, converted=False), dim, args.encode_rate)
+    elif corpus is None:
+        raise UserError("it is not said of what", todo="give --corpus FILE, --passages N or --config FILE")
+    else:
+        plan = plan_build(read_input(corpus, args.format, args.words), index, args.encode_rate)
+    if args.json:
+        print(json.dumps(plan.as_dict() | {"constants": constants()}, indent=2))
+        return 0
+    for line in [*plan.lines(), "  rates used    " + ", ".join(f"{k} {v:g}/s" for k, v in constants().items())]:
+        print(line)
+    return 0
+
+
+def _place(args: argparse.Namespace) -> tuple[Path, Path | None]:
+    """(directory of the index, configured corpus); takes the directory off the rest of the line."""
+    if args.config is not None:
+        settings = _of_config(args, [])
+        return settings.index_path, settings.given_corpus
+    if args.out is not None:
+        return args.out, None if args.corpus is None else Path(args.corpus)
+    if not args.rest:
+        raise UserError("it is not said which index", todo=f"foray index {args.action} DIR")
+    return Path(args.rest.pop(0)), None if args.corpus is None else Path(args.corpus)
+
+
+def _nothing_else(args: argparse.Namespace) -> None:
+    if args.rest:
+        raise UserError(f"foray index {args.action} takes one directory", why="there is more: " + " ".join(args.rest))
+
+
+def _info(args: argparse.Namespace) -> int:
+    from retriever.manifest import read_manifest
+
+    directory, _ = _place(args)
+    _nothing_else(args)
+    manifest = read_manifest(directory)
+    if args.json:
+        print(json.dumps({"directory": str(directory), **manifest.model_dump(), "bytes": manifest.index_bytes}))
+        return 0
+    from retriever.estimate_plan import gb
+
+    print(f"{directory}: {manifest.type} over {manifest.passages:,} passages, {gb(manifest.index_bytes)}")
+    print(f"  fingerprint  {manifest.fingerprint} (format {manifest.format})")
+    print(f"  corpus       {manifest.corpus}, {gb(manifest.corpus_bytes)}, sha256 {manifest.corpus_sha256[:16]}..")
+    print("  made from    " + ", ".join(f"{key} {value}" for key, value in manifest.source.items() if value))
+    for key, value in manifest.index.items():
+        print(f"  {key:<11}  {json.dumps(value) if isinstance(value, dict | list) else value}")
+    for name, size in manifest.files.items():
+        print(f"  {gb(size):>11}  {name}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from retriever.build_progress import BuildProgress, to_stderr
+    from retriever.verify import verify_index
+
+    directory, corpus = _place(args)
+    _nothing_else(args)
+    with BuildProgress(to_stderr, bar=sys.stderr.isatty()) as progress:
+        found = verify_index(
+            directory, progress, corpus=corpus, full=args.full, quick=args.quick, changes=_changes(args)
+        )
+    print(json.dumps({"directory": str(directory), "ok": True, "found": found}) if args.json else "\n".join(found))
+    return 0
+
+
+def _changes(args: argparse.Namespace) -> dict[str, object]:
+    from protocol.settings import read_tree
+
+    tree = read_tree(None, [f"retriever.index.{item}" for item in args.set])
+    changes: dict[str, object] = tree.get("retriever", {}).get("index", {})
+    return changes
+
+
+def _search(args: argparse.Namespace) -> int:
+    from retriever.corpus import Corpus
+    from retriever.manifest import corpus_of, settings_of
+
+    directory, configured = _place(args)
+    if not args.rest or args.k < 1:
+        raise UserError("nothing to search for", todo='foray index search DIR "QUERY" -k 3')
+    corpus = Corpus(corpus_of(directory, configured), directory)
+    hits = settings_of(directory, _changes(args)).open(directory, threads=0).search(args.rest, args.k)
+    for query, rows, scores in zip(args.rest, hits.rows.tolist(), hits.scores.tolist(), strict=True):
+        found = [(corpus.passage(row), score) for row, score in zip(rows, scores, strict=True) if row >= 0]
+        if args.json:
+            listed = [{"id": p.id, "title": p.title, "score": score, "contents": p.contents} for p, score in found]
+            print(json.dumps({"query": query, "hits": listed}, ensure_ascii=False))
+            continue
+        print(query)
+        for place, (passage, score) in enumerate(found, start=1):
+            print(f"  {place}. {score:.4f}  {passage.title}  (id {passage.id})")
+    return 0
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "build": _build,
+    "estimate": _estimate,
+    "info": _info,
+    "verify": _verify,
+    "search": _search,
+}
