@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from typing import Any, get_args
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from rollout_server.config_episode import SearchSettings
 from rollout_server.search.base import SearchResult, SearchService
+from rollout_server.search.dialect import PATHS
+from rollout_server.search.fake_server import FakeRetriever
+
+
+def kind(member: Any) -> str:
+    return str(member.model_fields["type"].default)
+
 
 MEMBERS: list[Any] = list(get_args(get_args(SearchSettings)[0]))
+WAYS = [(m, {"dialect": d}) for m in MEMBERS if kind(m) == "http" for d in PATHS]
+WAYS += [(m, {}) for m in MEMBERS if kind(m) != "http"]
 
 
-async def retrieve(request: web.Request) -> web.Response:
-    body = await request.json()
-    hits = [{"document": {"id": "p", "contents": f'"{q}"\ntext'}, "score": 1.0} for q in body["queries"]]
-    return web.json_response({"result": [[hit] for hit in hits]})
-
-
-@pytest.fixture(params=MEMBERS, ids=lambda member: member.model_fields["type"].default)
+@pytest.fixture(params=WAYS, ids=lambda way: "-".join([kind(way[0]), *way[1].values()]))
 async def search(request: pytest.FixtureRequest) -> AsyncIterator[SearchService]:
-    app = web.Application()
-    app.router.add_post("/retrieve", retrieve)
-    async with TestServer(app) as server:
-        given = {"urls": (str(server.make_url("")),)} if request.param.model_fields["type"].default == "http" else {}
-        service = request.param(**given).build()
+    async with FakeRetriever() as server:
+        server.contents = lambda query, i: f'"{query}"\ntext'
+        member, given = request.param
+        service = member(**given, **({"urls": (server.url,)} if given else {})).build()
         yield service
         await service.close()
 
@@ -52,3 +53,11 @@ async def test_closing_twice_is_safe_and_a_search_after_it_does_not_raise(search
     await search.close()
     await search.close()
     assert isinstance(await search("emma"), SearchResult)
+
+
+async def test_it_reports_where_it_is_told_to_and_is_in_no_outage(search: SearchService) -> None:
+    counts: Counter[str] = Counter()
+    gauges: dict[str, Callable[[], float]] = {}
+    search.report(counts, gauges)
+    await search("emma")
+    assert search.outage == "" and all(isinstance(read(), int | float) for read in gauges.values())

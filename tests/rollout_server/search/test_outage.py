@@ -1,0 +1,163 @@
+"""A retriever process is killed, hung and started again under a running rollout service with real Redis and sockets.
+
+No trajectory may pay for it: leasing pauses, searches wait, every group is published at its first attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from deploy.ports import free_port
+from protocol.messages import Owner, Status, TrajectoryGroup
+from protocol.settings import RunSettings
+from protocol.testing import make_task
+from protocol.versions import PolicyVersion
+from rollout_server.config import RolloutSettings
+from rollout_server.engine.fake_server import FakeServer, unsaid
+from rollout_server.lifecycle import Stop
+from rollout_server.serve import serve
+from rollout_server.testing import write_tokenizer
+from rollout_server.tokens import load_tokens
+
+Until = Callable[..., Awaitable[None]]
+V5 = PolicyVersion(1, 5)
+GROUPS, SIZE = 40, 4
+WORDS = ["a", "b", "c", "d", "e", "f", "g", "h"]
+
+
+class Retriever:
+    """`python -m retriever` over a corpus of eight passages, always at the same port."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.port = directory, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+        passages = [{"id": f"p-{w}", "contents": f'"{w}"\n{w} {w} {w} b'} for w in WORDS]
+        (directory / "corpus.jsonl").write_text("".join(json.dumps(p) + "\n" for p in passages))
+
+    def start(self) -> None:
+        given = [f"retriever.port={self.port}", f"retriever.corpus={self.directory / 'corpus.jsonl'}"]
+        with (self.directory / "retriever.log").open("ab") as log:
+            argv = [sys.executable, "-m", "retriever", *given]
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+
+@pytest.fixture
+def retriever(tmp_path: Path) -> Any:
+    made = Retriever(tmp_path)
+    made.start()
+    yield made
+    made.kill()
+
+
+def curious(tokens) -> FakeServer:
+    """An engine that searches three times, for words that depend on the trajectory so far, and then answers c."""
+    mark, answer = tokens.own("</information>")[0], tokens.own("<answer> c </answer>")
+
+    def say(body: dict[str, Any]) -> Sequence[int]:
+        ids = body["input_ids"]
+        turn = ids.count(mark)
+        words = [WORDS[(hash(body["rid"]) >> (3 * i)) % 8] for i in range(3)]
+        return unsaid(tokens.own(f"<search> {' '.join(words)} </search>") if turn < 3 else answer, ids)
+
+    return FakeServer(say, version=V5.label, latency_s=0.02)
+
+
+@contextlib.asynccontextmanager
+async def rollout_server(world, tmp_path: Path, model: Path, retriever: Retriever) -> AsyncIterator[Callable[..., Any]]:
+    """A rollout server in this process; yields what asks for its `/status`."""
+    run = RunSettings(id=world.keys.run, dir=tmp_path, redis_url=world.url, model=model, max_lag=2)
+    search = {"type": "http", "urls": [retriever.url], "topk": 1, "deadline_s": 2.0, "attempt_s": 0.5, "probe_s": 0.3}
+    settings = {"id": "r", "fleet_poll_s": 0.05, "concurrency_groups": 4, "task_idle_ms": 60_000, "search": search}
+    settings |= {"episode": {"template": "demo", "max_turns": 4}}
+    stop, port_file = Stop(), tmp_path / "port"
+    serving = asyncio.create_task(
+        serve(run, RolloutSettings.model_validate(settings), port_file=port_file, stop=stop), name="serve"
+    )
+    async with aiohttp.ClientSession() as session:
+
+        async def status() -> dict[str, Any]:
+            async with session.get(f"http://127.0.0.1:{port_file.read_text().strip()}/status") as response:
+                return await response.json()  # type: ignore[no-any-return]
+
+        try:
+            while not port_file.exists():
+                assert not serving.done(), await serving
+                await asyncio.sleep(0.01)
+            yield status
+        finally:
+            stop.asked.set()
+            stop.hurry.set()
+            await asyncio.wait_for(serving, 15)
+
+
+async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
+    world, until: Until, tmp_path: Path, retriever: Retriever
+) -> None:
+    model = write_tokenizer(tmp_path / "model", "words")
+    world.target(V5)
+    async with (
+        curious(load_tokens(model)) as engine,
+        rollout_server(world, tmp_path, model, retriever) as status,
+    ):
+        world.register("e", engine.url, V5, max_running=256)
+        world.issue(*(make_task(seq, group_size=SIZE) for seq in range(1, GROUPS + 1)))
+
+        async def outage_of(begin: Callable[[], None], end: Callable[[], None]) -> None:
+            """Begin it, see that work stands still and nothing fails, end it, and see that work goes on."""
+            done = len(world.published())
+            begin()
+            for _ in range(500):
+                if (await status())["values"]["search_breaker"]:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)  # a read of tasks that was under way has ended, and turns have reached a search
+            published, leased, before = len(world.published()), world.pending(), await status()
+            await asyncio.sleep(0.5)
+            now = await status()
+            assert (len(world.published()), world.pending()) == (published, leased), "nothing is leased, nothing ends"
+            assert now["waits"]["retriever"] - before["waits"]["retriever"] > 0.4
+            assert now["values"]["retrievers_healthy"] == 0 and now["values"]["trajectories_in_flight"] > 0
+            end()
+            await until(lambda: len(world.published()) > published, "work goes on", 10)
+            assert published < GROUPS and done < GROUPS
+
+        await until(lambda: len(world.published()) >= 3, "work is under way (the retriever was waited for)", 15)
+        await outage_of(retriever.kill, retriever.start)
+        await outage_of(lambda: retriever.send(signal.SIGSTOP), lambda: retriever.send(signal.SIGCONT))
+        await until(lambda: len(world.published()) == GROUPS, "every group ends", 20)
+        values = (await status())["values"]
+
+    groups = world.published()
+    assert sorted(g.seq for g in groups) == list(range(1, GROUPS + 1)) and world.pending() == 0
+    assert all(isinstance(g, TrajectoryGroup) and g.attempt == 1 and len(g.trajectories) == SIZE for g in groups)
+    trajectories = [t for g in groups for t in g.trajectories]
+    assert {(t.status, t.cause, t.searches) for t in trajectories} == {(Status.ANSWERED, "", 3)}
+    seen = [s for t in trajectories for s in t.segments if s.owner is Owner.ENVIRONMENT]
+    assert {s.error for s in seen} == {""} and all(s.passage_ids for s in seen)
+    # conservation: what was asked for, what was found, and what is in the trajectories are one number
+    assert values["searches"] == values["search_outcome_found"] == len(seen) == 3 * SIZE * GROUPS
+    assert values["search_errors"] == 0 and values["trajectories"] == SIZE * GROUPS
+    assert values["search_outages"] >= 2 and values["search_faults_unreachable"] > 0
+    assert values["search_faults_timeout"] > 0 and values["search_breaker"] == 0
