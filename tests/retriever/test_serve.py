@@ -74,7 +74,7 @@ def test_mistakes_are_explained_without_a_traceback(arguments: list[str], compla
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("module", ["retriever.cli", "retriever.build"])
+@pytest.mark.parametrize("module", ["retriever.cli", "retriever.build_cli"])
 def test_help_and_mistakes_import_nothing_heavy(module: str) -> None:
     code = (
         f"import sys; from {module} import main\n"
