@@ -111,6 +111,12 @@ def online(request: pytest.FixtureRequest) -> bool:
     return bool(request.node.callspec.params["url"] == "online")
 
 
+@pytest.fixture
+def sure(request: pytest.FixtureRequest) -> bool:
+    """Whether the passage with the query's word is always found, and found first."""
+    return request.node.callspec.params["url"] not in ROUGH
+
+
 def fetch(url: str, body: object = None) -> tuple[int, Any]:
     """Status and JSON, by GET without a body."""
     data = None if body is None else json.dumps(body).encode()
@@ -155,34 +161,36 @@ class ReSearchClient:
         return ["".join(f"{line['contents']}\n\n" for line in item).strip() for item in answer]
 
 
-def test_an_unmodified_search_r1_client_reads_the_passages(url: str) -> None:
+def test_an_unmodified_search_r1_client_reads_the_passages(url: str, sure: bool) -> None:
     queries = [f"number{i}" for i in range(12)]
     texts = SearchR1Client(url, 3).batch_search(queries)
     assert len(texts) == 12
     for query, text in zip(queries, texts, strict=True):
         first = text.split("\n")[0]
-        assert first.startswith('Doc 1(Title: "') and query in first
+        assert first.startswith('Doc 1(Title: "') and (query in first or not sure)
         assert text.count("(Title: ") == 3
 
 
-def test_an_unmodified_research_client_reads_the_passages(url: str) -> None:
+def test_an_unmodified_research_client_reads_the_passages(url: str, sure: bool) -> None:
     client = ReSearchClient(url)
     for query, text in zip(["number3", "number4"], client.batch_search(["number3", "number4"], 2), strict=True):
-        assert query in text.split("\n\n")[0]
+        assert query in text.split("\n\n")[0] or not sure
         assert len(text.split("\n\n")) == 2
     assert client.batch_search("number5")[0].count("\n\n") == 4
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
 @pytest.mark.parametrize("scores", [True, False, None])
-def test_search_r1s_dialect_is_right_for_any_number_of_queries(url: str, count: int, scores: bool | None) -> None:
+def test_search_r1s_dialect_is_right_for_any_number_of_queries(
+    url: str, sure: bool, count: int, scores: bool | None
+) -> None:
     body: dict[str, Any] = {"queries": [f"number{i % PASSAGES}" for i in range(count)], "topk": 2}
     status, answer = fetch(f"{url}/retrieve", body if scores is None else body | {"return_scores": scores})
     assert status == 200 and list(answer) == ["result"] and len(answer["result"]) == count
     for query, hits in zip(body["queries"], answer["result"], strict=True):
         assert len(hits) == 2
         documents = [hit["document"] for hit in hits] if scores else hits
-        assert f"{query} " in documents[0]["contents"].replace(".", " ")
+        assert f"{query} " in documents[0]["contents"].replace(".", " ") or not sure
         assert all(set(document) == {"id", "contents"} for document in documents)
         if scores:
             assert all(set(hit) == {"document", "score"} for hit in hits)
