@@ -42,8 +42,6 @@ class RetrieverBench(BenchSettings):
     """Passages of seeded synthetic text, when an index must be built first."""
     index_dir: str = ""
     """A built faiss_flat index to take instead."""
-    corpus: str = ""
-    """The corpus that `index_dir` was built from; empty: the synthetic one of its size."""
     clients: int = Field(default=512, ge=1)
     """Clients at once, each of which asks its next query when it has the answer to the last."""
     turns: int = Field(default=4, ge=1)

@@ -18,30 +18,34 @@ TRIES = 20
 
 def index_of(bench: RetrieverBench, directory: Path, say: Say) -> RetrieverSettings:
     """Settings that serve the index of `bench.index_dir`, or of a new one in `directory`."""
-    from retriever.manifest import read_manifest
+    if not bench.index_dir:
+        say(f"building faiss_flat over {bench.passages:,} synthetic passages")
+        return synthetic_index(bench.passages, directory / "index", say)
+    from retriever.index import store
 
-    if bench.index_dir:
-        path = Path(bench.index_dir)
-        manifest = read_manifest(path)
-        if manifest.type != "faiss_flat":
-            raise UserError(
-                f"{path} is a {manifest.type} index",
-                why="bare FAISS is compared on the same vectors, exactly",
-                todo="foray index build --index faiss_flat, and give its directory",
-            )
-        corpus = bench.corpus or f"synthetic:{manifest.passages}"
-        return RetrieverSettings.model_validate({"corpus": corpus, "index_dir": path, "index": manifest.index})
-    say(f"building faiss_flat over {bench.passages:,} synthetic passages")
-    return synthetic_index(bench.passages, directory / "index", say)
+    settings = served(Path(bench.index_dir))
+    if settings.index.type != "faiss_flat" or not (settings.index_path / store.FILE).is_file():
+        raise UserError(
+            f"{bench.index_dir} is no faiss_flat index of its own vectors",
+            why="bare FAISS is compared on the same vectors, exactly",
+            todo="foray index build --index faiss_flat, and give its directory",
+        )
+    return settings
 
 
 def synthetic_index(passages: int, directory: Path, say: Say) -> RetrieverSettings:
     """Settings that serve a new faiss_flat index over so many seeded passages."""
     from retriever.build import build_index
 
-    corpus, index = Path(f"synthetic:{passages}"), FaissFlatSettings()
-    build_index(corpus, directory, index, progress=say)
-    return RetrieverSettings(corpus=corpus, index_dir=directory, index=index)
+    build_index(f"synthetic:{passages}", directory, FaissFlatSettings(), progress=say)
+    return served(directory)
+
+
+def served(directory: Path) -> RetrieverSettings:
+    """Settings that serve a built index as it was built."""
+    from retriever.manifest import corpus_of, settings_of
+
+    return RetrieverSettings(corpus=corpus_of(directory, None), index_dir=directory, index=settings_of(directory))
 
 
 def distinct_queries(settings: RetrieverSettings, count: int, seed: int = 0) -> tuple[list[str], int]:

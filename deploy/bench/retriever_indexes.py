@@ -139,7 +139,7 @@ def measure(row: Row) -> dict[str, float]:
     settings: IndexSettings = TypeAdapter(IndexSettings).validate_python(row.index)
     directory = Path(row.directory)
     begun, cpu = time.perf_counter(), time.process_time()
-    build_index(Path(row.corpus), directory, settings, progress=lambda line: None)
+    build_index(row.corpus, directory, settings, progress=lambda line: None)
     figures = {"build_s": time.perf_counter() - begun, "build_cpu_s": time.process_time() - cpu}
     figures["disk_mib"] = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()) / 2**20
     queries = [query for query, _ in json.loads(Path(row.questions).read_text())]
