@@ -195,10 +195,11 @@ class Fetch:
 def address(base: str, name: str) -> str:
     """Where the document `name` is: every character but letters, digits and `_.-~` is quoted.
 
-    A path cannot carry an id that holds a slash, since servers differ on %2F, nor one that is `.` or `..`.
+    A path cannot carry an id that holds a slash, since servers differ on %2F, nor one that is `.` or `..`, nor line
+    breaks and the like.
     """
     quoted = quote(name, safe="", errors="replace")
-    if "/" in name or not name.strip("."):
+    if "/" in name or not name.strip(".") or not name.isprintable():
         return f"{base}?id={quoted}"
     return f"{base}/{quoted}"
 

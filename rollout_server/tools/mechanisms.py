@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from socket import create_server
 
@@ -56,24 +57,25 @@ print(*held)
 """
 
 
-def available(limits: Limits, libraries: Sequence[str] = ()) -> dict[str, str]:
-    """Each mechanism with "" when it works on this machine, else why it does not."""
-    return {name: _try("pass", limits, (name,), libraries)[1] for name in MECHANISMS}
+@lru_cache
+def missing(limits: Limits, mechanism: str, libraries: tuple[str, ...] = ()) -> str:
+    """Why a mechanism does not work on this machine, "" when it does. Tried once in a process."""
+    return _try("pass", limits, (mechanism,), libraries)[1]
 
 
-def require(limits: Limits, libraries: Sequence[str] = (), *, allow_unisolated: bool = False) -> tuple[str, ...]:
-    """The mechanisms to confine programs with. Takes some tenths of a second; call it once.
+def require(limits: Limits, libraries: tuple[str, ...] = (), *, allow_unisolated: bool = False) -> tuple[str, ...]:
+    """The mechanisms to confine programs with. The first time it takes some tenths of a second.
 
     Raises UserError when network, files or processes cannot be isolated here, unless `allow_unisolated`.
     """
-    found = available(limits, libraries)
+    found = {name: missing(limits, name, libraries) for name in MECHANISMS}
     works = tuple(name for name, why in found.items() if not why)
-    missing = {name: why for name, why in found.items() if why}
+    absent = "; ".join(f"{name}: {why}" for name, why in found.items() if why)
     held, failed = attack(limits, works, libraries)
     log.info(
-        "programs are confined by %s; not by %s",
+        "programs of the policy are confined by %s%s",
         ", ".join(works) or "resource limits only",
-        "; ".join(f"{name} ({why})" for name, why in missing.items()) or "(all are there)",
+        f" (not there: {absent})" if absent else "",
     )
     open_to = sorted(set(HOLDS) - held)
     if not open_to:
@@ -83,20 +85,21 @@ def require(limits: Limits, libraries: Sequence[str] = (), *, allow_unisolated: 
         return works
     raise UserError(
         f"the tool python cannot isolate programs on this machine: {failed or ', '.join(open_to)}",
-        why="; ".join(f"{name}: {why}" for name, why in missing.items()) or "the mechanisms are there but do not hold",
+        why=absent or "the mechanisms are there but do not hold",
         todo="allow user namespaces, or Landlock (Linux 5.13) and seccomp, to this process; or leave the tool out. "
         "`allow_unisolated: true` runs programs with all that this server may do",
     )
 
 
-def attack(limits: Limits, mechanisms: Sequence[str], libraries: Sequence[str] = ()) -> tuple[set[str], str]:
+@lru_cache
+def attack(limits: Limits, mechanisms: tuple[str, ...], libraries: tuple[str, ...] = ()) -> tuple[frozenset[str], str]:
     """(what holds of network, files and processes under `mechanisms`, why nothing could be run)."""
     with tempfile.TemporaryDirectory(prefix="foray-canary-") as directory, create_server(("127.0.0.1", 0)) as near:
         canary = Path(directory) / "canary"
         canary.write_text("seen")
         source = _ATTACK.format(port=near.getsockname()[1], canary=str(canary), parent=os.getpid())
         said, failed = _try(source, limits, mechanisms, libraries)
-    return {name for name in said.split() if HOLDS[name] & set(mechanisms)}, failed
+    return frozenset(name for name in said.split() if HOLDS[name] & set(mechanisms)), failed
 
 
 def _try(source: str, limits: Limits, mechanisms: Sequence[str], libraries: Sequence[str]) -> tuple[str, str]:

@@ -74,6 +74,8 @@ def main() -> None:
     os.closerange(3, 256)
     sys.path += spec.libraries
     sys.argv = [""]
+    for name in [name for name in sys.modules if name.startswith("rollout_server")]:
+        del sys.modules[name]
     program.run(source)
 
 

@@ -6,6 +6,7 @@ import io
 import linecache
 import sys
 import traceback
+from types import ModuleType
 
 NAME = "program.py"
 
@@ -20,9 +21,10 @@ def run(source: str) -> None:
             # by lines, so that a program that is killed has said what it said
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
-    scope: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
+    # a module of its own, where dataclasses and pickle look names up; the jail's must stay, it is still running
+    _jail, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
-        exec(compile(source, NAME, "exec"), scope)
+        exec(compile(source, NAME, "exec"), sys.modules["__main__"].__dict__)
     except SystemExit:
         raise
     except BaseException as error:

@@ -1,0 +1,143 @@
+"""`python`: what the policy is told of its programs, and what a failure of the sandbox is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import UserError
+from rollout_server.tools import python as module
+from rollout_server.tools.base import Tool
+from rollout_server.tools.confined import JailError, Limits, Ran
+from rollout_server.tools.mechanisms import MECHANISMS, missing
+from rollout_server.tools.python import Python, PythonSettings, describe, program_of
+
+SETTINGS = PythonSettings(deadline_s=8, memory_mb=256)
+LIMITS = Limits(8.0, 5, 256, 4, 8, 4000)
+
+
+@pytest.fixture(scope="module")
+def mechanisms() -> tuple[str, ...]:
+    return tuple(name for name in MECHANISMS if not missing(LIMITS, name))
+
+
+@pytest.fixture
+async def python(mechanisms: tuple[str, ...]) -> AsyncIterator[Tool]:
+    if not {"namespaces", "seccomp"} & set(mechanisms):
+        pytest.skip("this machine cannot isolate programs")
+    tool = Python(SETTINGS, mechanisms)
+    yield tool
+    await tool.close()
+
+
+@pytest.mark.parametrize(
+    ("argument", "program"),
+    [
+        ("print(1)", "print(1)\n"),
+        ("\n    x = 1\n    print(x)\n", "x = 1\nprint(x)\n"),
+        ("\nif x:\n    y()\n", "if x:\n    y()\n"),
+        ("\n```python\nprint(1)\n```\n", "print(1)\n"),
+        ("```\n  a\n  b\n```", "a\nb\n"),
+        ("print('```')", "print('```')\n"),
+    ],
+)
+def test_the_program_is_what_a_model_means(argument: str, program: str) -> None:
+    assert program_of(argument) == program
+
+
+@pytest.mark.parametrize(
+    ("ran", "text", "mistake"),
+    [
+        (Ran(b"1\n2\n", b"", 0), "1\n2", ""),
+        (Ran(b"", b"", 0), "The program printed nothing.", ""),
+        (Ran(b"1\n", b"a warning\n", 0), "1\na warning", ""),
+        (Ran(b"1\n", b"Traceback\nKeyError: 1\n", 1), "1\nTraceback\nKeyError: 1", "raised"),
+        (Ran(b"1", b"", 143, late=True), "1\nThe program was stopped after 8 seconds.", "too_slow"),
+        (Ran(b"x" * 9999, b"", 143, flooded=True), "x" * 4000 + "\nThe program was stopped: it wrote more than 4000 characters.", "too_much_output"),  # noqa: E501
+        (Ran(b"", b"", 152), "The program was stopped after 5 seconds of processor time.", "too_slow"),
+        (Ran(b"", b"", 139), "The program was killed by signal 11.", "killed"),
+        (Ran(b"\xff\xfe", b"", 0), "\ufffd\ufffd", ""),
+        (Ran(b"", b"x" * 5000 + b"end", 1), "x" * 997 + "end", "raised"),
+    ],
+)  # fmt: skip
+def test_how_a_program_ended_is_told_in_words(ran: Ran, text: str, mistake: str) -> None:
+    result = describe(ran, SETTINGS)
+    assert (result.text, result.mistake, result.error, result.passages) == (text, mistake, "", ())
+
+
+async def test_it_computes(python: Tool) -> None:
+    result = await python("\n```python\nimport math\nprint(math.comb(40, 20))\n```\n")
+    assert (result.text, result.mistake, result.error) == ("137846528820", "", "") and result.latency_s > 0
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "mistake"),
+    [
+        (
+            "print(1)\nint('x')",
+            '1\nTraceback (most recent call last):\n  File "program.py", line 2, in <module>',
+            "raised",
+        ),
+        ("def f(:", "SyntaxError: invalid syntax", "raised"),
+        ("import json; json.loads('{')", "json.decoder.JSONDecodeError", "raised"),
+        ("import numpy", "ModuleNotFoundError: No module named 'numpy'", "raised"),
+        ("import rollout_server", "ModuleNotFoundError", "raised"),
+        ("input()", "EOFError", "raised"),
+        ("import sys; sys.exit(3)", "The program printed nothing.", "raised"),
+        ("def f(): f()\nf()", "RecursionError", "raised"),
+        ("x = bytearray(1 << 40)", "MemoryError", "raised"),
+        ("import os; os.abort()", "The program was killed by signal 6.", "killed"),
+        ("print('\\udfff \\x00')", "\\udfff \x00", ""),
+        ("\x00", "null bytes", "raised"),
+    ],
+)
+async def test_what_a_program_does_wrong_is_its_policys_mistake(
+    python: Tool, program: str, said: str, mistake: str
+) -> None:
+    result = await python(program)
+    assert (result.mistake, result.error) == (mistake, "")
+    assert said in result.text and "/" not in result.text, "no path of this machine is told"
+
+
+async def test_no_more_programs_run_at_once_than_are_allowed_and_the_others_wait(mechanisms: tuple[str, ...]) -> None:
+    tool = Python(SETTINGS.model_copy(update={"concurrency": 1, "wait_s": 0.3}), mechanisms)
+    slow = asyncio.create_task(tool("import time; time.sleep(5)"))
+    await asyncio.sleep(0.05)
+    assert (await tool("print(1)")).error == "overloaded"
+    started = time.monotonic()
+    await tool.close()
+    assert (await slow).error == "closed" and time.monotonic() - started < 3
+
+
+async def test_a_jail_that_does_not_hold_is_the_tools_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def cannot(*_: object) -> Ran:
+        raise JailError("unshare: Operation not permitted")
+
+    monkeypatch.setattr(module, "run_confined", cannot)
+    result = await Python(SETTINGS, ("namespaces",))("print(1)")
+    assert (result.error, result.mistake, result.text) == ("jail", "", "")
+    assert "unshare" in caplog.text
+
+
+async def test_libraries_that_settings_name_can_be_imported(python: Tool, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "calculus.py").write_text("ANSWER = 42\n")
+    tool = PythonSettings(libraries=(tmp_path / "mine",), deadline_s=8).build(())
+    result = await tool("import calculus; print(calculus.ANSWER)\nopen(calculus.__file__, 'w')")
+    await tool.close()
+    assert result.text.startswith("42\n") and result.mistake == "raised"
+    assert (tmp_path / "mine" / "calculus.py").read_text() == "ANSWER = 42\n"
+
+
+def test_a_machine_without_isolation_cannot_have_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_server.tools import mechanisms
+
+    monkeypatch.setattr(mechanisms, "MECHANISMS", ("landlock",))
+    with pytest.raises(UserError, match="cannot isolate"):
+        PythonSettings().build(())
