@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from protocol.search import MAX_QUERIES
 from retriever.app_base import NOT_OPEN, SERVICE, Embedding, Refusal, Service, Text, read_body, refusal_of
@@ -34,21 +34,21 @@ _OFF_LOOP = 16
 """Answers with more vectors than this are rendered in a thread."""
 
 
+def _as_list(texts: object) -> object:
+    """One text is a list of one: so a fault in a list is told as such, and not as one of a union's."""
+    return [texts] if isinstance(texts, str) else texts
+
+
 class EmbeddingRequest(BaseModel):
     """Body of `POST /v1/embeddings`. `model` is not compared: there is one encoder, and the answer says which."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    input: _Text | Annotated[list[_Text], Field(min_length=1, max_length=MAX_QUERIES)]
+    input: Annotated[list[_Text], BeforeValidator(_as_list), Field(min_length=1, max_length=MAX_QUERIES)]
     model: str = Field(default="", max_length=512)
     encoding_format: Literal["float", "base64"] = "float"
     input_type: Kind = "passage"
     dimensions: int | None = None
-
-    @property
-    def texts(self) -> list[str]:
-        """One text or many, as a list."""
-        return [self.input] if isinstance(self.input, str) else list(self.input)
 
 
 async def embeddings(request: web.Request) -> web.Response:
@@ -56,7 +56,7 @@ async def embeddings(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     body = read_body(EmbeddingRequest, await request.read())
     embedding = _embedding(service)
-    keys = [Text(body.input_type, text) for text in body.texts]
+    keys = [Text(body.input_type, text) for text in body.input]
     try:
         found = await embedding.texts.ask(keys)
     except Overloaded as error:
@@ -94,7 +94,7 @@ def _embedding(service: Service) -> Embedding:
 
 def render(vectors: Sequence[npt.NDArray[np.float32]], body: EmbeddingRequest, model: str) -> bytes:
     """The answer. Tokens are counted as words: the encoder's own count is not known here."""
-    words = sum(len(text.split()) for text in body.texts)
+    words = sum(len(text.split()) for text in body.input)
     data: list[dict[str, Any]] = [
         {"object": "embedding", "index": index, "embedding": _spelt(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)

@@ -40,7 +40,7 @@ class Searches:
         metrics: Metrics,
     ) -> None:
         """`by_run`: answers depend on the run that asks, else they are shared by all."""
-        self._backend, self._by_run = backend, by_run
+        self._backend, self._by_run, self.room = backend, by_run, room
         self._fingerprint = backend.fingerprint
         self._cache, self._metrics = cache, metrics
         self._batcher: Batcher[Key, Answer] = Batcher(
