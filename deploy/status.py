@@ -89,6 +89,10 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
         found.append(Problem(f"no learner reports{held}", "start it again: it goes on from its checkpoint"))
     if not seen.of("rollout"):
         found.append(Problem("no rollout server reports", "start one: python -m rollout_server --config ..."))
+    for p in seen.of("rollout"):
+        if outage := p.text.get("search_outage"):
+            todo = "start the retriever again: searches wait for it (rollout.search.outage_wait_s), then they fail"
+            found.append(Problem(f"rollout server {p.id} finds no retriever: {outage}", todo))
     found += _engine_problems(seen, max_lag)
     if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
         found.append(

@@ -26,6 +26,7 @@ IN_WORDS = {
     ("rollout", "credit"): "rollout servers wait for tasks: the learner is the narrow part (max_lag bounds them)",
     ("rollout", "engine"): "rollout servers wait for engines",
     ("rollout", "retriever"): "rollout servers wait for the retriever",
+    ("rollout", "backlog"): "rollout servers lease nothing: turns wait for engines",
     ("rollout", "redis"): "rollout servers wait for Redis",
     ("node", "eval"): "engines wait with new weights for an evaluation to end",
 }

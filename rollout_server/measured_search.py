@@ -29,6 +29,11 @@ class MeasuredSearch:
         """Why no query can be answered now, "" when one can."""
         return self._search.outage
 
+    @property
+    def held_up(self) -> bool:
+        """Whether a trajectory that begins now would only wait for a retriever."""
+        return bool(self._search.outage) or self._search.congested
+
     async def __call__(self, query: str) -> SearchResult:
         with self._stats.waits.during("retriever"):
             result = await self._search(query)

@@ -186,7 +186,7 @@ class RolloutServer:
 
     def _held_up(self) -> str:
         """Why no group should be begun now: the name of what it would wait for, "" when it would not."""
-        if self._search.outage:
+        if self._search.held_up:
             return "retriever"
         return "backlog" if self._router.congested() else ""
 

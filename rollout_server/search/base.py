@@ -35,6 +35,10 @@ class SearchService(Search, Protocol):
     def outage(self) -> str:
         """Why no query can be answered now, "" when one can. Searches wait meanwhile; new work is better not begun."""
 
+    @property
+    def congested(self) -> bool:
+        """Whether so many searches stand in line that new work is better not begun."""
+
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
         """From now on count in `counts`, and have what can be read at any moment in `gauges`."""
 

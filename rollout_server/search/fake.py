@@ -49,6 +49,10 @@ class FakeSearch:
     def outage(self) -> str:
         return ""
 
+    @property
+    def congested(self) -> bool:
+        return False
+
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
         """It has nothing to report."""
 

@@ -128,6 +128,11 @@ class Governor:
         """Searches in line."""
         return len(self._line)
 
+    @property
+    def congested(self) -> bool:
+        """Whether more searches stand in line than may be in flight: whoever comes now waits a round trip and more."""
+        return self.waiting > sum(replica.window.size for replica in self.replicas if replica.up)
+
     def gauges(self) -> dict[str, Callable[[], float]]:
         """What can be read at any moment."""
         replicas = self.replicas

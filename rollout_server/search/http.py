@@ -119,6 +119,10 @@ class HttpSearch:
     def outage(self) -> str:
         return self.governor.breaker.reason
 
+    @property
+    def congested(self) -> bool:
+        return self.governor.congested
+
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
         counts.update(self.governor.counts)
         self.governor.counts = counts

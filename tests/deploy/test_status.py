@@ -212,3 +212,12 @@ def test_top_prints_one_frame_into_a_pipe(
     assert top_command.run(argparse.Namespace(run_dir=None, config=config, interval=1.0, once=True)) == 0
     out = capsys.readouterr().out
     assert "run test: training" in out and "\x1b" not in out
+
+
+def test_a_rollout_server_that_finds_no_retriever_is_a_problem_with_its_reason(
+    client: redis.Redis, look: Callable[[], Observation]
+) -> None:
+    assert not problems(look(), max_lag=2)
+    report(client, "rollout", "rollout-1", text={"search_outage": "unreachable at http://h:1"})
+    (problem,) = problems(look(), max_lag=2)
+    assert "rollout-1 finds no retriever: unreachable at http://h:1" in problem.what and "start" in problem.todo

@@ -164,6 +164,16 @@ async def test_a_search_that_is_cancelled_just_as_its_turn_comes_passes_it_on() 
         assert (await second).replica.url == retriever.url
 
 
+async def test_a_line_longer_than_what_may_be_in_flight_holds_new_work_back(until: Until) -> None:
+    async with FakeRetriever() as retriever, Client(retriever, connections=2) as client:
+        retriever.script = lambda query: Fault(after_s=0.05)
+        searches = client.start(5)
+        await until(lambda: client.search.congested, "three stand in line, two are in flight")
+        await asyncio.gather(*searches[:2])
+        assert not client.search.congested
+        await asyncio.gather(*searches)
+
+
 async def test_a_burst_on_a_small_server_loses_nothing_and_is_slowed_down() -> None:
     """429 for whatever goes beyond 8 at a time."""
     async with FakeRetriever() as retriever, Client(retriever, deadline_s=10, attempt_s=2) as client:
