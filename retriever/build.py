@@ -16,7 +16,7 @@ from pathlib import Path
 from protocol.errors import UserError
 from retriever.build_corpus import CORPUS, CorpusInput, read_input, write_corpus
 from retriever.build_journal import JOURNAL, Journal
-from retriever.build_progress import BuildProgress, to_stderr
+from retriever.build_progress import BuildProgress, showing_index_log, to_stderr
 from retriever.build_site import BuildSite, files_in
 from retriever.build_source import BuildSource
 from retriever.config_index import IndexSettings
@@ -90,7 +90,8 @@ class _Build:
             scan = self._scanned(journal)
             if not self._is_built(journal):
                 source = BuildSource(self._corpus, self._directory, scan, journal, self._progress)
-                self._index.build(source, self._directory)
+                with showing_index_log(self._progress):
+                    self._index.build(source, self._directory)
                 self._site.sync()
                 journal.built(self._index.identity())
             if self._given.in_place and self._given.stamp() != journal.input:

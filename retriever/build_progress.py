@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -98,6 +99,46 @@ class BuildProgress:
         current.finish()
 
 
+@contextmanager
+def showing_index_log(progress: BuildProgress) -> Iterator[None]:
+    """Shows what indexes log while they are built: `"%d of %d ..."` of passages becomes a pass, the rest a line."""
+    logger = logging.getLogger("retriever.index")
+    before = logger.level, logger.propagate
+    with ExitStack() as passes:
+        handler = _IndexLog(progress, passes)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before[0])
+            logger.propagate = before[1]
+
+
+class _IndexLog(logging.Handler):
+    _STEP = "%d of %d passages "
+
+    def __init__(self, progress: BuildProgress, passes: ExitStack) -> None:
+        super().__init__()
+        self._progress, self._passes = progress, passes
+        self._name = ""
+        self._pass: Pass | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not str(record.msg).startswith(self._STEP) or not isinstance(record.args, tuple):
+            self._progress.say(record.getMessage())
+            return
+        name = str(record.msg).removeprefix(self._STEP)
+        if self._pass is None or self._name != name:
+            self._passes.close()  # the step before is over
+            self._name, self._pass = name, self._passes.enter_context(self._progress.passing(f"index: {name}"))
+            self._pass(0.0, 0)
+        done, total = (int(str(value)) for value in record.args)
+        self._pass(done / total, done)
+
+
 def _make_bar() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -114,3 +155,10 @@ def duration(seconds: float) -> str:
     if minutes < 100:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def amount(size: float) -> str:
+    """`1.24 GB`, `35 MB`, `160 kB` (powers of ten)."""
+    if size >= 1e9:
+        return f"{size / 1e9:,.2f} GB"
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e3:,.0f} kB"

@@ -12,7 +12,7 @@ from typing import Any
 
 from protocol.errors import UserError
 from retriever.build_corpus import CorpusInput, as_line, documents
-from retriever.build_progress import duration
+from retriever.build_progress import amount, duration
 from retriever.config_index import IndexSettings
 from retriever.encoder.base import Encoder
 from retriever.estimate import RATES, Facts, Need, dense_members, estimate
@@ -42,11 +42,11 @@ class Plan:
         shape = f", {self.dim} x {self.dtype}" if self.dim else ""
         out = [
             f"{self.type} over {about}{facts.passages:,} passages of {facts.words:.0f} words{shape}",
-            f"  disk          {gb(need.disk)}, and {gb(need.scratch)} more while building",
-            f"  memory        {gb(need.build)} to build, {gb(need.serve)} to serve without reading the disk",
+            f"  disk          {amount(need.disk)}, and {amount(need.scratch)} more while building",
+            f"  memory        {amount(need.build)} to build, {amount(need.serve)} to serve without reading the disk",
         ]
         if need.gpu:
-            out.append(f"  GPU memory    {gb(need.gpu)}")
+            out.append(f"  GPU memory    {amount(need.gpu)}")
         total = sum(need.seconds.values())
         parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in need.seconds.items() if seconds >= 1)
         out.append(f"  time          {duration(total)} on one core" + (f": {parts}" if parts else ""))
@@ -62,11 +62,6 @@ class Plan:
 def dense_unknown(plan: Plan) -> bool:
     """Whether there is something to encode and nobody knows how fast."""
     return plan.dim > 0 and plan.encode_rate is None
-
-
-def gb(amount: float) -> str:
-    """`1.24 GB`, `35 MB` (powers of ten)."""
-    return f"{amount / 1e9:,.2f} GB" if amount >= 1e9 else f"{amount / 1e6:,.0f} MB"
 
 
 def plan_build(given: CorpusInput, index: IndexSettings, rate: float | None = None) -> Plan:
@@ -179,14 +174,14 @@ def refuse_if_too_large(plan: Plan, out: Path, *, have: int = 0) -> None:
     if wanted > free:
         raise UserError(
             f"there is not enough disk for this index at {out}",
-            why=f"it takes {gb(wanted)} while building, and {gb(free)} are free",
+            why=f"it takes {amount(wanted)} while building, and {amount(free)} are free",
             todo="free some, give another --out, take dtype=float16 or faiss_ivfpq, or --force if you know better",
         )
     memory = memory_available()
     if memory is not None and plan.need.build > memory:
         raise UserError(
             f"there is not enough memory to build {plan.type}",
-            why=f"it takes {gb(plan.need.build)}, and {gb(memory)} are available",
+            why=f"it takes {amount(plan.need.build)}, and {amount(memory)} are available",
             todo="build it on a larger machine, take another --index (faiss_flat and faiss_ivfpq need little), or "
             "--force if you know better",
         )

@@ -177,5 +177,11 @@ def _differences(built: dict[str, Any], asked: dict[str, Any], prefix: str = "")
         if isinstance(was, dict) and isinstance(now, dict):
             lines += _differences(was, now, f"{prefix}{key}.")
         elif was != now:
-            lines.append(f"{prefix}{key}: built with {was}, asked for {now}")
+            lines.append(f"{prefix}{key}: built with {_shown(was)}, asked for {_shown(now)}")
     return lines
+
+
+def _shown(value: Any) -> str:
+    """Blanks count in a prefix, so text that has any, or nothing at all, is quoted."""
+    quoted = isinstance(value, str) and (not value or any(map(str.isspace, value)))
+    return repr(value) if quoted else str(value)

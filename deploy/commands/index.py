@@ -129,16 +129,16 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"directory": str(directory), **manifest.model_dump(), "bytes": manifest.index_bytes}))
         return 0
-    from retriever.estimate_plan import gb
+    from retriever.build_progress import amount
 
-    print(f"{directory}: {manifest.type} over {manifest.passages:,} passages, {gb(manifest.index_bytes)}")
+    print(f"{directory}: {manifest.type} over {manifest.passages:,} passages, {amount(manifest.index_bytes)}")
     print(f"  fingerprint  {manifest.fingerprint} (format {manifest.format})")
-    print(f"  corpus       {manifest.corpus}, {gb(manifest.corpus_bytes)}, sha256 {manifest.corpus_sha256[:16]}..")
+    print(f"  corpus       {manifest.corpus}, {amount(manifest.corpus_bytes)}, sha256 {manifest.corpus_sha256[:16]}..")
     print("  made from    " + ", ".join(f"{key} {value}" for key, value in manifest.source.items() if value))
     for key, value in manifest.index.items():
         print(f"  {key:<11}  {json.dumps(value) if isinstance(value, dict | list) else value}")
     for name, size in manifest.files.items():
-        print(f"  {gb(size):>11}  {name}")
+        print(f"  {amount(size):>11}  {name}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from retriever.formats.base import Record
@@ -16,11 +17,14 @@ _WANTED = {"id", "_id", "title", "text", "contents", "context", "question", "par
 
 def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[tuple[int, Record]]:
     """(number from 1, record) of every row. Holds one batch of rows; OSError for a file that is damaged."""
-    with pq.ParquetFile(path) as file:
-        columns = [name for name in file.schema_arrow.names if name in _WANTED]
-        number, total = 0, max(file.metadata.num_rows, 1)
-        for batch in file.iter_batches(batch_size=_ROWS, columns=columns or None):
-            for record in batch.to_pylist():
-                number += 1
-                yield number, record
-            progress(number / total)
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = [name for name in file.schema_arrow.names if name in _WANTED]
+            number, total = 0, max(file.metadata.num_rows, 1)
+            for batch in file.iter_batches(batch_size=_ROWS, columns=columns or None):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+                progress(number / total)
+    except pa.ArrowInvalid as error:
+        raise OSError(str(error)) from None

@@ -1,0 +1,95 @@
+"""What an index says about itself: where its corpus is, with what it was built, and what does not fit it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import UserError
+from retriever.build import build_index
+from retriever.config import RetrieverSettings
+from retriever.config_index import Bm25Settings, MemorySettings
+from retriever.manifest import MANIFEST, corpus_of, read_manifest, settings_of
+from retriever.searcher import open_searcher
+
+
+def quiet(_line: str) -> None:
+    """Progress that nobody reads."""
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    """An index of synthetic text: its corpus lies in it."""
+    settings = MemorySettings.model_validate({"encoder": {"type": "hashed", "dim": 16}})
+    build_index("synthetic:30", tmp_path / "index", settings, progress=quiet)
+    return tmp_path / "index"
+
+
+def test_a_converted_corpus_lies_in_the_index_and_moves_with_it(converted: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    converted.rename(moved)
+    assert corpus_of(moved, None) == moved / "corpus.jsonl"
+    searcher = open_searcher(RetrieverSettings(index_dir=moved))
+    passage = searcher.find("7")
+    assert passage is not None
+    assert b'"id": "7"' in searcher.search([passage.contents], 1)[0].documents[0]
+
+
+def test_a_corpus_that_was_converted_may_also_be_named_by_its_origin(converted: Path, tmp_path: Path) -> None:
+    for origin in ("synthetic:30", "synthetic:30:0"):
+        assert corpus_of(converted, Path(origin)) == converted / "corpus.jsonl"
+    assert corpus_of(converted, tmp_path / "other.jsonl") == tmp_path / "other.jsonl"
+
+
+def test_a_corpus_that_was_indexed_where_it_lies_is_found_there(corpus: Path, tmp_path: Path) -> None:
+    build_index(corpus, tmp_path / "index", Bm25Settings(), progress=quiet)
+    assert corpus_of(tmp_path / "index", None) == corpus
+    assert not (tmp_path / "index" / "corpus.jsonl").exists()
+    corpus.rename(tmp_path / "moved.jsonl")
+    with pytest.raises(UserError, match="is not where it was"):
+        corpus_of(tmp_path / "index", None)
+    assert corpus_of(tmp_path / "index", tmp_path / "moved.jsonl") == tmp_path / "moved.jsonl"
+
+
+def test_the_settings_of_the_build_are_known_and_can_be_changed_in_part(converted: Path) -> None:
+    built = settings_of(converted)
+    assert built == MemorySettings.model_validate({"encoder": {"type": "hashed", "dim": 16}})
+    changed = settings_of(converted, {"encoder": {"ngram": 3}})
+    assert (changed.encoder.dim, changed.encoder.ngram) == (16, 3)  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="cannot be opened with the settings"):
+        settings_of(converted, {"encoder": {"ngrams": 3}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"encoder": {"type": "hashed", "dim": 24}}, "encoder.dim: built with 16, asked for 24"),
+        ({"encoder": {"type": "hashed", "dim": 16, "ngram": 3}}, "encoder.ngram: built with 4, asked for 3"),
+        (
+            {"encoder": {"type": "openai", "dim": 16, "query_prefix": "query: "}},
+            "encoder.query_prefix: built with absent, asked for 'query: '",
+        ),
+        (
+            {"encoder": {"type": "hashed", "dim": 16}, "dtype": "float16"},
+            "dtype: built with float32, asked for float16",
+        ),
+    ],
+)
+def test_serving_with_another_encoder_is_refused_and_the_field_is_named(
+    converted: Path, fields: dict[str, Any], complaint: str
+) -> None:
+    index = {"type": "memory", **fields}
+    with pytest.raises(UserError) as caught:
+        open_searcher(RetrieverSettings.model_validate({"index_dir": converted, "index": index}))
+    assert complaint in caught.value.render()
+
+
+def test_every_file_has_its_checksum(converted: Path) -> None:
+    manifest = read_manifest(converted)
+    assert sorted([MANIFEST, *manifest.files]) == sorted(path.name for path in converted.iterdir())
+    assert manifest.checksums.keys() == manifest.files.keys()
+    assert manifest.checksums["corpus.jsonl"] == manifest.corpus_sha256
+    assert json.loads((converted / MANIFEST).read_text())["source"]["spec"] == "synthetic:30:0"
