@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deploy.commands import replay as command
-from deploy.replay import choose, render, to_json, visible
+from deploy.replay import Shown, choose, render, to_json, visible
 from learner.journal import Journal, read_journal
 from protocol.errors import UserError
 from protocol.header import seal
@@ -104,6 +104,20 @@ def test_masks_versions_and_lags_are_visible_without_colour(run_dir: Path, token
     assert "version 1.6 (lag 0)" in text, "step 7 trains version 6"
     assert "searched for 'emma'" in text and "passages p7" in text
     assert "reward    1 (em 1); rewards of the group: 0 1" in text and "\x1b" not in text
+
+
+def test_what_a_tool_was_called_with_is_shown_by_its_name(tokens: Tokens) -> None:
+    called = group()
+    seen = called.trajectories[1].segments[2]
+    program = seen.model_copy(update={"tool": "python", "query": "1\x1b[2J / 0", "passage_ids": (), "error": "tool_x"})
+    fetched = seen.model_copy(update={"tool": "fetch", "query": "p7"})
+    segments = (*called.trajectories[1].segments[:2], program, fetched)
+    trajectory = called.trajectories[1].model_copy(update={"segments": segments})
+    shown = Shown(called.model_copy(update={"trajectories": (trajectory,)}), 0, 7, 1)
+    text = render(shown, tokens, colour=False)
+    assert "called python with '1\N{REPLACEMENT CHARACTER}[2J / 0' · 0 ms · error tool_x" in text
+    assert "called fetch with 'p7' · passages p7 · 0 ms" in text and "searched for" not in text
+    assert [s["tool"] for s in to_json(shown, tokens)["segments"]] == ["", "", "python", "fetch"]
 
 
 def test_with_colours_only_the_policys_words_are_bold(run_dir: Path, tokens: Tokens) -> None:

@@ -20,6 +20,12 @@ from rollout_server.episode import Episode
 from rollout_server.group import GroupRejected, run_group
 from rollout_server.metrics import Stats
 from rollout_server.prompts.table import TEMPLATES
+from rollout_server.reward.base import Outcome, TurnText
+from rollout_server.reward.format import well_formed
+from rollout_server.reward.io import Io
+from rollout_server.reward.research import boxed_answer
+from rollout_server.reward.search_cost import SearchCostSettings
+from rollout_server.reward.turn_format import TurnFormatSettings
 from rollout_server.rollout import run_trajectory
 from rollout_server.search.fake import FakeSearch
 from rollout_server.testing import make_episode
@@ -314,3 +320,24 @@ def test_a_tool_listed_twice_or_unknown_is_refused() -> None:
         EpisodeSettings.model_validate({"tools": [{"type": "fetch"}, {"type": "fetch"}]})
     with pytest.raises(ValueError, match="shell"):
         EpisodeSettings.model_validate({"tools": [{"type": "shell"}]})
+
+
+@pytest.mark.parametrize(
+    ("policy", "formed"),
+    [
+        ("<think>x</think> <python>\nprint('a < b')\n</python>", True),
+        ("<think>x</think> <python> 1 </python> and what reached past it", True),
+        ("<python> 1 </python>", False),
+        ("<think>x <python> 0 </think> <python> 1 </python>", False),
+        ("<think>x</think> <search> q </search>", False),
+    ],
+)
+async def test_a_call_is_as_well_formed_as_a_search(policy: str, formed: bool) -> None:
+    turns = (TurnText(policy, tool="python"), TurnText("<think>y</think> <answer> \\boxed{a} </answer>"))
+    assert well_formed(turns) is formed
+    outcome = Outcome(QUESTION, Status.ANSWERED, "a", turns, 0)
+    assert await TurnFormatSettings().build(Io()).per_turn(outcome) == [0.0 if formed else -1.0, 0.0]
+    assert await SearchCostSettings(free=0).build(Io())(outcome) == 0.0, "no search was made"
+    assert not well_formed((replace(turns[0], tool=""), turns[1])) or "search" in policy
+    balanced = policy.count("<think>") == policy.count("</think>")
+    assert boxed_answer(turns) == ("a" if balanced and "<python>" in policy else None)
