@@ -124,7 +124,9 @@ class OnlineBase(Settings):
         return value.rstrip("/")
 
     @model_validator(mode="after")
-    def _recordings_have_a_place(self) -> Self:
+    def _fields_fit(self) -> Self:
+        if self.max_cost is not None and self.cost_per_request == 0:
+            raise ValueError("max_cost bounds nothing while cost_per_request is 0")
         if self.record != "off" and self.recordings is None:
             raise ValueError(f"record is {self.record!r}, but `recordings` names no directory")
         if self.pages.in_results and not self.fetch_pages:

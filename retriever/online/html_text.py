@@ -22,9 +22,10 @@ _BREAKING = _CONTENT | frozenset(
 )
 _DEEPEST = 64
 """Skipped elements inside each other that are told apart."""
-_CHUNK, _LEFTOVER, _LONGEST_S = 1 << 14, 1 << 12, 2.0
-"""Characters fed at once; of an unfinished rest that is still looked at; seconds for one page. Python's parser takes
-quadratic time for some unfinished constructs (CVE-2025-6069), and pages are written by strangers."""
+_CHUNK, _UNFINISHED, _LEFTOVER, _LONGEST_S = 1 << 16, 1 << 17, 1 << 12, 2.0
+"""Characters fed at once; of a tag or comment that does not end, before the rest is given up; of an unfinished rest
+that is still looked at; seconds for one page. Python's parser takes quadratic time for some unfinished constructs
+(CVE-2025-6069), and pages are written by strangers."""
 _META = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([A-Za-z0-9_.:-]{1,40})""", re.IGNORECASE)
 
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
@@ -49,7 +50,8 @@ def page_of_html(content: str, max_chars: int) -> Page:
     try:
         for start in range(0, len(content), _CHUNK):
             reader.feed(content[start : start + _CHUNK])
-            if time.monotonic() > end:
+            # a script may be long: its text is waited for, and costs nothing
+            if time.monotonic() > end or (len(reader.rawdata) > _UNFINISHED and not reader.cdata_elem):
                 break
         if "<" not in reader.rawdata:
             reader.handle_data(html.unescape(reader.rawdata))
@@ -108,6 +110,8 @@ class _Reader(HTMLParser):
         elif tag in _BREAKING:
             self._in_title = False
             self.parts.append("\n")
+        elif tag in ("td", "th"):
+            self.parts.append(" ")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in _BREAKING:
