@@ -56,7 +56,7 @@ def choose_dtype(asked: str, device: torch.device, config: Any) -> torch.dtype:
 
 def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer."""
-    with _said_in_words(folder, "tokenizer"), _quiet():
+    with _said_in_words(folder, "tokenizer"), quiet():
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
@@ -69,7 +69,7 @@ def load_model(folder: Path, compute: Compute, kind: str | None = None, unused: 
     if compute.threads:
         torch.set_num_threads(compute.threads)
     device = choose_device(compute.device)
-    with _said_in_words(folder, "model"), _quiet():
+    with _said_in_words(folder, "model"), quiet():
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         chosen = getattr(transformers, kind or _class_of(config))
         dtype = choose_dtype(compute.dtype, device, config)
@@ -107,7 +107,7 @@ def _said_in_words(folder: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no load report while the block runs: what matters in it is checked here."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

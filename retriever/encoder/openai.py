@@ -35,11 +35,15 @@ class OpenAIEncoder:
     """See the module's docstring. One connection, kept alive; one thread."""
 
     def __init__(self, settings: OpenAIEncoderSettings) -> None:
+        self._connection: http.client.HTTPConnection | None = None
         self._settings = settings
         self.dim, self.normalized = settings.dim, settings.normalize
         self._parts = urlsplit(settings.url.rstrip("/") + "/embeddings")
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | _authorization(settings)
-        self._connection: http.client.HTTPConnection | None = None
+
+    def __del__(self) -> None:
+        # encoders have no end of their own: they go with the index that owns them
+        self._close()
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
         """float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
@@ -119,6 +123,10 @@ class OpenAIEncoder:
                 raise EncoderUnavailable("too_large", f"{self._settings.url}: more than {limit} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the answer was not whole after {self._settings.timeout_s:g} s")
+        missing = response.length
+        response.close()  # or the connection takes no further request
+        if missing:
+            raise http.client.IncompleteRead(bytes(answer[:0]), missing)
         return bytes(answer)
 
     def _connect(self) -> http.client.HTTPConnection:

@@ -6,7 +6,7 @@ What happens at each step is the `recipe`; passages and queries differ in prefix
 
 A vector depends on its text alone up to float noise. Padding depends on the text alone (`batches`), so in float32 with
 one CPU thread vectors are equal to the bit, whatever the batch; with several threads or on a GPU the last bits can move
-with the number of rows (measured with 2 threads: at most 1.5e-7 a coordinate). Ranks of passages whose scores are that
+with the number of rows (measured with 2 threads: at most 2e-7 a coordinate). Ranks of passages whose scores are that
 near may then change places between a fresh answer and a cached one; nothing else does.
 """
 
