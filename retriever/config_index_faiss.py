@@ -76,7 +76,7 @@ class FaissHnswSettings(ApproximateBase):
     ef_search: int = Field(default=128, ge=1)
     """Length of the candidate list of a search (raised to k where that is more)."""
     build_threads: int = Field(default=0, ge=0)
-    """Threads of the build; 0: one a core. Only a build with 1 makes the same graph every time."""
+    """Threads of the build; 0: OMP_NUM_THREADS, or one a core. Only 1 makes the same graph every time."""
 
     def build(self, source: Source, directory: Path) -> None:
         """Encode the texts of `source` and link them. Memory: all vectors and links."""

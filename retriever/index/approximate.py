@@ -20,14 +20,13 @@ class ApproximateVectors:
         ntotal: int,
         vectors: Stored | None,
         candidates: Callable[[int], int],
-        owner: object = None,
     ) -> None:
         """`rough_search` gives (scores, rows) [n, c], rows distinct or NO_ROW; `candidates` maps k to c >= k.
 
-        Without `vectors` the rough scores are the scores. `owner` keeps the memory of `vectors` alive.
+        Without `vectors` the rough scores are the scores.
         """
         self._rough, self._ntotal, self._vectors = rough_search, ntotal, vectors
-        self._candidates, self._owner = candidates, owner
+        self._candidates = candidates
 
     @property
     def ntotal(self) -> int:

@@ -5,7 +5,6 @@ A file is refused, in words, unless it ranks by inner product and its rows are 0
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ from retriever.config_index_base import DenseBase
 from retriever.index.base import Source
 from retriever.index.dense import Stored
 
+_ALL_THREADS: int = faiss.omp_get_max_threads()
+
 
 def use_threads(threads: int) -> None:
-    """Threads of every FAISS call that this thread makes from now on; 0: one a core."""
-    faiss.omp_set_num_threads(threads or os.cpu_count() or 1)
+    """Threads of every FAISS call that this thread makes from now on; 0: OMP_NUM_THREADS, or one a core."""
+    faiss.omp_set_num_threads(threads or _ALL_THREADS)
 
 
 def open_file(path: Path, kind: type[Any] | tuple[type[Any], ...], wanted: str) -> Any:
@@ -48,36 +49,43 @@ def open_file(path: Path, kind: type[Any] | tuple[type[Any], ...], wanted: str) 
     return index
 
 
-def check_fits(path: Path, index: Any, settings: DenseBase, source: Source) -> None:
-    """UserError unless the file has a row for every passage, as wide as the encoder's vectors."""
+def check_fits(path: Path, shape: tuple[int, int], settings: DenseBase, source: Source) -> None:
+    """UserError unless the file's vectors [ntotal, dim] are one a passage, as wide as the encoder's."""
+    ntotal, width = shape
     dim = settings.encoder.build().dim
-    if index.ntotal != source.num_passages:
+    if ntotal != source.num_passages:
         raise UserError(
             f"{path} does not belong to this corpus",
-            why=f"{index.ntotal:,} rows in the file, {source.num_passages:,} passages in the corpus",
+            why=f"{ntotal:,} rows in the file, {source.num_passages:,} passages in the corpus",
             todo="give the corpus that the file was built from",
         )
-    if index.d != dim:
+    if width != dim:
         raise UserError(
             f"{path} does not belong to this encoder",
-            why=f"its vectors have {index.d} numbers, the encoder's {dim}",
+            why=f"its vectors have {width} numbers, the encoder's {dim}",
             todo="set index.encoder to the model that encoded the file",
         )
 
 
 def stored_vectors(index: Any) -> Stored | None:
-    """The vectors inside an opened index as a view [ntotal, d] that lives as long as it, None where it has none whole.
+    """The vectors inside an opened index as a view [ntotal, d] that keeps it open, None where it has none whole.
 
     float32, or float16 for a float16 scalar quantiser. In a file they begin at an odd offset: FAISS does not mind
     (measured: 200k x 384, the same time), numpy's matrix product would copy all (see `store.blocks`).
     """
-    if isinstance(index, faiss.IndexHNSW):
-        index = faiss.downcast_index(index.storage)
-    shape = (index.ntotal, index.d)
-    if isinstance(index, faiss.IndexFlat):
-        flat: Stored = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d)
-        return flat.reshape(shape)
-    if isinstance(index, faiss.IndexScalarQuantizer) and index.sq.qtype == faiss.ScalarQuantizer.QT_fp16:
-        codes: Stored = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size)
-        return codes.view(np.float16).reshape(shape)
-    return None
+    holder = faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
+    if isinstance(holder, faiss.IndexFlat):
+        numbers: Stored = faiss.rev_swig_ptr(holder.get_xb(), holder.ntotal * holder.d)
+    elif isinstance(holder, faiss.IndexScalarQuantizer) and holder.sq.qtype == faiss.ScalarQuantizer.QT_fp16:
+        numbers = faiss.rev_swig_ptr(holder.codes.data(), holder.ntotal * holder.code_size).view(np.float16)
+    else:
+        return None
+    return np.asarray(_Kept(numbers.reshape(holder.ntotal, holder.d), index))
+
+
+class _Kept:
+    """An array over memory that `owner` frees: numpy arrays made of this one hold on to it."""
+
+    def __init__(self, array: Stored, owner: Any) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._owner = owner

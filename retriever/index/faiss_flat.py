@@ -31,12 +31,11 @@ def build(settings: FileBase, source: Source, directory: Path) -> None:
     if settings.file is None:
         source.vectors(settings.encoder, settings.dtype, directory)
         return
-    index, _ = open_flat_file(settings.file)
-    check_fits(settings.file, index, settings, source)
+    check_fits(settings.file, open_flat_file(settings.file).shape, settings, source)
 
 
-def open_flat_file(path: Path) -> tuple[object, Stored]:
-    """The opened file, which owns the memory, and its vectors."""
+def open_flat_file(path: Path) -> Stored:
+    """The vectors in a file, memory-mapped."""
     index = open_file(path, (faiss.IndexFlat, faiss.IndexScalarQuantizer), "a flat index")
     vectors = stored_vectors(index)
     if vectors is None:
@@ -44,24 +43,22 @@ def open_flat_file(path: Path) -> tuple[object, Stored]:
             f"{path} holds vectors that are quantised further than float16",
             todo="build it as a Flat or SQfp16 index",
         )
-    return index, vectors
+    return vectors
 
 
 def open_flat(settings: FileBase, directory: Path, *, threads: int) -> FaissFlatVectors:
     """Over the file of the settings, or what `build` wrote."""
-    if settings.file is None:
-        return FaissFlatVectors(store.open_vectors(directory), threads=threads)
-    index, vectors = open_flat_file(settings.file)
-    return FaissFlatVectors(vectors, threads=threads, owner=index)
+    vectors = store.open_vectors(directory) if settings.file is None else open_flat_file(settings.file)
+    return FaissFlatVectors(vectors, threads=threads)
 
 
 class FaissFlatVectors:
-    """Vectors [ntotal, dim] in memory that `owner` keeps. The thread count belongs to the thread that opens it."""
+    """Over vectors [ntotal, dim], C order. The thread count belongs to the thread that opens it."""
 
-    def __init__(self, vectors: Stored, *, threads: int, owner: object = None) -> None:
+    def __init__(self, vectors: Stored, *, threads: int) -> None:
         faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
         use_threads(threads)
-        self._vectors, self._owner = vectors, owner
+        self._vectors = vectors
 
     @property
     def ntotal(self) -> int:

@@ -67,10 +67,7 @@ def resources(temp_mb: float) -> Any:
 def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
     """Copy the vectors of `settings.file`, or those that were built, to the GPUs."""
     devices = visible_devices(settings.devices)
-    if settings.file is None:
-        owner, vectors = None, store.open_vectors(directory)
-    else:
-        owner, vectors = open_flat_file(settings.file)
+    vectors = store.open_vectors(directory) if settings.file is None else open_flat_file(settings.file)
     known = {device: free for device in devices if (free := free_bytes(device)) is not None}
     shares = plan(
         *vectors.shape,
@@ -80,9 +77,7 @@ def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
         free_bytes=known,
     )
     flat = GpuFlat(settings, vectors, shares)
-    return ApproximateVectors(
-        flat.search, len(vectors), vectors, lambda k: max(k, min(k + settings.spare, _MOST)), owner=owner
-    )
+    return ApproximateVectors(flat.search, len(vectors), vectors, lambda k: max(k, min(k + settings.spare, _MOST)))
 
 
 class GpuFlat:

@@ -30,7 +30,8 @@ _ADD_BYTES = 256 << 20
 def build(settings: FaissHnswSettings, source: Source, directory: Path) -> None:
     """Encode and link, or look at the file that is there already. Below `exact_below` the vectors are all there is."""
     if settings.file is not None:
-        check_fits(settings.file, open_file(settings.file, faiss.IndexHNSW, "a graph (HNSW)"), settings, source)
+        index = open_file(settings.file, faiss.IndexHNSW, "a graph (HNSW)")
+        check_fits(settings.file, (index.ntotal, index.d), settings, source)
         return
     source.vectors(settings.encoder, settings.dtype, directory)
     vectors = store.open_vectors(directory)
@@ -74,4 +75,4 @@ def open_hnsw(settings: FaissHnswSettings, directory: Path, *, threads: int) -> 
         scores, rows = index.search(queries, count, params=parameters)
         return scores, rows
 
-    return ApproximateVectors(rough, index.ntotal, stored_vectors(index), lambda k: k + SPARE, owner=index)
+    return ApproximateVectors(rough, index.ntotal, stored_vectors(index), lambda k: k + SPARE)

@@ -41,7 +41,7 @@ def open_ivf(settings: IvfSettings, directory: Path, *, threads: int) -> VectorI
         rough = GpuLists(index, settings).search
     else:
         rough = Lists(index, settings.nprobe, threads=threads).search
-    return ApproximateVectors(rough, index.ntotal, vectors, _candidates(settings), owner=index)
+    return ApproximateVectors(rough, index.ntotal, vectors, _candidates(settings))
 
 
 def _candidates(settings: IvfSettings) -> Callable[[int], int]:
@@ -53,6 +53,7 @@ class Lists:
     """An IndexIVF, or one behind a rotation."""
 
     def __init__(self, index: Any, nprobe: int, *, threads: int) -> None:
+        self._whole = index  # owns what follows
         self._before: list[Any] = []
         self._ivf: Any = faiss.extract_index_ivf(index)
         if isinstance(index, faiss.IndexPreTransform):

@@ -49,7 +49,8 @@ def exact_instead(settings: IvfSettings, ntotal: int) -> bool:
 def build(settings: IvfSettings, source: Source, directory: Path) -> None:
     """Encode, train and fill, or look at the file that is there already."""
     if settings.file is not None:
-        check_fits(settings.file, open_file(settings.file, KINDS, "an inverted file (IVF)"), settings, source)
+        found = open_file(settings.file, KINDS, "an inverted file (IVF)")
+        check_fits(settings.file, (found.ntotal, found.d), settings, source)
         return
     parts = _parts(settings)  # before hours of encoding
     source.vectors(settings.encoder, settings.dtype, directory)

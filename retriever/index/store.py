@@ -39,7 +39,7 @@ def open_vectors(directory: Path) -> npt.NDArray[Any]:
 def blocks(
     vectors: npt.NDArray[Any], start: int = 0, stop: int | None = None, block_bytes: int | None = None
 ) -> Iterator[tuple[int, Vectors]]:
-    """(first row, aligned float32 [n, dim]) over rows start .. stop-1, n such that a block has about `block_bytes` or BLOCK_BYTES.
+    """(first row, aligned float32 [n, dim]) over rows start .. stop-1, in blocks of about `block_bytes` or BLOCK_BYTES.
 
     A block is good until the next is asked for: float16 and unaligned vectors are copied into one buffer.
     """
