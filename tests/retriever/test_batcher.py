@@ -39,6 +39,23 @@ async def test_a_batch_is_searched_before_the_window_ends_when_it_is_full(bench:
         assert [len(queries) for queries, _ in b.watched.calls] == [4, 4]
 
 
+async def test_clients_that_ask_again_at_once_stay_in_one_batch(bench: StartBench, until: Until) -> None:
+    async with bench(window_ms=0, cache_mb=0) as b:
+        b.watched.gate.clear()
+
+        async def client(name: int) -> None:
+            for turn in range(2):
+                await b.searches.search([f"number{2 * name + turn}"], 1)
+
+        early = asyncio.create_task(client(0))
+        await until(lambda: b.watched.entered == 1, "the first query is being searched")
+        late = asyncio.create_task(client(1))
+        await asyncio.sleep(0.2)  # a tenth of a call of this length is waited for those that it answers
+        b.watched.gate.set()
+        await asyncio.gather(early, late)
+        assert [queries for queries, _ in b.watched.calls][:2] == [["number0"], ["number2", "number1"]]
+
+
 async def test_equal_queries_are_searched_once(bench: StartBench) -> None:
     async with bench(window_ms=20) as b:
         answers = await asyncio.gather(*(b.searches.search(["number7", " number7\n", "number7"], 2) for _ in range(10)))
