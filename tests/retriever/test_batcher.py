@@ -46,11 +46,12 @@ async def test_clients_that_ask_again_at_once_stay_in_one_batch(bench: StartBenc
         async def client(name: int) -> None:
             for turn in range(2):
                 await b.searches.search([f"number{2 * name + turn}"], 1)
+                await asyncio.sleep(0.002)  # the way to the client and back
 
         early = asyncio.create_task(client(0))
         await until(lambda: b.watched.entered == 1, "the first query is being searched")
         late = asyncio.create_task(client(1))
-        await asyncio.sleep(0.2)  # a tenth of a call of this length is waited for those that it answers
+        await asyncio.sleep(0.4)  # a tenth of a call of this length is waited for those that it answers
         b.watched.gate.set()
         await asyncio.gather(early, late)
         assert [queries for queries, _ in b.watched.calls][:2] == [["number0"], ["number2", "number1"]]
