@@ -16,6 +16,7 @@ import numpy.typing as npt
 from retriever.encoder.base import Encoder, Vectors
 from retriever.index import store
 from retriever.index.base import NO_ROW, Hits, Rows, Scores, VectorIndex, top_rows
+from retriever.index.lengths import AnyLength, Measured
 
 Stored = npt.NDArray[Any]
 """Vectors [ntotal, dim] as they are stored: float32 or float16, aligned or not."""
@@ -32,7 +33,8 @@ class DenseIndex:
     """An encoder and a vector index as one `Index`."""
 
     def __init__(self, encoder: Encoder, vectors: VectorIndex) -> None:
-        self.encoder, self._vectors = encoder, vectors
+        self.encoder = encoder
+        self._vectors = AnyLength(vectors) if isinstance(vectors, Measured) and not encoder.normalized else vectors
 
     @property
     def ntotal(self) -> int:
@@ -134,7 +136,9 @@ def search_candidates(
     hits = rank(vectors, queries, candidates, k)
     if count == ntotal:
         return hits
-    unsure = np.flatnonzero(rough_scores[:, -1] >= rough_scores[:, k - 1] - tolerance(dim))
+    blank = ~queries.any(axis=1)
+    hits.rows[blank], hits.scores[blank] = np.arange(k), 0.0  # they tie with everything
+    unsure = np.flatnonzero((rough_scores[:, -1] >= rough_scores[:, k - 1] - tolerance(dim)) & ~blank)
     if len(unsure):
         again = queries[unsure]
         wider = max(1, spare) * _WIDEN

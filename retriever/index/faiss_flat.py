@@ -17,6 +17,7 @@ from retriever.index import store
 from retriever.index.base import Hits, Rows, Scores, Source
 from retriever.index.dense import Stored, search_candidates
 from retriever.index.faiss_file import check_fits, open_file, stored_vectors, use_threads
+from retriever.index.lengths import longest
 
 SPARE = 8
 """Candidates beyond k that FAISS is asked for."""
@@ -64,6 +65,10 @@ class FaissFlatVectors:
     def ntotal(self) -> int:
         """Number of vectors."""
         return len(self._vectors)
+
+    def longest(self) -> float:
+        """See `lengths.Measured`."""
+        return longest(self._vectors)
 
     def search(self, queries: Vectors, k: int) -> Hits:
         """See `base.VectorIndex`."""

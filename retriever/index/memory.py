@@ -8,6 +8,7 @@ from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Hits
 from retriever.index.dense import Stored, exact_search
+from retriever.index.lengths import longest
 
 
 class MemoryVectors:
@@ -20,6 +21,10 @@ class MemoryVectors:
     def ntotal(self) -> int:
         """Number of vectors."""
         return len(self._vectors)
+
+    def longest(self) -> float:
+        """See `lengths.Measured`."""
+        return longest(self._vectors)
 
     def search(self, queries: Vectors, k: int) -> Hits:
         """See `base.VectorIndex`."""

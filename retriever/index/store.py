@@ -1,7 +1,8 @@
 """The vectors of an index on disk: one raw matrix, memory-mapped, so that replicas on a host share it and none copies.
 
-`vectors.npy` is numpy's format, [ntotal, dim] in float32 or float16, rows of length at most 1, C order. It is written
-once, front to back; a reader sees either none or all of it, since an index directory appears by one rename.
+`vectors.npy` is numpy's format, [ntotal, dim] in float32 or float16, C order. It is written once, front to back;
+a reader sees either none or all of it, since an index directory appears by one rename. Rows are as long as the encoder
+gives them: 1 for most, anything for DPR and Contriever.
 """
 
 from __future__ import annotations
