@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -19,6 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rollout_server.tools.jail.spec import READY, Spec, pack
 
 KILL_S = 1.0
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -84,21 +85,21 @@ async def run_confined(source: str, limits: Limits, mechanisms: Sequence[str], l
 
 def command(limits: Limits, mechanisms: Sequence[str], libraries: Sequence[str], report: int) -> list[str]:
     """What starts the jail: the interpreter, isolated and without site packages."""
-    spec = {
-        "mechanisms": list(mechanisms),
-        "readable": readable(libraries),
-        "libraries": list(libraries),
-        "uid": FIRST_UID + random.randrange(1 << 29),
-        "report": report,
-        "cpu_s": limits.cpu_s,
-        "memory_mb": limits.memory_mb,
-        "file_mb": limits.file_mb,
-        "threads": limits.threads,
-    }
+    spec = Spec(
+        list(mechanisms),
+        readable(libraries),
+        list(libraries),
+        uid=FIRST_UID + random.randrange(1 << 29),
+        report=report,
+        cpu_s=limits.cpu_s,
+        memory_mb=limits.memory_mb,
+        file_mb=limits.file_mb,
+        threads=limits.threads,
+    )
     # not the one of a virtual environment: that one looks its home up in a file beside it
     python = getattr(sys, "_base_executable", "") or sys.executable
     entry = Path(__file__).parent / "jail" / "__main__.py"
-    return [python, "-I", "-S", "-B", "-X", "utf8", str(entry), json.dumps(spec)]
+    return [python, "-I", "-S", "-B", "-X", "utf8", str(entry), pack(spec)]
 
 
 def readable(libraries: Sequence[str] = ()) -> list[str]:
@@ -190,7 +191,7 @@ def _check(report: int, ran: Ran) -> None:
         said = os.read(report, 1 << 16)
     except BlockingIOError:
         said = b""
-    if said == b'{"ready": true}':
+    if said == READY:
         return
-    why = json.loads(said)["failed"] if said else ran.stderr.decode("utf-8", "replace").strip()[-500:]
+    why = (said or ran.stderr.strip()[-500:]).decode("utf-8", "replace")
     raise JailError(why or ("not ready within its deadline" if ran.late else f"ended with code {ran.code}"))

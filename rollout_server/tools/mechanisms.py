@@ -19,6 +19,7 @@ from socket import create_server
 
 from protocol.errors import UserError
 from rollout_server.tools.confined import Limits, command
+from rollout_server.tools.jail.spec import READY
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,9 @@ def _try(source: str, limits: Limits, mechanisms: Sequence[str], libraries: Sequ
         finally:
             os.close(write_end)
             with os.fdopen(read_end, "rb") as report:
-                said = report.read().decode()
-    if said != '{"ready": true}':
-        return "", said or done.stderr.decode("utf-8", "replace").strip()[-300:] or f"ended with code {done.returncode}"
+                said = report.read()
+    if said != READY:
+        return "", said.decode("utf-8", "replace") or done.stderr.decode("utf-8", "replace").strip()[
+            -300:
+        ] or f"ended with code {done.returncode}"
     return done.stdout.decode("utf-8", "replace"), ""

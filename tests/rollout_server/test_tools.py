@@ -3,12 +3,15 @@ it was."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol.codec import decode, encode
 from protocol.messages import Owner, Question, Sampling, Status, Task, Trajectory
@@ -61,7 +64,8 @@ def equipped(
     """An episode with both tools, scripted."""
     template = {"bytes": "search_r1", "words": "demo"}[kind]
     rest = {name: value for name, value in settings.items() if name not in BOTH}
-    plain = make_episode(directory, kind, template=template, **rest)  # type: ignore[arg-type]
+    more = [f"<{slash}{name}>" for name in BOTH for slash in ("", "/")]
+    plain = make_episode(directory, kind, template=template, more_words=more, **rest)  # type: ignore[arg-type]
     given = [{"type": name} | settings.pop(name, {}) for name in BOTH]
     wanted = EpisodeSettings.model_validate({"template": template, "tools": given} | settings)
     tools = [Scripted(name, bring) for name in BOTH]
@@ -313,6 +317,61 @@ async def test_an_episode_closes_its_tools(tmp_path: Path) -> None:
     episode, fetch, python = equipped(tmp_path, lambda _: ToolResult("x"))
     await with_measured_tools(episode, Stats("rollout", "me")).close()
     assert (fetch.closed, python.closed) == (1, 1)
+
+
+words = st.sampled_from(
+    [
+        "a",
+        "b",
+        *(f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer", *BOTH) for slash in ("", "/")),
+        "<eos>",
+        "<answer> a </answer>",
+    ]
+)
+texts = st.lists(words, min_size=1, max_size=16).map(" ".join)
+
+
+@given(script=st.lists(texts, min_size=5, max_size=5), said=texts, as_page=st.booleans(), room=st.integers(16, 120))
+def test_whatever_is_said_every_trajectory_with_tools_is_sound_and_within_its_budget(
+    tools_and_room: Callable[[int, ToolResult], tuple[Episode, Scripted, Scripted]],
+    script: list[str],
+    said: str,
+    as_page: bool,
+    room: int,
+) -> None:
+    result = ToolResult(passages=(Passage(id=said, contents=said),)) if as_page else ToolResult(said)
+    episode, fetch, python = tools_and_room(room, result)
+    trajectory, engine = asyncio.run(play(episode, script, FakeSearch(otherwise=[Passage(contents=said)])))
+    assert trajectory.status in (Status.ANSWERED, Status.OUT_OF_TURNS, Status.TRUNCATED)
+    assert len(trajectory.ids) <= episode.settings.max_context and len(engine.requests) == trajectory.turns
+    seen = [s for s in trajectory.segments if s.owner is Owner.ENVIRONMENT]
+    assert len(fetch.asked) + len(python.asked) == sum(bool(s.tool) for s in seen)
+    assert trajectory.searches == sum(bool(s.query and not s.tool) for s in seen)
+    for segment in seen:
+        if segment.query:
+            tags = [i for i in segment.ids.tolist() if i in episode.tokens.control_ids]
+            assert tags == [*episode.before, *episode.after]
+            inside = episode.tokens.decode(segment.ids.tolist()[len(episode.before) : -len(episode.after)])
+            assert parse(inside, tools=BOTH) == Invalid("no_action")
+    answers = [t for t in map(episode.tokens.decode, (s.ids.tolist() for s in trajectory.segments[-1:])) if t]
+    assert (trajectory.status is Status.ANSWERED) == isinstance(parse(answers[-1], tools=BOTH), Answer)
+    assert trajectory.mask.sum() == trajectory.num_sampled
+
+
+@pytest.fixture(scope="module")
+def tools_and_room(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int, ToolResult], tuple[Episode, Scripted, Scripted]]:
+    directory = tmp_path_factory.mktemp("episode")
+    made, _, _ = equipped(directory, lambda _: ToolResult("x"), kind="words")
+    prompt = len(made.prompt(QUESTION.text))
+
+    def sized(room: int, result: ToolResult) -> tuple[Episode, Scripted, Scripted]:
+        settings = made.settings.model_copy(update={"max_context": prompt + room, "reserve_tokens": 8})
+        tools = [Scripted(name, lambda _: result) for name in BOTH]
+        return replace(made, settings=settings, tools={t.name: t for t in tools}), tools[0], tools[1]
+
+    return sized
 
 
 def test_a_tool_listed_twice_or_unknown_is_refused() -> None:

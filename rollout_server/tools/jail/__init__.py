@@ -13,7 +13,8 @@ Standard library only: it is run by path with `python -I -S`. Linux only. What h
     no process outlives it, or     an own process tree, which ends  (signals, ABI >= 6)          no process can be made,
     touches one outside            with its first process                                        no other one signalled
 
-Resource limits hold beside them in any case: processor seconds, address space, size of a file, open files, and, where
-namespaces are there or the user is not root, threads. Privileges are dropped, `no_new_privs` is set, and as root the
-program gets a user id of its own. None of it is a defence against a hole in the kernel itself.
+Resource limits hold beside them in any case: processor seconds, address space, size of a file, open files; where there
+are namespaces also the number of threads and, without seccomp, of processes, of which each then has those limits.
+Privileges are dropped, `no_new_privs` is set, and as root the program gets a user id of its own. None of it is a
+defence against a hole in the kernel itself.
 """

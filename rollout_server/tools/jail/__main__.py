@@ -4,54 +4,29 @@
       first of the tree   (namespaces only) waits for the program; when it ends, the kernel ends everything in the tree
         the program       drops privileges, limits itself, Landlock, seccomp, then the policy's code
 
-When the server dies, or ends this process, each of them dies with the one above it. SPEC is JSON, see `Spec`. What was
-achieved is written to the descriptor `report` before the program starts: {"ready": true}, or {"failed": "why"} and then
-nothing of the program is run.
+When the server dies, or ends this process, each of them dies with the one above it. SPEC is `Spec`, as `pack` writes
+it. What was achieved is written to the descriptor `report` before the program starts: READY, or why not, and then
+nothing of the program is run. Starting this is most of what a call costs, so it imports no more than it needs.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 from rollout_server.tools.jail import kernel, landlock, namespaces, program, seccomp
+from rollout_server.tools.jail.spec import READY, Spec, unpack
 
 del sys.path[0]
 
 FAILED = 120
 
 
-@dataclass(frozen=True)
-class Spec:
-    """How to confine.
-
-    mechanisms  of namespaces, landlock, seccomp: each of them holds, or nothing is run
-    readable    directories whose files may be read
-    libraries   those of them that modules are imported from, besides the standard library
-    uid         user and group of the program when this runs as root and with namespaces
-    report      file descriptor, see the module
-    """
-
-    mechanisms: tuple[str, ...]
-    readable: tuple[str, ...]
-    libraries: tuple[str, ...]
-    uid: int
-    report: int
-    cpu_s: int
-    memory_mb: int
-    file_mb: int
-    threads: int
-
-
 def main() -> None:
-    spec = Spec(**json.loads(sys.argv[1]))
+    spec = unpack(sys.argv[1])
     try:
         unknown = set(spec.mechanisms) - {"namespaces", "landlock", "seccomp"}
         if unknown:
@@ -68,9 +43,9 @@ def main() -> None:
         _wait_for_child()
         _confine(spec)
     except OSError as error:
-        os.write(spec.report, json.dumps({"failed": str(error)}).encode())
+        os.write(spec.report, str(error).encode("utf-8", "replace"))
         os._exit(FAILED)
-    os.write(spec.report, b'{"ready": true}')
+    os.write(spec.report, READY)
     os.closerange(3, 256)
     sys.path += spec.libraries
     sys.argv = [""]
@@ -90,7 +65,7 @@ def _wait_for_child() -> None:
     _end_like(child)
 
 
-def _end_like(child: int) -> NoReturn:
+def _end_like(child: int) -> None:
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -16,7 +15,7 @@ MOUNT_SETATTR, LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SEL
 
 def machine() -> str:
     """`x86_64`, `aarch64`, ..."""
-    return platform.machine()
+    return os.uname().machine
 
 
 def call(name: str, *arguments: object) -> int:

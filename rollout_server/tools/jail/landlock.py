@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 
 from rollout_server.tools.jail import kernel
 
@@ -29,7 +28,7 @@ def version() -> int:
     return kernel.syscall("landlock_create_ruleset", kernel.LANDLOCK_CREATE_RULESET, None, 0, 1)
 
 
-def restrict(readable: Sequence[str], writable: str) -> None:
+def restrict(readable: list[str], writable: str) -> None:
     """From now on this process opens files under `readable` for reading, and under `writable`; nothing is executed.
 
     `no_new_privs` must be set. Raises OSError.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 
 from rollout_server.tools.jail import kernel
 
@@ -23,7 +22,7 @@ MNT_DETACH = 2
 WORK = "/program"
 
 
-def enter(root: str, readable: Sequence[str], work_mb: int) -> None:
+def enter(root: str, readable: list[str], work_mb: int) -> None:
     """Move this process into namespaces of its own; the next child is the first of the new process tree.
 
     root      an empty directory, mount point of the new root
