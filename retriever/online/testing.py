@@ -46,6 +46,8 @@ class FakeProvider:
     script: deque[Any] = field(default_factory=deque)
     seen: list[Request] = field(default_factory=list)
     url: str = ""
+    pause_s: float = 0.0
+    """Before each answer."""
     under_way: int = 0
     most_under_way: int = 0
 
@@ -58,6 +60,7 @@ class FakeProvider:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
+            await asyncio.sleep(self.pause_s)
             return await self._answer(request, query, count)
         finally:
             self.under_way -= 1

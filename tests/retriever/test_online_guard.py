@@ -152,7 +152,7 @@ def test_an_allow_list_allows_a_host_and_what_is_below_it(url: str, allowed: boo
 
 
 @pytest.mark.parametrize(
-    "addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["::ffff:8.8.8.8"], ["fe80::1%eth0"], ["garbage"]]
+    "addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["::ffff:8.8.8.8"], ["2606:4700::1111%eth0"], ["garbage"]]
 )
 def test_a_name_with_one_bad_address_is_refused_whole(addresses: list[str]) -> None:
     with pytest.raises(Failed, match="refused"):
@@ -186,6 +186,11 @@ class Site:
         self.hosts.append(request.headers["Host"])
         if request.path == "/hang":
             await asyncio.sleep(60)
+        if request.path == "/endless":
+            response = web.StreamResponse(headers={"Content-Type": "text/plain"})
+            await response.prepare(request)
+            while True:
+                await response.write(b"and so on " * 1000)
         make = self.pages.get(request.path)
         return make() if make else web.Response(text=HTML, content_type="text/html")
 
@@ -295,6 +300,11 @@ async def test_a_compressed_bomb_is_cut(site: Site) -> None:
     site.pages["/bomb"] = lambda: web.Response(body=bomb, headers=headers)
     page = await site.pages_of(max_mb=0.25, max_chars=1 << 20).read(site.url("/bomb"))
     assert 0.2 * 2**20 < len(page.text) <= 0.25 * 2**20
+
+
+async def test_a_page_without_an_end_is_left_when_there_is_enough_of_it(site: Site) -> None:
+    page = await site.pages_of(max_mb=0.1, max_chars=1 << 20).read(site.url("/endless"))
+    assert len(page.text) == pytest.approx(0.1 * 2**20, abs=10)
 
 
 async def test_a_text_is_cut_at_its_characters(site: Site) -> None:
