@@ -18,6 +18,7 @@ from protocol.search import Passage
 from retriever.backend import Fault, Kind
 from retriever.cache import Answer
 from retriever.config import RetrieverSettings
+from retriever.encoder.base import EncoderUnavailable
 from retriever.searcher import Searcher, open_searcher
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,11 @@ class IndexBackend:
     async def _one_by_one(self, work: Callable[[Sequence[str]], list[T]], texts: Sequence[str]) -> list[T | Fault]:
         try:
             return [*await asyncio.get_running_loop().run_in_executor(self._owner, work, texts)]
+        except EncoderUnavailable as error:
+            if error.for_all or len(texts) == 1:
+                log.warning("no vectors for %d texts: %s", len(texts), error)
+                return [Fault(error.cause, error.detail)] * len(texts)
+            return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
         except Exception as error:
             if len(texts) > 1:
                 log.warning("a batch of %d failed (%r): trying its members one by one", len(texts), error)

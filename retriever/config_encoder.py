@@ -149,7 +149,7 @@ class OpenAIEncoderSettings(EncoderBase):
     """Most texts in one request."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Longest wait for the connection, and for each piece of an answer."""
-    retries: int = Field(default=4, ge=0, le=20)
+    retries: int = Field(default=3, ge=0, le=20)
     """Further attempts after no connection, no answer, or 408, 409, 429 and 5xx."""
     backoff_s: float = Field(default=0.5, ge=0)
     """First pause before another attempt; doubled each time up to 30 s, times a random number from 0.5 to 1.

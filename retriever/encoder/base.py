@@ -43,11 +43,15 @@ class NotFinite(ForayError):
 
 
 class EncoderUnavailable(ForayError):
-    """The embedding service did not give vectors: unreachable, refused, or its answer is not one. `cause` counts it."""
+    """The embedding service did not give vectors: unreachable, refused, or its answer is not one.
 
-    def __init__(self, cause: str, detail: str) -> None:
+    cause    a short word for counters
+    for_all  it was asked again and again: no text would fare better alone. False: perhaps one text is to blame.
+    """
+
+    def __init__(self, cause: str, detail: str, *, for_all: bool = False) -> None:
         super().__init__(f"{cause}: {detail}")
-        self.cause, self.detail = cause, detail
+        self.cause, self.detail, self.for_all = cause, detail, for_all
 
 
 HALF = "try dtype bfloat16 or float32"

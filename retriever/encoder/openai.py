@@ -81,14 +81,14 @@ class OpenAIEncoder:
             except (OSError, http.client.HTTPException) as error:
                 self._close()
                 cause = "timeout" if isinstance(error, TimeoutError) else "unreachable"
-                failure = EncoderUnavailable(cause, f"{settings.url}: {str(error) or type(error).__name__}")
+                told = str(error) or type(error).__name__
+                failure = EncoderUnavailable(cause, f"{settings.url}: {told}", for_all=True)
             else:
                 if status == 200:
                     return self._parse(answer, len(texts))
-                failure = EncoderUnavailable(
-                    f"http_{status}", f"{settings.url}: {answer[:200].decode(errors='replace')}"
-                )
-                if status not in RETRIED:
+                told, again = answer[:200].decode(errors="replace"), status in RETRIED
+                failure = EncoderUnavailable(f"http_{status}", f"{settings.url}: {told}", for_all=again)
+                if not again:
                     raise failure
                 wait = max(wait, retry_after)
             if attempt == settings.retries:

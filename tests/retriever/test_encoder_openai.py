@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 
 from protocol.errors import UserError
+from retriever.backend import Fault
+from retriever.backend_index import IndexBackend
+from retriever.cache import Answer
 from retriever.config_encoder import OpenAIEncoderSettings
 from retriever.encoder.base import Encoder, EncoderUnavailable, NotFinite
 
@@ -119,6 +123,7 @@ def test_what_stays_is_a_failure_with_its_status_as_the_cause(
     with pytest.raises(EncoderUnavailable) as caught:
         client().encode_queries(["a"])
     assert caught.value.cause == f"http_{status}"
+    assert caught.value.for_all == (times > 1)
     assert len(server.asked) == times
 
 
@@ -202,6 +207,30 @@ def test_the_key_comes_from_the_environment_and_its_absence_is_told(
     monkeypatch.delenv("EMBEDDING_KEY")
     with pytest.raises(UserError, match="EMBEDDING_KEY is empty"):
         client(api_key_variable="EMBEDDING_KEY")
+
+
+async def test_a_services_failure_is_a_named_fault_of_every_query_and_is_not_multiplied(
+    server: Server, client: Callable[..., Encoder]
+) -> None:
+    class Searching:
+        """A searcher as far as `IndexBackend` asks one."""
+
+        encoder = client(retries=1)
+
+        def search(self, queries: Sequence[str], k: int) -> list[Answer]:
+            self.encoder.encode_queries(queries)
+            return [Answer((), ()) for _ in queries]
+
+    with ThreadPoolExecutor(1) as owner:
+        backend = IndexBackend(Searching(), owner)  # type: ignore[arg-type]
+        server.script = [(503, b"down", {})] * 2
+        outcomes = await backend.search(["a", "b", "c"], 3, "")
+        assert [outcome.cause for outcome in outcomes if isinstance(outcome, Fault)] == ["http_503"] * 3
+        assert len(server.asked) == 2
+        # refused at once: perhaps because of one of them, so each is asked alone
+        server.script = [(413, b"too long", {}), (200, None, {}), (413, b"too long", {})]
+        outcomes = await backend.search(["a", "b", "c"], 3, "")
+        assert [isinstance(outcome, Fault) for outcome in outcomes] == [False, True, False]
 
 
 def test_identity_is_what_decides_vectors() -> None:
