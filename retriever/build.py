@@ -8,6 +8,7 @@ in `.NAME.building` beside it; after a kill the same command goes on there.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -51,12 +52,22 @@ def build_index(
     given, out = read_input(corpus, form, words), out.absolute()
     if out.exists() and not overwrite:
         raise _exists(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(out, error) from None
     with BuildProgress(progress, bar=bar) as shown, BuildSite(out, shown.say) as site:
         if out.exists() and not overwrite:
             return _made_meanwhile(site, given, index)
         manifest = _Build(given, site, index, shown).run(fresh=fresh)
     progress(f"built {manifest.type} over {manifest.passages:,} passages: {out} (fingerprint {manifest.fingerprint})")
     return manifest
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    todo = "free some disk and give the same command again" if full else "see that the directory can be written"
+    return UserError(f"the index {out} cannot be written", why=error.strerror or str(error), todo=todo)
 
 
 def _exists(out: Path) -> UserError:
@@ -97,9 +108,13 @@ class _Build:
             if self._given.in_place and self._given.stamp() != journal.input:
                 raise UserError(f"{self._corpus} has changed while it was being indexed", todo="build again")
             manifest = self._manifest(scan)
-        except BaseException:
-            if not journal.vector_files:
+        except BaseException as error:
+            if journal.vector_files:
+                self._progress.say(f"what was done is kept in {self._directory}: the same command goes on there")
+            else:
                 self._site.discard()
+            if isinstance(error, OSError):
+                raise _unwritable(self._site.out, error) from error
             raise
         self._site.publish(without=JOURNAL)
         return manifest

@@ -22,7 +22,7 @@ _POLL_S = 0.1
 class BuildSite:
     """`with BuildSite(out, say) as site:` waits until nobody else builds `out`; then `site.directory` is ours.
 
-    It stays where it is unless `publish` or `discard` is called. `waited`: somebody else was at it before us.
+    The directory of `out` exists. The site stays where it is unless `publish` or `discard` is called. `waited`: somebody else was at it before us.
     """
 
     def __init__(self, out: Path, say: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class BuildSite:
         return self
 
     def _try(self) -> bool:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(exist_ok=True)
         try:
             lock = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -153,6 +154,21 @@ def build_after(path: Path, out: Path, index: MemorySettings, **options: Any) ->
     assert all((out / name).read_bytes() == (out.with_name("whole") / name).read_bytes() for name in manifest.files)
     assert read_manifest(out) == manifest
     return "\n".join(said)
+
+
+def test_a_full_disk_is_said_in_words_and_what_was_done_is_kept(
+    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, block: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    said: list[str] = []
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written") as caught:
+        patch.setattr(build_source, "_write", full)
+        build_index(interrupted, tmp_path / "index", small_memory(), progress=said.append)
+    assert "No space left" in caught.value.why and "same command" in caught.value.todo
+    assert "what was done is kept" in said[-1]
+    assert "going on at row 128 of 300" in build_after(interrupted, tmp_path / "index", small_memory())
 
 
 def test_an_interrupted_build_goes_on(interrupted: Path, tmp_path: Path) -> None:
