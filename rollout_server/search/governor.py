@@ -123,6 +123,10 @@ class Governor:
         place.replica.window.ended()
         self._serve_line()
 
+    def has_other(self, than: Collection[str]) -> bool:
+        """Whether a replica can be used whose address is not among these."""
+        return any(replica.up and replica.url not in than for replica in self.replicas)
+
     @property
     def waiting(self) -> int:
         """Searches in line."""

@@ -93,8 +93,9 @@ class Pursuit:
         self._bad_answers += fault.served
         if not out and (not fault.again or self._bad_answers >= self._limits.attempts):
             return False
-        # Jitter: thousands of rollouts must not come back in step.
-        wait = max(fault.wait_s, random.uniform(self._pause / 2, self._pause))
+        # Jitter: thousands of rollouts must not come back in step. What one replica asks for binds no other.
+        asked_for = 0.0 if self._governor.has_other(self._failed_at) else fault.wait_s
+        wait = max(asked_for, random.uniform(self._pause / 2, self._pause))
         self._pause = min(2 * self._pause, MAX_BACKOFF_S)
         if out:
             return True

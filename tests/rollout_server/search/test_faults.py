@@ -24,7 +24,9 @@ from rollout_server.search.http import HttpSearch, HttpSearchSettings
 from rollout_server.testing import make_episode
 
 QUESTION = Question(id="q", text="a b ?", answers=("c",))
-LIMITS = {"deadline_s": 0.6, "attempt_s": 0.15, "probe_s": 0.2, "outage_wait_s": 0.3}
+LIMITS = {"deadline_s": 0.8, "attempt_s": 0.35, "probe_s": 0.3, "outage_wait_s": 0.3}
+PATIENT = LIMITS | {"deadline_s": 4.0, "attempt_s": 2.0}
+"""For answers that take their time on a slow machine: ten megabytes, eight at once."""
 
 FAULTS: dict[str, Fault] = {
     "http_500": Fault(500, "Internal Server Error"),
@@ -59,7 +61,7 @@ def member(episode: Episode, query: str) -> Callable[[int], Play]:
 
 
 async def roll(
-    episode: Episode, retriever: FakeRetriever, stats: Stats, queries: str
+    episode: Episode, retriever: FakeRetriever, stats: Stats, queries: str, limits: dict[str, float] = LIMITS
 ) -> TrajectoryGroup | GroupRejected:
     """A group whose members search for one of `queries` each."""
     members: dict[str, Callable[[int], Play]] = {}
@@ -68,7 +70,7 @@ async def roll(
         members.setdefault(request.session, member(episode, queries[len(members) % len(queries)]))
         return members[request.session](turn)
 
-    search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **LIMITS))  # type: ignore[arg-type]
+    search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **limits))  # type: ignore[arg-type]
     task = Task(seq=1, question=QUESTION, group_size=len(queries), sampling=Sampling())
     try:
         measured = MeasuredSearch(search, stats)
@@ -84,7 +86,7 @@ async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting
 ) -> None:
     retriever.script = lambda query: FAULTS[cause] if query == "a" else None
     episode, stats = make_episode(tmp_path, on_search_error=setting), Stats("rollout", "r")
-    group = await roll(episode, retriever, stats, "bbab")
+    group = await roll(episode, retriever, stats, "bbab", PATIENT if cause == "too_large" else LIMITS)
     named = {name: n for name, n in stats.counts.items() if name.startswith("search_errors_") and n}
     assert named == {f"search_errors_{cause}": 1}
     assert stats.counts["searches"] == 4 and stats.counts["search_outcome_found"] == 3
@@ -115,7 +117,7 @@ async def test_a_retriever_that_fails_for_everybody_is_unavailable_in_the_end_an
     retriever.ready = way != "timeout"
     if way == "killed":
         await retriever.stop()
-    group = await roll(episode, retriever, stats, "abcdefgh")
+    group = await roll(episode, retriever, stats, "abcdefgh", LIMITS if way == "timeout" else PATIENT)
     assert isinstance(group, TrajectoryGroup)
     assert all(t.status is Status.ANSWERED and t.searches == 1 for t in group.trajectories)
     errors = {s.error for t in group.trajectories for s in t.segments if s.owner is Owner.ENVIRONMENT}

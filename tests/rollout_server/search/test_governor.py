@@ -85,6 +85,15 @@ async def test_a_replica_that_fails_costs_no_search_is_put_aside_and_comes_back(
         assert await client.errors(20, "again") == {""} and "again" in " ".join(sick.queries)
 
 
+async def test_a_replica_that_wants_to_be_left_alone_binds_no_other(pair: tuple[FakeRetriever, FakeRetriever]) -> None:
+    busy, idle = pair
+    busy.script = lambda query: Fault(429, headers={"Retry-After": "60"})
+    async with Client(busy, idle) as client:
+        started = time.monotonic()
+        assert await client.errors(20) == {""} and time.monotonic() - started < 3
+        assert client.counts["search_faults_overloaded"] > 0
+
+
 @pytest.mark.parametrize("way", ["killed", "hung", "500", "HTML", "503", "no paths for probes"])
 async def test_an_outage_of_all_costs_time_and_no_search(until: Until, way: str) -> None:
     async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=10) as client:

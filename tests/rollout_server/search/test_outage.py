@@ -32,7 +32,7 @@ from rollout_server.tokens import load_tokens
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
-GROUPS, SIZE = 40, 4
+GROUPS, SIZE = 24, 4
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h"]
 
 
@@ -140,13 +140,13 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
             assert now["waits"]["retriever"] - before["waits"]["retriever"] > 0.4
             assert now["values"]["retrievers_healthy"] == 0 and now["values"]["trajectories_in_flight"] > 0
             end()
-            await until(lambda: len(world.published()) > published, "work goes on", 10)
+            await until(lambda: len(world.published()) > published, "work goes on", 30)
             assert published < GROUPS and done < GROUPS
 
-        await until(lambda: len(world.published()) >= 3, "work is under way (the retriever was waited for)", 15)
+        await until(lambda: len(world.published()) >= 3, "work is under way (the retriever was waited for)", 30)
         await outage_of(retriever.kill, retriever.start)
         await outage_of(lambda: retriever.send(signal.SIGSTOP), lambda: retriever.send(signal.SIGCONT))
-        await until(lambda: len(world.published()) == GROUPS, "every group ends", 20)
+        await until(lambda: len(world.published()) == GROUPS, "every group ends", 30)
         values = (await status())["values"]
 
     groups = world.published()
