@@ -124,6 +124,7 @@ async def _info(request: web.Request) -> web.Response:
         "topk": settings.topk,
         "max_topk": MAX_TOPK,
         "max_queries": MAX_QUERIES,
+        "max_hits": settings.max_hits,
         "max_query_chars": MAX_QUERY_CHARS,
     }
     return web.json_response({**_open_backend(request).info(), **service})

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -27,6 +28,9 @@ from retriever.searches import Searches
 NOT_OPEN = "the index is not open"
 OUR_FAULTS = frozenset({"index", "rerank", "internal"})
 """Causes that are this service's own (500); others are a provider's (502)."""
+
+_SMALL, _BODIES = 1 << 16, 4
+"""Bodies up to so many bytes are not counted; of the others so many of the largest size are held at once."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -55,6 +59,22 @@ class Service:
         self.searches: Searches | None = None
         self.embedding: Embedding | None = None
         self.draining = False
+        self._body_bytes = 0
+
+    @asynccontextmanager
+    async def holding(self, num_bytes: int) -> AsyncIterator[None]:
+        """Memory for a body while the block runs. Raises Refusal 429 where large bodies of others fill it."""
+        if num_bytes <= _SMALL:
+            yield
+            return
+        if self._body_bytes and self._body_bytes + num_bytes > _BODIES * self.settings.max_body_mb * 2**20:
+            self.metrics.rejected.inc()
+            raise Refusal(429, "too many large requests at once", retry_s=1)
+        self._body_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._body_bytes -= num_bytes
 
     @property
     def ready(self) -> bool:
@@ -77,11 +97,15 @@ class Refusal(Exception):
         return {} if self.retry_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_s)))}
 
 
-def read_body(kind: type[Body], raw: bytes) -> Body:
+async def read_body(kind: type[Body], request: web.Request) -> Body:
     """The request's body, checked. Raises Refusal 400 with the first fault in words: a body with thousands of bad
     queries needs no longer answer."""
+    service = request.app[SERVICE]
+    size = request.content_length
     try:
-        return kind.model_validate_json(raw)
+        # a body of unknown length may become as long as any
+        async with service.holding(int(service.settings.max_body_mb * 2**20) if size is None else size):
+            return kind.model_validate_json(await request.read())
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -92,6 +116,8 @@ async def outcomes_of(service: Service, queries: Sequence[str], k: int, run: str
     """One outcome a query. Raises Refusal 429 and 503."""
     if service.searches is None or service.draining:
         raise Refusal(503, NOT_OPEN, retry_s=1)
+    if len(queries) * k > service.settings.max_hits:
+        raise Refusal(400, f"{len(queries)} queries times {k} hits are more than {service.settings.max_hits}")
     start = time.perf_counter()
     try:
         return await service.searches.search(queries, k, run)

@@ -46,7 +46,7 @@ class ManyQueries(_Request):
 
 async def search(request: web.Request) -> web.Response:
     """`POST /search`."""
-    body = read_body(OneQuery, await request.read())
+    body = await read_body(OneQuery, request)
     if not body.query.strip():
         raise Refusal(400, "Query content cannot be empty")
     (answer,) = await answers_of(request.app[SERVICE], [body.query], body.top_n)
@@ -55,7 +55,7 @@ async def search(request: web.Request) -> web.Response:
 
 async def batch_search(request: web.Request) -> web.Response:
     """`POST /batch_search`."""
-    body = read_body(ManyQueries, await request.read())
+    body = await read_body(ManyQueries, request)
     answers = await answers_of(request.app[SERVICE], body.query, body.top_n)
     return _json(render_many(answers, scores=body.return_score))
 

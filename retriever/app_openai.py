@@ -54,7 +54,7 @@ class EmbeddingRequest(BaseModel):
 async def embeddings(request: web.Request) -> web.Response:
     """`POST /v1/embeddings`."""
     service = request.app[SERVICE]
-    body = read_body(EmbeddingRequest, await request.read())
+    body = await read_body(EmbeddingRequest, request)
     embedding = _embedding(service)
     keys = [Text(body.input_type, text) for text in body.input]
     try:

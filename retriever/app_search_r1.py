@@ -22,7 +22,7 @@ _NOTHING = Answer((), ())
 async def retrieve(request: web.Request) -> web.Response:
     """`POST /retrieve`."""
     service = request.app[SERVICE]
-    body = read_body(SearchRequest, await request.read())
+    body = await read_body(SearchRequest, request)
     k = body.topk or service.settings.topk
     if not body.partial:
         answers = await answers_of(service, body.queries, k, body.run)

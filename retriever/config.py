@@ -53,7 +53,9 @@ class RetrieverSettings(Settings):
     verify_corpus: bool = True
     """Compare the corpus's SHA-256 with the manifest at the start; switch off for tens of GB (the size is compared)."""
     max_body_mb: float = Field(default=16.0, gt=0)
-    """Largest request body (MiB); beyond it 413."""
+    """Largest request body (MiB); beyond it 413. Four such bodies are held at once, of all requests together."""
+    max_hits: int = Field(default=200_000, ge=MAX_TOPK)
+    """Most hits that one request may ask for, queries times `topk`; beyond it 400."""
 
     @property
     def index_path(self) -> Path:

@@ -300,3 +300,31 @@ def test_hits_that_are_none_are_left_out(corpus: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(searcher._index, "search", lambda queries, k: hits)
     first, second = searcher.search(["a", "b"], 2)
     assert (len(first.documents), first.scores, second) == (1, (2.0,), Answer((), ()))
+
+
+async def test_memory_for_bodies_and_answers_is_bounded(settings: Settings) -> None:
+    async with (
+        running(settings(max_body_mb=0.1, max_hits=1000)) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+    ):
+        status, answer = await post(session, "/retrieve", {"queries": ["a", "b"], "topk": 501})
+        assert status == 400 and "more than 1000" in answer["error"]
+        head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        for _, writer in held:
+            writer.write(head)
+        first = [asyncio.ensure_future(reader.readline()) for reader, _ in held]
+        done, waiting = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        # four bodies are waited for, the fifth is refused, small ones are not concerned
+        assert [task.result() for task in done] == [b"HTTP/1.1 429 Too Many Requests\r\n"]
+        assert (await post(session, "/retrieve", {"queries": ["a"]}))[0] == 200
+        for _, writer in held:
+            writer.close()
+        await asyncio.wait(waiting)
+        large = {"queries": ["a"], "ignored": "x" * 90_000}
+        for _ in range(100):
+            status, _ = await post(session, "/retrieve", large)
+            if status == 200:
+                break
+            await asyncio.sleep(0.01)
+        assert status == 200
