@@ -23,6 +23,7 @@ from retriever.config_encoder import Compute
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _WIDE = ("t5", "mt5", "umt5")
 """Trained in bfloat16, with activations that float16 has no numbers for."""
 
@@ -57,7 +58,7 @@ def choose_dtype(asked: str, device: torch.device, config: Any) -> torch.dtype:
 def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer."""
     with _said_in_words(folder, "tokenizer"), quiet():
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
 def load_model(folder: Path, compute: Compute, kind: str | None = None, unused: tuple[str, ...] = ()) -> Any:
@@ -70,10 +71,10 @@ def load_model(folder: Path, compute: Compute, kind: str | None = None, unused: 
         torch.set_num_threads(compute.threads)
     device = choose_device(compute.device)
     with _said_in_words(folder, "model"), quiet():
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
         chosen = getattr(transformers, kind or _class_of(config))
         dtype = choose_dtype(compute.dtype, device, config)
-        model, told = chosen.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+        model, told = chosen.from_pretrained(folder, dtype=dtype, output_loading_info=True, **_LOCAL)
     missing = [name for name in told["missing_keys"] if not any(part in name for part in unused)]
     missing += [str(entry[0]) for entry in told["mismatched_keys"]]
     if missing:
@@ -83,6 +84,8 @@ def load_model(folder: Path, compute: Compute, kind: str | None = None, unused: 
             todo="give the folder of the right model",
         )
     log.info("%s from %s on %s in %s", type(model).__name__, folder.name, device, str(dtype).removeprefix("torch."))
+    # decoders would keep keys and values that nobody reads
+    model.config.use_cache = False
     return model.to(device).eval()
 
 
@@ -101,7 +104,7 @@ def _said_in_words(folder: Path, what: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(
             f"cannot load the {what} in {folder}",
-            why=(str(error).strip() or type(error).__name__).splitlines()[0],
+            why=" ".join(str(error).split())[:300] or type(error).__name__,
             todo="the folder must hold config.json, a tokenizer and weights that this version of transformers knows",
         ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,12 @@ def test_a_folder_that_cannot_be_loaded_is_refused_in_words(bert: Path, tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
     with pytest.raises(UserError, match=r"cannot load the (tokenizer|model)"):
         build(tmp_path, family="e5")
+    foreign = tiny_model(tmp_path / "foreign")
+    auto_map = {"AutoConfig": "org/code--file.Config", "AutoModel": "org/code--file.Model"}
+    (foreign / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": auto_map}))
+    with pytest.raises(UserError, match=r"cannot load the (tokenizer|model)") as caught:
+        build(foreign, family="e5")
+    assert "trust_remote_code" in caught.value.why
     with pytest.raises(UserError, match="no device"):
         build(bert, family="e5", device="cuda:77")
 
