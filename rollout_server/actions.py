@@ -16,7 +16,8 @@ from protocol.search import Passage
 from rollout_server.prompts.base import PromptTemplate
 
 ESCAPE_VERSION = 1
-"""Stored on every group: a change of `neutralise` changes the training distribution."""
+"""Stored on every group: a change of `neutralise` changes the training distribution. Enabled tools add their tags to
+what it escapes; the name of the group's template says which they are."""
 MAX_CHARS_PER_TOKEN = 64
 """Passages are cut to this many characters a token of their budget before they are tokenised: a passage of megabytes
 must not cost seconds."""

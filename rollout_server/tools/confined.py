@@ -68,7 +68,7 @@ async def run_confined(source: str, limits: Limits, mechanisms: Sequence[str], l
 
     Raises JailError when it could not be confined.
     """
-    directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="foray-jail-")
+    directory = tempfile.mkdtemp(prefix="foray-jail-")
     read_end, write_end = os.pipe()
     try:
         argv = command(limits, mechanisms, libraries, write_end)

@@ -47,7 +47,7 @@ class FetchSettings(ToolBase):
     to."""
     max_chars: int = Field(default=20_000, ge=1)
     """Longest document that is looked at, in characters; the rest is dropped. `max_obs_tokens` cuts what is left."""
-    deadline_s: float = Field(default=20.0, gt=0)
+    deadline_s: float = Field(default=30.0, gt=0)
     """Longest wait for one document, retries and their pauses included, in seconds."""
     connections: int = Field(default=32, ge=1)
     """Connections kept to the retrievers; more calls than that wait in line, within their deadline."""

@@ -4,20 +4,24 @@ it was."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.codec import decode, encode
 from protocol.messages import Owner, Question, Sampling, Status, Task, Trajectory
 from protocol.search import Passage
+from protocol.settings import section
 from rollout_server.actions import Action, Answer, Call, Invalid, Search, neutralise, parse
-from rollout_server.config_episode import EpisodeSettings
+from rollout_server.config import RolloutSettings
+from rollout_server.config_episode import EpisodeSettings, ToolSettings
 from rollout_server.engine.fake import FakeEngine, Play, in_turn
 from rollout_server.episode import Episode
 from rollout_server.group import GroupRejected, run_group
@@ -400,3 +404,12 @@ async def test_a_call_is_as_well_formed_as_a_search(policy: str, formed: bool) -
     assert not well_formed((replace(turns[0], tool=""), turns[1])) or "search" in policy
     balanced = policy.count("<think>") == policy.count("</think>")
     assert boxed_answer(turns) == ("a" if balanced and "<python>" in policy else None)
+
+
+def test_the_page_on_tools_shows_settings_that_work_and_forgets_no_tool() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    (fragment,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    shown = section(yaml.safe_load(fragment), "rollout", RolloutSettings).episode.tools
+    members = {member.model_fields["type"].default for member in get_args(get_args(ToolSettings)[0])}
+    assert {tool.type for tool in shown} == members
+    assert all(f"| `{name}` |" in page for name in members)
