@@ -65,18 +65,16 @@ class OnlineBackend:
         """Totals since the start, for metrics: none ever falls.
 
         requests (sent, each attempt), cost (of them, in the unit of `cost_per_request`), retries, answered, failed,
-        replayed, recorded, pages, pages_failed.
+        replayed, recorded (replies), unrecorded (replies and pages that the disk did not take), pages, pages_failed.
         """
         names = ("answered", "failed", "replayed", "recorded", "pages", "pages_failed")
         counts = {name: float(self._counts[name]) for name in names}
-        if self._sender is None:
+        counts["unrecorded"] = 0.0 if self._recordings is None else float(self._recordings.unwritten)
+        sender = self._sender
+        if sender is None:
             return {"requests": 0.0, "cost": 0.0, "retries": 0.0} | counts
-        budget = self._sender.budget
-        return {
-            "requests": float(budget.requests),
-            "cost": budget.cost,
-            "retries": float(self._sender.retries),
-        } | counts
+        sent = {"requests": float(sender.budget.requests), "cost": sender.budget.cost}
+        return sent | {"retries": float(sender.retries)} | counts
 
     def info(self) -> dict[str, Any]:
         """See `Backend`."""
@@ -138,8 +136,7 @@ class OnlineBackend:
         if self._recordings is not None:
             # an answer that would not be understood again is not worth keeping
             self._provider.read(reply)
-            await asyncio.to_thread(self._recordings.save, ask, reply)
-            self._counts["recorded"] += 1
+            self._counts["recorded"] += await asyncio.to_thread(self._recordings.save, ask, reply)
         return reply
 
     async def _page(self, hit: Hit, pages: Pages) -> Passage:

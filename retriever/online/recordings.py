@@ -6,9 +6,12 @@ key in it and a reply is cleared of it before it comes here, so the files can be
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,15 @@ from typing import Any
 from protocol.errors import UserError
 from retriever.online.provider import Ask, Failed
 
+log = logging.getLogger(__name__)
+
 
 class Recordings:
     """A directory of replies. Blocking: to be called in a thread."""
 
     def __init__(self, directory: Path, provider: str, *, writing: bool) -> None:
         self._directory, self._provider = directory, provider
+        self.unwritten = 0
         try:
             if writing:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -52,14 +58,24 @@ class Recordings:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise Failed("garbage", f"recording {path.name}: {type(error).__name__}") from None
 
-    def save(self, ask: Ask, reply: Any) -> None:
-        """Keep a reply, in place of an older one. OSError where the disk does not take it."""
+    def save(self, ask: Ask, reply: Any) -> bool:
+        """Keep a reply, in place of an older one; whether that went well. A disk that does not take it costs the recording, not the answer,
+        which has been paid for: it is counted in `unwritten` and told in the log."""
         path = self.path(ask)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        # two threads may keep the same page at once
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         content = {"provider": self._provider, "request": _plain(ask), "reply": reply}
-        # ASCII: a reply may hold half a surrogate pair, which UTF-8 cannot
-        partial.write_text(json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
-        partial.replace(path)
+        try:
+            # ASCII: a reply may hold half a surrogate pair, which UTF-8 cannot
+            partial.write_text(json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
+            partial.replace(path)
+            return True
+        except OSError as error:
+            self.unwritten += 1
+            log.error("a reply could not be recorded: %s", error.strerror)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            return False
 
 
 def _plain(ask: Ask) -> dict[str, Any]:

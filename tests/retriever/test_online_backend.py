@@ -175,6 +175,18 @@ def test_a_recording_is_whole_or_not_there_and_a_broken_one_is_garbage(tmp_path:
             recordings.load(ask)
 
 
+async def test_a_disk_that_takes_nothing_costs_the_recording_not_the_answer(
+    opened: Open, world: Web, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "recordings"
+    async with opened(pages={"in_results": True}, record="record", recordings=directory) as backend:
+        directory.rmdir()
+        (answer,) = await backend.search(["q"], 2, "")
+        assert contents(answer)[1] == '"Title of /a"\nWhole text of /a'
+        assert backend.counters()["unrecorded"] == 2 and backend.counters()["recorded"] == 0
+    assert "could not be recorded" in caplog.text
+
+
 def test_a_replay_without_its_directory_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
         SerperSettings(record="replay", recordings=tmp_path / "nowhere").build()

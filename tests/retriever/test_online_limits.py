@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -153,6 +155,16 @@ async def test_retry_after_is_waited_for(
     fake.script.append(web.json_response({}, status=429, headers={"Retry-After": header}))
     await one.send(Ask(fake.url, body={"q": "q"}))
     assert sum(clock.sleeps) == waited and len(fake.seen) == 2
+
+
+async def test_retry_after_may_be_a_date(sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider) -> None:
+    one, clock = sender(backoff_s=0.0)
+    for seconds in (6, -600):
+        date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
+        fake.script.append(web.json_response({}, status=503, headers={"Retry-After": date}))
+        await one.send(Ask(fake.url, body={"q": "q"}))
+    # a date has whole seconds
+    assert 3.5 <= sum(clock.sleeps) <= 6
 
 
 async def test_a_long_retry_after_ends_the_query_and_holds_up_the_next(
