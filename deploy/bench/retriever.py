@@ -63,7 +63,7 @@ class RetrieverBench(BenchSettings):
     deadline_s: float = Field(default=300.0, gt=0)
     """The client's deadline for one query, retries included: on a slow machine the burst takes long, and must."""
     indexes: tuple[str, ...] = TYPES
-    """Kinds of index in the table, by name and with commas; empty: no table."""
+    """Indexes in the table, with commas, settings behind colons: bm25,faiss_ivf:nprobe=128; empty: no table."""
     data: str = ""
     """Directory with corpus_multihop.jsonl and questions_*.jsonl for the table; empty: synthetic text."""
     table_passages: int = Field(default=20_000, ge=100)
@@ -76,9 +76,10 @@ class RetrieverBench(BenchSettings):
 
     def measure(self, say: Say) -> Measured:
         """Bare FAISS, the service, bare FAISS again, the service without batches; then the table."""
-        from deploy.bench.retriever_indexes import table_of
+        from deploy.bench.retriever_indexes import check_table, table_of
         from deploy.bench.retriever_phases import Phases
 
+        check_table(self)
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             phases = Phases(self, Path(name), say)
             before = phases.bare([self.max_batch])

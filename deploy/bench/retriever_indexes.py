@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from deploy.bench.base import Say
 from deploy.bench.retriever import RetrieverBench
@@ -28,6 +28,7 @@ from protocol.errors import ForayError, UserError
 from retriever.config_index import IndexSettings
 from retriever.index.base import NO_ROW
 
+CORPUS = "corpus_multihop.jsonl"
 SUPPORT_AT = (3, 5, 10, 20)
 DEPTH = 20
 SINGLES = 200
@@ -66,27 +67,40 @@ def kinds() -> list[str]:
     return [member.model_fields["type"].default for member in get_args(union)]
 
 
+def chosen_index(name: str) -> dict[str, Any]:
+    """`faiss_ivf:nprobe=128` as settings. Raises UserError for an index or a setting that there is not."""
+    kind, *given = name.split(":")
+    if kind not in kinds():
+        raise UserError(f"no index is called {kind}", todo=f"--indexes takes {', '.join(kinds())}")
+    content = {"type": kind} | dict(item.partition("=")[::2] for item in given)
+    try:
+        settings: IndexSettings = TypeAdapter(IndexSettings).validate_python(content)
+    except ValidationError as error:
+        raise UserError(f"{name} cannot be an index", why=error.errors()[0]["msg"]) from None
+    return settings.model_dump(mode="json")
+
+
 def table_of(bench: RetrieverBench, directory: Path, say: Say) -> list[dict[str, Any]]:
-    """A row for each of `bench.indexes`, in order. Raises UserError for a name that no index has."""
-    if unknown := sorted(set(bench.indexes) - set(kinds())):
-        raise UserError(f"no index is called {', '.join(unknown)}", todo=f"--indexes takes {', '.join(kinds())}")
+    """A row for each of `bench.indexes`, in order. Raises UserError for one that cannot be."""
+    chosen = {name: chosen_index(name) for name in bench.indexes}
     corpus, questions = _asked(bench, directory, say)
     asked = directory / "questions.json"
     asked.write_text(json.dumps(questions))
     measured, found = {}, {}
-    for kind in bench.indexes:
-        answers = directory / f"{kind}.found.json"
-        row = Row({"type": kind}, str(corpus), str(directory / f"table-{kind}"), str(asked), str(answers))
-        measured[kind] = _child(row.write(directory / f"{kind}.spec.json"))
-        found[kind] = json.loads(answers.read_text())
-        told = measured[kind]
-        say(f"{kind}: built in {told['build_s']:.1f} s, {told['queries_per_s_64']:.0f} queries/s in batches of 64")
+    for number, (name, index) in enumerate(chosen.items()):
+        answers = directory / f"table-{number}.found.json"
+        row = Row(index, str(corpus), str(directory / f"table-{number}"), str(asked), str(answers))
+        measured[name] = told = _child(row.write(directory / f"table-{number}.json"))
+        found[name] = json.loads(answers.read_text())
+        say(f"{name}: built in {told['build_s']:.1f} s, {told['queries_per_s_64']:.0f} queries/s in batches of 64")
     return [
-        {"index": kind}
-        | figures
-        | recalls(found[kind], None if kind in NOT_DENSE else found.get(EXACT), [ids for _, ids in questions])
-        for kind, figures in measured.items()
+        {"index": name} | figures | recalls(found[name], _measure_of(name, found), [ids for _, ids in questions])
+        for name, figures in measured.items()
     ]
+
+
+def _measure_of(name: str, found: dict[str, list[list[str]]]) -> list[list[str]] | None:
+    return None if name.partition(":")[0] in NOT_DENSE else found.get(EXACT)
 
 
 def recalls(
@@ -107,6 +121,14 @@ def recalls(
     return {"recall_10": fmean(shares) if shares else None} | support
 
 
+def check_table(bench: RetrieverBench) -> None:
+    """UserError for a table that cannot be made, before anything is measured."""
+    for name in bench.indexes:
+        chosen_index(name)
+    if bench.data and not Path(bench.data, CORPUS).is_file():
+        raise UserError(f"{bench.data} has no {CORPUS}", todo="give another --data, or none for synthetic text")
+
+
 def _asked(bench: RetrieverBench, directory: Path, say: Say) -> tuple[Path, list[tuple[str, list[str]]]]:
     """The corpus, and each question with the ids of its supporting passages."""
     if bench.data:
@@ -115,7 +137,7 @@ def _asked(bench: RetrieverBench, directory: Path, say: Say) -> tuple[Path, list
         records = [record for line in lines if (record := json.loads(line)).get("supporting_ids")]
         if not records:
             raise UserError(f"{data} has no questions_*.jsonl with supporting_ids", todo="give another --data")
-        return data / "corpus_multihop.jsonl", [(one["question"], one["supporting_ids"]) for one in records]
+        return data / CORPUS, [(one["question"], one["supporting_ids"]) for one in records]
     settings = synthetic_index(bench.table_passages, directory / "table-corpus", say)
     queries, _ = distinct_queries(settings, SYNTHETIC_QUERIES)
     return settings.corpus, [(query, []) for query in queries]
@@ -147,10 +169,11 @@ def measure(row: Row) -> dict[str, float]:
     index.search(queries[:1], DEPTH)
     found: list[list[int]] = []
     for batch, count in ((64, len(queries)), (1, min(SINGLES, len(queries)))):
-        begun, found_now = time.perf_counter(), []
+        begun, cpu, found_now = time.perf_counter(), time.process_time(), []
         for start in range(0, count, batch):
             found_now += index.search(queries[start : min(start + batch, count)], DEPTH).rows.tolist()
         figures[f"queries_per_s_{batch}"] = count / (time.perf_counter() - begun)
+        figures[f"cpu_ms_{batch}"] = 1000 * (time.process_time() - cpu) / count
         found = found or found_now
     corpus = Corpus(Path(row.corpus), directory)
     ids = [[corpus.passage(place).id for place in rows if place != NO_ROW] for rows in found]

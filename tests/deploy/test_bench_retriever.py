@@ -11,10 +11,10 @@ import torch
 
 from deploy.bench.retriever import TYPES, check
 from deploy.bench.retriever_gpu import bound_s, flat_search
-from deploy.bench.retriever_indexes import kinds, recalls
+from deploy.bench.retriever_indexes import chosen_index, kinds, recalls
 from deploy.bench.retriever_load import percentile
 from deploy.cli import main
-from protocol.errors import ForayError
+from protocol.errors import ForayError, UserError
 
 
 @pytest.mark.ring
@@ -40,6 +40,23 @@ def test_a_small_run_answers_every_query_and_fills_the_table(capsys: pytest.Capt
 
 def test_the_default_table_has_every_index_that_a_cpu_can_build() -> None:
     assert set(TYPES) <= set(kinds())
+
+
+def test_an_index_of_the_table_may_have_settings() -> None:
+    assert (
+        chosen_index("faiss_ivf:nprobe=128:nlist=64").items()
+        >= {"type": "faiss_ivf", "nprobe": 128, "nlist": 64}.items()
+    )
+    for wrong in ("faiss", "bm25:k1=-1", "bm25:nprobe=2"):
+        with pytest.raises(UserError):
+            chosen_index(wrong)
+
+
+def test_a_table_that_cannot_be_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "retriever", "--indexes", "bm26"]) == 2
+    assert main(["bench", "retriever", "--data", "nowhere"]) == 2
+    err = capsys.readouterr().err
+    assert "no index is called bm26" in err and "nowhere has no corpus" in err and "[retriever]" not in err
 
 
 def load_of(**facts: Any) -> dict[str, Any]:
