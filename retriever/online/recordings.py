@@ -59,8 +59,11 @@ class Recordings:
             raise Failed("garbage", f"recording {path.name}: {type(error).__name__}") from None
 
     def save(self, ask: Ask, reply: Any) -> bool:
-        """Keep a reply, in place of an older one; whether that went well. A disk that does not take it costs the recording, not the answer,
-        which has been paid for: it is counted in `unwritten` and told in the log."""
+        """Keep a reply, in place of an older one; whether that went well.
+
+        A disk that does not take it costs the recording, not the answer, which has been paid for: it is counted in
+        `unwritten` and told in the log.
+        """
         path = self.path(ask)
         # two threads may keep the same page at once
         partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")

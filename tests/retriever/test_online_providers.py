@@ -1,0 +1,226 @@
+"""Each provider's readers on replies as its documentation shows them (shortened), and on what they should not eat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retriever.config_online import (
+    BingSettings,
+    BraveSettings,
+    GoogleCseSettings,
+    SearxngSettings,
+    SerpApiSettings,
+    SerperSettings,
+    TavilySettings,
+)
+from retriever.online.bing import Bing
+from retriever.online.brave import Brave
+from retriever.online.google_cse import GoogleCse
+from retriever.online.provider import Failed, Found, Provider
+from retriever.online.searxng import Searxng
+from retriever.online.serpapi import SerpApi
+from retriever.online.serper import Serper
+from retriever.online.tavily import Tavily
+
+PROVIDERS: dict[str, Provider] = {
+    "serpapi": SerpApi(SerpApiSettings()),
+    "serper": Serper(SerperSettings()),
+    "google_cse": GoogleCse(GoogleCseSettings(cx="c")),
+    "brave": Brave(BraveSettings(extra_snippets=True)),
+    "tavily": Tavily(TavilySettings(answers=True)),
+    "bing": Bing(BingSettings(base_url="https://bing.example/v7.0/search")),
+    "searxng": Searxng(SearxngSettings()),
+}
+
+OK = {"search_metadata": {"status": "Success"}}
+
+CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
+    (
+        "serpapi",
+        OK
+        | {
+            "answer_box": {"type": "calculator_result", "result": "3.14"},
+            "knowledge_graph": {
+                "title": "Apple",
+                "description": "A company.",
+                "source": {"name": "Wikipedia", "link": "https://en.wikipedia.org/wiki/Apple_Inc."},
+            },
+            "organic_results": [
+                {"position": 1, "title": "Coffee", "link": "https://c.example/", "snippet": "A drink."},
+                {"position": 2, "title": "No snippet", "link": "https://d.example/"},
+            ],
+        },
+        [
+            Found("Answer", "3.14", box=True),
+            Found("Apple", "A company.", "https://en.wikipedia.org/wiki/Apple_Inc.", box=True),
+            Found("Coffee", "A drink.", "https://c.example/"),
+            Found("No snippet", "", "https://d.example/"),
+        ],
+    ),
+    (
+        "serpapi",
+        OK
+        | {
+            "answer_box": [
+                {"title": "Zola", "answer": "1840", "snippet": "Born in 1840.", "link": "https://z.example/"}
+            ]
+        },
+        [Found("Zola", "1840\nBorn in 1840.", "https://z.example/", box=True)],
+    ),
+    ("serpapi", OK | {"error": "Google hasn't returned any results for this query."}, []),
+    (
+        "serper",
+        {
+            "searchParameters": {"q": "apple inc", "type": "search"},
+            "knowledgeGraph": {
+                "title": "Apple",
+                "website": "http://www.apple.com/",
+                "description": "A company.",
+                "descriptionLink": "https://en.wikipedia.org/wiki/Apple_Inc.",
+                "attributes": {"CEO": "Tim Cook", "Site": "https://x.example", "Founded": "1976"},
+            },
+            "organic": [{"title": "Apple", "link": "https://www.apple.com/", "snippet": "Discover.", "position": 1}],
+            "peopleAlsoAsk": [{"question": "?", "snippet": "no hit"}],
+        },
+        [
+            Found(
+                "Apple",
+                "A company.\nCEO: Tim Cook\nFounded: 1976",
+                "https://en.wikipedia.org/wiki/Apple_Inc.",
+                box=True,
+            ),
+            Found("Apple", "Discover.", "https://www.apple.com/"),
+        ],
+    ),
+    (
+        "google_cse",
+        {
+            "kind": "customsearch#search",
+            "items": [{"title": "T", "link": "https://t.example/", "snippet": "one \ntwo\xa0three"}],
+        },
+        [Found("T", "one two three", "https://t.example/")],
+    ),
+    ("google_cse", {"kind": "customsearch#search", "searchInformation": {"totalResults": "0"}}, []),
+    (
+        "brave",
+        {
+            "type": "search",
+            "infobox": {"results": [{"title": "Zola", "long_desc": "A writer.", "url": "https://z.example/"}]},
+            "web": {
+                "results": [
+                    {
+                        "title": "A &amp; <strong>B</strong>",
+                        "url": "https://b.example/",
+                        "description": "It&#x27;s <strong>this</strong> <code>",
+                        "extra_snippets": ["more", 3, "&lt;last&gt;"],
+                    }
+                ]
+            },
+        },
+        [
+            Found("Zola", "A writer.", "https://z.example/", box=True),
+            Found("A & B", "It's this <code>\nmore\n<last>", "https://b.example/"),
+        ],
+    ),
+    ("brave", {"type": "search", "query": {"original": "x"}}, []),
+    (
+        "tavily",
+        {
+            "query": "Who is Leo Messi?",
+            "answer": "A footballer.",
+            "images": [],
+            "results": [{"title": "M", "url": "https://m.example/", "content": "Born 1987.", "score": 0.8}],
+            "response_time": "1.67",
+        },
+        [Found("Answer", "A footballer.", box=True), Found("M", "Born 1987.", "https://m.example/")],
+    ),
+    (
+        "bing",
+        {
+            "_type": "SearchResponse",
+            "computation": {"id": "c", "expression": "6 * 7", "value": "42"},
+            "entities": {"value": [{"name": "Space Needle", "description": "A tower.", "url": "https://s.example/"}]},
+            "webPages": {"value": [{"name": "N", "url": "https://n.example/", "snippet": "S"}]},
+        },
+        [
+            Found("Answer", "6 * 7 = 42", box=True),
+            Found("Space Needle", "A tower.", "https://s.example/", box=True),
+            Found("N", "S", "https://n.example/"),
+        ],
+    ),
+    ("bing", {"_type": "SearchResponse", "queryContext": {"originalQuery": "x"}}, []),
+    (
+        "searxng",
+        {
+            "query": "x",
+            "answers": ["an old answer", {"answer": "a new one", "url": "https://n.example/"}, 3, ""],
+            "infoboxes": [
+                {"infobox": "Zola", "content": "A writer.", "urls": [{"title": "W", "url": "https://w.example"}]}
+            ],
+            "results": [{"title": "T", "url": "https://t.example/", "content": None}],
+        },
+        [
+            Found("Answer", "an old answer", box=True),
+            Found("Answer", "a new one", "https://n.example/", box=True),
+            Found("Zola", "A writer.", "https://w.example", box=True),
+            Found("T", "", "https://t.example/"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "reply", "found"), CASES, ids=[f"{case[0]}{i}" for i, case in enumerate(CASES)])
+def test_a_documented_reply_is_read(name: str, reply: dict[str, Any], found: list[Found]) -> None:
+    assert PROVIDERS[name].read(reply) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "reply"),
+    [
+        ("serpapi", {"search_metadata": {"status": "Error"}, "error": "Please try again later."}),
+        ("serpapi", OK | {"organic_results": {"title": "T"}}),
+        ("bing", {"_type": "ErrorResponse", "errors": []}),
+        ("searxng", {"results": "none"}),
+        ("tavily", {"detail": {"error": "x"}}),
+        ("brave", {"type": "search", "web": 3}),
+    ],
+)
+def test_a_failure_does_not_pass_for_an_empty_answer(name: str, reply: dict[str, Any]) -> None:
+    with pytest.raises(Failed, match="garbage"):
+        PROVIDERS[name].read(reply)
+
+
+NAMES = sorted(
+    {key for _, reply, _ in CASES for key in reply} | {"results", "value", "title", "url", "content", "answer"}
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=True) | st.sampled_from(["", "text"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+@settings(max_examples=60, deadline=None)
+@given(reply=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
+def test_no_reply_raises_anything_but_garbage(name: str, reply: dict[str, Any]) -> None:
+    try:
+        found = PROVIDERS[name].read(reply)
+    except Failed as failure:
+        assert failure.fault.cause == "garbage"
+    else:
+        assert all(isinstance(part, str) for item in found for part in item[:3])
+
+
+def test_a_long_query_is_cut_where_brave_would_refuse_it() -> None:
+    asked = Brave(BraveSettings()).ask("word " * 60, 3).params["q"]
+    assert len(asked.split()) == 50 and len(Brave(BraveSettings()).ask("x" * 900, 3).params["q"]) == 400
+
+
+def test_a_bing_compatible_service_may_want_a_bearer_token() -> None:
+    given = {"base_url": "https://b.example/v7.0/search", "key_header": "Authorization"}
+    assert Bing(BingSettings.model_validate(given)).key_place == ("header", "Authorization", "Bearer ")
