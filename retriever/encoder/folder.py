@@ -25,6 +25,8 @@ _MODES: dict[str, Pooling] = {
 _NEW_MODES: dict[str, Pooling] = {"cls": "cls", "max": "max", "mean": "mean", "lasttoken": "last"}
 _QUERY = ("query", "search_query", "retrieval.query")
 _PASSAGE = ("passage", "document", "corpus", "search_document", "retrieval.passage")
+_BEHIND_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text")
+"""Models whose count of positions starts behind the padding id, 1."""
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
@@ -54,9 +56,7 @@ class Folder:
         found = self.config.get("max_position_embeddings")
         if not isinstance(found, int) or found <= 0:
             return None
-        # RoBERTa's count starts behind the padding id
-        roberta = str(self.config.get("model_type", "")).replace("-", "_") in ("roberta", "xlm_roberta", "camembert")
-        return found - 2 if roberta else found
+        return found - 2 if str(self.config.get("model_type", "")).replace("_", "-") in _BEHIND_PADDING else found
 
 
 def read_folder(root: Path) -> Folder:

@@ -56,7 +56,8 @@ FAMILIES = (
     Family("contriever", _word("m?contriever"), "", "", "mean", False, 512, 512,
            "Izacard et al. 2022, arXiv 2112.09118, appendix A, and `mean_pooling` of its repository"),
     Family("dpr", _word("dpr"), "", "", "pooler", False, 256, 256,
-           "Karpukhin et al. 2020, arXiv 2004.04906, section 3; `sequence_length: 256` of its repository"),
+           "Karpukhin et al. 2020, arXiv 2004.04906, section 3; `sequence_length: 256` of its repository, which gives "
+           "title and text as a pair: here as in Search-R1 they are one text"),
     Family("gte_qwen", _START + r"gte-qwen", _ASK, "", "last", True, 512, 512,
            "model card of Alibaba-NLP/gte-Qwen2-1.5B-instruct"),
     Family("gte_cls", _START + r"gte-[^/]*(?:v1\.5|modernbert|multilingual)", "", "", "cls", True, 512, 512,

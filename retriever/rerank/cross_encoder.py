@@ -21,6 +21,9 @@ from retriever.encoder.forward import forward
 from retriever.encoder.loading import load_model, load_tokenizer
 from retriever.rerank.base import Scores
 
+_CHUNK = 4096
+"""Pairs that are tokenised at once: the ids of a whole burst with 50 candidates a query would take gigabytes."""
+
 
 class CrossEncoder:
     """See the module's docstring. Made, and used, by one thread."""
@@ -46,16 +49,21 @@ class CrossEncoder:
         """See `base.Reranker`. NotFinite where the model overflows."""
         queries = [query for query, texts in pairs for _ in texts]
         texts = [text for _, own in pairs for text in own]
-        flat = np.zeros(len(texts), dtype=np.float32)
-        if texts:
-            tokens = self._tokenizer(queries, texts, truncation="longest_first", max_length=self._limit)
-            with torch.inference_mode():
-                for rows, output, _ in forward(
-                    self._model, tokens, self._tokenizer.pad_token_id, self._limit, self._budget
-                ):
-                    logits = output.logits.float()
-                    one = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
-                    flat[rows] = one.cpu().numpy()
+        parts = [slice(start, start + _CHUNK) for start in range(0, len(texts), _CHUNK)]
+        flat = np.concatenate([np.zeros(0, np.float32), *(self._score(queries[part], texts[part]) for part in parts)])
         check_finite(flat, texts, f"the reranker {self._name}", HALF)
         ends = np.cumsum([len(own) for _, own in pairs])
         return [flat[end - len(own) : end] for end, (_, own) in zip(ends, pairs, strict=True)]
+
+    def _score(self, queries: list[str], texts: list[str]) -> Scores:
+        """float32 [n] of n pairs."""
+        scores = np.zeros(len(texts), dtype=np.float32)
+        tokens = self._tokenizer(queries, texts, truncation="longest_first", max_length=self._limit)
+        with torch.inference_mode():
+            for rows, output, _ in forward(
+                self._model, tokens, self._tokenizer.pad_token_id, self._limit, self._budget
+            ):
+                logits = output.logits.float()
+                one = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
+                scores[rows] = one.cpu().numpy()
+        return scores

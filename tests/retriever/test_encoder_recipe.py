@@ -163,8 +163,9 @@ def test_an_explicit_setting_that_contradicts_the_folder_is_refused(model: Model
 
 def test_lengths_stay_within_the_models_positions(model: Model) -> None:
     assert recipe(model("e5-short", {"max_position_embeddings": 40})).max_passage == 40
-    roberta = model("e5-roberta", {"model_type": "xlm-roberta", "max_position_embeddings": 130})
-    assert recipe(roberta).max_query == 128
+    for kind in ("xlm-roberta", "mpnet"):
+        folder = model(f"e5-{kind}", {"model_type": kind, "max_position_embeddings": 130})
+        assert recipe(folder).max_query == 128
 
 
 def test_half_of_dpr_is_refused(model: Model) -> None:

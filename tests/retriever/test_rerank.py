@@ -63,6 +63,13 @@ def test_a_pairs_score_does_not_depend_on_other_queries(folder: Path) -> None:
     assert abs(together[0][1] - together[2][0]) > 1e-3
 
 
+def test_many_pairs_are_scored_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = build(folder).scores(PAIRS)
+    monkeypatch.setattr("retriever.rerank.cross_encoder._CHUNK", 3)
+    for line, other in zip(build(folder).scores(PAIRS), expected, strict=True):
+        np.testing.assert_allclose(line, other, rtol=0, atol=1e-6)
+
+
 def test_order_is_by_score_and_then_by_the_place_before() -> None:
     scores = np.array([0.5, 2.0, 0.5, -1.0, 2.0, 0.5], dtype=np.float32)
     assert order(scores).tolist() == [1, 4, 0, 2, 5, 3]
