@@ -32,7 +32,7 @@ from rollout_server.tokens import load_tokens
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
-GROUPS, SIZE = 24, 4
+BATCH, SIZE = 12, 4
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h"]
 
 
@@ -81,7 +81,7 @@ def curious(tokens) -> FakeServer:
         words = [WORDS[(hash(body["rid"]) >> (3 * i)) % 8] for i in range(3)]
         return unsaid(tokens.own(f"<search> {' '.join(words)} </search>") if turn < 3 else answer, ids)
 
-    return FakeServer(say, version=V5.label, latency_s=0.02)
+    return FakeServer(say, version=V5.label, latency_s=0.15)
 
 
 @contextlib.asynccontextmanager
@@ -89,7 +89,7 @@ async def rollout_server(world, tmp_path: Path, model: Path, retriever: Retrieve
     """A rollout server in this process; yields what asks for its `/status`."""
     run = RunSettings(id=world.keys.run, dir=tmp_path, redis_url=world.url, model=model, max_lag=2)
     search = {"type": "http", "urls": [retriever.url], "topk": 1, "deadline_s": 2.0, "attempt_s": 0.5, "probe_s": 0.3}
-    settings = {"id": "r", "fleet_poll_s": 0.05, "concurrency_groups": 4, "task_idle_ms": 60_000, "search": search}
+    settings = {"id": "r", "fleet_poll_s": 0.05, "concurrency_groups": 64, "task_idle_ms": 60_000, "search": search}
     settings |= {"episode": {"template": "demo", "max_turns": 4}}
     stop, port_file = Stop(), tmp_path / "port"
     serving = asyncio.create_task(
@@ -122,42 +122,50 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
         rollout_server(world, tmp_path, model, retriever) as status,
     ):
         world.register("e", engine.url, V5, max_running=256)
-        world.issue(*(make_task(seq, group_size=SIZE) for seq in range(1, GROUPS + 1)))
+        issued = 0
 
-        async def outage_of(begin: Callable[[], None], end: Callable[[], None]) -> None:
+        def issue() -> None:
+            """A batch more on the stream."""
+            nonlocal issued
+            world.issue(*(make_task(issued + i, group_size=SIZE) for i in range(1, BATCH + 1)))
+            issued += BATCH
+
+        async def outage(begin: Callable[[], None], end: Callable[[], None]) -> None:
             """Begin it, see that work stands still and nothing fails, end it, and see that work goes on."""
-            done = len(world.published())
+            turns = len(engine.requests) + BATCH * SIZE
+            await until(lambda: len(engine.requests) > turns, "each trajectory has searched", 30)
             begin()
             for _ in range(500):
                 if (await status())["values"]["search_breaker"]:
                     break
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)  # a read of tasks that was under way has ended, and turns have reached a search
+            await asyncio.sleep(0.4)  # a read of tasks that was under way has ended, and turns have reached a search
+            issue()
             published, leased, before = len(world.published()), world.pending(), await status()
             await asyncio.sleep(0.5)
             now = await status()
             assert (len(world.published()), world.pending()) == (published, leased), "nothing is leased, nothing ends"
             assert now["waits"]["retriever"] - before["waits"]["retriever"] > 0.4
             assert now["values"]["retrievers_healthy"] == 0 and now["values"]["trajectories_in_flight"] > 0
+            assert leased <= issued - BATCH - published and now["values"]["groups_in_flight"] == leased
             end()
             await until(lambda: len(world.published()) > published, "work goes on", 30)
-            assert published < GROUPS and done < GROUPS
 
-        await until(lambda: len(world.published()) >= 3, "work is under way (the retriever was waited for)", 30)
-        await outage_of(retriever.kill, retriever.start)
-        await outage_of(lambda: retriever.send(signal.SIGSTOP), lambda: retriever.send(signal.SIGCONT))
-        await until(lambda: len(world.published()) == GROUPS, "every group ends", 30)
+        issue()
+        await outage(retriever.kill, retriever.start)
+        await outage(lambda: retriever.send(signal.SIGSTOP), lambda: retriever.send(signal.SIGCONT))
+        await until(lambda: len(world.published()) == issued, "every group ends", 30)
         values = (await status())["values"]
 
     groups = world.published()
-    assert sorted(g.seq for g in groups) == list(range(1, GROUPS + 1)) and world.pending() == 0
+    assert sorted(g.seq for g in groups) == list(range(1, 3 * BATCH + 1)) and world.pending() == 0
     assert all(isinstance(g, TrajectoryGroup) and g.attempt == 1 and len(g.trajectories) == SIZE for g in groups)
     trajectories = [t for g in groups for t in g.trajectories]
     assert {(t.status, t.cause, t.searches) for t in trajectories} == {(Status.ANSWERED, "", 3)}
     seen = [s for t in trajectories for s in t.segments if s.owner is Owner.ENVIRONMENT]
     assert {s.error for s in seen} == {""} and all(s.passage_ids for s in seen)
     # conservation: what was asked for, what was found, and what is in the trajectories are one number
-    assert values["searches"] == values["search_outcome_found"] == len(seen) == 3 * SIZE * GROUPS
-    assert values["search_errors"] == 0 and values["trajectories"] == SIZE * GROUPS
+    assert values["searches"] == values["search_outcome_found"] == len(seen) == 3 * SIZE * issued
+    assert values["search_errors"] == 0 and values["trajectories"] == SIZE * issued
     assert values["search_outages"] >= 2 and values["search_faults_unreachable"] > 0
     assert values["search_faults_timeout"] > 0 and values["search_breaker"] == 0
