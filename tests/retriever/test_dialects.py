@@ -118,11 +118,12 @@ async def test_a_partial_answer_names_the_cause_of_each_failed_query(scores: boo
 async def test_without_partial_one_failure_fails_the_request_in_every_form() -> None:
     backend = Scripted({"bad": Fault("timeout", "10 s"), "ours": Fault("index", "KeyError: 3")})
     async with serving(backend) as (session, _):
-        for path, body in [
+        bodies: list[tuple[str, dict[str, Any]]] = [
             ("/retrieve", {"queries": ["good", "bad"]}),
             ("/search", {"query": "bad"}),
             ("/batch_search", {"query": ["bad", "good"], "return_score": True}),
-        ]:
+        ]
+        for path, body in bodies:
             status, answer = await post(session, path, body)
             assert (status, answer["cause"]) == (502, "timeout")
             assert "10 s" in answer["error"]

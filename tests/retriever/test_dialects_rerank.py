@@ -26,7 +26,8 @@ async def test_hits_come_in_the_rerankers_order_with_its_scores(
         "device": "cpu",
         "threads": 1,
     }
-    body = {"queries": ["number7 letter", "Curie"], "topk": 10, "return_scores": True}
+    queries = ["number7 letter", "Curie"]
+    body = {"queries": queries, "topk": 10, "return_scores": True}
     found = []
     for chosen in (settings(), settings(rerank=rerank)):
         async with running(chosen) as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
@@ -37,7 +38,7 @@ async def test_hits_come_in_the_rerankers_order_with_its_scores(
     plain, reranked = found
     assert info["rerank"]["candidates"] == 10 and info["fingerprint"] != info["index_fingerprint"]
     reranker = CrossEncoderSettings.model_validate(rerank).build()
-    for query, before, after in zip(body["queries"], plain, reranked, strict=True):  # type: ignore[arg-type]
+    for query, before, after in zip(queries, plain, reranked, strict=True):
         texts = [hit["document"]["contents"] for hit in before]
         (scores,) = reranker.scores([(query, texts)])
         assert {hit["document"]["id"] for hit in after} == {hit["document"]["id"] for hit in before}
