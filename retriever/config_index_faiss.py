@@ -100,7 +100,7 @@ class IvfBase(ApproximateBase):
 
     nlist: int = Field(default=0, ge=0)
     """Lists. 0: the power of two nearest to 4 * sqrt(passages), with 39 passages a list or more."""
-    nprobe: int = Field(default=32, ge=1)
+    nprobe: int = Field(default=64, ge=1)
     """Lists scanned for a query."""
     train_size: int = Field(default=0, ge=0)
     """Passages that the centroids are trained on, drawn by `seed`. 0: 64 a list."""

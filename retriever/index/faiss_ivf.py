@@ -21,6 +21,7 @@ from retriever.index.base import Hits, Rows, Scores, VectorIndex
 from retriever.index.faiss_file import open_file, use_threads
 from retriever.index.faiss_flat import FaissFlatVectors
 from retriever.index.faiss_ivf_build import FILE, KINDS, IvfSettings
+from retriever.index.lengths import AnyLength
 
 SPARE = 8
 """Candidates beyond k that are scored again where lists hold whole vectors: float32 sums may swap neighbours."""
@@ -62,10 +63,10 @@ class Lists:
         self._ivf.nprobe = self._nprobe = min(nprobe, self._ivf.nlist)
         quantizer = faiss.downcast_index(self._ivf.quantizer)
         self._quantizer = quantizer
-        self._centroids: FaissFlatVectors | None = None
+        self._centroids: VectorIndex | None = None
         if isinstance(quantizer, faiss.IndexFlat):
             matrix = quantizer.reconstruct_n(0, self._ivf.nlist)
-            self._centroids = FaissFlatVectors(matrix, threads=threads)
+            self._centroids = AnyLength(FaissFlatVectors(matrix, threads=threads))
 
     def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
         """The best `count` passages in the nearest lists."""

@@ -43,7 +43,7 @@ def test_faiss_equals_the_oracle_exactly(tmp_path: Path, batch: int, dtype: str,
     vectors = unit(rng, 3000)
     vectors[1000:1050] = vectors[500]  # a tie that straddles FAISS's candidate list
     store.create(tmp_path, *vectors.shape, dtype)[:] = vectors
-    queries = np.concatenate([vectors[500:501], unit(rng, 63)])[:batch]
+    queries = np.concatenate([vectors[500:501], np.zeros_like(vectors[:1]), unit(rng, 62)])[:batch]
     ours, oracle = FaissFlatVectors(store.open_vectors(tmp_path), threads=1), MemoryVectors(tmp_path)
     for k in (1, 3, 10, 100):
         found, expected = ours.search(queries, k), oracle.search(queries, k)
