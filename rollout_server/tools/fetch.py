@@ -1,7 +1,7 @@
 """`<fetch> id </fetch>`: one document of the corpus by its id, from the retriever's `GET /passages/{id}`.
 
-Deadline, retries, size cap and names of errors are those of `search.http`: one deadline for everything, no redirects,
-and a reply that is checked before anything uses it. What the policy writes is never an address: it becomes one quoted
+One deadline for everything, jittered retries, patience while no retriever can be reached, a size cap, no redirects, and
+a reply that is checked before anything uses it. What the policy writes is never an address: it becomes one quoted
 path segment of a configured base address, or the value of `?id=` where a path could not carry it. An id that the
 retriever does not know is the policy's mistake, and the policy is told; anything else that fails is the tool's.
 """
@@ -48,7 +48,11 @@ class FetchSettings(ToolBase):
     max_chars: int = Field(default=20_000, ge=1)
     """Longest document that is looked at, in characters; the rest is dropped. `max_obs_tokens` cuts what is left."""
     deadline_s: float = Field(default=30.0, gt=0)
-    """Longest wait for one document, retries and their pauses included, in seconds."""
+    """Longest wait for one document from retrievers that can be reached, retries and their pauses included, in
+    seconds."""
+    outage_wait_s: float = Field(default=300.0, ge=0)
+    """Longest wait while none can be reached, in seconds, instead of `deadline_s` where it is longer: a retriever that
+    is restarted costs time and no rewards, as in `rollout.search`."""
     connections: int = Field(default=32, ge=1)
     """Connections kept to the retrievers; more calls than that wait in line, within their deadline."""
     max_bytes: int = Field(default=4 << 20, ge=1024)
@@ -121,9 +125,11 @@ class Fetch:
             self._session = None
 
     async def _ask(self, name: str) -> ToolResult:
-        """The document, or the error of the last attempt. Ends within the deadline."""
+        """The document, or the error of the last attempt. Ends within the deadline, or the longest outage."""
         last = _Failed("timeout", again=True)
         pause = BACKOFF_S
+        loop = asyncio.get_running_loop()
+        begun = since = loop.time()
         try:
             async with asyncio.timeout(self._settings.deadline_s) as deadline:
                 while True:
@@ -133,9 +139,13 @@ class Fetch:
                         last = failed
                     # Jitter: thousands of rollouts must not come back in step.
                     wait = max(last.wait_s, random.uniform(pause / 2, pause))
-                    when = deadline.when()
-                    if not last.again or (when is not None and asyncio.get_running_loop().time() + wait >= when):
+                    end = since + self._settings.deadline_s
+                    if last.error == "unreachable":
+                        end = max(end, begun + self._settings.outage_wait_s)
+                        since = loop.time() + wait  # who comes back has the whole deadline
+                    if not last.again or loop.time() + wait >= end:
                         return ToolResult(error=last.error)
+                    deadline.reschedule(end)
                     await asyncio.sleep(wait)
                     pause = min(2 * pause, MAX_BACKOFF_S)
         except TimeoutError:

@@ -154,9 +154,25 @@ async def test_a_retry_goes_to_the_next_retriever(retriever: Retriever) -> None:
     for _ in range(2):
         assert (await fetch("p7")).error == ""
     await fetch.close()
-    only_dead = FetchSettings(deadline_s=0.3).build((dead,))
+    only_dead = FetchSettings(deadline_s=0.3, outage_wait_s=0).build((dead,))
     assert (await only_dead("p7")).error == "unreachable"
     await only_dead.close()
+
+
+async def test_a_retriever_that_is_away_longer_than_the_deadline_costs_time_and_nothing_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    fetch = FetchSettings(deadline_s=0.2, outage_wait_s=20).build((f"http://127.0.0.1:{port}",))
+    call = asyncio.create_task(fetch("p7"))
+    await asyncio.sleep(0.4)
+    assert not call.done()
+    handler = Retriever()
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", handler.handle)
+    async with TestServer(app, port=port), asyncio.timeout(10):
+        result = await call
+    assert result.error == "" and result.passages[0].id == "p7"
+    await fetch.close()
 
 
 async def test_a_long_document_is_cut(retriever: Retriever) -> None:
