@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from protocol.errors import UserError
@@ -52,6 +52,8 @@ def build_index(
     given, out = read_input(corpus, form, words), out.absolute()
     if out.exists() and not overwrite:
         raise _exists(out)
+    if any(path.resolve().is_relative_to(out.resolve()) for path in given.paths):
+        given = replace(given, in_place=False)  # the corpus lies in the directory that will be replaced: copy it
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

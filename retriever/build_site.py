@@ -22,7 +22,8 @@ _POLL_S = 0.1
 class BuildSite:
     """`with BuildSite(out, say) as site:` waits until nobody else builds `out`; then `site.directory` is ours.
 
-    The directory of `out` exists. The site stays where it is unless `publish` or `discard` is called. `waited`: somebody else was at it before us.
+    The directory that holds `out` exists. The site stays where it is unless `publish` or `discard` is called.
+    `waited`: somebody else was at it before us.
     """
 
     def __init__(self, out: Path, say: Callable[[str], None]) -> None:

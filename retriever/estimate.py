@@ -22,9 +22,9 @@ RATES = {"convert": 20_000, "scan": 65_000, "copy_bytes": 700e6}
 """Passages/s, and bytes/s of checksums and fsync. One core of a shared Xeon (Sapphire Rapids), 100 words a passage."""
 HNSW_MACS = 0.4e9
 """Multiply-adds/s of linking a graph on one core: scattered reads, more than arithmetic (measured, 384 dimensions)."""
-BLAS_MACS = 30e9
+BLAS_MACS = 45e9
 """The same of matrix products: k-means, and finding the list of a passage."""
-PQ_MACS = 2.5e9
+PQ_MACS = 5e9
 """The same of k-means and of coding in the few dimensions of a part of a vector."""
 BM25_TOKENS = 1.2e6
 """Words/s of counting and sorting for BM25, one core."""
@@ -89,7 +89,8 @@ def _flat(settings: Any, facts: Facts, dim: int) -> Need:
 def _gpu(settings: Any, facts: Facts, dim: int) -> Need:
     vectors = _vectors(settings, facts.passages, dim)
     held = facts.passages * dim * (2 if settings.precision == "float16" else 4)
-    return Need(disk=vectors, serve=vectors, gpu=held + max(1, len(settings.devices)) * settings.temp_mb * 2**20)
+    # of the stored vectors, serving reads those of the candidates
+    return Need(disk=vectors, gpu=held + max(1, len(settings.devices)) * settings.temp_mb * 2**20)
 
 
 def _hnsw(settings: Any, facts: Facts, dim: int) -> Need:
@@ -189,10 +190,11 @@ STRUCTURES: dict[str, Callable[[Any, Facts, int], Need]] = {
 
 def structure(settings: IndexSettings, facts: Facts, dim: int) -> Need:
     """The index alone, vectors included; with `file`, whose vectors lie elsewhere, only what reading it takes."""
-    need = STRUCTURES[settings.type](settings, facts, dim)
-    if getattr(settings, "file", None) is not None:
-        return Need(serve=need.serve, gpu=need.gpu)
-    return need
+    file = getattr(settings, "file", None)
+    if file is not None:
+        size = file.stat().st_size if file.is_file() else 0
+        return Need(serve=size, gpu=size if settings.type == "faiss_gpu" else 0)
+    return STRUCTURES[settings.type](settings, facts, dim)
 
 
 def dense_members(settings: Any) -> int:

@@ -67,17 +67,20 @@ def dense_unknown(plan: Plan) -> bool:
 def plan_build(given: CorpusInput, index: IndexSettings, rate: float | None = None) -> Plan:
     """Read the first passages and, unless its `rate` is given, time the encoder on them."""
     facts, texts = sample(given)
-    encoder = _encoder_of(index)
-    if rate is None and encoder is not None and dense_members(index) and texts:
+    if not dense_members(index):
+        return make_plan(index, facts, 0, None)
+    encoder: Encoder = _dense(index).encoder.build()
+    if rate is None and texts:
         rate = probe(encoder, texts)
-    return make_plan(index, facts, 0 if encoder is None else encoder.dim, rate)
+    return make_plan(index, facts, encoder.dim, rate)
 
 
 def make_plan(index: IndexSettings, facts: Facts, dim: int, encode_rate: float | None) -> Plan:
     """A plan on paper."""
     need = estimate(index, facts, dim, encode_rate, _model_bytes(index))
     first = _dense(index)
-    return Plan(facts, index.type, dim if first is not None else 0, getattr(first, "dtype", ""), encode_rate, need)
+    dtype = "" if first is None else first.dtype
+    return Plan(facts, index.type, 0 if first is None else dim, dtype, encode_rate, need)
 
 
 def _dense(index: Any) -> Any:
@@ -93,14 +96,6 @@ def dim_of(index: IndexSettings) -> int | None:
         return 0
     found: int | None = getattr(dense.encoder, "dim", None)
     return found
-
-
-def _encoder_of(index: IndexSettings) -> Encoder | None:
-    dense = _dense(index)
-    if dense is None:
-        return None
-    encoder: Encoder = dense.encoder.build()
-    return encoder
 
 
 def _model_bytes(index: IndexSettings) -> int:

@@ -148,7 +148,8 @@ def check_manifest(
     manifest: Manifest, directory: Path, index: dict[str, Any], corpus: Path, *, verify_corpus: bool
 ) -> None:
     """UserError unless the index was built from this corpus with these settings by this format, and is whole."""
-    again = f"python -m retriever.build --corpus {corpus} --out {directory} --index {index['type']} --overwrite"
+    origin = manifest.source.get("spec", corpus)
+    again = f"python -m retriever.build --corpus {origin} --out {directory} --index {index['type']} --overwrite"
     if manifest.format != FORMAT:
         raise UserError(f"{directory} has index format {manifest.format}, this version reads {FORMAT}", todo=again)
     if manifest.index != index:

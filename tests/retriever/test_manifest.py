@@ -38,6 +38,21 @@ def test_a_converted_corpus_lies_in_the_index_and_moves_with_it(converted: Path,
     assert b'"id": "7"' in searcher.search([passage.contents], 1)[0].documents[0]
 
 
+def test_an_index_can_be_replaced_by_one_of_the_corpus_that_lies_in_it(converted: Path) -> None:
+    text = (converted / "corpus.jsonl").read_bytes()
+    build_index(converted / "corpus.jsonl", converted, Bm25Settings(), overwrite=True, progress=quiet)
+    assert read_manifest(converted).type == "bm25"
+    assert corpus_of(converted, None).read_bytes() == text
+
+
+def test_a_service_over_a_corpus_of_another_format_converts_it(tmp_path: Path) -> None:
+    table = tmp_path / "psgs.tsv"
+    table.write_text("id\ttext\ttitle\n1\tAda wrote a program\tAda\n2\tBell rang\tBell\n")
+    for _ in range(2):  # builds, and opens what was built
+        searcher = open_searcher(RetrieverSettings(corpus=table))
+        assert b'\\"Bell\\"\\nBell rang' in searcher.search(["rang"], 1)[0].documents[0]
+
+
 def test_a_corpus_that_was_converted_may_also_be_named_by_its_origin(converted: Path, tmp_path: Path) -> None:
     for origin in ("synthetic:30", "synthetic:30:0"):
         assert corpus_of(converted, Path(origin)) == converted / "corpus.jsonl"
