@@ -47,7 +47,8 @@ class Backend(Protocol):
 
     async def find(self, passage_id: str) -> Passage | None:
         """The document with this id: one of the corpus, or one that an earlier answer brought. Never an address that
-        a caller made up. None when there is none."""
+        a caller made up. None when there is none. Raises online.provider.Failed where it is known, and cannot be had
+        now (a page that does not answer)."""
 
     def info(self) -> dict[str, Any]:
         """Its part of the body of `/info`."""

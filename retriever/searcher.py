@@ -123,7 +123,7 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
     To be called in the thread that will search. UserError for all that a person must mend.
     """
     directory = settings.index_path
-    if not directory.exists():
+    if not directory.exists() and settings.given_corpus is not None:
         _build_if_small(settings)
     manifest = read_manifest(directory)
     chosen = settings.given_index or settings_of(directory)

@@ -7,7 +7,7 @@
 Given the same history, the same answer: history is the order in which answers were remembered, which is the order of a
 batch's queries, and of the ends of batches. Queries of one batch know nothing of each other. A failure and an answer
 without documents are never remembered, and a failure stays one, whatever is remembered. Requests without a run pass
-through.
+through. A query that its run has asked before, letter by letter, seldom comes this far: the service's cache has it.
 """
 
 from __future__ import annotations

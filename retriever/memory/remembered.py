@@ -50,7 +50,7 @@ class Remembered:
     @property
     def num_entries(self) -> int:
         """Over all runs."""
-        return sum(map(len, self._runs.values()))
+        return sum(map(len, list(self._runs.values())))  # a copy: other threads may ask
 
     @property
     def num_runs(self) -> int:

@@ -253,6 +253,8 @@ async def test_a_built_index_names_its_own_corpus_and_settings(corpus: Path, tmp
     corpus.rename(tmp_path / "elsewhere.jsonl")
     with pytest.raises(UserError, match="not where it was"):
         open_searcher(settings)
+    with pytest.raises(UserError, match="is not a built index"):
+        open_searcher(RetrieverSettings(index_dir=tmp_path / "absent"))
 
 
 def test_settings_of_the_search_are_part_of_the_fingerprint(corpus: Path, tmp_path: Path) -> None:
