@@ -134,9 +134,12 @@ class Fetch:
             async with asyncio.timeout(self._settings.deadline_s) as deadline:
                 while True:
                     try:
-                        return await self._attempt(name)
+                        async with asyncio.timeout(self._settings.deadline_s):
+                            return await self._attempt(name)
                     except _Failed as failed:
                         last = failed
+                    except TimeoutError:
+                        last = _Failed("timeout", again=True)
                     # Jitter: thousands of rollouts must not come back in step.
                     wait = max(last.wait_s, random.uniform(pause / 2, pause))
                     end = since + self._settings.deadline_s
