@@ -29,6 +29,7 @@ def unit(rng: np.random.Generator, n: int) -> Vectors:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few thousand vectors are several blocks."""
     monkeypatch.setattr("retriever.index.store.BLOCK_BYTES", 700 * 4 * DIM)
+    monkeypatch.setattr("retriever.index.faiss_flat._WIDENED_BYTES", 700 * 4 * DIM)
 
 
 def brute(vectors: Vectors, query: Vectors, k: int) -> list[int]:
