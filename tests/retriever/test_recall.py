@@ -18,9 +18,9 @@ pytestmark = pytest.mark.data
 
 KS = (3, 5, 10, 20)
 
-# Recall of supporting passages over the 715 HotpotQA questions of the two files. Figures over other question sets of the
-# same corpus differ: 961 of its HotpotQA rows (6869 to 7829) and all of MuSiQue's and 2Wiki's belong to questions that
-# the files do not have.
+# Recall of supporting passages over the 715 HotpotQA questions of the two files. Figures over other question sets of
+# the same corpus differ: 961 of its HotpotQA rows (6869 to 7829) and all of MuSiQue's and 2Wiki's belong to questions
+# that the files do not have.
 KNOWN = {3: 0.651, 5: 0.725, 10: 0.845, 20: 0.901}
 
 
