@@ -133,7 +133,10 @@ class _IndexLog(logging.Handler):
         name = str(record.msg).removeprefix(self._STEP)
         if self._pass is None or self._name != name:
             self._passes.close()  # the step before is over
-            self._name, self._pass = name, self._passes.enter_context(self._progress.passing(f"index: {name}"))
+            self._name, self._pass = (
+                name,
+                self._passes.enter_context(self._progress.passing(f"index: {name.removeprefix('are ')}")),
+            )
             self._pass(0.0, 0)
         done, total = (int(str(value)) for value in record.args)
         self._pass(done / total, done)
