@@ -19,8 +19,8 @@ PROCESS_BYTES = 120 << 20
 """A builder or a server with nothing in it but its libraries (FAISS, bm25s, numpy); torch comes on top."""
 TORCH_BYTES = 600 << 20
 RATES = {"convert": 40_000, "scan": 100_000, "copy_bytes": 700e6}
-"""Passages/s, and bytes/s of checksums and fsync. One quiet core of a Xeon (Sapphire Rapids), 100 words a passage; about
-half of it was measured where others computed beside it."""
+"""Passages/s, and bytes/s of checksums and fsync. One quiet core of a Xeon (Sapphire Rapids), 100 words a passage;
+about half of it was measured where others computed beside it."""
 HNSW_MACS = 0.4e9
 """Multiply-adds/s of linking a graph on one core: scattered reads, more than arithmetic (measured, 384 dimensions)."""
 BLAS_MACS = 45e9
