@@ -14,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from rollout_server.scripted_server import ScriptedServer
+
 VOCAB = 1000
 
 
@@ -91,7 +93,7 @@ class Generation:
         return {"text": "", "output_ids": list(self.ids[start:n]), "meta_info": meta}
 
 
-class FakeServer:
+class FakeServer(ScriptedServer):
     """`async with FakeServer() as engine: engine.url ...`. `calls` holds every route in order, `requests` each body;
     `tokens_made` counts what it has streamed.
 
@@ -111,6 +113,7 @@ class FakeServer:
         incremental: bool = False,
         exact: bool = False,
     ) -> None:
+        super().__init__()
         self._say, self._latency_s, self._pace_s = say, latency_s, pace_s
         self._incremental, self._exact = incremental, exact
         self.version, self.loaded = version, ""
@@ -118,22 +121,11 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.tokens_made = 0
         self.faults: dict[str, Fault] = {}
-        self.url = ""
         self._running = asyncio.Event()
         self._running.set()
         self._in_flight = 0
-        self._runner: web.AppRunner | None = None
-        self._port = 0
 
-    async def __aenter__(self) -> FakeServer:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Listen; on the same port when it listened before."""
+    def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._faulty], client_max_size=64 << 20)
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/health_generate", self._ok)
@@ -144,17 +136,7 @@ class FakeServer:
         app.router.add_post("/update_weights_from_disk", self._update)
         app.router.add_post("/flush_cache", self._ok)
         app.router.add_post("/abort_request", self._ok)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.05)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
-        self._port = self._runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{self._port}"
-
-    async def stop(self) -> None:
-        """Die: the port is closed, and requests in flight lose their connection."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        return app
 
     @property
     def paused(self) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
+from rollout_server.scripted_server import ScriptedServer
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -35,7 +37,7 @@ Script = Callable[[str], Fault | None]
 """What to do with a query; None: answer it."""
 
 
-class FakeRetriever:
+class FakeRetriever(ScriptedServer):
     """`async with FakeRetriever() as retriever: retriever.url ...`
 
     script   may be set anew at any time; `then` sets one that fails the next requests and then behaves
@@ -44,15 +46,13 @@ class FakeRetriever:
     """
 
     def __init__(self, script: Script = lambda query: None, *, hits: int = 5, fingerprint: str = "") -> None:
+        super().__init__()
         self.script, self.hits, self.fingerprint = script, hits, fingerprint
         self.ready: bool | None = True
         self.contents: Callable[[str, int], str] = lambda query, i: f'"T{i}"\n{query}'
         self.asked: list[dict[str, Any]] = []
         self.connections: set[object] = set()
         self.looks = self.most_in_flight = self._in_flight = 0
-        self.url = ""
-        self._port = 0
-        self._runner: web.AppRunner | None = None
 
     @property
     def queries(self) -> list[str]:
@@ -63,31 +63,13 @@ class FakeRetriever:
         left = list(faults)
         self.script = lambda query: left.pop(0) if left else None
 
-    async def __aenter__(self) -> FakeRetriever:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Listen; on the same port when it listened before."""
+    def _app(self) -> web.Application:
         app = web.Application()
         app.router.add_post("/retrieve", self._search_r1)
         app.router.add_post("/batch_search", self._flashrag)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/info", self._info)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.05)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
-        self._port = self._runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{self._port}"
-
-    async def stop(self) -> None:
-        """Die: the port is closed, requests in flight lose their connection."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        return app
 
     async def _search_r1(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()

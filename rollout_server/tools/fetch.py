@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 from urllib.parse import quote
@@ -21,6 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 from protocol.errors import UserError
 from protocol.search import Passage
 from rollout_server.tools.base import Tool, ToolBase, ToolResult
+from rollout_server.tools.calls import Calls
 
 if TYPE_CHECKING:
     import aiohttp
@@ -91,35 +91,16 @@ class Fetch:
         self._urls = [url.rstrip("/") + "/passages" for url in urls]
         self._next = random.randrange(len(self._urls))
         self._session: aiohttp.ClientSession | None = None
-        self._in_flight: set[asyncio.Task[ToolResult]] = set()
-        self._closed = False
+        self._calls = Calls(self.name)
 
     async def __call__(self, argument: str) -> ToolResult:
-        started = time.monotonic()
         name = argument.strip()
-        if self._closed:
-            return ToolResult(error="closed")
         if not name or len(name) > MAX_ID_CHARS:
             return UNKNOWN
-        task = asyncio.create_task(self._ask(name), name="fetch")
-        self._in_flight.add(task)
-        task.add_done_callback(self._in_flight.discard)
-        try:
-            found = await task
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if self._closed and not (caller and caller.cancelling()):
-                return ToolResult(error="closed", latency_s=time.monotonic() - started)
-            raise
-        took = time.monotonic() - started
-        return ToolResult(found.text, found.passages, took, found.error, found.mistake)
+        return await self._calls.run(self._ask(name))
 
     async def close(self) -> None:
-        self._closed = True
-        tasks = list(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._calls.close()
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import re
 import textwrap
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -20,6 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rollout_server.tools.base import Tool, ToolBase, ToolResult
+from rollout_server.tools.calls import Calls
 from rollout_server.tools.confined import JailError, Limits, Ran, run_confined
 
 log = logging.getLogger(__name__)
@@ -82,33 +82,15 @@ class Python:
         self._settings, self._limits = settings, _limits(settings)
         self._mechanisms, self._libraries = tuple(mechanisms), tuple(libraries)
         self._places = asyncio.Semaphore(settings.concurrency)
-        self._in_flight: set[asyncio.Task[ToolResult]] = set()
-        self._closed = False
+        self._calls = Calls(self.name)
 
     async def __call__(self, argument: str) -> ToolResult:
-        started = time.monotonic()
-        if self._closed:
-            return ToolResult(error="closed")
         if len(argument) > MAX_SOURCE_CHARS:
             return ToolResult(f"The program is longer than {MAX_SOURCE_CHARS} characters.", mistake="too_long")
-        task = asyncio.create_task(self._run(program_of(argument)), name="python")
-        self._in_flight.add(task)
-        task.add_done_callback(self._in_flight.discard)
-        try:
-            result = await task
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if self._closed and not (caller and caller.cancelling()):
-                return ToolResult(error="closed", latency_s=time.monotonic() - started)
-            raise
-        return ToolResult(result.text, (), time.monotonic() - started, result.error, result.mistake)
+        return await self._calls.run(self._run(program_of(argument)))
 
     async def close(self) -> None:
-        self._closed = True
-        tasks = list(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._calls.close()
 
     async def _run(self, source: str) -> ToolResult:
         try:
