@@ -42,7 +42,7 @@ VERBS: dict[str, Verb] = {
     "export": Verb("write the policy of a checkpoint as a Hugging Face folder", "deploy.commands.export"),
     "eval": Verb("ask a running rollout server questions and score the answers", "deploy.commands.eval"),
     "doctor": Verb("look for what would stop a run, and say how to mend it", "deploy.commands.doctor"),
-    "index": Verb("build a retriever's index", "deploy.commands.index"),
+    "index": Verb("build a retriever's index, look into one, plan one", "deploy.commands.index"),
     "redis": Verb("run a Redis in the foreground, set up as a run needs it", "deploy.commands.redis"),
     "retriever": Verb("run one retriever", process="retriever"),
     "engine": Verb("run one engine node, or --attach it to an engine that runs already", process="rollout_server.node"),
