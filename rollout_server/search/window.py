@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 
-START, FLOOR = 32, 4
+START, FLOOR = 128, 4
 """First size; the least size, and that after an outage."""
 SHRINK = 0.7
 TOLERANCE, SLACK_S = 12.0, 0.5

@@ -26,6 +26,7 @@ from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
 from rollout_server.engine.fake_server import FakeServer, unsaid
 from rollout_server.lifecycle import Stop
+from rollout_server.redis_client import BLOCK_MS
 from rollout_server.serve import serve
 from rollout_server.testing import write_tokenizer
 from rollout_server.tokens import load_tokens
@@ -132,6 +133,7 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
 
         async def outage(begin: Callable[[], None], end: Callable[[], None]) -> None:
             """Begin it, see that work stands still and nothing fails, end it, and see that work goes on."""
+            issue()
             turns = len(engine.requests) + BATCH * SIZE
             await until(lambda: len(engine.requests) > turns, "each trajectory has searched", 30)
             begin()
@@ -139,7 +141,8 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
                 if (await status())["values"]["search_breaker"]:
                     break
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.4)  # a read of tasks that was under way has ended, and turns have reached a search
+            # until a read of tasks that was under way has ended, and turns have reached a search
+            await asyncio.sleep(BLOCK_MS / 1000 + 0.1)
             issue()
             published, leased, before = len(world.published()), world.pending(), await status()
             await asyncio.sleep(0.5)
@@ -151,14 +154,13 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
             end()
             await until(lambda: len(world.published()) > published, "work goes on", 30)
 
-        issue()
         await outage(retriever.kill, retriever.start)
         await outage(lambda: retriever.send(signal.SIGSTOP), lambda: retriever.send(signal.SIGCONT))
         await until(lambda: len(world.published()) == issued, "every group ends", 30)
         values = (await status())["values"]
 
     groups = world.published()
-    assert sorted(g.seq for g in groups) == list(range(1, 3 * BATCH + 1)) and world.pending() == 0
+    assert sorted(g.seq for g in groups) == list(range(1, 4 * BATCH + 1)) and world.pending() == 0
     assert all(isinstance(g, TrajectoryGroup) and g.attempt == 1 and len(g.trajectories) == SIZE for g in groups)
     trajectories = [t for g in groups for t in g.trajectories]
     assert {(t.status, t.cause, t.searches) for t in trajectories} == {(Status.ANSWERED, "", 3)}

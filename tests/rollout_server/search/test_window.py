@@ -29,12 +29,12 @@ def rounds(w: Window, number: int, latency_s: float) -> None:
 
 
 def test_it_doubles_a_round_until_it_meets_its_ceiling_while_answers_are_quick() -> None:
-    w = window(ceiling=200)
+    w = window(ceiling=800)
     assert (w.size, w.in_flight) == (START, 0)
     rounds(w, 1, 0.01)
     assert 1.75 * START <= w.size <= 2 * START
     rounds(w, 5, 0.01)
-    assert w.size == 200
+    assert w.size == 800
 
 
 def test_it_does_not_grow_on_the_word_of_a_few() -> None:
