@@ -20,7 +20,6 @@ from retriever.online.provider import Found
 KEY = "k3y/of+the=account-0123456789"
 """The key that is expected; some of its characters are escaped in an address, and differently in JSON."""
 
-Answerer = Callable[[web.Request], Any]
 Shape = Callable[["FakeProvider", str, int], dict[str, Any]]
 
 

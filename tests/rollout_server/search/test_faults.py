@@ -18,7 +18,6 @@ from rollout_server.episode import Episode
 from rollout_server.group import GroupRejected, run_group
 from rollout_server.measured_search import MeasuredSearch
 from rollout_server.metrics import Stats, prometheus_text
-from rollout_server.search import pursuit, replica
 from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
 from rollout_server.search.http import HttpSearch, HttpSearchSettings
 from rollout_server.testing import make_episode
@@ -40,12 +39,6 @@ FAULTS: dict[str, Fault] = {
     "timeout": Fault(hang=True),
     "overloaded": Fault(429, headers={"Retry-After": "60"}),
 }
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pursuit, "BACKOFF_S", 0.01)
-    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 0.02)
 
 
 @pytest.fixture

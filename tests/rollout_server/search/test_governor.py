@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from rollout_server.search import pursuit, replica
+from rollout_server.search import replica
 from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
 from rollout_server.search.http import HttpSearch, HttpSearchSettings
 
@@ -17,9 +17,7 @@ Until = Callable[..., Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pursuit, "BACKOFF_S", 0.01)
-    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 0.02)
+def short_pauses_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "MAX_PAUSE_S", 0.1)
 
 

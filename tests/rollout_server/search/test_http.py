@@ -11,16 +11,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protocol.search import MAX_QUERY_CHARS
-from rollout_server.search import pursuit, replica
 from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
 from rollout_server.search.http import HttpSearch, HttpSearchSettings
 from rollout_server.search.window import START
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pursuit, "BACKOFF_S", 0.01)
-    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 0.02)
 
 
 @pytest.fixture
