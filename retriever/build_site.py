@@ -17,6 +17,7 @@ from typing import Self
 
 _LOCK = "lock"
 _POLL_S = 0.1
+_NAME_LOOKS = 20
 
 
 class BuildSite:
@@ -60,10 +61,14 @@ class BuildSite:
         return True
 
     def _holder(self) -> str:
-        try:
-            return (self.directory / _LOCK).read_text() or "it does not say who"
-        except OSError:
-            return "it is just finishing"
+        for _ in range(_NAME_LOOKS):
+            try:
+                if name := (self.directory / _LOCK).read_text():
+                    return name
+            except OSError:
+                return "it is just finishing"
+            time.sleep(_POLL_S)  # it has the lock and not yet written its name
+        return "it does not say who"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         os.close(self._lock)
