@@ -42,7 +42,11 @@ class BuildSite:
         return self
 
     def _try(self) -> bool:
-        self.directory.mkdir(exist_ok=True)
+        try:
+            # not exist_ok, which looks whether it is there after making it failed: by then it may be published
+            self.directory.mkdir()
+        except FileExistsError:
+            pass
         try:
             lock = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
