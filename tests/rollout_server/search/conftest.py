@@ -1,4 +1,4 @@
-"""Pauses of milliseconds, so that retries and probes cost no time."""
+"""Pauses of milliseconds, for tests in which retries and probes should cost no time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from rollout_server.search import pursuit, replica
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pursuit, "BACKOFF_S", 0.01)
     monkeypatch.setattr(replica, "FIRST_PAUSE_S", 0.02)

@@ -40,6 +40,8 @@ FAULTS: dict[str, Fault] = {
     "overloaded": Fault(429, headers={"Retry-After": "60"}),
 }
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 
 @pytest.fixture
 async def retriever() -> AsyncIterator[FakeRetriever]:

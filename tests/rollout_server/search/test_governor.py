@@ -17,7 +17,7 @@ Until = Callable[..., Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
-def short_pauses_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pauses_in_the_end(short_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "MAX_PAUSE_S", 0.1)
 
 

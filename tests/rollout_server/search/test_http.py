@@ -15,6 +15,8 @@ from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
 from rollout_server.search.http import HttpSearch, HttpSearchSettings
 from rollout_server.search.window import START
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 
 @pytest.fixture
 async def retriever() -> AsyncIterator[FakeRetriever]:
