@@ -6,6 +6,7 @@ setting holds the name of the environment variable that does.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from protocol.settings import Settings
 
 if TYPE_CHECKING:
     from retriever.online.backend import OnlineBackend
+    from retriever.online.provider import Provider
 
 
 class PageSettings(Settings):
@@ -133,6 +135,16 @@ class OnlineBase(Settings):
             raise ValueError("pages.in_results needs fetch_pages=true")
         return self
 
+    @abstractmethod
+    def provider(self) -> Provider:
+        """How it is asked and read."""
+
+    def build(self) -> OnlineBackend:
+        """The backend. UserError when `key_env` names a variable that is not set, or none where a key is needed."""
+        from retriever.online.backend import open_online
+
+        return open_online(self, self.provider())
+
     def identity(self) -> dict[str, Any]:
         """What decides an answer, as JSON-compatible values: provider, address, region, language, pages."""
         identity = self.model_dump(mode="json", exclude=set(self.OPERATION))
@@ -156,12 +168,11 @@ class SerpApiSettings(OnlineBase):
     language: str = "en"
     """Language of the results (`hl`)."""
 
-    def build(self) -> OnlineBackend:
-        """The backend. UserError without a key."""
-        from retriever.online.backend import open_online
+    def provider(self) -> Provider:
+        """How it is asked and read."""
         from retriever.online.serpapi import SerpApi
 
-        return open_online(self, SerpApi(self))
+        return SerpApi(self)
 
 
 class SerperSettings(OnlineBase):
@@ -177,12 +188,11 @@ class SerperSettings(OnlineBase):
     language: str = "en"
     """Language of the results (`hl`)."""
 
-    def build(self) -> OnlineBackend:
-        """The backend. UserError without a key."""
-        from retriever.online.backend import open_online
+    def provider(self) -> Provider:
+        """How it is asked and read."""
         from retriever.online.serper import Serper
 
-        return open_online(self, Serper(self))
+        return Serper(self)
 
 
 class GoogleCseSettings(OnlineBase):
@@ -200,12 +210,11 @@ class GoogleCseSettings(OnlineBase):
     language: str = "en"
     """Language of the user's interface (`hl`)."""
 
-    def build(self) -> OnlineBackend:
-        """The backend. UserError without a key."""
-        from retriever.online.backend import open_online
+    def provider(self) -> Provider:
+        """How it is asked and read."""
         from retriever.online.google_cse import GoogleCse
 
-        return open_online(self, GoogleCse(self))
+        return GoogleCse(self)
 
 
 class BraveSettings(OnlineBase):
@@ -225,12 +234,11 @@ class BraveSettings(OnlineBase):
     extra_snippets: bool = False
     """Ask for further excerpts of each page, and put them behind the first (some plans only)."""
 
-    def build(self) -> OnlineBackend:
-        """The backend. UserError without a key."""
-        from retriever.online.backend import open_online
+    def provider(self) -> Provider:
+        """How it is asked and read."""
         from retriever.online.brave import Brave
 
-        return open_online(self, Brave(self))
+        return Brave(self)
 
 
 class TavilySettings(OnlineBase):
@@ -247,12 +255,11 @@ class TavilySettings(OnlineBase):
     """Ask for the answer that a model of Tavily's writes, and make it the first hit. Off: it would reason in place of
     the policy that is being trained."""
 
-    def build(self) -> OnlineBackend:
-        """The backend. UserError without a key."""
-        from retriever.online.backend import open_online
+    def provider(self) -> Provider:
+        """How it is asked and read."""
         from retriever.online.tavily import Tavily
 
-        return open_online(self, Tavily(self))
+        return Tavily(self)
 
 
 class BingSettings(OnlineBase):
@@ -270,12 +277,11 @@ class BingSettings(OnlineBase):
     market: str = "en-US"
     """Market of the results (`mkt`)."""
 
-    def build(self) -> OnlineBackend:
-        """The backend. UserError without a key."""
-        from retriever.online.backend import open_online
+    def provider(self) -> Provider:
+        """How it is asked and read."""
         from retriever.online.bing import Bing
 
-        return open_online(self, Bing(self))
+        return Bing(self)
 
 
 class SearxngSettings(OnlineBase):
@@ -296,12 +302,11 @@ class SearxngSettings(OnlineBase):
     engines: tuple[str, ...] = ()
     """Engines that are asked. Empty: those of the categories."""
 
-    def build(self) -> OnlineBackend:
-        """The backend. UserError when `key_env` names a variable that is not set."""
-        from retriever.online.backend import open_online
+    def provider(self) -> Provider:
+        """How it is asked and read."""
         from retriever.online.searxng import Searxng
 
-        return open_online(self, Searxng(self))
+        return Searxng(self)
 
 
 OnlineSettings = Annotated[

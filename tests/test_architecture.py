@@ -13,29 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy"]
 
+MODELS = ("learner/", "retriever/encoder/", "retriever/rerank/", "deploy/demo/", "deploy/bench/", "deploy/sglang_cpu/")
 # framework -> the only places that may import it (a file or a folder)
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("learner/engine/",),
     # the benchmark compares with FAISS by itself
     "faiss": ("retriever/index/faiss_", "deploy/bench/retriever_raw.py"),
     "bm25s": ("retriever/index/bm25",),
-    "torch": (
-        "rollout_server/cpu_engine/",
-        "learner/",
-        "retriever/encoder/",
-        "retriever/rerank/",
-        "deploy/demo/",
-        "deploy/bench/",
-        "deploy/sglang_cpu/",
-    ),
-    "transformers": (
-        "learner/",
-        "retriever/encoder/",
-        "retriever/rerank/",
-        "deploy/demo/",
-        "deploy/bench/",
-        "deploy/sglang_cpu/",
-    ),
+    "torch": ("rollout_server/cpu_engine/", *MODELS),
+    "transformers": MODELS,
     # run by the interpreter of an environment that holds nothing of ours
     "sglang": ("deploy/sglang_cpu/",),
     "trl": ("deploy/bench/learner_trl.py",),

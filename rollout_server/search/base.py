@@ -44,3 +44,21 @@ class SearchService(Search, Protocol):
 
     async def close(self) -> None:
         """Let go of connections and of searches in flight. Safe to call twice."""
+
+
+class Ungoverned:
+    """What a search owes besides searching when it asks nobody: it is never away, and holds nothing."""
+
+    @property
+    def outage(self) -> str:
+        return ""
+
+    @property
+    def congested(self) -> bool:
+        return False
+
+    def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
+        """It has nothing to report."""
+
+    async def close(self) -> None:
+        return None

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field
 
 from protocol.search import Passage
 from protocol.settings import Settings
-from rollout_server.search.base import SearchResult, SearchService
+from rollout_server.search.base import SearchResult, SearchService, Ungoverned
 
 
-class FakeSearch:
+class FakeSearch(Ungoverned):
     """Answers from a table.
 
     passages   query -> what it brings; any other query brings `otherwise`
@@ -44,20 +43,6 @@ class FakeSearch:
         error = self._failures[call] if call < len(self._failures) else ""
         found = () if error else tuple(self._passages.get(query, self._otherwise))
         return SearchResult(found, self._latency_s, error)
-
-    @property
-    def outage(self) -> str:
-        return ""
-
-    @property
-    def congested(self) -> bool:
-        return False
-
-    def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
-        """It has nothing to report."""
-
-    async def close(self) -> None:
-        return None
 
 
 class FakeSearchSettings(Settings):

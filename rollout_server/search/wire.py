@@ -6,6 +6,7 @@ Redirects are not followed and compression is not accepted: a few kilobytes must
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from protocol.search import Passage
@@ -14,6 +15,7 @@ from rollout_server.search.fault import NOT_JSON, TIMEOUT, TOO_LARGE, UNREACHABL
 
 if TYPE_CHECKING:
     import aiohttp
+    from yarl import URL
 
 CONNECT_S = 3.0
 """Longest wait for a connection: a host that swallows packets must not use up the time of another that could answer."""
@@ -22,21 +24,20 @@ KEEP_ALIVE_S = 4.0
 that crosses that closing would look like a retriever that has died."""
 
 
-class Wire:
-    """Pooled connections to all replicas. The session opens at the first request, inside the event loop."""
+class Connections:
+    """Pooled connections to one or more servers. The session opens at the first request, inside the event loop.
 
-    def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
-        self._dialect, self._topk, self._run, self._max_bytes = dialect, topk, run, max_bytes
+    limit  most requests at once, further ones wait within their time; 0: no limit
+    """
+
+    def __init__(self, *, max_bytes: int, limit: int = 0) -> None:
+        self._max_bytes, self._limit = max_bytes, limit
         self._session: aiohttp.ClientSession | None = None
 
-    async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
-        """Passages for one query, best first. Raises Fault."""
-        body = request_body(self._dialect, query, self._topk, self._run)
-        raw = await self.request("POST", url + PATHS[self._dialect], timeout_s, body)
-        return read_answer(self._dialect, raw, self._topk)
-
-    async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> bytes:
-        """The body of a 200. Raises Fault."""
+    async def exchange(
+        self, method: str, url: str | URL, timeout_s: float, body: bytes | None = None, also: Collection[int] = ()
+    ) -> tuple[int, bytes]:
+        """Status and body of an answer with status 200, or one of `also`. Raises Fault."""
         import aiohttp
 
         try:
@@ -44,9 +45,9 @@ class Wire:
                 asyncio.timeout(timeout_s),
                 self._open().request(method, url, data=body, allow_redirects=False) as response,
             ):
-                if response.status != 200:
+                if response.status != 200 and response.status not in also:
                     raise status_fault(response.status, response.headers.get("Retry-After", ""))
-                return await self._read(response)
+                return response.status, await self._read(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             refused = not isinstance(error, aiohttp.ConnectionTimeoutError)
             raise Fault(UNREACHABLE, served=False, refused=refused) from error
@@ -74,8 +75,7 @@ class Wire:
 
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                # how many there are is decided by the windows
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
                 auto_decompress=False,
@@ -87,3 +87,21 @@ class Wire:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+class Wire(Connections):
+    """The same to retrievers, in their dialect. How many requests there are at once is decided by the windows."""
+
+    def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
+        super().__init__(max_bytes=max_bytes)
+        self._dialect, self._topk, self._run = dialect, topk, run
+
+    async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
+        """Passages for one query, best first. Raises Fault."""
+        body = request_body(self._dialect, query, self._topk, self._run)
+        raw = await self.request("POST", url + PATHS[self._dialect], timeout_s, body)
+        return read_answer(self._dialect, raw, self._topk)
+
+    async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> bytes:
+        """The body of a 200. Raises Fault."""
+        return (await self.exchange(method, url, timeout_s, body))[1]

@@ -12,22 +12,23 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 from urllib.parse import quote
 
 from pydantic import Field, ValidationError, field_validator
 
 from protocol.errors import UserError
 from protocol.search import Passage
+from rollout_server.search.fault import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, Fault
+from rollout_server.search.wire import Connections
 from rollout_server.tools.base import Tool, ToolBase, ToolResult
 from rollout_server.tools.calls import Calls
 
-if TYPE_CHECKING:
-    import aiohttp
-
 MAX_ID_CHARS = 1024
-BACKOFF_S, MAX_BACKOFF_S, CONNECT_S = 0.05, 1.0, 3.0
-RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+GARBAGE = "garbage"
+"""An answer that is no document, or another one."""
+RETRIED = frozenset({UNREACHABLE, TIMEOUT, OVERLOADED, "http_408", "http_500", "http_502", "http_504"})
 UNKNOWN = ToolResult("There is no document with this id.", mistake="unknown_id")
 
 
@@ -73,14 +74,6 @@ class FetchSettings(ToolBase):
         return Fetch(self, self.urls or tuple(urls))
 
 
-class _Failed(Exception):
-    """One attempt failed. `again`: another attempt may do better; `wait_s`: not before that many seconds."""
-
-    def __init__(self, error: str, *, again: bool, wait_s: float = 0.0) -> None:
-        super().__init__(error)
-        self.error, self.again, self.wait_s = error, again, wait_s
-
-
 class Fetch:
     """See the module. Built outside an event loop; the session opens at the first call."""
 
@@ -90,7 +83,7 @@ class Fetch:
         self._settings = settings
         self._urls = [url.rstrip("/") + "/passages" for url in urls]
         self._next = random.randrange(len(self._urls))
-        self._session: aiohttp.ClientSession | None = None
+        self._connections = Connections(max_bytes=settings.max_bytes, limit=settings.connections)
         self._calls = Calls(self.name)
 
     async def __call__(self, argument: str) -> ToolResult:
@@ -101,13 +94,11 @@ class Fetch:
 
     async def close(self) -> None:
         await self._calls.close()
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._connections.close()
 
     async def _ask(self, name: str) -> ToolResult:
         """The document, or the error of the last attempt. Ends within the deadline, or the longest outage."""
-        last = _Failed("timeout", again=True)
+        last = Fault(TIMEOUT)
         pause = BACKOFF_S
         loop = asyncio.get_running_loop()
         begun = since = loop.time()
@@ -115,75 +106,42 @@ class Fetch:
             async with asyncio.timeout(self._settings.deadline_s) as deadline:
                 while True:
                     try:
-                        async with asyncio.timeout(self._settings.deadline_s):
-                            return await self._attempt(name)
-                    except _Failed as failed:
-                        last = failed
-                    except TimeoutError:
-                        last = _Failed("timeout", again=True)
+                        return await self._attempt(name)
+                    except Fault as fault:
+                        last = fault
                     # Jitter: thousands of rollouts must not come back in step.
                     wait = max(last.wait_s, random.uniform(pause / 2, pause))
                     end = since + self._settings.deadline_s
-                    if last.error == "unreachable":
+                    if last.cause == UNREACHABLE:
                         end = max(end, begun + self._settings.outage_wait_s)
                         since = loop.time() + wait  # who comes back has the whole deadline
-                    if not last.again or loop.time() + wait >= end:
-                        return ToolResult(error=last.error)
+                    if last.cause not in RETRIED or loop.time() + wait >= end:
+                        break
                     deadline.reschedule(end)
                     await asyncio.sleep(wait)
                     pause = min(2 * pause, MAX_BACKOFF_S)
         except TimeoutError:
-            # An earlier attempt's error says more than that time ran out during the next one.
-            return ToolResult(error=last.error)
+            pass  # an earlier attempt's error says more than that time ran out during the next one
+        return ToolResult(error=GARBAGE if last.cause == NOT_JSON else last.cause)
 
     async def _attempt(self, name: str) -> ToolResult:
-        """One request. Raises _Failed."""
-        import aiohttp
+        """One request. Raises Fault."""
         from yarl import URL
 
         self._next = (self._next + 1) % len(self._urls)
         url = URL(address(self._urls[self._next], name), encoded=True)
-        try:
-            async with self._open().get(url, allow_redirects=False) as response:
-                if response.status not in (200, 404):
-                    raise _refused(response.status, response.headers.get("Retry-After", ""))
-                raw = await self._read(response)
-        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
-            raise _Failed("unreachable", again=True) from error
-        except aiohttp.ClientError as error:
-            raise _Failed("garbage", again=False) from error
-        return self._passage(raw, name) if response.status == 200 else _unknown(raw)
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        async for chunk in response.content.iter_any():
-            size += len(chunk)
-            if size > self._settings.max_bytes:
-                raise _Failed("too_large", again=False)
-            parts.append(chunk)
-        return b"".join(parts)
+        status, raw = await self._connections.exchange("GET", url, self._settings.deadline_s, also=(404,))
+        return self._passage(raw, name) if status == 200 else _unknown(raw)
 
     def _passage(self, raw: bytes, name: str) -> ToolResult:
         try:
             passage = Passage.model_validate_json(raw)
         except (ValidationError, RecursionError) as error:
-            raise _Failed("garbage", again=False) from error
+            raise Fault(GARBAGE) from error
         if passage.id != name:
-            raise _Failed("garbage", again=False)
+            raise Fault(GARBAGE)
         cut = passage.model_copy(update={"contents": passage.contents[: self._settings.max_chars]})
         return ToolResult(passages=(cut,))
-
-    def _open(self) -> aiohttp.ClientSession:
-        import aiohttp
-
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._settings.connections, keepalive_timeout=30),
-                # A host that swallows packets must not use up the deadline while another could answer.
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            )
-        return self._session
 
 
 def address(base: str, name: str) -> str:
@@ -203,13 +161,7 @@ def _unknown(raw: bytes) -> ToolResult:
     try:
         said = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise _Failed("garbage", again=False) from error
+        raise Fault(GARBAGE) from error
     if not isinstance(said, dict) or "error" not in said:
-        raise _Failed("garbage", again=False)
+        raise Fault(GARBAGE)
     return UNKNOWN
-
-
-def _refused(status: int, retry_after: str) -> _Failed:
-    error = "overloaded" if status in (429, 503) else f"http_{status}"
-    wait = float(retry_after) if retry_after.isdecimal() else 0.0
-    return _Failed(error, again=status in RETRIED, wait_s=wait)
