@@ -101,16 +101,25 @@ redis.register_function{function_name = 'foray_beat', flags = {'allow-oom'}, cal
   return mine
 end}
 
--- tasks, traj | task id, seq, header, body -> entry id, or DUP when somebody has published this task already
+-- tokens: a hash of this Redis' own counts. What an older rollout server does not pass (key and number) is not counted.
+local function count(key, field, n)
+  if key and n and tonumber(n) > 0 then redis.call('HINCRBY', key, field, n) end
+end
+
+-- tasks, traj, tokens | task id, seq, header, body, tokens sampled in this attempt
+--   -> entry id, or DUP when somebody has published this task already
 redis.register_function('foray_publish', function(k, a)
   if not exists(k[2]) then return lost(k[2]) end
   if redis.call('XACK', k[1], 'rollout', a[1]) == 0 then return 'DUP' end
-  return redis.call('XADD', k[2], 'NOMKSTREAM', '*', 'seq', a[2], 'h', a[3], 'b', a[4])
+  count(k[3], 'published', a[5])
+  return redis.call('XADD', k[2], 'NOMKSTREAM', '*', 'seq', a[2], 'h', a[3], 'b', a[4], 't', a[5] or '0')
 end)
 
--- tasks | task id, seq, body of the next attempt -> new id, or DUP. The failed attempt gives way to the next one.
+-- tasks, tokens | task id, seq, body of the next attempt, tokens sampled in the failed one -> new id, or DUP.
+-- The failed attempt gives way to the next one.
 redis.register_function('foray_retry', function(k, a)
   if redis.call('XACK', k[1], 'rollout', a[1]) == 0 then return 'DUP' end
+  count(k[2], 'rejected', a[4])
   return redis.call('XADD', k[1], 'NOMKSTREAM', '*', 'seq', a[2], 'b', a[3])
 end)
 

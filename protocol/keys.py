@@ -13,7 +13,11 @@ engine:{id}         string   node       registers again; TTL
 engines             zset     node       id -> expiry in Redis seconds, for listing without KEYS
 metrics:{p}:{id}    string   process    TTL
 processes           zset     process    "{p}:{id}" -> expiry, for listing without KEYS
+tokens              hash     functions  tokens of attempts that ended (published, rejected) since Redis was empty
+meta                hash     learner    written at every start: schema, tokenizer, settings that all must share
+events              stream   anyone     what happened, for people; bounded, informational
 dlq                 stream   anyone     bounded evidence; the files of the learner are the record
+requeue             set      operator   seqs that a person wants tried again; the learner empties it
 evaluation          string   evaluator  weight swaps wait while it is there; TTL
 """
 
@@ -87,8 +91,24 @@ class Keys:
         return self._key(f"metrics:{process}:{process_id}")
 
     @property
+    def tokens(self) -> str:
+        return self._key("tokens")
+
+    @property
+    def meta(self) -> str:
+        return self._key("meta")
+
+    @property
+    def events(self) -> str:
+        return self._key("events")
+
+    @property
     def dlq(self) -> str:
         return self._key("dlq")
+
+    @property
+    def requeue(self) -> str:
+        return self._key("requeue")
 
     @property
     def evaluation(self) -> str:

@@ -45,7 +45,9 @@ class Sink:
         outage = Outage(f"publishing seq {message.seq}", self._stats.waits)
         reply = await insist(
             outage,
-            lambda: self._redis.call(PUBLISH, [keys.tasks, keys.traj], entry, message.seq, header, body),
+            lambda: self._redis.call(
+                PUBLISH, [keys.tasks, keys.traj, keys.tokens], entry, message.seq, header, body, tokens_of(message)
+            ),
         )
         if reply == b"DUP":
             self._stats.counts["duplicates"] += 1
@@ -53,15 +55,15 @@ class Sink:
         self._stats.counts["groups_failed" if isinstance(message, GroupFailed) else "groups_published"] += 1
         return True
 
-    async def replace(self, entry: str, task: Task) -> bool:
+    async def replace(self, entry: str, task: Task, tokens: int = 0) -> bool:
         """Put `task` in the place of the one at `entry`; False when somebody else has settled that.
 
         With the next attempt's number this is a retry; with the same number the task is handed back, and another
-        server takes it at once rather than after our lease has run out.
+        server takes it at once rather than after our lease has run out. `tokens` were sampled in vain.
         """
         outage = Outage(f"replacing the task of seq {task.seq}", self._stats.waits)
-        keys, body = [self._redis.keys.tasks], encode(task)
-        reply = await insist(outage, lambda: self._redis.call(RETRY, keys, entry, task.seq, body))
+        keys, body = [self._redis.keys.tasks, self._redis.keys.tokens], encode(task)
+        reply = await insist(outage, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens))
         return bool(reply != b"DUP")
 
     async def bury(self, entry: str, seq: int | None, raw: bytes, reason: str, run: str) -> None:
@@ -83,14 +85,20 @@ class Sink:
         await self._redis.batch(("XACK", self._redis.keys.tasks, TASK_GROUP, entry))
 
 
+def tokens_of(message: TrajectoryGroup | GroupFailed) -> int:
+    """Tokens that the policy sampled for `message`."""
+    if isinstance(message, GroupFailed):
+        return message.generated_tokens
+    return sum(t.num_sampled for t in message.trajectories)
+
+
 def _too_large(message: TrajectoryGroup | GroupFailed, error: MessageTooLarge) -> GroupFailed:
-    tokens = sum(t.num_sampled for t in message.trajectories) if isinstance(message, TrajectoryGroup) else 0
     return GroupFailed(
         run=message.run,
         seq=message.seq,
         attempt=message.attempt,
         reason=error.reason,
         detail=str(error),
-        generated_tokens=tokens,
+        generated_tokens=tokens_of(message),
         producer=message.producer,
     )

@@ -74,7 +74,8 @@ class Work:
             *(task.seq, task.attempt, self._max_attempts, outcome.reason, outcome.detail),
         )
         if task.attempt < self._max_attempts:
-            await self._sink.replace(lease.entry, task.model_copy(update={"attempt": task.attempt + 1}))
+            again = task.model_copy(update={"attempt": task.attempt + 1})
+            await self._sink.replace(lease.entry, again, outcome.generated_tokens)
             return
         given_up = self._tasks.failed(task, outcome.reason, outcome.detail, outcome.generated_tokens)
         await self._sink.publish(lease.entry, given_up)
