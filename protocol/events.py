@@ -1,4 +1,4 @@
-"""One line of a run's history, for people: what happened, where, and when. The stream `Keys.events` holds the newest ones.
+"""One line of a run's history, for people: what happened, where, and when. `Keys.events` holds the newest ones.
 
 Events inform and decide nothing: they are written after the fact, by whoever saw it, and may be lost with Redis. The
 counters and the books are the record. An entry's time is its id (milliseconds by the clock of Redis).
