@@ -9,6 +9,7 @@ from deploy.bench.packing import PackingBench
 from deploy.bench.retriever import RetrieverBench
 from deploy.bench.retriever_gpu import RetrieverGpuBench
 from deploy.bench.rollout import RolloutBench
+from deploy.bench.transport import TransportBench
 from deploy.bench.weights import WeightsBench
 
 BENCHMARKS: dict[str, type[BenchSettings]] = {
@@ -18,5 +19,6 @@ BENCHMARKS: dict[str, type[BenchSettings]] = {
     "retriever": RetrieverBench,
     "retriever_gpu": RetrieverGpuBench,
     "rollout": RolloutBench,
+    "transport": TransportBench,
     "weights": WeightsBench,
 }

@@ -1,0 +1,76 @@
+"""Rollout clients without engines: `python -m deploy.bench.transport_client URL CLIENTS GROUP_SIZE TOKENS FIRST`.
+
+Each leases a task, seals a group for it and publishes it, with the rollout server's own client and sink, until SIGTERM;
+then one line of JSON: what was published, how late the event loop was, and what the process weighed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+from deploy.bench.transport_redis import RUN, a_group
+from protocol.keys import TASK_GROUP, Keys
+from rollout_server.metrics import Stats
+from rollout_server.redis_client import RedisClient
+from rollout_server.sink import Sink
+
+TICK_S = 0.01
+
+
+async def client(url: str, number: int, message: Any, stats: Stats) -> None:
+    """Consumes tasks; produces groups; waits for credit, and for a Redis that has room; ended by cancellation."""
+    keys = Keys(RUN)
+    redis = RedisClient(url, keys)
+    sink = Sink(redis, stats)
+    try:
+        while True:
+            for entry, fields in await redis.read(keys.tasks, TASK_GROUP, f"c{number}", 1):
+                await sink.publish(entry.decode(), message.model_copy(update={"seq": int(fields[b"seq"])}))
+    finally:
+        await redis.aclose()
+
+
+async def ticker(late: list[float]) -> None:
+    """How late the event loop wakes a sleeper (seconds), every TICK_S; ended by cancellation."""
+    while True:
+        due = time.perf_counter() + TICK_S
+        await asyncio.sleep(TICK_S)
+        late.append(time.perf_counter() - due)
+
+
+async def main(url: str, clients: int, group_size: int, tokens: int, first: int) -> None:
+    stats, late = Stats("rollout", f"bench-{first}"), list[float]()
+    message = a_group(group_size, tokens)
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
+    running = [asyncio.create_task(client(url, first + i, message, stats)) for i in range(clients)]
+    running.append(asyncio.create_task(ticker(late)))
+    stopping = asyncio.create_task(over.wait())
+    await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopping, *running):
+        task.cancel()
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    broken = [repr(error) for error in ended if not isinstance(error, asyncio.CancelledError)]
+    late.sort()
+    told = {
+        "published": stats.counts["groups_published"],
+        "duplicates": stats.counts["duplicates"],
+        "waited_for_redis_s": stats.waits.seconds().get("redis", 0.0),
+        "loop_lag_p50_s": late[len(late) // 2] if late else 0.0,
+        "loop_lag_p99_s": late[len(late) * 99 // 100] if late else 0.0,
+        "loop_lag_max_s": late[-1] if late else 0.0,
+        "rss_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "broken": broken,
+    }
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    where, *numbers = sys.argv[1:]
+    asyncio.run(main(where, *map(int, numbers)))
