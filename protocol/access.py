@@ -1,0 +1,177 @@
+"""Who may call what over HTTP: roles, tokens from the environment, and one decision that every service asks for.
+
+    viewer    reads: /status, /metrics, /info
+    node      machine to machine: searches, generation; reads too
+    operator  what costs money (POST /v1/episodes), and all that the others may
+
+Without any token a service is open, and then it listens on loopback only and answers only to loopback names: a web
+page that had its own name point to 127.0.0.1 (DNS rebinding) is not let in. With a token set every route asks for one,
+but for `OPEN`. Pure, but for the files that `FORAY_*_TOKEN_FILE` names; knows no HTTP library.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+from protocol.errors import UserError
+
+Role = Literal["viewer", "node", "operator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+OPEN = frozenset({"/health", "/ready"})
+"""Paths that need no token: probes of orchestrators carry none, and the answers say nothing."""
+
+MAY: Mapping[Role, frozenset[Role]] = {
+    "viewer": frozenset({"viewer", "node", "operator"}),
+    "node": frozenset({"node", "operator"}),
+    "operator": frozenset({"operator"}),
+}
+"""Roles that a route for the key's role takes."""
+
+MIN_CHARS, MIN_DISTINCT = 32, 10
+"""A token is at least so long, with so many different characters: `token_urlsafe(32)` has 43, of about 31 kinds."""
+MAKE_ONE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+_TOKEN = re.compile(r"[!-~]+")
+
+
+def variable(role: Role) -> str:
+    """The environment variable that holds the token of `role`; with `_FILE` behind it, the one that names its file."""
+    return f"FORAY_{role.upper()}_TOKEN"
+
+
+@dataclass(frozen=True)
+class Access:
+    """The tokens of this process by role, never shown. Without any the service is open."""
+
+    tokens: Mapping[Role, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def open(self) -> bool:
+        """Whether nobody is asked for a token."""
+        return not self.tokens
+
+    def role_of(self, authorization: str) -> Role | None:
+        """The role whose token stands in an `Authorization` header; every token is compared, in constant time."""
+        scheme, _, given = authorization.partition(" ")
+        found: Role | None = None
+        for role, token in self.tokens.items():
+            if hmac.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer":
+                found = role
+        return found
+
+    def headers(self, *roles: Role) -> dict[str, str]:
+        """The `Authorization` header of a client: the first of `roles` that this process has a token of, or none."""
+        token = next((self.tokens[role] for role in roles if role in self.tokens), None)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to answer: status 0 lets the request pass, else 401 or 403 with `message`."""
+
+    status: int = 0
+    message: str = ""
+
+
+PASS = Verdict()
+
+
+def decide(path: str, *, needs: Role, authorization: str, host: str, access: Access) -> Verdict:
+    """Whether a request to `path`, a route for `needs`, may pass.
+
+    authorization, host  its headers of these names, "" where there is none
+    """
+    if path in OPEN:
+        return PASS
+    if access.open:
+        named = not host or is_loopback(urlsplit(f"//{host}").hostname or "")
+        return PASS if named else Verdict(403, "without tokens only loopback names are answered")
+    role = access.role_of(authorization)
+    if role is None:
+        return Verdict(401, f"a token is needed: Authorization: Bearer <{variable(needs)}>")
+    if role not in MAY[needs]:
+        return Verdict(403, f"this needs the role {needs}, the token is of {role}")
+    return PASS
+
+
+def read_access(environ: Mapping[str, str]) -> Access:
+    """The tokens in `environ`. Raises UserError for one that is weak, given twice, unreadable or that of two roles."""
+    tokens: dict[Role, str] = {}
+    for role in ROLES:
+        value = read_secret(environ, variable(role))
+        if value:
+            tokens[role] = _strong(value, variable(role))
+    if len(set(tokens.values())) < len(tokens):
+        raise UserError(
+            "two roles have the same token", why="who holds one would have both roles", todo=f"make another: {MAKE_ONE}"
+        )
+    return Access(tokens)
+
+
+def read_secret(environ: Mapping[str, str], name: str) -> str:
+    """The secret in variable `name`, or in the file that `name`_FILE names; "" where neither is set.
+
+    Raises UserError when both are set or the file cannot be read; no message holds the secret.
+    """
+    value, path = environ.get(name, "").strip(), environ.get(f"{name}_FILE", "")
+    if not path:
+        return value
+    if value:
+        raise UserError(f"{name} and {name}_FILE are both set", todo="keep one of them")
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror or "" if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"cannot read {path}", why=f"{name}_FILE names it; {why}") from None
+
+
+def check_bind(host: str, access: Access, setting: str) -> None:
+    """Raises UserError when a service without tokens would listen beyond this machine.
+
+    setting  name of the setting that says where, e.g. "retriever.host"
+    """
+    if access.open and not is_loopback(host):
+        raise UserError(
+            f"{setting} = {host!r} opens this service to the network, and no token is set",
+            why="anyone who reaches the port could use it",
+            todo="`foray init run.yaml --secure` writes a token for each role: `. secrets/node.env` before the start; "
+            f"or export {variable('node')}=$({MAKE_ONE}); or set {setting}=127.0.0.1",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, can only be this machine. Names are not resolved."""
+    if host.rstrip(".").lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def engine_key(access: Access, engine_id: str, incarnation: str) -> str:
+    """The API key of one incarnation of a launched engine, "" without a node token.
+
+    Its node and the rollout servers derive it each for itself, HMAC-SHA256 of the engine's name by the node token: so
+    nothing secret stands in Redis, and the key of one engine opens no other.
+    """
+    token = access.tokens.get("node", "")
+    if not token:
+        return ""
+    return hmac.new(token.encode(), f"engine\0{engine_id}\0{incarnation}".encode(), "sha256").hexdigest()
+
+
+def _strong(token: str, name: str) -> str:
+    if len(token) < MIN_CHARS or len(set(token)) < MIN_DISTINCT or not _TOKEN.fullmatch(token):
+        raise UserError(
+            f"{name} is too weak",
+            why=f"a token has {MIN_CHARS} or more printable characters, {MIN_DISTINCT} of them different, no blanks",
+            todo=f"export {name}=$({MAKE_ONE})",
+        )
+    return token
