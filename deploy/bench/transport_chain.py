@@ -74,10 +74,9 @@ async def _ours(made: Ring, sink: Any, entry: str, message: Any, spent: dict[str
     assert read_entry(id_, fields, RUN).message.seq == message.seq
     t4 = time.perf_counter()
     made.store.ack([id_])
-    spent.update(
-        {"encode_s": t1 - t0, "publish_s": max(0.0, t2 - t1 - (t1 - t0)), "read_s": t3 - t2, "decode_s": t4 - t3}
-    )
-    spent["acknowledge_s"] += time.perf_counter() - t4
+    t5 = time.perf_counter()
+    published = max(0.0, t2 - t1 - (t1 - t0))
+    _add(spent, encode_s=t1 - t0, publish_s=published, read_s=t3 - t2, decode_s=t4 - t3, acknowledge_s=t5 - t4)
 
 
 def _raw(client: Any, header: bytes, body: bytes, spent: dict[str, float]) -> None:
