@@ -38,6 +38,8 @@ class TransportBench(BenchSettings):
     """Processes among which the clients are divided."""
     minutes: float = Field(default=1.0, gt=0)
     """How long the load is held after the back-pressure was seen."""
+    rate: float = Field(default=0.0, ge=0)
+    """Most groups a second of the held load; 0: as many as go through."""
     maxmemory_mb: int = Field(default=256, ge=16)
     """Memory limit of the Redis (MiB)."""
 

@@ -108,22 +108,25 @@ def _fill(settings: TransportBench, pump: Pump, client: redis.Redis, say: Say) -
     most = settings.maxmemory_mb * (1 << 20) // (settings.group_size * settings.tokens * 4) + 4 * settings.clients
     pump.issue(most)
     begun = last_change = time.monotonic()
-    first = 0.0
-    count = 0
-    while not (_refused(client) and time.monotonic() - last_change > STALL_S):
+    first = full = 0.0
+    before = count = 0
+    while not (full and time.monotonic() - last_change > STALL_S):
         now, length = time.monotonic(), int(client.xlen(traj))
         first = first or (now if length else 0.0)
         if length != count:
             count, last_change = length, now
+        if not full and _refused(client):
+            full, before = now, count
         if now - begun > FILL_S:
             raise ForayError(f"no back-pressure within {FILL_S:g} s: {count} groups, {_memory(client)} MiB used")
         time.sleep(0.02)
-    seconds = last_change - first
+    seconds = full - first
     size = int(client.memory_usage(traj, samples=5) or 0) / max(1, count)
-    say(f"back-pressure after {count} groups in {seconds:.1f} s")
+    say(f"first refusal after {before} groups in {seconds:.1f} s, full at {count}")
     return {
         "groups": count,
-        "groups_per_s": count / seconds if seconds > 0 else 0.0,
+        "groups_until_first_refusal": before,
+        "groups_per_s": before / seconds if seconds > 0 else 0.0,
         "bytes_per_group_in_redis": size,
         "refused_writes": _refused(client),
         "memory_mib": _memory(client),
@@ -133,14 +136,15 @@ def _fill(settings: TransportBench, pump: Pump, client: redis.Redis, say: Say) -
 
 def _hold(settings: TransportBench, pump: Pump, client: redis.Redis, children: list[Child], say: Say) -> dict[str, Any]:
     """Reader and clients at full speed; memory of every process is looked at each second."""
-    begun = time.monotonic()
+    begun, piled = time.monotonic(), pump.issued
     end, look, arrived, peak = begun + 60 * settings.minutes, begun, 0, 0.0
     pids = {"redis": pump.made.redis.pid, "learner": os.getpid(), **{c.spec.name: c.pid for c in children}}
     marks: list[tuple[float, dict[str, float]]] = []
     while (now := time.monotonic()) < end:
         arrived += pump.turn()
-        if pump.open < 4 * settings.clients:
-            pump.issue(pump.issued + settings.clients)
+        due = piled + int(settings.rate * (now - begun)) if settings.rate else pump.issued + settings.clients
+        if pump.open < 4 * settings.clients and due > pump.issued:
+            pump.issue(min(due, pump.issued + settings.clients))
         if now >= look:
             look = now + 1.0
             peak = max(peak, _memory(client))
