@@ -20,7 +20,12 @@ class RolloutSettings(Settings):
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     concurrency_groups: int = Field(default=32, ge=1)
-    """Trajectory groups in flight at once, those that wait to be published included."""
+    """Trajectory groups being rolled out at once."""
+    spool_groups: int = Field(default=32, ge=1)
+    """Finished groups that may wait for Redis before no more work is taken; what is under way still finishes, so that
+    at most this many groups and `concurrency_groups` more are held in memory."""
+    spool_mb: int = Field(default=512, ge=1)
+    """The same bound in MiB of finished groups, for long trajectories: whichever is reached first."""
     task_idle_ms: int = Field(default=60_000, ge=300)
     """A task whose lease was not renewed for so long is taken over by another server. Renewed three times as often."""
     drain_s: float = Field(default=30.0, ge=0)

@@ -18,6 +18,7 @@ from protocol.codec import decode_as
 from protocol.errors import ProtocolError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.versions import PolicyVersion
+from rollout_server.agreement import Agreement
 from rollout_server.redis_client import Outage, RedisClient, RedisDown
 from rollout_server.waits import Waits
 
@@ -69,8 +70,8 @@ def same_tokenizer(engine: EngineInfo, tokenizer: str) -> bool:
 class Fleet:
     """Keeps `table` fresh. `changed()` wakes whoever waits for an engine."""
 
-    def __init__(self, redis: RedisClient, waits: Waits, *, poll_s: float) -> None:
-        self._redis, self._waits, self._poll_s = redis, waits, poll_s
+    def __init__(self, redis: RedisClient, waits: Waits, *, poll_s: float, agreement: Agreement | None = None) -> None:
+        self._redis, self._waits, self._poll_s, self._agreement = redis, waits, poll_s, agreement
         self.table = FleetTable()
         self.read_at = -math.inf
         """When Redis answered last, by the monotonic clock."""
@@ -93,12 +94,17 @@ class Fleet:
             await asyncio.sleep(self._poll_s)
 
     async def read(self) -> FleetTable:
-        """One look at Redis; raises RedisDown. Entries that do not decode are left out and logged once."""
+        """One look at Redis; raises RedisDown, and UserError when the learner's meta does not fit ours.
+
+        Entries that do not decode are left out and logged once.
+        """
         keys = self._redis.keys
         now = await self._redis.now()
-        ids, (target, state) = await self._redis.batch(
-            ("ZRANGEBYSCORE", keys.engines, now, "+inf"), ("HMGET", keys.target, "b", "state")
+        ids, (target, state), meta = await self._redis.batch(
+            ("ZRANGEBYSCORE", keys.engines, now, "+inf"), ("HMGET", keys.target, "b", "state"), ("HGETALL", keys.meta)
         )
+        if self._agreement is not None:
+            self._agreement.check(meta)
         names = [raw.decode(errors="replace") for raw in ids]
         bodies = await self._redis.batch(*(("HGET", keys.engine(name), "b") for name in names))
         engines = {}

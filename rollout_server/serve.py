@@ -45,6 +45,7 @@ from protocol.errors import StateLost, UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, Task, TrajectoryGroup
 from protocol.settings import RunSettings
+from rollout_server.agreement import Agreement
 from rollout_server.app import Served, build_app
 from rollout_server.config import RolloutSettings
 from rollout_server.engine.http import connector
@@ -70,7 +71,8 @@ log = logging.getLogger(__name__)
 
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
-    *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
+    *("trajectories", "turns", "tokens_generated", "tokens_observed", "tokens_duplicated", "stale"),
+    *("unreadable_tasks", "handed_back", "events_lost"),
 )
 """Shown from the start, as zeros."""
 
@@ -113,7 +115,8 @@ class RolloutServer:
     ) -> None:
         self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
         self._redis, self._search = redis, search
-        self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s)
+        agreement = Agreement(run.id, run.model, max_lag=run.max_lag)
+        self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, agreement=agreement)
         connect: Callable[[EngineInfo], SglangClient] = partial(_connect, session, settings.stream_interval)
         if settings.journal_routes is not None:
             connect = noting(connect, settings.journal_routes, self._fleet)
@@ -134,7 +137,8 @@ class RolloutServer:
             tokenizer=episode.tokens.fingerprint,
             counts=stats.counts,
         )
-        sink = Sink(redis, stats)
+        sink = Sink(redis, stats, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20)
+        self._sink = sink
         self._tasks = Tasks(
             redis,
             sink,
@@ -155,6 +159,8 @@ class RolloutServer:
         )
         stats.gauges |= {
             "groups_in_flight": lambda: len(self._tasks.in_flight),
+            "spooled_groups": lambda: sink.spooled,
+            "spooled_bytes": lambda: sink.spooled_bytes,
             "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
             "turns_waiting": lambda: self._router.waiting,
             "requests_in_flight": lambda: self._router.places.in_flight,
@@ -186,6 +192,8 @@ class RolloutServer:
 
     def _held_up(self) -> str:
         """Why no group should be begun now: the name of what it would wait for, "" when it would not."""
+        if self._sink.spool_full:
+            return "redis"
         if self._search.held_up:
             return "retriever"
         return "backlog" if self._router.congested() else ""
@@ -199,6 +207,7 @@ class RolloutServer:
 
         A run that is done has no use for more groups. A learner that starts again opens the gate.
         """
+        await self._sink.tell("joined", f"rollout server {self._stats.id} takes tasks")
         while True:
             self._tasks.accept(not self._fleet.table.done)
             await self._fleet.changed(timeout_s=1.0)
@@ -246,6 +255,7 @@ class RolloutServer:
     async def _leave(self) -> None:
         try:
             async with asyncio.timeout(3.0):
+                await self._sink.tell("left", f"stopped; {self._stats.counts['handed_back']} tasks handed back")
                 await self._tasks.leave()
                 await withdraw_metrics(self._redis, self._stats)
         except (RedisDown, StateLost, TimeoutError) as error:

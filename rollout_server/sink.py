@@ -2,34 +2,50 @@
 
 Publishing twice is safe, and that is what makes it simple: after any error the same call is made again, and `DUP`
 (this task was published before, by us or by the server that took it over) is a success.
+
+While Redis is away or full, finished groups wait here: that is the spool. It is bounded by those who ask `spool_full`
+before they begin a group more.
 """
 
 from __future__ import annotations
 
 import logging
 
+from protocol import events
 from protocol.codec import encode
-from protocol.errors import MessageTooLarge
+from protocol.errors import MessageTooLarge, ProtocolError, StateLost, UserError
 from protocol.functions import PUBLISH, RETRY
 from protocol.header import seal
 from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed, Task, TrajectoryGroup
 from rollout_server.metrics import Stats
-from rollout_server.redis_client import Outage, RedisClient, insist
+from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull, insist
 
 log = logging.getLogger(__name__)
 
 DLQ_LENGTH = 1000
 """Entries kept in the dead-letter stream: evidence, not a queue."""
-DLQ_BYTES = 1 << 20
-"""Bytes kept of one dead letter."""
+DLQ_BYTES = 1 << 16
+"""Bytes kept of one dead letter: with DLQ_LENGTH of them the stream stays below 64 MiB."""
 
 
 class Sink:
-    """Publishes by task entry id. Every method waits while Redis is away, full or has lost its state."""
+    """Publishes by task entry id. Every method but `tell` waits while Redis is away, full or has lost its state.
 
-    def __init__(self, redis: RedisClient, stats: Stats) -> None:
+    spooled, spooled_bytes  groups that are sealed and not published, and what they take
+    """
+
+    def __init__(
+        self, redis: RedisClient, stats: Stats, *, spool_groups: int = 32, spool_bytes: int = 512 << 20
+    ) -> None:
         self._redis, self._stats = redis, stats
+        self._spool_groups, self._spool_bytes = spool_groups, spool_bytes
+        self.spooled = self.spooled_bytes = 0
+
+    @property
+    def spool_full(self) -> bool:
+        """Whether so much waits for Redis that no group more should be begun."""
+        return self.spooled >= self._spool_groups or self.spooled_bytes >= self._spool_bytes
 
     async def publish(self, entry: str, message: TrajectoryGroup | GroupFailed) -> bool:
         """True when this call (or an earlier try of it) published, False when the task was published before.
@@ -41,19 +57,27 @@ class Sink:
         except MessageTooLarge as error:
             message = _too_large(message, error)
             header, body = seal(message)
-        keys = self._redis.keys
-        outage = Outage(f"publishing seq {message.seq}", self._stats.waits)
-        reply = await insist(
-            outage,
-            lambda: self._redis.call(
-                PUBLISH, [keys.tasks, keys.traj, keys.tokens], entry, message.seq, header, body, tokens_of(message)
-            ),
-        )
+        tokens, failed = tokens_of(message), isinstance(message, GroupFailed)
+        self.spooled += 1
+        self.spooled_bytes += len(header) + len(body)
+        try:
+            reply = await self._send(entry, message.seq, header, body, tokens)
+        finally:
+            self.spooled -= 1
+            self.spooled_bytes -= len(header) + len(body)
         if reply == b"DUP":
             self._stats.counts["duplicates"] += 1
+            self._stats.counts["tokens_duplicated"] += tokens
             return False
-        self._stats.counts["groups_failed" if isinstance(message, GroupFailed) else "groups_published"] += 1
+        self._stats.counts["groups_failed" if failed else "groups_published"] += 1
         return True
+
+    async def _send(self, entry: str, seq: int, header: bytes, body: bytes, tokens: int) -> bytes:
+        keys = self._redis.keys
+        outage = Outage(f"publishing seq {seq}", self._stats.waits)
+        names = [keys.tasks, keys.traj, keys.tokens]
+        reply: bytes = await insist(outage, lambda: self._redis.call(PUBLISH, names, entry, seq, header, body, tokens))
+        return reply
 
     async def replace(self, entry: str, task: Task, tokens: int = 0) -> bool:
         """Put `task` in the place of the one at `entry`; False when somebody else has settled that.
@@ -66,20 +90,34 @@ class Sink:
         reply = await insist(outage, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens))
         return bool(reply != b"DUP")
 
-    async def bury(self, entry: str, seq: int | None, raw: bytes, reason: str, run: str) -> None:
+    async def bury(self, entry: str, seq: int | None, raw: bytes, error: ProtocolError, run: str) -> None:
         """A task that cannot be read: evidence to the dead-letter stream, and its seq (if known) is given up."""
-        log.error("task %s (seq %s) is unreadable: %s", entry, seq, reason)
+        reason = f"task_{error.reason}"
+        log.error("task %s (seq %s) is unreadable: %s: %s", entry, seq, reason, error)
+        letter = {"id": entry, "seq": str(seq or 0), "reason": reason, "detail": str(error)[:1000]}
+        letter["from"] = self._stats.id
         outage = Outage(f"burying task {entry}", self._stats.waits)
-        await insist(outage, lambda: self._dead_letter(seq, raw, reason))
+        await insist(outage, lambda: self._dead_letter(letter, raw))
         if seq is not None:
             await self.publish(entry, GroupFailed(run=run, seq=seq, attempt=1, reason=reason, producer=self._stats.id))
         else:
             # nothing to report it under: the learner's reconciler misses the seq and issues it again
             await insist(outage, lambda: self._acknowledge(entry))
 
-    async def _dead_letter(self, seq: int | None, raw: bytes, reason: str) -> None:
-        fields = ("reason", reason, "seq", str(seq), "from", self._stats.id, "raw", raw[:DLQ_BYTES])
-        await self._redis.batch(("XADD", self._redis.keys.dlq, "MAXLEN", "~", DLQ_LENGTH, "*", *fields))
+    async def tell(self, kind: str, text: str) -> None:
+        """One line of the run's history (`protocol/events.py`). Lost, and counted, when Redis does not take it now."""
+        fields = events.fields(self._stats.process, self._stats.id, kind, text)
+        flat = [part for pair in fields.items() for part in pair]
+        try:
+            await self._redis.batch(("XADD", self._redis.keys.events, "MAXLEN", "~", events.MOST, "*", *flat))
+        except (RedisDown, RedisFull, StateLost, UserError) as error:
+            log.info("the event %r is not told: %s", kind, error)
+            self._stats.counts["events_lost"] += 1
+
+    async def _dead_letter(self, letter: dict[str, str], raw: bytes) -> None:
+        flat = [part for pair in letter.items() for part in pair]
+        evidence = ("h", b"", "b", raw[:DLQ_BYTES])
+        await self._redis.batch(("XADD", self._redis.keys.dlq, "MAXLEN", "~", DLQ_LENGTH, "*", *flat, *evidence))
 
     async def _acknowledge(self, entry: str) -> None:
         await self._redis.batch(("XACK", self._redis.keys.tasks, TASK_GROUP, entry))

@@ -158,7 +158,8 @@ class Tasks:
             async with asyncio.timeout(HAND_BACK_S):
                 for lease in unfinished:
                     log.info("handing back seq %d", lease.task.seq)
-                    await self._sink.replace(lease.entry, lease.task)
+                    if await self._sink.replace(lease.entry, lease.task):
+                        self._stats.counts["handed_back"] += 1
         except TimeoutError:
             log.warning("Redis is away: the tasks not handed back are taken over when their leases run out")
 
@@ -171,8 +172,13 @@ class Tasks:
 
     @property
     def free(self) -> int:
-        """Groups that may still be started."""
-        return self._concurrency - len(self.in_flight)
+        """Groups that may still be started. Those that only wait to be published are bounded by the spool."""
+        return self._concurrency - sum(not lease.publishing for lease, _ in self.in_flight.values())
+
+    def finished(self, lease: Lease) -> None:
+        """Its group has come to its end and only has to be published: another one may begin."""
+        lease.publishing = True
+        self._freed.set()
 
     async def _place(self) -> None:
         while self.free <= 0 and not self._stopping:
@@ -218,6 +224,7 @@ class Tasks:
         if lease is not None:
             detail = f"delivered {deliveries} times without an outcome"
             log.error("seq %d is given up as poison: %s", lease.task.seq, detail)
+            await self._sink.tell("poison", f"seq {lease.task.seq} is given up: {detail}")
             await self._sink.publish(entry, self.failed(lease.task, "poison", detail))
         return True
 
@@ -244,7 +251,7 @@ class Tasks:
                 raise ProtocolError(f"the body is of seq {task.seq}")
         except ProtocolError as error:
             self._stats.counts["unreadable_tasks"] += 1
-            await self._sink.bury(entry, seq, raw, f"task_{error.reason}", self._redis.keys.run)
+            await self._sink.bury(entry, seq, raw, error, self._redis.keys.run)
             return None
         return Lease(entry, task)
 
@@ -269,6 +276,7 @@ class Tasks:
                 log.warning("the lease on seq %d is lost: another server has it", lease.task.seq)
                 self._stats.counts["leases_lost"] += 1
                 task.cancel()
+                await self._sink.tell("lease-lost", f"another server has taken seq {lease.task.seq}")
 
 
 async def _carry(perform: Perform, lease: Lease) -> None:

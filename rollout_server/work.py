@@ -52,7 +52,7 @@ class Work:
             outcome = GroupRejected(f"error_{type(error).__name__}", str(error)[:2000], 0)
         finally:
             self.trajectories_in_flight -= unfinished
-        lease.publishing = True
+        self._tasks.finished(lease)
         await self._settle(lease, outcome)
 
     def too_old(self, first: PolicyVersion) -> bool:

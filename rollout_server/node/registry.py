@@ -12,6 +12,7 @@ from typing import TypeVar
 from protocol.codec import decode_as, encode
 from protocol.errors import ProtocolError
 from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
+from rollout_server.agreement import Agreement
 from rollout_server.redis_client import RedisClient
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,10 @@ class Orders:
 
 
 class Registry:
-    """Every method raises RedisDown or RedisFull."""
+    """Every method raises RedisDown or RedisFull; reading the target, also UserError when meta does not fit ours."""
 
-    def __init__(self, redis: RedisClient, *, lease_s: float) -> None:
-        self._redis, self._lease_s = redis, lease_s
+    def __init__(self, redis: RedisClient, *, lease_s: float, agreement: Agreement | None = None) -> None:
+        self._redis, self._lease_s, self._agreement = redis, lease_s, agreement
         self._garbage: set[bytes] = set()
 
     async def register(self, info: EngineInfo) -> None:
@@ -62,15 +63,20 @@ class Registry:
 
     async def target(self) -> WeightUpdate | None:
         """The version that every engine should hold; None before the learner's first, or when it does not decode."""
-        (raw,) = await self._redis.batch(("HGET", self._redis.keys.target, "b"))
+        keys = self._redis.keys
+        raw, meta = await self._redis.batch(("HGET", keys.target, "b"), ("HGETALL", keys.meta))
+        if self._agreement is not None:
+            self._agreement.check(meta)
         return self._decoded(WeightUpdate, raw)
 
     async def orders(self) -> Orders:
         """Target and view at one moment."""
         keys = self._redis.keys
-        target, view, (seconds, micros) = await self._redis.batch(
-            ("HGET", keys.target, "b"), ("GET", keys.view), ("TIME",), atomic=True
+        target, view, (seconds, micros), meta = await self._redis.batch(
+            ("HGET", keys.target, "b"), ("GET", keys.view), ("TIME",), ("HGETALL", keys.meta), atomic=True
         )
+        if self._agreement is not None:
+            self._agreement.check(meta)
         now = float(seconds) + float(micros) / 1e6
         return Orders(self._decoded(WeightUpdate, target), self._decoded(WeightView, view), now)
 

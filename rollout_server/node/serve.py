@@ -18,6 +18,7 @@ from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.settings import RunSettings
+from rollout_server.agreement import Agreement
 from rollout_server.lifecycle import Stop, plain_errors, stop_on_signals
 from rollout_server.metrics import Stats, publish_metrics, withdraw_metrics
 from rollout_server.node.agent import Agent
@@ -55,7 +56,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: Stop | None =
     stats.gauges |= {"pause_s": lambda: standing.pause_s, "load_s": lambda: standing.load_s}
     stats.text["state"] = lambda: str(standing.state)
     redis = RedisClient(run.redis_url, Keys(run.id))
-    registry = Registry(redis, lease_s=settings.lease_s)
+    registry = Registry(redis, lease_s=settings.lease_s, agreement=Agreement(run.id, run.model))
     async with aiohttp.ClientSession() as session:
         agent = Agent(run, settings, registry, stats, session, standing, url=url, port=port)
         try:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from protocol.errors import CorruptMessage
 from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed
 from protocol.testing import make_group, make_task
@@ -92,6 +93,10 @@ async def test_a_group_beyond_the_size_limit_is_reported_as_failed(world, monkey
 async def test_dead_letters_keep_a_bounded_piece_of_the_evidence(world, monkeypatch: pytest.MonkeyPatch) -> None:
     sink, _, entry = await leased(world)
     monkeypatch.setattr(sink_module, "DLQ_BYTES", 10)
-    await sink.bury(entry, 1, b"x" * 1000, "task_corrupt", world.keys.run)
+    await sink.bury(entry, 1, b"x" * 1000, CorruptMessage("not msgpack"), world.keys.run)
     ((_, fields),) = world.sync.xrange(world.keys.dlq)
-    assert fields[b"raw"] == b"x" * 10 and len(world.published()) == 1
+    assert fields == {
+        **{b"id": entry.encode(), b"seq": b"1", b"reason": b"task_corrupt", b"detail": b"not msgpack"},
+        **{b"from": b"me", b"h": b"", b"b": b"x" * 10},
+    }
+    assert len(world.published()) == 1

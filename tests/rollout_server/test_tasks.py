@@ -48,7 +48,7 @@ class Server:
         except asyncio.CancelledError:
             self.cancelled.append(lease.task.seq)
             raise
-        lease.publishing = True
+        self.tasks.finished(lease)
         await self.sink.publish(lease.entry, make_group(lease.task.seq, run=self.run))
 
     @asynccontextmanager
@@ -164,7 +164,7 @@ async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
     assert isinstance(failed, GroupFailed) and (failed.seq, failed.reason) == (1, "task_corrupt")
     assert group.seq == 3
     letters = [fields for _, fields in world.sync.xrange(world.keys.dlq)]
-    assert [(f[b"seq"], f[b"raw"]) for f in letters] == [(b"1", b"\xc1 not msgpack"), (b"None", b"")]
+    assert [(f[b"seq"], f[b"b"]) for f in letters] == [(b"1", b"\xc1 not msgpack"), (b"0", b"")]
 
 
 async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once(
