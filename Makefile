@@ -8,7 +8,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
 
-.PHONY: setup demo test sglang-env test-sglang lint format clean
+.PHONY: setup demo test sglang-env test-sglang reliability lint format clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ $(SGLANG_STAMP): deploy/sglang_cpu/pins.txt
 # interpreter that has SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL an SGLang that runs already.
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine $(ARGS)
+
+# Every test of the fault table; writes its results into docs/reliability.md.
+reliability: setup
+	$(BIN)/python tests/faults/report.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,119 @@
+"""The fault table: who fails how, what then happens, and where a person sees it. Tests name its rows with
+`@pytest.mark.fault(row, ...)`; `make reliability` runs them and writes the table into docs/reliability.md.
+
+R rollout server, L learner, E engine and its node, S retriever, Q Redis, D dashboards and trackers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault. `seen` names the metric, event or message that tells; `lacking` why no test can run here."""
+
+    fault: str
+    behaviour: str
+    seen: str
+    lacking: str = ""
+
+
+ROWS: dict[int, Row] = {
+    1: Row("R killed", "its tasks are taken over after `task_idle_ms`; no group is half published", "reclaimed"),
+    2: Row("R SIGTERM", "leases nothing more, finishes or hands back within `drain_s`, exit 0", "log: handing back"),
+    3: Row("R stopped, wakes", "its tasks are taken over; its late publish is refused as DUP", "duplicates"),
+    4: Row(
+        "R cut off from Q", "groups under way go on up to a bound, published on return", "spooled_groups, wait redis"
+    ),
+    5: Row("R cut off from E, or E dead", "the turn goes on at another engine with the tokens received", "failovers"),
+    6: Row("E slow", "deadline a turn, requests in flight bounded by a window", "strikes, wait backlog"),
+    7: Row("L killed before a checkpoint", "a new epoch takes over what is pending; nothing twice", "redelivered"),
+    8: Row("L killed between checkpoint and ack", "what comes again is in the ledger: acknowledged only", "duplicates"),
+    9: Row(
+        "L killed while writing a checkpoint",
+        "the unfinished one is not there; the one before is loaded",
+        "log: resuming from",
+    ),
+    10: Row("L SIGTERM", "ends the step, checkpoint, acknowledges, frees the lease, exit 0", "log: stopped at step"),
+    11: Row("L stopped longer than its lease", "a successor takes over; the woken one exits 75", "event: fenced"),
+    12: Row("a rank of L dies", "the whole learner exits non-zero; no version is announced", "exit code"),
+    13: Row(
+        "two learners",
+        "the second is refused and told who holds the run; --takeover fences the first",
+        "exit codes 2, 75",
+    ),
+    14: Row(
+        "L cut off from Q",
+        "trains what it has, waits, takes the lease again under a higher epoch",
+        "wait redis, event: mended",
+    ),
+    15: Row(
+        "L dies in the middle of a transfer",
+        "a touched engine is quarantined, never resumed half loaded",
+        "views_failed",
+    ),
+    16: Row(
+        "E dies in the middle of a transfer",
+        "the version goes by files; the group is made again without it",
+        "publish_fallbacks",
+    ),
+    17: Row("E restarts with old weights", "takes no request before it holds the target, verified", "state SYNCING"),
+    18: Row(
+        "E joins in the middle of a transfer", "not in the view; loads the last announced version", "publish_snapshots"
+    ),
+    19: Row(
+        "E hangs with HTTP alive", "SUSPECT after a probe that must make a token, then restarted", "hangs, restarts"
+    ),
+    20: Row("E answers 5xx or is out of memory", "strikes, smaller window, other engines", "strikes"),
+    21: Row("E returns NaN, wrong lengths, nothing", "refused at R and generated elsewhere", "tokens_distrusted"),
+    22: Row("E of another tokenizer", "takes no request; both fingerprints are shown", "obstacle of the engine"),
+    23: Row("Q killed, with its file", "all reconnect; what a lost second cost is issued again", "reissued"),
+    24: Row(
+        "Q killed, without a file", "streams and functions made again; issued from the ledger on", "event: state lost"
+    ),
+    25: Row("Q at maxmemory", "publishing is refused before the task is acknowledged; leases live", "wait redis"),
+    26: Row("Q's disk full", "everybody waits and tries again", "wait redis"),
+    27: Row("Q fails over to a replica that lags", "as 23; the epoch cannot repeat", "event: epoch begun"),
+    28: Row("Q stopped for seconds", "time-outs, no blocked event loop, nothing sent twice", "wait redis"),
+    29: Row("Q flushed by a person", "as 24; ACL users cannot", "event: state lost"),
+    30: Row("corrupt message", "dead letter with the bytes; the seq is issued again", "dead_letters, foray dlq"),
+    31: Row("unknown schema version", "major: dead letter that says upgrade; minor: read", "dead_letters"),
+    32: Row("delivered or published twice", "DUP at publish, the ledger at consumption", "duplicates"),
+    33: Row("delivered in another order", "batches by arrival; the ledger is a set", "-"),
+    34: Row(
+        "huge trajectory or group", "limits on turns, tokens and bytes at R; given up with its reason", "groups_failed"
+    ),
+    35: Row(
+        "a group that kills the learner", "dead letter by delivery count, before it is decoded", "dead letter: poison"
+    ),
+    36: Row("S 500, 429, silent", "tried again within the turn, then observed, masked or dropped", "search_errors"),
+    37: Row("S talks nonsense", "schema, size and count are checked; else as 36", "search_errors"),
+    38: Row("S returns our tags", "neutralised; mask and reward do not change", "-"),
+    39: Row(
+        "loss or gradient not finite",
+        "the step is skipped on all ranks, its groups are dead; 3 in a row end the run",
+        "skipped_steps",
+    ),
+    40: Row("weights not finite, or far off", "not published; the last good version stays", "exit code, message"),
+    41: Row(
+        "checkpoint's disk full",
+        "the old one stays; training goes on; after 3 failures no more tasks",
+        "event: checkpoint failed",
+    ),
+    42: Row(
+        "weights' disk full, or half a file", "renamed when whole; readers verify; nothing in use is removed", "message"
+    ),
+    43: Row("weight file corrupted", "refused by its sha256, tried again, then QUARANTINED", "state QUARANTINED"),
+    44: Row("hosts' clocks differ", "no decision uses another host's clock", "foray doctor"),
+    45: Row("Q's clock jumps", "early take-over gives DUP, early lease loss a new epoch", "duplicates"),
+    46: Row("tracker or dashboard down", "training does not wait for them", "log"),
+    47: Row("port taken", "named, with the way out", "exit code 2, foray doctor"),
+    48: Row("rollouts faster than L", "the credit gate holds; Q stays bounded", "wait credit"),
+    49: Row("L faster than rollouts", "waits without spinning and without an end", "wait data"),
+    50: Row("end of the run", "nothing is in flight, nobody waits for a version that will not come", "state done"),
+    51: Row(
+        "another run on the same Redis", "keys carry the run; foreign messages are refused", "dead letter: foreign_run"
+    ),
+    52: Row("R upgraded before L", "minor versions read each other both ways", "-"),
+}

@@ -1,0 +1,43 @@
+"""The fault table of docs/reliability.md has no row without a test, and names none that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "reliability.md"
+
+
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"foray_faults_{name}", HERE / f"{name}.py")
+    assert spec and spec.loader
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+ROWS, MARKED = module("table").ROWS, module("marks").marked()
+
+
+@pytest.mark.parametrize("row", list(ROWS))
+def test_every_row_has_a_test_or_says_what_is_lacking(row: int) -> None:
+    assert MARKED.get(row) or ROWS[row].lacking, f"row {row} ({ROWS[row].fault}) has no test"
+
+
+def test_no_test_is_marked_with_a_row_that_is_not_there() -> None:
+    assert set(MARKED) <= set(ROWS)
+
+
+def test_the_page_names_the_tests_that_are_there() -> None:
+    for line in PAGE.read_text().splitlines():
+        found = re.match(r"\| (\d+) \|", line)
+        if found:
+            named = set(re.findall(r"`([\w/.]+\.py::\w+)`", line))
+            assert named == set(MARKED.get(int(found[1]), ())), f"row {found[1]}: run `make reliability`"
