@@ -27,10 +27,11 @@ from deploy.inputs import missing
 from deploy.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.progress import StepTail, format_step
 from deploy.readiness import Readiness
-from deploy.redis_child import check_server, redact
+from deploy.redis_child import check_server
 from deploy.rundir import RESOLVED, hold, write_atomically, write_record
 from deploy.supervisor import POLL_S, Say, Supervisor
 from protocol.errors import ForayError
+from protocol.redis_url import redacted
 
 T = TypeVar("T")
 STAGES = (("redis",), ("retriever",), ("engine", "rollout", "learner"))
@@ -70,7 +71,7 @@ class Launcher:
     def _prepare(self) -> None:
         self.addresses: Addresses = choose(self._given)
         if self.addresses.server is None:
-            self._say(f"redis: {check_server(self.addresses.redis_url)} at {redact(self.addresses.redis_url)}")
+            self._say(f"redis: {check_server(self.addresses.redis_url)} at {redacted(self.addresses.redis_url)}")
         self.config = settle(self._given, self.addresses)
         self.resolved = self.directory / RESOLVED
         write_atomically(self.resolved, self.config.to_yaml())
@@ -225,7 +226,7 @@ class Launcher:
             "started": self._started,
             "updated": time.time(),
             "config": str(self.resolved),
-            "redis_url": redact(self.redis_url),
+            "redis_url": redacted(self.redis_url),
             "retrievers": list(self.addresses.retrievers),
             "rollouts": list(self.addresses.rollouts),
             "restarts": dict(self.supervisor.restarts),

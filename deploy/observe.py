@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploy.redis_child import connect, redact
+from deploy.redis_child import connect
 from protocol.codec import decode_as
 from protocol.errors import ForayError, ProtocolError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.ledger import Ledger
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, WeightUpdate
+from protocol.redis_url import redacted
 from protocol.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -100,11 +101,11 @@ def observe(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s:
     import redis
 
     books = read_books(run_dir) if run_dir is not None else None
-    client = connect(redis_url, timeout_s=timeout_s)
+    client = connect(redis_url, run, timeout_s=timeout_s)
     try:
         return _look(client, redis_url, run, books)
     except (redis.RedisError, OSError) as error:
-        return Observation(run, redact(redis_url), error=f"{type(error).__name__}: {error}", books=books)
+        return Observation(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", books=books)
     finally:
         client.close()
 
@@ -155,7 +156,7 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
     tasks, traj = _stream(client, keys.tasks, TASK_GROUP), _stream(client, keys.traj, TRAJ_GROUP)
     return Observation(
         run=run,
-        redis_url=redact(url),
+        redis_url=redacted(url),
         now=now,
         processes=processes,
         engines=engines,

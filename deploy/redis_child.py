@@ -16,10 +16,11 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from deploy.ports import free_port
 from protocol.errors import UserError
+from protocol.redis_url import redacted
 
 if TYPE_CHECKING:
     import redis
@@ -95,15 +96,6 @@ def child_url(directory: Path) -> str:
     return f"redis://127.0.0.1:{free_port()}/0"
 
 
-def redact(url: str) -> str:
-    """The URL without its password, for logs and files."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
-
-
 def ping(url: str, *, timeout_s: float = 1.0) -> str:
     """ "" when the server at `url` answers PING, otherwise what went wrong."""
     import redis
@@ -118,22 +110,11 @@ def ping(url: str, *, timeout_s: float = 1.0) -> str:
     return ""
 
 
-def connect(url: str, *, timeout_s: float = 5.0) -> redis.Redis:
-    """A client without retries. Raises UserError for a URL that redis-py cannot read."""
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
+def connect(url: str, run: str = "", *, timeout_s: float = 5.0) -> redis.Redis:
+    """A client without retries, for `run` where the URL is of a Cluster. Raises UserError for what is no Redis URL."""
+    from learner.connect import connect as by_the_rules
 
-    try:
-        return redis.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
-        )
-    except ValueError as error:
-        raise UserError(
-            f"run.redis_url = {redact(url)!r} is not a Redis URL",
-            why=str(error),
-            todo="write redis://host:port/db, rediss://... or unix:///path",
-        ) from None
+    return by_the_rules(url, run, timeout_s=timeout_s)
 
 
 def check_server(url: str) -> str:
@@ -146,13 +127,13 @@ def check_server(url: str) -> str:
         client.function_list()
     except redis.ResponseError as error:
         raise UserError(
-            f"the Redis at {redact(url)} cannot serve a run",
+            f"the Redis at {redacted(url)} cannot serve a run",
             why=f"it refused FUNCTION LIST: {error}",
             todo=f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer (or Valkey), as a user that may call FUNCTION",
         ) from None
     except (redis.RedisError, OSError) as error:
         raise UserError(
-            f"no Redis answers at {redact(url)}",
+            f"no Redis answers at {redacted(url)}",
             why=f"{type(error).__name__}: {error}",
             todo="start it, correct run.redis_url (or FORAY_REDIS_URL), or leave both empty for one of our own",
         ) from None

@@ -11,21 +11,21 @@ needs a socket time-out longer than its block.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from redis.exceptions import AuthorizationError, NoPermissionError
 
+from learner.connect import connect
 from protocol import functions
 from protocol.codec import decode_as, encode
 from protocol.errors import Fenced, ForayError, ProtocolError, StateLost, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
+from protocol.redis_url import redacted
 
 BLOCK_MS = 500
 DEAD_LETTERS = 1000
@@ -72,8 +72,9 @@ def translated() -> Iterator[None]:
     """redis-py's errors as the four above."""
     try:
         yield
-    except (redis.AuthenticationError, redis.exceptions.AuthorizationError) as error:
-        raise UserError("Redis refuses this user or password", why=str(error), todo="check run.redis_url") from error
+    except (redis.AuthenticationError, AuthorizationError, NoPermissionError) as error:
+        todo = "check the user and password of FORAY_REDIS_URL; `foray doctor` says what the user may not do"
+        raise UserError("Redis refuses this user or password", why=_readable(error), todo=todo) from error
     except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError) as error:
         raise RedisUnavailable(f"{type(error).__name__}: {_readable(error)}") from error
     except redis.exceptions.OutOfMemoryError as error:
@@ -94,26 +95,17 @@ def _readable(error: Exception) -> str:
     return "".join(c if c.isprintable() else "." for c in str(error)[:300])
 
 
-def without_password(url: str) -> str:
-    """`url` as it may be shown."""
-    return re.sub(r"(//[^@/]*:)[^@/]*@", r"\1***@", url)
-
-
 class RunStore:
     """One run in one Redis, as the learner sees it. Thread-safe but for `read`, which belongs to one thread."""
 
     def __init__(self, url: str, run: str) -> None:
         self.keys = Keys(run)
-        self.url = without_password(url)
+        self.url = redacted(url)
         self._owner: tuple[str, str] = ("0", "")
-        plain: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": 3, "protocol": 2}
-        try:
-            self._db = redis.Redis.from_url(url, socket_timeout=10, **plain)
-            self._reader = redis.Redis.from_url(url, socket_timeout=BLOCK_MS / 1000 + 10, **plain)
-            # redis-py's own parser hides the cursor of a claim that asks for ids only.
-            self._db.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
-        except ValueError as error:
-            raise UserError(f"run.redis_url={self.url!r} is not a Redis URL", why=str(error)) from None
+        self._db = connect(url, run)
+        self._reader = connect(url, run, timeout_s=BLOCK_MS / 1000 + 10)
+        # redis-py's own parser hides the cursor of a claim that asks for ids only.
+        self._db.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
 
     def close(self) -> None:
         """Closes both clients."""

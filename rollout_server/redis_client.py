@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 import redis.asyncio
 from redis import exceptions
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from protocol.errors import ForayError, StateLost, UserError
 from protocol.keys import Keys
+from rollout_server.connect import connect
 from rollout_server.waits import Waits
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,9 @@ def _typed_errors() -> Iterator[None]:
             raise RedisFull(text) from None
         if text.startswith(("NOGROUP", "NOSTREAM")) or "Function not found" in text:
             raise StateLost(text) from None
-        if text.startswith(("MISCONF", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS")):
+        if text.startswith(
+            ("MISCONF", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "UNBLOCKED")
+        ):
             raise RedisDown(text) from None
         raise
 
@@ -71,10 +72,7 @@ class RedisClient:
     """Commands and one blocking reader. Functions are called, never loaded: that is the learner's."""
 
     def __init__(self, url: str, keys: Keys) -> None:
-        try:
-            self._commands, self._reader = _connect(url), _connect(url)
-        except ValueError as error:
-            raise UserError(f"run.redis_url = {url!r} is not a Redis URL", why=str(error)) from None
+        self._commands, self._reader = connect(url, keys.run), connect(url, keys.run)
         self.keys = keys
 
     async def aclose(self) -> None:
@@ -112,18 +110,6 @@ class RedisClient:
             async with asyncio.timeout(BLOCK_MS / 1000 + COMMAND_S):
                 reply: Any = await self._reader.xreadgroup(group, consumer, {stream: ">"}, count=count, block=BLOCK_MS)
         return [entry for _, entries in reply or [] for entry in entries]
-
-
-def _connect(url: str) -> redis.asyncio.Redis:
-    return redis.asyncio.Redis.from_url(
-        url,
-        protocol=2,
-        decode_responses=False,
-        retry=Retry(NoBackoff(), 0),
-        socket_timeout=None,
-        socket_connect_timeout=3.0,
-        health_check_interval=0,
-    )
 
 
 class Outage:

@@ -12,7 +12,7 @@ import redis
 from deploy.child import Child
 from deploy.plan import ProcessSpec, Ready
 from deploy.ports import free_port
-from deploy.redis_child import MAX_SOCKET_PATH, check_server, child_url, connect, find_server, ping, redact, redis_argv
+from deploy.redis_child import MAX_SOCKET_PATH, check_server, child_url, connect, find_server, ping, redis_argv
 from protocol.errors import UserError
 
 
@@ -103,11 +103,9 @@ def test_a_redis_that_is_away_or_misspelt_is_a_users_error(url: str, words: str)
 
 
 def test_a_password_is_never_shown() -> None:
-    assert redact("redis://me:secret@db:6379/0") == "redis://me:***@db:6379/0"
-    assert redact("redis://db:6379/0") == "redis://db:6379/0"
     with pytest.raises(UserError) as caught:
-        check_server("redis://me:secret@127.0.0.1:1/0")
-    assert "secret" not in caught.value.render()
+        check_server("redis://me:geheim@127.0.0.1:1/0")
+    assert "geheim" not in caught.value.render()
 
 
 def test_the_redis_verb_becomes_the_server(tmp_path: Path, children: list[Child]) -> None:

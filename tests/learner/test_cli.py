@@ -32,7 +32,7 @@ def test_mistakes_of_a_person_are_named(
     monkeypatch.setattr(serve, "REDIS_PATIENCE_S", 0.0)
     secret = "run.redis_url=redis://u:geheim@127.0.0.1:1/0"
     told = refusal(capsys, secret, *rest)
-    assert "cannot reach Redis at redis://u:***@127.0.0.1:1/0" in told and "geheim" not in told
+    assert "cannot reach Redis at redis://u:[secret]@127.0.0.1:1/0" in told and "geheim" not in told
 
 
 @pytest.mark.parametrize(("error", "status"), [(Fenced("by x"), 75), (ForayError("the books do not close"), 1)])

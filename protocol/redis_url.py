@@ -1,0 +1,196 @@
+"""Where Redis is: one server, one that Sentinels elect, or a Cluster, each with or without TLS; parsed once, here.
+
+    redis://[user:password@]host[:6379][/db]                      one server
+    unix://[user:password@]/path[?db=0]                           one server on this machine
+    redis+sentinel://[user:password@]h1[:26379],h2,.../name[/db]  the primary that these Sentinels call `name`
+    redis+cluster://[user:password@]h1[:6379],h2,...              a Cluster; a run's keys lie in one slot of it
+
+`rediss` in place of `redis` is TLS: the server's certificate is verified against `?ssl_ca_certs=FILE` (or the system's
+authorities) and its name; `ssl_certfile` and `ssl_keyfile` name ours. User and password are those of the data servers;
+Sentinels that want some take `?sentinel_username=` and `?sentinel_password=`. Other options are refused: time-outs and
+retries in a URL would override the rules that delivery rests on.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
+
+from protocol.errors import UserError
+from protocol.redaction import SHOWN
+
+Kind = Literal["server", "socket", "sentinel", "cluster"]
+TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+OPTIONS = ("db", *TLS_OPTIONS, "sentinel_username", "sentinel_password")
+SCHEMES: dict[str, tuple[Kind, bool]] = {
+    "redis": ("server", False),
+    "rediss": ("server", True),
+    "unix": ("socket", False),
+    "redis+sentinel": ("sentinel", False),
+    "rediss+sentinel": ("sentinel", True),
+    "redis+cluster": ("cluster", False),
+    "rediss+cluster": ("cluster", True),
+}
+PORTS: dict[Kind, int] = {"server": 6379, "socket": 0, "sentinel": 26379, "cluster": 6379}
+FORMS = "redis://host:port/db, rediss://..., unix:///path, redis+sentinel://h1,h2/name or redis+cluster://h1,h2"
+
+
+@dataclass(frozen=True)
+class RedisUrl:
+    """A parsed URL. Its `repr` shows no password.
+
+    hosts    (host, port) of the server, of the Sentinels, or of the Cluster's nodes that are asked first
+    path     of the socket
+    service  the name that the Sentinels know the primary by
+    tls      keyword arguments of redis-py for TLS; None without it
+    """
+
+    kind: Kind
+    hosts: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    service: str = ""
+    db: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: dict[str, str | bool] | None = None
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether what is sent stays on this machine."""
+        return self.kind == "socket" or all(_is_loopback(host) for host, _ in self.hosts)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the server must prove who it is: TLS with both checks on."""
+        return self.tls is not None and self.tls["ssl_cert_reqs"] == "required" and bool(self.tls["ssl_check_hostname"])
+
+
+def parse(url: str) -> RedisUrl:
+    """`url` taken apart; raises UserError, without the password in it, for what is none of the forms above."""
+    try:
+        return _parse(url)
+    except ValueError as error:
+        raise UserError(f"run.redis_url={redacted(url)!r} is not a Redis URL", why=str(error), todo=FORMS) from None
+
+
+def redacted(url: str) -> str:
+    """`url` as it may be shown: user and place, no password (of the servers or the Sentinels)."""
+    place, mark, query = url.partition("?")
+    # the last "@" before the path: a password that somebody forgot to quote may hold others, and slashes too
+    scheme, colons, rest = place.partition("://")
+    login, at, where = rest.rpartition("@")
+    if at:
+        user, colon, _ = login.partition(":")
+        place = f"{scheme}{colons}{user}{f':{SHOWN}' if colon else ''}@{where}"
+    shown = [
+        part if "password" not in part.lower() else f"{part.partition('=')[0]}={SHOWN}" for part in query.split("&")
+    ]
+    return place + mark + "&".join(shown)
+
+
+def with_login(url: str, username: str, password: str) -> str:
+    """`url` for another user. Raises UserError as `parse` does."""
+    parse(url)
+    scheme, colons, rest = url.partition("://")
+    place, mark, query = rest.partition("?")
+    return f"{scheme}{colons}{quote(username, '')}:{quote(password, '')}@{place.rpartition('@')[2]}{mark}{query}"
+
+
+def _parse(url: str) -> RedisUrl:
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise ValueError(f"the scheme must be one of {', '.join(SCHEMES)}")
+    kind, secure = SCHEMES[parts.scheme]
+    options = _options(parts)
+    login, _, places = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    hosts: tuple[tuple[str, int], ...] = ()
+    if kind != "socket":
+        hosts = tuple(_place(place, PORTS[kind]) for place in (places or "localhost").split(","))
+    if kind == "server" and len(hosts) > 1:
+        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    service, database = _path(kind, parts.path)
+    db = _number(database or options.get("db", "0"))
+    if kind == "cluster" and db:
+        raise ValueError("a Cluster has database 0 only")
+    return RedisUrl(
+        kind=kind,
+        hosts=hosts,
+        path=unquote(parts.path) if kind == "socket" else "",
+        service=service,
+        db=db,
+        username=unquote(user) or None,
+        password=unquote(password) or None,
+        tls=_tls(options) if secure else None,
+        sentinel_username=options.get("sentinel_username"),
+        sentinel_password=options.get("sentinel_password"),
+    )
+
+
+def _options(parts: SplitResult) -> dict[str, str]:
+    options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    if unknown := [name for name in options if name not in OPTIONS]:
+        raise ValueError(f"unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}")
+    kind, secure = SCHEMES[parts.scheme]
+    if not secure and (wasted := [name for name in options if name in TLS_OPTIONS]):
+        raise ValueError(f"{wasted[0]} needs TLS: write rediss:// for redis://")
+    if kind != "sentinel" and (wasted := [name for name in options if name.startswith("sentinel_")]):
+        raise ValueError(f"{wasted[0]} is for redis+sentinel://")
+    return options
+
+
+def _path(kind: Kind, path: str) -> tuple[str, str]:
+    """(service, database) as the path names them."""
+    words = [unquote(word) for word in path.split("/") if word]
+    if kind == "socket":
+        if not words:
+            raise ValueError("a unix:// URL needs the path of a socket")
+        return "", ""
+    if kind == "sentinel":
+        if not words:
+            raise ValueError("name the primary as the Sentinels do: redis+sentinel://h1,h2/NAME")
+        service, words = words[0], words[1:]
+    else:
+        service = ""
+    if len(words) > 1:
+        raise ValueError(f"what does {'/'.join(words)!r} mean? After the host comes the number of the database")
+    return service, words[0] if words else ""
+
+
+def _place(place: str, default: int) -> tuple[str, int]:
+    # urlsplit knows brackets and port ranges
+    parts = urlsplit(f"//{place}")
+    if not parts.hostname:
+        raise ValueError(f"{place!r} is not host:port")
+    return parts.hostname, parts.port or default
+
+
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError(f"the database is a number, not {text!r}")
+    return int(text)
+
+
+def _tls(options: dict[str, str]) -> dict[str, str | bool]:
+    tls: dict[str, str | bool] = {name: options[name] for name in TLS_OPTIONS if name in options}
+    needed = tls.setdefault("ssl_cert_reqs", "required")
+    if needed not in ("required", "none"):
+        raise ValueError("ssl_cert_reqs is required or none")
+    named = str(tls.get("ssl_check_hostname", str(needed == "required"))).lower()
+    if named not in ("true", "false"):
+        raise ValueError("ssl_check_hostname is true or false")
+    tls["ssl_check_hostname"] = named == "true"
+    return tls
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
