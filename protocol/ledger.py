@@ -1,7 +1,8 @@
 """The ledger: what became of every seq. It lives in the learner's checkpoint, and only there it is the truth.
 
-A seq is settled once, as trained, filtered, stale or dead. `watermark` is the highest seq up to which everything is
-settled; `above` holds the settled ones beyond it, and the credit gate keeps it small.
+A seq is settled once, as trained, filtered, stale or dead. `watermark` is the highest seq up to which everything was
+settled; `above` holds the settled ones beyond it, and the credit gate keeps it small. A person may have a dead or
+stale seq tried again: it is open then, though the watermark has passed it, and `reopened` holds those few.
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ class Outcome(StrEnum):
     DEAD = "dead"
 
 
+REOPENABLE = frozenset({Outcome.STALE, Outcome.DEAD})
+"""What may be tried again: nothing was learned from it."""
+
+
 class AlreadySettled(ForayError):
     """A seq was about to be settled a second time: a bug that must never reach the optimiser."""
+
+
+class NotReopenable(ForayError):
+    """A seq that is open, trained or filtered was to be tried again. The message says which."""
 
 
 @dataclass
@@ -35,14 +44,16 @@ class Ledger:
     counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
     notes: list[tuple[int, Outcome, str]] = field(default_factory=list)
     """(seq, outcome, reason) of every seq that was not trained."""
+    reopened: set[int] = field(default_factory=set)
+    """Seqs up to the watermark that are open again."""
 
     def __contains__(self, seq: int) -> bool:
-        return seq <= self.watermark or seq in self.above
+        return (seq <= self.watermark and seq not in self.reopened) or seq in self.above
 
     @property
     def settled(self) -> int:
         """Number of seqs settled."""
-        return self.watermark + len(self.above)
+        return self.watermark - len(self.reopened) + len(self.above)
 
     def settle(self, seq: int, outcome: Outcome, reason: str = "") -> None:
         """Book `seq`; raises AlreadySettled when it is in the books, ValueError below 1."""
@@ -50,7 +61,10 @@ class Ledger:
             raise ValueError(f"seq {seq} is below 1")
         if seq in self:
             raise AlreadySettled(f"seq {seq} is already settled; refusing to book it as {outcome}")
-        self.above.add(seq)
+        if seq in self.reopened:
+            self.reopened.remove(seq)
+        else:
+            self.above.add(seq)
         self.counts[outcome] += 1
         if outcome is not Outcome.TRAINED:
             self.notes.append((seq, outcome, reason))
@@ -58,9 +72,23 @@ class Ledger:
             self.watermark += 1
             self.above.remove(self.watermark)
 
+    def reopen(self, seq: int) -> tuple[Outcome, str]:
+        """Take `seq` back out of the books; returns what had become of it and why. Raises NotReopenable."""
+        found = next((note for note in self.notes if note[0] == seq), None)
+        if found is None or found[1] not in REOPENABLE:
+            is_now = found[1] if found else Outcome.TRAINED if seq in self and seq > 0 else "not settled"
+            raise NotReopenable(f"seq {seq} is {is_now}: only what is dead or stale can be tried again")
+        self.notes.remove(found)
+        self.counts[found[1]] -= 1
+        if seq <= self.watermark:
+            self.reopened.add(seq)
+        else:
+            self.above.remove(seq)
+        return found[1], found[2]
+
     def missing(self, issued: int) -> list[int]:
         """Seqs in [1, issued] that are not settled, ascending."""
-        return [seq for seq in range(self.watermark + 1, issued + 1) if seq not in self.above]
+        return sorted(self.reopened) + [seq for seq in range(self.watermark + 1, issued + 1) if seq not in self.above]
 
     def closes(self) -> bool:
         """Conservation: the counts by outcome add up to the number of settled seqs."""
@@ -73,6 +101,7 @@ class Ledger:
             "above": sorted(self.above),
             "counts": {str(k): v for k, v in self.counts.items()},
             "notes": [[seq, str(outcome), reason] for seq, outcome, reason in self.notes],
+            "reopened": sorted(self.reopened),
         }
 
     @classmethod
@@ -83,7 +112,10 @@ class Ledger:
             above={int(seq) for seq in state["above"]},
             counts=dict.fromkeys(Outcome, 0) | {Outcome(k): int(v) for k, v in state["counts"].items()},
             notes=[(int(seq), Outcome(outcome), str(reason)) for seq, outcome, reason in state["notes"]],
+            reopened={int(seq) for seq in state.get("reopened", ())},
         )
-        if not ledger.closes() or any(seq <= ledger.watermark + 1 for seq in ledger.above):
+        wrong = any(seq <= ledger.watermark + 1 for seq in ledger.above)
+        wrong = wrong or any(not 1 <= seq <= ledger.watermark for seq in ledger.reopened)
+        if wrong or not ledger.closes():
             raise ForayError("the ledger in the checkpoint does not close: refusing to resume from it")
         return ledger

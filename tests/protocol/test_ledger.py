@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ForayError
-from protocol.ledger import AlreadySettled, Ledger, Outcome
+from protocol.ledger import AlreadySettled, Ledger, NotReopenable, Outcome
 
 outcomes = st.sampled_from(list(Outcome))
 
 
+@pytest.mark.fault(33)
 @given(st.permutations(range(1, 25)), st.lists(outcomes, min_size=24, max_size=24), st.integers(0, 24))
 def test_any_order_settles_each_seq_once_and_the_books_close(
     order: list[int], results: list[Outcome], cut: int
@@ -39,7 +40,9 @@ def test_the_reason_of_what_was_not_trained_is_kept() -> None:
     assert ledger.notes == [(2, Outcome.DEAD, "no_engine")] and ledger.watermark == 2
 
 
-@pytest.mark.parametrize("change", [{"watermark": 7}, {"above": [1]}, {"counts": {"trained": 9}}])
+@pytest.mark.parametrize(
+    "change", [{"watermark": 7}, {"above": [1]}, {"counts": {"trained": 9}}, {"reopened": [9]}, {"reopened": [1]}]
+)
 def test_books_that_do_not_close_are_refused(change: dict[str, object]) -> None:
     ledger = Ledger()
     for seq in (1, 2, 5):
@@ -51,3 +54,35 @@ def test_books_that_do_not_close_are_refused(change: dict[str, object]) -> None:
 def test_seq_starts_at_one() -> None:
     with pytest.raises(ValueError, match="below 1"):
         Ledger().settle(0, Outcome.TRAINED)
+
+
+@given(st.data())
+def test_what_is_dead_or_stale_can_be_opened_again_and_is_settled_once_more(data: st.DataObject) -> None:
+    """Against a plain dictionary, over any order of settling and reopening."""
+    ledger, model = Ledger(), {}
+    for _ in range(data.draw(st.integers(0, 60))):
+        seq = data.draw(st.integers(1, 12))
+        if data.draw(st.booleans()):
+            outcome = data.draw(outcomes)
+            if seq in model:
+                with pytest.raises(AlreadySettled):
+                    ledger.settle(seq, outcome, "because")
+            else:
+                ledger.settle(seq, outcome, "because")
+                model[seq] = outcome
+        elif model.get(seq) in (Outcome.DEAD, Outcome.STALE):
+            assert ledger.reopen(seq) == (model.pop(seq), "because")
+        else:
+            with pytest.raises(NotReopenable, match=f"seq {seq} is {model.get(seq, 'not settled')}"):
+                ledger.reopen(seq)
+        assert ledger.settled == len(model) and ledger.closes()
+        assert ledger.missing(12) == [s for s in range(1, 13) if s not in model]
+        assert all((s in ledger) == (s in model) for s in range(1, 13))
+        assert {s: o for s, o, _ in ledger.notes} == {s: o for s, o in model.items() if o is not Outcome.TRAINED}
+        assert Ledger.from_state(ledger.to_state()) == ledger
+
+
+def test_a_ledger_of_an_older_version_is_read() -> None:
+    state = Ledger().to_state()
+    del state["reopened"]
+    assert Ledger.from_state(state) == Ledger()
