@@ -3,6 +3,11 @@
 The order that makes it safe: write into a temporary directory, manifest last, flush, confirm the lease, rename,
 replace CURRENT. Only when `write` has returned may entries be acknowledged. A crash between any two lines leaves the
 previous checkpoint in force, and every entry since then pending.
+
+The manifest lists every file with its sha256 and is signed with the run's key (`learner.run_key`), so a learner goes on
+only from what a learner of this run has written, to the last byte. A checkpoint without a signature (written before
+there were any, or by somebody else: nobody can tell) is refused like a foreign one; a person who knows where it is from
+says --trust-checkpoint once, and the next checkpoint is signed.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from learner.durable import flush, sha256, write_text
-from protocol.errors import ForayError, UserError
+from learner.run_key import SIGNATURE, RunKey
+from protocol.errors import Fenced, ForayError, UserError
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -50,10 +56,15 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run. keep: how many of the newest remain."""
+    """The checkpoints of one run.
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    keep   how many of the newest remain
+    key    signs what is written; what is loaded must be signed with it. None: neither (for those who only look)
+    trust  load a checkpoint that the key refuses, and say so in the log
+    """
+
+    def __init__(self, folder: Path, keep: int, *, key: RunKey | None = None, trust: bool = False) -> None:
+        self._folder, self._keep, self._key, self._trust = folder, keep, key, trust
 
     def current_epoch(self) -> int:
         """Epoch of the committed checkpoint, 0 when there is none: the floor of the next one."""
@@ -61,12 +72,19 @@ class Checkpoints:
         return int(name[2]) if name else 0
 
     def load(self) -> Checkpoint | None:
-        """The committed checkpoint, every file checked. Raises UserError that names the file that is damaged."""
+        """The committed checkpoint, every file checked.
+
+        Raises UserError that names the file that is damaged or not listed, or says that the signature is not ours.
+        """
         found = self._current()
         if found is None:
             return None
         path = self._folder / found[0]
         facts = self._manifest(path)
+        self._refuse_foreign(path, facts)
+        there = {str(p.relative_to(path)) for p in path.rglob("*") if not p.is_dir() or p.is_symlink()}
+        if strange := sorted(there - {MANIFEST, *facts["files"]}):
+            raise self._damaged(path / strange[0], "the manifest does not list it, so nobody vouches for it")
         for name, expected in facts["files"].items():
             file = path / name
             if not file.is_file() or file.stat().st_size != expected["bytes"] or sha256(file) != expected["sha256"]:
@@ -102,10 +120,14 @@ class Checkpoints:
             listed = {n: {"bytes": p.stat().st_size, "sha256": sha256(p)} for n, p in files.items()}
             versions = [list(version) for version in lineage]
             manifest = {"format": FORMAT, "step": step, "epoch": epoch, "lineage": versions, **facts, "files": listed}
+            if self._key is not None:
+                manifest[SIGNATURE] = self._key.sign(manifest)
             write_text(part / MANIFEST, json.dumps(manifest, indent=1))
             for path in [*files.values(), *(p for p in part.rglob("*") if p.is_dir()), part]:
                 flush(path)
             confirm()
+            if self.current_epoch() > epoch:
+                raise Fenced(f"epoch {self.current_epoch()} has committed a checkpoint, this learner is epoch {epoch}")
             shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier try that could not move CURRENT
             part.rename(final)
             flush(self._folder)
@@ -145,6 +167,18 @@ class Checkpoints:
                 path / MANIFEST, f"format {facts.get('format')} is not {FORMAT}, which this version reads"
             )
         return facts
+
+    def _refuse_foreign(self, path: Path, facts: dict[str, Any]) -> None:
+        why = self._key.refuses(facts) if self._key is not None else ""
+        if why and self._trust:
+            log.warning("--trust-checkpoint: going on from %s although %s", path, why)
+        elif why:
+            raise UserError(
+                f"the checkpoint {path} is not trusted: {why}",
+                why="the policy and the books of this run would be whatever its writer made them",
+                todo="if you know who wrote it (an older Foray did not sign, a copied run has another run.key), start "
+                "once with --trust-checkpoint; else restore the right key, or a checkpoint of your own",
+            )
 
     def _damaged(self, file: Path, why: str) -> UserError:
         others = sorted(p.name for p in self._folder.glob("step_*") if p.is_dir() and p not in file.parents)

@@ -24,6 +24,9 @@ class FilesSettings(Settings):
     """Newest published versions that are kept, besides those that a live engine still reports."""
     fsync: bool = True
     """Flush weights to the device before they are announced. Off: a power cut may leave a torn version behind."""
+    max_norm_jump: float = Field(default=4.0, ge=0)
+    """Weights whose Euclidean norm, all tensors together, is more than so many times that of the version before, or
+    less than that part of it, are not published, and the learner stops. No sane step does that; 0: never looked at."""
 
 
 class DiskPublishSettings(FilesSettings):

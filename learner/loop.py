@@ -20,6 +20,7 @@ from learner.entry import Entry
 from learner.journal import Conditions
 from learner.lease import describe
 from learner.parts import Parts
+from learner.publish.base import BadWeights, in_use
 from learner.redis_client import RedisUnavailable
 from learner.seams import Report
 from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
@@ -153,13 +154,20 @@ class TrainingLoop:
             if self._update is None or self._update.version != version:
                 self._update = p.publisher.publish(version, p.engine.iter_weights(p.publisher.device))
             p.publisher.announce(self._update, state)
+        except BadWeights as error:
+            raise UserError(
+                f"the weights of version {version.label} were not published: {error}",
+                why="engines would answer with noise, and the run would learn from it; they stay at the version before",
+                todo=f"start again: it goes on from the checkpoint of step {self._checkpoint_step}; if it comes back, "
+                "lower learner.optim.lr (a jump that is meant: raise learner.publish.max_norm_jump)",
+            ) from error
         except OSError as error:
             raise UserError(
                 f"the weights of version {version.label} could not be written: {error}",
                 todo=f"make room below {p.run.dir} and start again: it goes on from the last checkpoint",
             ) from error
         self._announced = True
-        p.publisher.collect([engine.version for engine in p.store.engines()])
+        p.publisher.collect(in_use(p.store.engines()))
 
     # --- checkpoints ---
 

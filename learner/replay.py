@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from learner.filtering import GroupFilter
 from learner.metrics import Meter, StepLog
 from learner.replay_batches import Batches, RecordedBatches, Recording, RegroupedBatches, Replayed
 from learner.replay_export import export
+from learner.run_key import run_key
 from learner.seams import TrainEngine
 from learner.serve import MakeEngine, build_trainer, resumed_engine
 from learner.signals import stop_signals
@@ -37,11 +39,17 @@ log = logging.getLogger(__name__)
 
 
 def replay(
-    run: RunSettings, settings: LearnerSettings, source: Path, *, make_engine: MakeEngine = build_trainer
+    run: RunSettings,
+    settings: LearnerSettings,
+    source: Path,
+    *,
+    trust_checkpoint: bool = False,
+    make_engine: MakeEngine = build_trainer,
 ) -> int:
     """Trains on the journal in `source` (a run directory or its journal) until its end, `run.steps`, or a signal; 0.
 
-    Started again with the same command it goes on from its last checkpoint. Raises UserError.
+    Started again with the same command it goes on from its last checkpoint, which must be signed with the key of
+    run.dir unless `trust_checkpoint`. Raises UserError.
     """
     folder = source / "journal" if (source / "journal").is_dir() else source
     if run.dir.resolve() in (folder.resolve(), folder.resolve().parent):
@@ -51,7 +59,9 @@ def replay(
             todo="give it another one: run.dir=DIR",
         )
     with stop_signals() as stop, _alone(run.dir):
-        loop = ReplayLoop(run, settings, Recording(folder), make_engine, stop.is_set)
+        key = run_key(run.dir, os.environ)
+        checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
+        loop = ReplayLoop(run, settings, Recording(folder), checkpoints, make_engine, stop.is_set)
         stop.training = True
         try:
             loop.run()
@@ -68,6 +78,7 @@ class ReplayLoop:
         run: RunSettings,
         settings: LearnerSettings,
         recording: Recording,
+        checkpoints: Checkpoints,
         make_engine: MakeEngine,
         stopping: Callable[[], bool],
     ) -> None:
@@ -81,7 +92,7 @@ class ReplayLoop:
         self.origin = {"journal": recording.fingerprint, "rebatch": settings.replay.rebatch}
         self.books = Books()
         """Only steps and tokens: a replay settles no seq."""
-        self.checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints)
+        self.checkpoints = checkpoints
         checkpoint = self.checkpoints.load()
         if checkpoint is not None:
             self._restore(checkpoint)

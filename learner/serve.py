@@ -8,6 +8,7 @@ keeper thread     keeper.py: renew the lease, issue tasks, reconcile, metrics
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ from learner.parts import Parts
 from learner.questions import load_questions
 from learner.reconcile import Reconciler
 from learner.redis_client import RedisUnavailable, RunStore
+from learner.run_key import run_key
 from learner.sampler import Sampler
 from learner.seams import TrainEngine
 from learner.signals import Stop, stop_signals
@@ -57,10 +59,16 @@ def build_trainer(run: RunSettings, settings: LearnerSettings) -> TrainEngine:
 
 
 def serve(
-    run: RunSettings, settings: LearnerSettings, *, takeover: bool = False, make_engine: MakeEngine = build_trainer
+    run: RunSettings,
+    settings: LearnerSettings,
+    *,
+    takeover: bool = False,
+    trust_checkpoint: bool = False,
+    make_engine: MakeEngine = build_trainer,
 ) -> int:
     """Trains to the end of the run, or until SIGTERM or SIGINT; 0 in both cases.
 
+    trust_checkpoint  go on from a checkpoint that was not signed with the run's key
     Raises UserError, Fenced when another learner took over, ForayError when the books do not close.
     """
     sampler = Sampler(load_questions(settings.questions), run.seed)
@@ -68,7 +76,8 @@ def serve(
     store = RunStore(run.redis_url, run.id)
     with stop_signals() as stop:
         _reach(store)
-        checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints)
+        key = run_key(run.dir, os.environ)
+        checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
         lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs")
         lease.acquire(checkpoints.current_epoch(), takeover=takeover)
         parts: Parts | None = None

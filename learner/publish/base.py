@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BadWeights(ForayError):
-    """A tensor is not finite: these weights must never reach an engine."""
+    """A tensor is not finite, or these are no policy's weights (`learner.publish.sanity`): no engine gets them."""
 
 
 class Link(Protocol):
@@ -50,6 +50,18 @@ class Link(Protocol):
     def now(self) -> float:
         """Seconds by the clock of Redis, which all hosts share."""
         ...
+
+
+def in_use(engines: Iterable[EngineInfo]) -> set[PolicyVersion]:
+    """Versions whose files may be open: those that engines hold, and those that they say they are reading just now."""
+    held: set[PolicyVersion] = set()
+    for engine in engines:
+        held.add(engine.version)
+        # a node ends its detail with the version it is about to load: "1.7", "reading 1.7"
+        named = PolicyVersion.parse(engine.detail.rpartition(" ")[2])
+        if named is not None:
+            held.add(named)
+    return held
 
 
 class Publisher(Protocol):

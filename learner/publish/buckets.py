@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.publish.base import BadWeights
+from learner.publish.sanity import Inspection
 from protocol.errors import ForayError
 from protocol.messages import WeightBucket
 
@@ -74,12 +74,15 @@ def num_bytes(bucket: WeightBucket) -> int:
     return sum(_num_bytes(d, s) for d, s in zip(bucket.dtypes, bucket.shapes, strict=True))
 
 
-def pack(planned: Iterable[WeightBucket], weights: Iterator[Named]) -> Iterator[Packed]:
+def pack(
+    planned: Iterable[WeightBucket], weights: Iterator[Named], inspection: Inspection | None = None
+) -> Iterator[Packed]:
     """`weights` in the buckets that were planned, each as soon as its last tensor is there.
 
     Takes from `weights` only what the next bucket needs. Raises OtherLayout when names, dtypes or shapes differ from
-    the plan's, and BadWeights for a tensor that is not finite.
+    the plan's, and BadWeights for a tensor that fails the inspection (of its own: whether all is finite).
     """
+    inspection = inspection or Inspection({}, 0.0)
     for bucket in planned:
         wanted = dict(zip(bucket.names, zip(bucket.dtypes, bucket.shapes, strict=True), strict=True))
         flat: torch.Tensor | None = None
@@ -91,13 +94,14 @@ def pack(planned: Iterable[WeightBucket], weights: Iterator[Named]) -> Iterator[
                 tuple(tensor.shape),
             ):
                 raise OtherLayout(f"tensor {name!r} is not the one that was planned" if name else "tensors are missing")
-            _refuse_not_finite(name, tensor)
+            inspection.look(name, tensor)
             if flat is None:
                 flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=tensor.device)
             start, size = starts[name], tensor.numel() * tensor.element_size()
             flat[start : start + size].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
         if flat is not None:
             yield Packed(bucket, flat)
+    inspection.finish()
     if (extra := next(weights, None)) is not None:
         raise OtherLayout(f"tensor {extra[0]!r} was not planned")
 
@@ -108,15 +112,6 @@ def _starts(bucket: WeightBucket) -> list[int]:
         out.append(at)
         at += _num_bytes(dtype, shape)
     return out
-
-
-def _refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
-    # one pass without a second tensor; not a number passes through both
-    low, high = torch.aminmax(tensor.detach())
-    if not (math.isfinite(float(low)) and math.isfinite(float(high))):
-        raise BadWeights(f"tensor {name} holds a number that is not finite")
 
 
 def _dtype(word: str) -> torch.dtype:

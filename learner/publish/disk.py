@@ -16,11 +16,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from learner.config import FilesSettings
 from learner.durable import flush, sha256
-from learner.publish.base import BadWeights, Link
+from learner.publish.base import Link
+from learner.publish.sanity import Inspection, Sanity
 from protocol.messages import Transport, WeightUpdate
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -41,6 +43,7 @@ class DiskPublisher:
 
     def __init__(self, run: RunSettings, settings: FilesSettings, model_files: Sequence[Path], link: Link) -> None:
         self._run, self._settings, self._link = run.id, settings, link
+        self.sanity = Sanity(settings.max_norm_jump)
         self._last: dict[str, float] = {}
         self._folder = run.weights_dir.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -53,14 +56,15 @@ class DiskPublisher:
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Writes the version and returns what to announce. Raises BadWeights and OSError; neither leaves a trace."""
         began = time.monotonic()
-        tensors, digest = _checked(weights)
+        inspection = self.sanity.inspection()
+        tensors, digest = _checked(weights, inspection)
         made = self._described(tensors)
         final = self._folder / f"v{version.label}"
         part = self._folder / f".v{version.label}.{os.getpid()}.tmp"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
-            save_file(tensors, part / self.weights_file, metadata={"format": "pt"})
+            _save(tensors, part / self.weights_file)
             for name, text in made.items():
                 (part / name).write_text(text)
             files = {}
@@ -80,6 +84,7 @@ class DiskPublisher:
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
+        self.sanity.published(version, inspection)
         num_bytes = int(str(files[self.weights_file]["bytes"]))
         self._last = {"publish_disk_s": time.monotonic() - began, "publish_bytes": num_bytes}
         return WeightUpdate(
@@ -120,21 +125,29 @@ class DiskPublisher:
             flush(path)
 
 
-def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensors, str]:
-    """Tensors that safetensors can write, and the sha256 hex over their bytes in order of name."""
+def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: Inspection) -> tuple[Tensors, str]:
+    """Tensors that safetensors can write, and the sha256 hex over their bytes in order of name. Raises BadWeights."""
     tensors: Tensors = {}
     places: set[int] = set()
     for name, tensor in weights:
         tensor = tensor.detach().cpu().contiguous()
-        if not bool(torch.isfinite(tensor).all()):
-            raise BadWeights(f"tensor {name} holds a number that is not finite")
+        inspection.look(name, tensor)
         # Two names for one tensor (tied embeddings) are refused by safetensors.
         tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor
         places.add(tensor.data_ptr())
+    inspection.finish()
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return tensors, digest.hexdigest()
+
+
+def _save(tensors: Tensors, path: Path) -> None:
+    """Raises OSError: a full disk is a SafetensorError, which is none."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
 
 
 def _place(source: Path, target: Path) -> None:

@@ -82,7 +82,8 @@ class DistributedPublisher:
         if not members:
             return self._by_disk(version, named, why)
         copy: list[Packed] = []
-        packed = self._kept(pack(self._plan, named), copy)
+        inspection = self._disk.sanity.inspection()
+        packed = self._kept(pack(self._plan, named, inspection), copy)
         transfer = self._begin(version, members)
         try:
             s = self._settings
@@ -93,6 +94,7 @@ class DistributedPublisher:
         except BaseException:
             self._failed(transfer, None)
             raise
+        self._disk.sanity.published(version, inspection)
         return self._sent(version, transfer, copy)
 
     def announce(self, update: WeightUpdate, state: str) -> None:
