@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from protocol.errors import Fenced, ForayError, UserError
+from protocol.redaction import redact, remember_environment
 
 EXIT_FAILED, EXIT_USER, EXIT_FENCED, EXIT_INTERRUPTED = 1, 2, 75, 130
 
@@ -36,6 +37,7 @@ VERBS: dict[str, Verb] = {
     "down": Verb("stop a run", "deploy.commands.down"),
     "status": Verb("one look at a run: processes, engines, streams, ledger", "deploy.commands.status"),
     "top": Verb("the same, live: throughput, lag, reward, who waits for whom", "deploy.commands.top"),
+    "dlq": Verb("dead letters and seqs that were given up: look, requeue, purge", "deploy.commands.dlq"),
     "compare": Verb("the demo under several algorithms, from one warm start", "deploy.demo.compare"),
     "curves": Verb("learning curves of several runs, side by side", "deploy.commands.curves"),
     "replay": Verb("print trained trajectories, with what the policy wrote and what it read", "deploy.commands.replay"),
@@ -56,16 +58,17 @@ VERBS: dict[str, Verb] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    remember_environment(os.environ)
     try:
         return _dispatch(given)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return EXIT_USER
     except Fenced as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
         return EXIT_FENCED
     except ForayError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

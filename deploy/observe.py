@@ -112,6 +112,22 @@ def observe(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s:
 
 def read_books(run_dir: Path) -> Books | None:
     """The ledger of the checkpoint that CURRENT names, None before the first. Raises ForayError when it is broken."""
+    manifest = _manifest(run_dir)
+    if manifest is None:
+        return None
+    ledger = Ledger.from_state(manifest["ledger"])
+    counts = {str(outcome): number for outcome, number in ledger.counts.items()}
+    lineage = tuple(PolicyVersion(*pair) for pair in manifest.get("lineage", ()))
+    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage)
+
+
+def read_ledger(run_dir: Path) -> Ledger | None:
+    """The whole ledger of that checkpoint; likewise."""
+    manifest = _manifest(run_dir)
+    return Ledger.from_state(manifest["ledger"]) if manifest is not None else None
+
+
+def _manifest(run_dir: Path) -> dict[str, Any] | None:
     root = run_dir / "checkpoints"
     try:
         path = root / (root / "CURRENT").read_text().strip() / "manifest.json"
@@ -123,10 +139,7 @@ def read_books(run_dir: Path) -> Books | None:
         manifest: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise ForayError(f"{path} is not JSON: {error}") from None
-    ledger = Ledger.from_state(manifest["ledger"])
-    counts = {str(outcome): number for outcome, number in ledger.counts.items()}
-    lineage = tuple(PolicyVersion(*pair) for pair in manifest.get("lineage", ()))
-    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage)
+    return manifest
 
 
 def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Observation:

@@ -1,0 +1,176 @@
+"""Look at what could not be used, and decide what becomes of it.
+
+    foray dlq list [RUN_DIR] [--reason R]       letters, and seqs that were given up, with what became of each
+    foray dlq show SEQ|ID ... [RUN_DIR]         everything about one: header, why, the bytes as a harmless hex dump
+    foray dlq requeue SEQ ... [RUN_DIR]         have dead seqs tried again; or --reason R, or --all
+    foray dlq purge [RUN_DIR] [--reason R]      forget the evidence in Redis; with --files the learner's file too
+
+A letter is evidence and changes nothing. What counts is the ledger: a seq that it books as dead stays so until it is
+requeued. The run is the latest below ./runs unless RUN_DIR or --config says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy import locate
+from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    import redis
+
+    from deploy.dead_letters import DeadLetter, Fates
+
+_SEQ, _ID = re.compile(r"^[0-9]{1,18}$"), re.compile(r"^[0-9]{1,16}-[0-9]{1,20}$")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `foray dlq`."""
+    parser.add_argument("action", choices=list(_ACTIONS), help="what to do")
+    parser.add_argument("rest", nargs="*", metavar="SEQ|ID|RUN_DIR", help="which ones; and the run directory")
+    parser.add_argument("--config", type=Path, help="the run's configuration file, where it was started by hand")
+    parser.add_argument("--reason", default="", help="only those with this reason, e.g. corrupt")
+    parser.add_argument("--all", action="store_true", help="requeue: every dead seq")
+    parser.add_argument("--files", action="store_true", help="purge: the learner's dead_letters.jsonl too")
+    parser.add_argument("--yes", action="store_true", help="purge: do not ask")
+    parser.add_argument("--bytes", type=int, default=256, help="show: bytes of the body (default 256)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when it was done; raises UserError for what cannot be done."""
+    wanted = [text for text in args.rest if _SEQ.match(text) or _ID.match(text)]
+    folders = [text for text in args.rest if text not in wanted]
+    if len(folders) > 1:
+        raise UserError(f"several run directories were given: {', '.join(folders)}", todo="name one")
+    args.run_dir = Path(folders[0]) if folders else None
+    found = locate.locate(args)
+    with _client(found) as client:
+        _ACTIONS[args.action](args, found, client, wanted)
+    return 0
+
+
+@contextmanager
+def _client(found: locate.Located) -> Iterator[redis.Redis]:
+    import redis
+
+    from deploy.redis_child import connect
+    from protocol.redis_url import redacted
+
+    client = connect(found.redis_url, found.run.id)
+    try:
+        yield client
+    except (redis.RedisError, OSError) as error:
+        raise UserError(
+            f"the Redis at {redacted(found.redis_url)} does not do it: {type(error).__name__}: {error}",
+            todo="start it, or check its memory and this user's rights (`foray doctor`)",
+        ) from None
+    finally:
+        client.close()
+
+
+def _fates(found: locate.Located, client: redis.Redis) -> Fates:
+    from deploy.dead_letters import Fates
+    from deploy.observe import read_ledger
+    from protocol.keys import Keys
+
+    members: Any = client.smembers(Keys(found.run.id).requeue)
+    return Fates(read_ledger(found.directory), frozenset(int(m) for m in members if m.isdigit()))
+
+
+def _letters(args: argparse.Namespace, found: locate.Located, client: redis.Redis, *, bodies: bool) -> list[DeadLetter]:
+    from deploy.dead_letters import read_letters
+
+    letters = read_letters(client, found.run.id, found.directory, bodies=bodies)
+    return [letter for letter in letters if not args.reason or letter.reason == args.reason]
+
+
+def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
+    from deploy.dlq_page import as_json, listing
+
+    letters, fates = _letters(args, found, client, bodies=False), _fates(found, client)
+    if wanted:
+        letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
+    if args.json:
+        print(json.dumps(as_json(found.run.id, letters, fates, reason=args.reason)))
+    else:
+        print("\n".join(listing(letters, fates, reason=args.reason)))
+
+
+def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
+    from deploy.dlq_page import as_json, page
+
+    if not wanted:
+        raise UserError("it is not said which one", todo="foray dlq list shows seqs and ids; then foray dlq show SEQ")
+    letters, fates = _letters(args, found, client, bodies=True), _fates(found, client)
+    letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
+    booked = [int(text) for text in wanted if _SEQ.match(text) and int(text) in fates.dead]
+    if not letters and not booked:
+        raise UserError(f"there is no letter of {', '.join(wanted)}", todo="foray dlq list shows what there is")
+    if args.json:
+        print(json.dumps(as_json(found.run.id, letters, fates, bodies=True)))
+        return
+    for seq in booked:
+        print(f"seq {seq} is booked as {fates.of(seq)}: {fates.dead[seq]}")
+    for letter in letters:
+        print("\n".join(page(letter, fates, most=max(0, args.bytes))))
+
+
+def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
+    from deploy.observe import observe
+    from deploy.requeue import choose, outlook
+    from protocol.keys import Keys
+
+    if sum((bool(wanted), bool(args.reason), args.all)) != 1:
+        raise UserError("it is not said which seqs", todo="give SEQ ..., or --reason R, or --all: one of the three")
+    if any(not _SEQ.match(text) for text in wanted):
+        raise UserError("ids of entries cannot be requeued", todo="give seqs: foray dlq list shows them")
+    seen = observe(found.redis_url, found.run.id, found.directory)
+    seqs = choose(seen, _fates(found, client), [int(text) for text in wanted], reason=args.reason)
+    if seqs:
+        client.sadd(Keys(found.run.id).requeue, *map(str, seqs))
+    if args.json:
+        print(json.dumps({"run": found.run.id, "requeued": seqs}))
+    else:
+        print(outlook(seen, seqs))
+
+
+def _purge(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
+    from deploy.dead_letters import purge_file, purge_stream
+    from deploy.observe import observe
+
+    letters = _letters(args, found, client, bodies=False)
+    if wanted:
+        letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
+    if args.files and observe(found.redis_url, found.run.id, found.directory).lease_ms:
+        raise UserError(
+            "the learner is running and may be writing its file", todo="stop it first, or purge without --files"
+        )
+    held = sum("redis" in letter.kept for letter in letters), sum("file" in letter.kept for letter in letters)
+    told = f"{held[0]} letters in Redis" + (f" and {held[1]} in {found.directory}" if args.files else "")
+    if not args.yes and any(held):
+        _confirm(f"forget {told}? The ledger is not touched. [yes/no] ")
+    removed = purge_stream(client, found.run.id, letters)
+    lines = purge_file(found.directory, letters) if args.files else 0
+    if args.json:
+        print(json.dumps({"run": found.run.id, "removed": removed, "removed_lines": lines}))
+    else:
+        kept = "" if args.files else f"; the learner's file keeps {held[1]}"
+        print(f"{removed} letters removed from Redis" + (f", {lines} from the file" if args.files else kept))
+
+
+def _confirm(question: str) -> None:
+    if not sys.stdin.isatty():
+        raise UserError("nobody can be asked whether to purge", todo="add --yes")
+    if input(question).strip().lower() not in ("y", "yes"):
+        raise UserError("nothing was purged")
+
+
+_ACTIONS = {"list": _list, "show": _show, "requeue": _requeue, "purge": _purge}

@@ -1,0 +1,181 @@
+"""Dead letters: entries that could not be used, as evidence for people, and what became of their seqs.
+
+One letter has one shape, whoever wrote it (`learner/source.py`, `rollout_server/sink.py`):
+
+    id      the entry it was: of the stream of trajectory groups, or of tasks (reasons that begin with `task_`)
+    seq     which seq the entry was of, 0 where not even that could be read
+    reason  one word, as in `protocol/errors.py`; detail: what exactly was wrong
+    from    who found it: "learner", or the id of a rollout server
+    h, b    header and body as they came, cut to a bound
+
+The stream in Redis holds the newest (both writers'); `dead_letters.jsonl` in the run directory holds all of the
+learner's, `h` and `b` in base64. What was done about a seq stands in neither: that is the ledger's.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.keys import Keys
+from protocol.ledger import Ledger, Outcome
+
+if TYPE_CHECKING:
+    import redis
+
+FILE = "dead_letters.jsonl"
+PAGE = 20
+"""Letters read from Redis at once: a letter may take two MiB."""
+LONGEST_LINE = 8 << 20
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """One letter. `kept`: where it lies ("redis", "file"); `stream_id`: its own id in the dead-letter stream."""
+
+    id: str
+    seq: int
+    reason: str
+    detail: str
+    source: str
+    header: bytes
+    body: bytes
+    kept: tuple[str, ...] = ()
+    stream_id: str = ""
+
+    @property
+    def at(self) -> float:
+        """When the entry came, in seconds since 1970 by Redis' clock: an id begins with it. 0 when it says nothing."""
+        milliseconds = self.id.partition("-")[0]
+        return int(milliseconds) / 1000 if milliseconds.isdecimal() and len(milliseconds) < 16 else 0.0
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What the last checkpoint's ledger says of seqs, and which of them a person has asked to be tried again."""
+
+    ledger: Ledger | None
+    requeued: frozenset[int] = frozenset()
+
+    @cached_property
+    def dead(self) -> dict[int, str]:
+        """seq -> reason, of those that were given up."""
+        notes = self.ledger.notes if self.ledger is not None else []
+        return {seq: reason for seq, outcome, reason in notes if outcome is Outcome.DEAD}
+
+    @cached_property
+    def _noted(self) -> dict[int, str]:
+        notes = self.ledger.notes if self.ledger is not None else []
+        return {seq: str(outcome) for seq, outcome, _ in notes}
+
+    def of(self, seq: int) -> str:
+        """One word: dead, stale, filtered, trained, requeued, open (will be tried again) or unknown."""
+        if not seq or self.ledger is None:
+            return "unknown"
+        if seq in self.requeued:
+            return "requeued"
+        if seq not in self.ledger:
+            return "open"
+        return self._noted.get(seq, "trained")
+
+
+def read_letters(client: redis.Redis, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:
+    """Every letter once, the oldest first. `bodies` False leaves `header` and `body` empty: there may be gigabytes."""
+    filed = {_key(letter): letter for letter in _of_file(run_dir / FILE, bodies)}
+    found = []
+    for letter in _of_stream(client, Keys(run).dlq, bodies):
+        twin = filed.pop(_key(letter), None)
+        # the file has more of the bytes
+        found.append(replace(twin, kept=("redis", "file"), stream_id=letter.stream_id) if twin else letter)
+    return sorted([*found, *filed.values()], key=lambda letter: (letter.at, letter.id))
+
+
+def purge_stream(client: redis.Redis, run: str, letters: Iterable[DeadLetter]) -> int:
+    """Removes these letters from the stream; how many were there."""
+    ids = [letter.stream_id for letter in letters if letter.stream_id]
+    return sum(int(client.xdel(Keys(run).dlq, *ids[i : i + 500])) for i in range(0, len(ids), 500))
+
+
+def purge_file(run_dir: Path, letters: Iterable[DeadLetter]) -> int:
+    """Removes these letters from the file, by rename; how many lines. For a run whose learner does not write."""
+    path, gone = run_dir / FILE, {_key(letter) for letter in letters}
+    if not path.exists():
+        return 0
+    partial, removed = path.with_suffix(".partial"), 0
+    with partial.open("w", encoding="utf-8") as out, path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            letter = _parsed(line, bodies=False)
+            if letter is not None and _key(letter) in gone:
+                removed += 1
+            else:
+                out.write(line)
+    partial.replace(path)
+    return removed
+
+
+def _key(letter: DeadLetter) -> tuple[str, str, str]:
+    return letter.id, letter.reason, letter.source
+
+
+def _of_stream(client: redis.Redis, key: str, bodies: bool) -> Iterator[DeadLetter]:
+    start = "-"
+    while True:
+        page: list[tuple[bytes, dict[bytes, bytes]]] = client.xrange(key, start, "+", count=PAGE)  # type: ignore[assignment]
+        for stream_id, raw in page:
+            yield _letter(raw, stream_id.decode(), bodies)
+        if len(page) < PAGE:
+            return
+        start = f"({page[-1][0].decode()}"
+
+
+def _letter(raw: dict[bytes, bytes], stream_id: str, bodies: bool) -> DeadLetter:
+    def text(name: bytes) -> str:
+        return raw.get(name, b"").decode("utf-8", "replace")
+
+    # an older rollout server wrote `raw`, and no id
+    header, body = raw.get(b"h", b""), raw.get(b"b", raw.get(b"raw", b""))
+    return DeadLetter(
+        id=text(b"id") or stream_id,
+        seq=_seq(text(b"seq")),
+        reason=text(b"reason"),
+        detail=text(b"detail"),
+        source=text(b"from") or "learner",
+        header=header if bodies else b"",
+        body=body if bodies else b"",
+        kept=("redis",),
+        stream_id=stream_id,
+    )
+
+
+def _of_file(path: Path, bodies: bool) -> Iterator[DeadLetter]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(LONGEST_LINE):
+            letter = _parsed(line, bodies)
+            if letter is not None:
+                yield letter
+
+
+def _parsed(line: str, bodies: bool) -> DeadLetter | None:
+    """None for what is no letter: a line that a crash cut short."""
+    try:
+        facts: Any = json.loads(line)
+        if not isinstance(facts, dict):
+            return None
+        header, body = (base64.b64decode(str(facts.get(name, ""))) if bodies else b"" for name in ("h", "b"))
+    except (ValueError, RecursionError, binascii.Error):
+        return None
+    reason, detail, source = (str(facts.get(name, "")) for name in ("reason", "detail", "from"))
+    given = DeadLetter(str(facts.get("id", "")), _seq(str(facts.get("seq", ""))), reason, detail, source, header, body)
+    return replace(given, source=source or "learner", kept=("file",))
+
+
+def _seq(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) <= 18 else 0
