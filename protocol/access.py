@@ -21,6 +21,7 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from protocol.errors import UserError
+from protocol.redaction import remember
 
 Role = Literal["viewer", "node", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -117,18 +118,18 @@ def read_access(environ: Mapping[str, str]) -> Access:
 def read_secret(environ: Mapping[str, str], name: str) -> str:
     """The secret in variable `name`, or in the file that `name`_FILE names; "" where neither is set.
 
-    Raises UserError when both are set or the file cannot be read; no message holds the secret.
+    Raises UserError when both are set or the file cannot be read; no text of this process shows it from then on.
     """
     value, path = environ.get(name, "").strip(), environ.get(f"{name}_FILE", "")
-    if not path:
-        return value
-    if value:
+    if value and path:
         raise UserError(f"{name} and {name}_FILE are both set", todo="keep one of them")
     try:
-        return Path(path).read_text().strip()
+        value = Path(path).read_text().strip() if path else value
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror or "" if isinstance(error, OSError) else "it is not text"
         raise UserError(f"cannot read {path}", why=f"{name}_FILE names it; {why}") from None
+    remember(value)
+    return value
 
 
 def check_bind(host: str, access: Access, setting: str) -> None:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from protocol.redaction import redact
+
 
 class ForayError(Exception):
     """Base of every error that Foray raises on purpose."""
@@ -68,10 +70,10 @@ class UserError(ForayError):
         self.what, self.why, self.todo = what, why, todo
 
     def render(self) -> str:
-        """The message as it is printed: one to three lines."""
+        """The message as it is printed: one to three lines, secrets cut out."""
         lines = [f"error: {self.what}"]
         if self.why:
             lines.append(f"  why: {self.why}")
         if self.todo:
             lines.append(f"   do: {self.todo}")
-        return "\n".join(lines)
+        return redact("\n".join(lines))

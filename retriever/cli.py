@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.errors import UserError
+from protocol.redaction import start_logging
 from protocol.settings import read_tree, section
 from retriever.config import RetrieverSettings
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # FAISS's and torch's threads wait for each other by spinning unless told otherwise when their libraries are loaded:
     # where anything else runs on the cores, a search by two threads took 8 times the processor time of one (measured)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings = section(read_tree(args.config, args.overrides), "retriever", RetrieverSettings)
         from retriever.serve import serve

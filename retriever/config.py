@@ -18,7 +18,7 @@ class RetrieverSettings(Settings):
     """Section `retriever` of the tree."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The service has no authentication: keep it on a private network."""
+    """Address to listen on. Any but loopback needs a token: FORAY_NODE_TOKEN in the environment (SECURITY.md)."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: a free port, told by the log line and by `--port-file`."""
     corpus: Path = Path("corpus.jsonl")

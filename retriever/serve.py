@@ -16,6 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from protocol.access import check_bind, read_access
 from protocol.errors import UserError
 from retriever.app import create_app
 from retriever.app_base import Service
@@ -53,8 +54,11 @@ async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -
 @asynccontextmanager
 async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
     """A service that answers on the yielded port while the block runs."""
+    access = read_access(os.environ)
+    check_bind(settings.host, access, "retriever.host")
     service = Service(settings)
-    runner = web.AppRunner(create_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    app = create_app(service, access)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         port = await _bind(runner, settings)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.errors import UserError
+from protocol.redaction import start_logging
 from protocol.settings import RunSettings, read_tree, section
 from rollout_server.config import RolloutSettings
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port-file", type=Path, help="write the port here, atomically, once requests are answered")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. rollout.concurrency_groups=16")
     args = parser.parse_intermixed_args(argv)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    start_logging(os.environ, LOG_FORMAT)
     try:
         tree = read_tree(args.config, args.overrides)
         run = section(tree, "run", RunSettings).with_redis(os.environ)

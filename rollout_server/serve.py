@@ -39,9 +39,9 @@ from functools import partial
 from pathlib import Path
 
 import aiohttp
-from aiohttp import web
 
-from protocol.errors import StateLost, UserError
+from protocol.access import Access, engine_key, read_access
+from protocol.errors import StateLost
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, Task, TrajectoryGroup
 from protocol.settings import RunSettings
@@ -58,6 +58,7 @@ from rollout_server.episodes import Episodes
 from rollout_server.fleet import Fleet
 from rollout_server.group import GroupRejected, run_group
 from rollout_server.lifecycle import Stop, plain_errors, stop_on_signals, write_port_file
+from rollout_server.listen import listening
 from rollout_server.measured_search import MeasuredSearch
 from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
 from rollout_server.redis_client import BLOCK_MS, RedisClient, RedisDown
@@ -117,7 +118,9 @@ class RolloutServer:
         self._redis, self._search = redis, search
         agreement = Agreement(run.id, run.model, max_lag=run.max_lag)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, agreement=agreement)
-        connect: Callable[[EngineInfo], SglangClient] = partial(_connect, session, settings.stream_interval)
+        connect: Callable[[EngineInfo], SglangClient] = partial(
+            _connect, session, read_access(os.environ), settings.stream_interval
+        )
         if settings.journal_routes is not None:
             connect = noting(connect, settings.journal_routes, self._fleet)
         self._router = Router(
@@ -228,29 +231,13 @@ class RolloutServer:
 
     @asynccontextmanager
     async def _listening(self, stop: Stop, port_file: Path | None) -> AsyncIterator[None]:
-        """The HTTP side for the time of the block. Raises UserError when the address is taken."""
+        """The HTTP side for the time of the block. Raises UserError when nobody may listen there."""
         episodes = Episodes(self._episode, self._router, self._search, self._fleet, self._redis, self._stats)
         served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.asked.is_set)
-        # a client that leaves takes its episodes with it
-        runner = web.AppRunner(build_app(served), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
-        await runner.setup()
-        host, port = self._settings.host, self._settings.port
-        try:
-            site = web.TCPSite(runner, host, port)
-            try:
-                await site.start()
-            except OSError as error:
-                raise UserError(
-                    f"cannot listen on {host}:{port}",
-                    why=error.strerror or str(error),
-                    todo="choose another rollout.port, or 0 for a free one",
-                ) from None
-            port = runner.addresses[0][1]
+        async with listening(build_app(served), self._settings) as port:
             write_port_file(port_file, port)
-            log.info("listening on http://%s:%d", host, port)
+            log.info("listening on http://%s:%d", self._settings.host, port)
             yield
-        finally:
-            await runner.cleanup()
 
     async def _leave(self) -> None:
         try:
@@ -262,8 +249,11 @@ class RolloutServer:
             log.info("left without taking leave of Redis: %s", error)
 
 
-def _connect(session: aiohttp.ClientSession, stream_interval: int, engine: EngineInfo) -> SglangClient:
-    return SglangClient(session, engine.url, name=engine.id, adapter=engine.adapter, stream_interval=stream_interval)
+def _connect(session: aiohttp.ClientSession, access: Access, stream_interval: int, engine: EngineInfo) -> SglangClient:
+    key = engine_key(access, engine.id, engine.incarnation)
+    return SglangClient(
+        session, engine.url, name=engine.id, adapter=engine.adapter, stream_interval=stream_interval, key=key
+    )
 
 
 def _vocab_size(model: Path) -> int | None:

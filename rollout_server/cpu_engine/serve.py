@@ -19,6 +19,7 @@ import torch
 from aiohttp import web
 
 from protocol.errors import UserError
+from protocol.redaction import start_logging
 from rollout_server.cpu_engine.access import guard
 from rollout_server.cpu_engine.adapters import Adapters
 from rollout_server.cpu_engine.config import EngineSettings
@@ -102,9 +103,7 @@ def build_app(
 
 def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
     """Run until SIGINT or SIGTERM. Raises UserError for a bad model or an occupied port."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s %(message)s", level=settings.log_level.upper())
     sys.setswitchinterval(SWITCH_INTERVAL)
     engine, tokenizer, config = build_engine(settings)
     listener = _listen(settings)

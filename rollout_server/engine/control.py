@@ -22,6 +22,10 @@ class EngineControl:
         self._http = EngineHttp(session, url, name=name)
         self.name = self._http.name
 
+    def use_keys(self, api_key: str, admin_key: str) -> None:
+        """The keys of the engine that is there from now on: every incarnation has its own."""
+        self._http.use_keys(api_key, admin_key)
+
     async def health(self, *, timeout_s: float) -> None:
         """Raises EngineError unless the engine has just generated a token: a live HTTP port alone proves nothing."""
         await self._http.call(

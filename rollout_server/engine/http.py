@@ -1,7 +1,7 @@
 """One HTTP call to an engine, with a deadline and typed errors. Everything that can go wrong is an EngineError.
 
-Keys come from the environment: SGLang with `--admin-api-key` wants that key for control, and `--api-key` for
-everything else.
+SGLang with `--admin-api-key` wants that key for control, and `--api-key` for everything else. Both come from the
+environment, or from the node that launched the engine (`node/launch.py`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ def connector() -> aiohttp.TCPConnector:
 class EngineHttp:
     """Calls to the engine at `url`. `session` is shared and owned by the caller; `name` goes into errors."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "") -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "", key: str = "") -> None:
         self.session, self.url, self.name = session, url.rstrip("/"), name or url
-        key = os.environ.get(API_KEY_VARIABLE, "")
-        self.open_headers = {"Authorization": f"Bearer {key}"} if key else {}
-        admin = os.environ.get(ADMIN_KEY_VARIABLE, "") or key
-        self.admin_headers = {"Authorization": f"Bearer {admin}"} if admin else {}
+        self.use_keys(os.environ.get(API_KEY_VARIABLE, "") or key, os.environ.get(ADMIN_KEY_VARIABLE, ""))
+
+    def use_keys(self, api_key: str, admin_key: str) -> None:
+        """Calls from now on bring these keys, "" for none; without an admin key control calls bring the API key."""
+        self.open_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.admin_headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else self.open_headers
 
     async def control(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
@@ -60,7 +62,7 @@ class EngineHttp:
         deadline = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(5.0, timeout_s))
         try:
             async with self.session.request(
-                method, self.url + path, json=body, headers=headers, timeout=deadline
+                method, self.url + path, json=body, headers=headers, timeout=deadline, allow_redirects=False
             ) as response:
                 if response.status >= 400:
                     cause = "http_500" if response.status >= 500 else "refused"

@@ -33,6 +33,7 @@ class SglangClient:
     """One engine at `url`. `session` is shared and owned by the caller; `name` goes into errors and completions.
 
     adapter  name of the LoRA adapter that answers; "": the weights themselves
+    key      its API key, where the environment holds none (`protocol.access.engine_key`)
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class SglangClient:
         name: str = "",
         adapter: str = "",
         stream_interval: int = STREAM_INTERVAL,
+        key: str = "",
     ) -> None:
-        self._http = EngineHttp(session, url, name=name)
+        self._http = EngineHttp(session, url, name=name, key=key)
         self.name = self._http.name
         self._adapter, self._stream_interval = adapter, stream_interval
 
@@ -87,7 +89,7 @@ class SglangClient:
         headers = self._http.open_headers | {"Content-Type": "application/json"}
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with self._http.session.post(
-            self._http.url + "/generate", data=body, headers=headers, timeout=limits
+            self._http.url + "/generate", data=body, headers=headers, timeout=limits, allow_redirects=False
         ) as response:
             if response.status >= 400:
                 said = (await response.content.read(2000)).decode(errors="replace")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import aiohttp
 
+from protocol.access import read_access
 from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.settings import RunSettings
@@ -33,7 +35,7 @@ from rollout_server.node.attach import introduce
 from rollout_server.node.child import STOP_S, Child
 from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
 from rollout_server.node.facts import read_facts
-from rollout_server.node.launch import command, environment
+from rollout_server.node.launch import Keys, check_host, command, environment, fresh_keys
 from rollout_server.node.manifest import WeightsCorrupt, verify
 from rollout_server.node.registry import Registry
 from rollout_server.node.standing import NO_VERSION, Standing
@@ -70,6 +72,9 @@ class Agent:
         self._run, self._settings, self._registry, self._stats = run, settings, registry, stats
         self._standing, self._url, self._port = standing, url, port
         self._client = EngineControl(session, url, name=standing.id)
+        self._access = read_access(os.environ)
+        if not isinstance(settings.kind, AttachedEngine):
+            check_host(settings.host, self._access)
         self._introduced = self._tainted = False
         self._follower = Follower(standing, registry, settings, stats)
 
@@ -156,7 +161,9 @@ class Agent:
                 await self._take_stock()
             yield None
             return
-        child, model = await self._launch(kind, wanted)
+        keys = fresh_keys(self._access, standing.id, standing.incarnation)
+        child, model = await self._launch(kind, wanted, keys)
+        self._client.use_keys(keys.api, keys.admin)
         grace_s = STOP_S
         try:
             await self._healthy(child, model)
@@ -168,7 +175,9 @@ class Agent:
         finally:
             await child.stop(grace_s=grace_s)
 
-    async def _launch(self, kind: CpuEngine | SglangEngine, wanted: WeightUpdate | None) -> tuple[Child, Path]:
+    async def _launch(
+        self, kind: CpuEngine | SglangEngine, wanted: WeightUpdate | None, keys: Keys
+    ) -> tuple[Child, Path]:
         """The engine that was just started, and the directory it was told to serve."""
         standing = self._standing
         if wanted is not None:
@@ -184,12 +193,13 @@ class Agent:
                 label=label,
                 host=self._settings.host,
                 port=self._port,
+                keys=keys,
                 home=home,
                 in_place=self._settings.pause_mode == "in_place",
             )
 
         log_path = (self._run.dir / "logs" / f"{standing.id}.engine.log").resolve()
-        return await Child.start(argv, environment(kind), log_path), model
+        return await Child.start(argv, environment(kind, keys), log_path), model
 
     async def _wanted(self) -> WeightUpdate | None:
         """The target, unless it is of a refused epoch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -47,7 +48,8 @@ class Child:
         home = tempfile.TemporaryDirectory(prefix="foray-engine-")
         try:
             argv = command(Path(home.name))
-            with log_path.open("ab") as output:
+            # ours alone: a server that prints its arguments when it starts prints its keys
+            with os.fdopen(os.open(log_path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o600), "ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", guard.__file__, *argv),
                     env=dict(env),

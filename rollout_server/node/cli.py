@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from protocol.redaction import start_logging
 from protocol.settings import RunSettings, read_tree, section
 from rollout_server.cli import LOG_FORMAT
 from rollout_server.node.config import NodeSettings
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attach", metavar="URL", help="register the engine at URL, which somebody else runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. engine.kind.threads=2")
     args = parser.parse_intermixed_args(argv)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    start_logging(os.environ, LOG_FORMAT)
     try:
         tree = read_tree(args.config, args.overrides)
         run = section(tree, "run", RunSettings).with_redis(os.environ)

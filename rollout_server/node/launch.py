@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import secrets
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from protocol.access import Access, check_bind, engine_key
 from protocol.errors import UserError
+from protocol.redaction import is_secret_name, remember
+from protocol.settings import REDIS_URL_VARIABLE
 from rollout_server.engine.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from rollout_server.node.config import CpuEngine, SglangEngine
 from rollout_server.node.facts import NO_OVERLAP
@@ -22,6 +29,31 @@ SOURCE = Path(__file__).resolve().parents[2]
 MAKE_ENVIRONMENT = "`make sglang-env` builds .venv-sglang for a machine without GPUs; else set engine.kind.python"
 
 
+@dataclass(frozen=True)
+class Keys:
+    """What opens one incarnation of an engine. "" stands for no key: the routes are open then.
+
+    api    generation, and what only looks; rollout servers have it too
+    admin  pauses and weights; known to the node alone
+    """
+
+    api: str = field(default="", repr=False)
+    admin: str = field(default="", repr=False)
+
+
+def fresh_keys(access: Access, engine_id: str, incarnation: str, environ: Mapping[str, str] = os.environ) -> Keys:
+    """Keys of a new incarnation: those that a person gave for engines, else such as were never used before.
+
+    The API key follows from the node token, so that rollout servers can derive it and nothing secret stands in Redis;
+    without that token there is none. The admin key is drawn at random, and lives as long as the incarnation.
+    """
+    admin = environ.get(ADMIN_KEY_VARIABLE, "") or secrets.token_urlsafe(32)
+    keys = Keys(environ.get(API_KEY_VARIABLE, "") or engine_key(access, engine_id, incarnation), admin)
+    remember(keys.api)
+    remember(keys.admin)
+    return keys
+
+
 def command(
     kind: CpuEngine | SglangEngine,
     *,
@@ -29,6 +61,7 @@ def command(
     label: str,
     host: str,
     port: int,
+    keys: Keys = Keys(),
     home: Path | None = None,
     in_place: bool = False,
 ) -> list[str]:
@@ -39,12 +72,12 @@ def command(
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
     if isinstance(kind, CpuEngine):
-        keys = [("--api-key-env", API_KEY_VARIABLE), ("--admin-api-key-env", ADMIN_KEY_VARIABLE)]
+        named = [("--api-key-env", API_KEY_VARIABLE, keys.api), ("--admin-api-key-env", ADMIN_KEY_VARIABLE, keys.admin)]
         return [
             *(sys.executable, "-m", "rollout_server.cpu_engine", *common),
             *("--threads", str(kind.threads), "--max-running", str(kind.max_running)),
             *("--max-total-tokens", str(kind.max_total_tokens)),
-            *(word for flag, name in keys if os.environ.get(name) for word in (flag, name)),
+            *(word for flag, name, value in named if value for word in (flag, name)),
         ]
     program = [str(_launcher(kind.launcher))] if kind.launcher else ["-m", "sglang.launch_server"]
     return [
@@ -52,37 +85,62 @@ def command(
         *("--max-running-requests", str(kind.max_running)),
         # a streamed turn is then as long as its tokens, not as their square; and retractions can be read
         *(flag for flag in (*ALWAYS, *([NO_OVERLAP] if in_place else [])) if flag not in kind.args),
-        *kind.args,
-        *_keys(kind, home),
+        *_with_keys(kind.args, keys, home),
     ]
 
 
-def environment(kind: CpuEngine | SglangEngine) -> Mapping[str, str]:
-    """The child's environment: ours, with the threads of its arithmetic bounded for the embedded engine."""
-    out = dict(os.environ)
+def environment(kind: CpuEngine | SglangEngine, keys: Keys = Keys()) -> Mapping[str, str]:
+    """The child's environment: ours without Foray's secrets and addresses, with the embedded engine's keys and threads.
+
+    An engine runs a lot of foreign code, and needs neither Redis nor our tokens. Other secrets (of a model hub, say)
+    are its own business.
+    """
+    out = {name: value for name, value in os.environ.items() if not _ours(name)}
     if isinstance(kind, CpuEngine):
         out |= {"OMP_NUM_THREADS": str(kind.threads), "MKL_NUM_THREADS": str(kind.threads)}
+        out |= {n: value for n, value in ((API_KEY_VARIABLE, keys.api), (ADMIN_KEY_VARIABLE, keys.admin)) if value}
     return out
 
 
-def _keys(kind: SglangEngine, home: Path | None) -> list[str]:
-    """Arguments that give SGLang its keys: through a file, since a command line is read by all of the machine."""
-    names = {"api-key": API_KEY_VARIABLE, "admin-api-key": ADMIN_KEY_VARIABLE}
-    keys = {flag: os.environ[name] for flag, name in names.items() if os.environ.get(name)}
-    if not keys:
-        return []
-    if "--config" in kind.args:
-        raise UserError(
-            "SGLang takes one --config, and it is needed for the engine's keys",
-            why=f"{' and '.join(names.values())} reach it through a file of that kind, where nobody else can read them",
-            todo="write what your file says as further engine.kind.args",
-        )
+def check_host(host: str, access: Access, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError for an engine that would listen beyond this machine and answer anybody there."""
+    if not environ.get(API_KEY_VARIABLE):
+        relevant = Access({role: token for role, token in access.tokens.items() if role == "node"})
+        check_bind(host, relevant, "engine.host")
+
+
+def _ours(name: str) -> bool:
+    return name.startswith("FORAY_") and (is_secret_name(name.removesuffix("_FILE")) or name == REDIS_URL_VARIABLE)
+
+
+def _with_keys(args: Sequence[str], keys: Keys, home: Path | None) -> list[str]:
+    """`args`, and how SGLang is given its keys: in a file, since a command line is read by all of the machine.
+
+    SGLang takes one --config: what a file of that kind in `args` says goes into ours.
+    """
+    given = {flag: key for flag, key in (("api-key", keys.api), ("admin-api-key", keys.admin)) if key}
+    if not given:
+        return list(args)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", type=Path)
+    known, rest = parser.parse_known_args(list(args))
+    merged = _flags(known.config) | given if known.config else given
     if home is None:
         raise ValueError("keys need a directory")
     path = home / KEYS_FILE
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
-        yaml.safe_dump(keys, file)
-    return ["--config", str(path)]
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w") as file:
+        yaml.safe_dump(merged, file)
+    return [*rest, "--config", str(path)]
+
+
+def _flags(given: Path) -> dict[str, Any]:
+    try:
+        flags = yaml.safe_load((_found(given) or given).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read {given}", why=f"engine.kind.args names it: {error}") from None
+    if not isinstance(flags, dict):
+        raise UserError(f"{given} does not hold flags of SGLang", todo="write one `flag: value` a line")
+    return flags
 
 
 def _interpreter(given: str) -> str:

@@ -6,9 +6,12 @@ Redirects are not followed and compression is not accepted: a few kilobytes must
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from protocol.access import read_access
 from protocol.search import Passage
 from rollout_server.search.dialect import PATHS, Dialect, read_answer, request_body
 from rollout_server.search.fault import NOT_JSON, TIMEOUT, TOO_LARGE, UNREACHABLE, Fault, status_fault
@@ -27,11 +30,12 @@ that crosses that closing would look like a retriever that has died."""
 class Connections:
     """Pooled connections to one or more servers. The session opens at the first request, inside the event loop.
 
-    limit  most requests at once, further ones wait within their time; 0: no limit
+    limit    most requests at once, further ones wait within their time; 0: no limit
+    headers  sent with every request
     """
 
-    def __init__(self, *, max_bytes: int, limit: int = 0) -> None:
-        self._max_bytes, self._limit = max_bytes, limit
+    def __init__(self, *, max_bytes: int, limit: int = 0, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._max_bytes, self._limit, self._headers = max_bytes, limit, headers
         self._session: aiohttp.ClientSession | None = None
 
     async def exchange(
@@ -77,7 +81,7 @@ class Connections:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+                headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self._headers},
                 auto_decompress=False,
             )
         return self._session
@@ -93,7 +97,7 @@ class Wire(Connections):
     """The same to retrievers, in their dialect. How many requests there are at once is decided by the windows."""
 
     def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
-        super().__init__(max_bytes=max_bytes)
+        super().__init__(max_bytes=max_bytes, headers=read_access(os.environ).headers("node", "operator"))
         self._dialect, self._topk, self._run = dialect, topk, run
 
     async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:

@@ -16,6 +16,7 @@ from typing import cast
 import pytest
 import yaml
 
+from protocol.access import Access, engine_key
 from protocol.errors import UserError
 from rollout_server.engine.control import EngineControl
 from rollout_server.node import guard
@@ -23,7 +24,7 @@ from rollout_server.node.child import Child
 from rollout_server.node.config import CpuEngine, SglangEngine
 from rollout_server.node.facts import NO_OVERLAP, read_facts
 from rollout_server.node.guard import descendants
-from rollout_server.node.launch import command
+from rollout_server.node.launch import Keys, check_host, command, environment, fresh_keys
 
 GIVEN = {"model": Path("/m"), "label": "1.2", "host": "127.0.0.1", "port": 31000}
 
@@ -41,37 +42,67 @@ time.sleep(float(sys.argv[1]))
 """An engine as engines are: a tree, with a member that no signal to the first one or to its group reaches."""
 
 
-@pytest.fixture(autouse=True)
-def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_the_embedded_engine_is_told_the_names_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORAY_ENGINE_ADMIN_KEY", "secret")
-    cpu = command(CpuEngine(threads=2, max_running=8), **GIVEN)
+def test_the_embedded_engine_is_told_the_names_of_its_keys() -> None:
+    kind = CpuEngine(threads=2, max_running=8)
+    keys = Keys("", "secret")
+    cpu = command(kind, **GIVEN, keys=keys)
     assert cpu[:3] == [sys.executable, "-m", "rollout_server.cpu_engine"]
     assert cpu[cpu.index("--weight-version") + 1] == "1.2" and cpu[cpu.index("--threads") + 1] == "2"
     assert cpu[-2:] == ["--admin-api-key-env", "FORAY_ENGINE_ADMIN_KEY"] and "secret" not in cpu
+    assert environment(kind, keys)["FORAY_ENGINE_ADMIN_KEY"] == "secret"
 
 
-def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(tmp_path: Path) -> None:
     kind = SglangEngine(python=sys.executable, args=("--tp-size", "2"))
     plain = command(kind, **GIVEN, home=tmp_path)
     assert plain[:3] == [sys.executable, "-m", "sglang.launch_server"] and "--config" not in plain
     assert plain[plain.index("--tp-size") + 1] == "2" and "--incremental-streaming-output" in plain
     assert NO_OVERLAP not in plain and NO_OVERLAP in command(kind, **GIVEN, home=tmp_path, in_place=True)
-    monkeypatch.setenv("FORAY_ENGINE_API_KEY", "open: sesame")
-    monkeypatch.setenv("FORAY_ENGINE_ADMIN_KEY", "s3cret")
-    real = command(kind, **GIVEN, home=tmp_path)
+    keys = Keys("open: sesame", "s3cret")
+    real = command(kind, **GIVEN, keys=keys, home=tmp_path)
     assert not any("sesame" in word or "s3cret" in word for word in real)
     path = Path(real[real.index("--config") + 1])
     assert yaml.safe_load(path.read_text()) == {"api-key": "open: sesame", "admin-api-key": "s3cret"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(UserError, match="takes one --config"):
-        command(SglangEngine(python=sys.executable, args=("--config", "mine.yaml")), **GIVEN, home=tmp_path)
+    (tmp_path / "mine.yaml").write_text("mem-fraction-static: 0.5\n")
+    both = command(
+        SglangEngine(python=sys.executable, args=("--config", str(tmp_path / "mine.yaml"), "--tp-size", "2")),
+        **GIVEN,
+        keys=keys,
+        home=tmp_path,
+    )
+    assert both.count("--config") == 1 and "--tp-size" in both
+    assert yaml.safe_load(path.read_text())["mem-fraction-static"] == 0.5
+    with pytest.raises(UserError, match=r"cannot read nowhere\.yaml"):
+        args = ("--config=nowhere.yaml",)
+        command(SglangEngine(python=sys.executable, args=args), **GIVEN, keys=keys, home=tmp_path)
+
+
+def test_every_incarnation_has_keys_of_its_own_and_rollout_servers_can_derive_one_of_them() -> None:
+    access = Access({"node": "n" * 40})
+    first, second = (fresh_keys(access, "e", born, {}) for born in ("a1", "b2"))
+    assert len({first.api, first.admin, second.api, second.admin}) == 4
+    assert first.api == engine_key(access, "e", "a1") and "n" * 40 not in repr(first) + first.api
+    alone = fresh_keys(Access(), "e", "a1", {})
+    assert alone.api == "" and len(alone.admin) >= 32, "without a node token generation stays open, control does not"
+    given = fresh_keys(access, "e", "a1", {"FORAY_ENGINE_API_KEY": "mine", "FORAY_ENGINE_ADMIN_KEY": "too"})
+    assert (given.api, given.admin) == ("mine", "too") and "mine" not in repr(given)
+
+
+def test_an_engine_beyond_loopback_needs_a_key_for_generation() -> None:
+    check_host("127.0.0.1", Access(), {})
+    check_host("10.0.0.7", Access({"node": "n" * 40}), {})
+    check_host("10.0.0.7", Access(), {"FORAY_ENGINE_API_KEY": "mine"})
+    with pytest.raises(UserError, match=r"engine\.host = '10\.0\.0\.7'"):
+        check_host("10.0.0.7", Access({"operator": "o" * 40}), {})
+
+
+def test_an_engine_is_not_given_our_tokens_or_the_way_to_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORAY_NODE_TOKEN", "FORAY_OPERATOR_TOKEN_FILE", "FORAY_REDIS_URL", "FORAY_ENGINE_ADMIN_KEY"):
+        monkeypatch.setenv(name, "canary")
+    monkeypatch.setenv("HF_TOKEN", "the engine's own business")
+    env = environment(SglangEngine())
+    assert "canary" not in env.values() and env["HF_TOKEN"] and env["PATH"]
 
 
 @pytest.mark.parametrize("exact", [True, False])

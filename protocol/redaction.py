@@ -1,0 +1,92 @@
+"""Secrets never leave a process in words: what logs, error messages and tracebacks show goes through `redact`.
+
+Two nets. Forms that are secret whatever they hold: the password in a URL, a bearer token. And the very values that
+this process knows to be secret: those of environment variables that are named like one, and what is `remember`ed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TextIO
+from urllib.parse import quote, unquote, urlsplit
+
+SHOWN = "[secret]"
+SHORTEST = 8
+"""Characters: a shorter value is a word that texts hold by chance; to cut it out would harm them."""
+SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?|REDISCLI_AUTH)$", re.IGNORECASE)
+"""Names of environment variables whose values are secrets."""
+_URL_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@:]*):[^\s/?#]*@")
+_PARAMETER = re.compile(r"((?:password|passwd|api_?key|token|secret)=)[^&\s'\"]+", re.IGNORECASE)
+_BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
+
+_known: set[str] = set()
+
+
+def remember(secret: str) -> None:
+    """From now on `secret` is cut out of every text that this process shows, as it is and as escaped in URLs, JSON."""
+    if len(secret) >= SHORTEST:
+        _known.update((secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]))
+
+
+def remember_environment(environ: Mapping[str, str]) -> None:
+    """Remembers the values of variables that are named like secrets, and the passwords of URLs in any of them."""
+    for name, value in environ.items():
+        if is_secret_name(name):
+            remember(value)
+        elif "://" in value and "@" in value:
+            for password in _passwords(value):
+                remember(password)
+                remember(unquote(password))
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name holds a secret."""
+    return SECRET_NAME.search(name) is not None
+
+
+def redact(text: str) -> str:
+    """`text` as it may be shown."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, SHOWN)
+    text = _URL_PASSWORD.sub(rf"\1:{SHOWN}@", text)
+    return _BEARER.sub(rf"\1{SHOWN}", _PARAMETER.sub(rf"\1{SHOWN}", text))
+
+
+class RedactingFormatter(logging.Formatter):
+    """Lines of a log, tracebacks included, as they may be shown."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def start_logging(environ: Mapping[str, str], line: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
+    """Logs to `stream` (stderr) from `level` on in the form `line`; all that this process shows is redacted from now.
+
+    An exception that nobody catches is printed by the interpreter itself: that, too, goes through `redact`.
+    """
+    remember_environment(environ)
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(RedactingFormatter(line))
+    logging.basicConfig(level=level, handlers=[handler])
+    sys.excepthook = _print_redacted
+
+
+def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
+def _passwords(value: str) -> list[str]:
+    found = []
+    for url in value.split():
+        try:
+            password = urlsplit(url).password
+        except ValueError:
+            continue
+        found += [password] if password else []
+    return found
