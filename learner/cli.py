@@ -6,7 +6,6 @@ Nothing heavy is imported before the settings have been read: `--help` and a mis
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from learner.config import LearnerSettings
 from learner.follower import ranks, serve_rank
 from protocol.errors import Fenced, ForayError, UserError
+from protocol.redaction import redact, start_logging
 from protocol.settings import RunSettings, read_tree, section
 
 LOG_FORMAT = "%(asctime)s %(levelname)s {rank}%(name)s: %(message)s"
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     rank, size = ranks()
     prefix = f"[rank {rank}] " if size > 1 else ""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(rank=prefix), stream=sys.stderr)
+    start_logging(os.environ, LOG_FORMAT.format(rank=prefix))
     try:
         tree = read_tree(args.config, args.overrides)
         run = section(tree, "run", RunSettings)
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(prefix + error.render(), file=sys.stderr)
         return EXIT_USER
     except Fenced as error:
-        print(f"{prefix}fenced: {error}", file=sys.stderr)
+        print(redact(f"{prefix}fenced: {error}"), file=sys.stderr)
         return EXIT_FENCED
     except ForayError as error:
-        print(f"{prefix}error: {error}", file=sys.stderr)
+        print(redact(f"{prefix}error: {error}"), file=sys.stderr)
         return EXIT_BROKEN
