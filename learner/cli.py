@@ -33,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `learner` are read")
     parser.add_argument("--takeover", action="store_true", help="take the run from a learner that still holds it")
+    parser.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="go on from a checkpoint that is not signed with the run's key (FORAY_RUN_KEY, or run.dir/run.key)",
+    )
     parser.add_argument("--replay", type=Path, metavar="DIR", help="train from the journal of this run, without Redis")
     parser.add_argument("--rebatch", action="store_true", help="with --replay: form batches of its groups anew")
     # what the deepspeed launcher adds; the environment says it too
@@ -52,17 +57,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             from learner.replay import replay
 
             how = settings.replay.model_copy(update={"rebatch": settings.replay.rebatch or args.rebatch})
-            return replay(run, settings.model_copy(update={"replay": how}), args.replay)
+            again = settings.model_copy(update={"replay": how})
+            return replay(run, again, args.replay, trust_checkpoint=args.trust_checkpoint)
         run = run.with_redis(os.environ)
         from learner.serve import serve
 
-        return serve(run, settings, takeover=args.takeover)
+        return serve(run, settings, takeover=args.takeover, trust_checkpoint=args.trust_checkpoint)
     except UserError as error:
         print(prefix + error.render(), file=sys.stderr)
         return EXIT_USER
     except Fenced as error:
-        print(redact(f"{prefix}fenced: {error}"), file=sys.stderr)
+        print(prefix + fenced(error).render(), file=sys.stderr)
         return EXIT_FENCED
     except ForayError as error:
         print(redact(f"{prefix}error: {error}"), file=sys.stderr)
         return EXIT_BROKEN
+
+
+def fenced(error: Fenced) -> UserError:
+    """What a person reads of a learner that was replaced."""
+    return UserError(
+        f"fenced: {error}",
+        why="its lease had lapsed (it was stopped, or Redis was out of its reach, for longer than learner.lease_s) or "
+        "--takeover was used; since then it has written nothing that counts: no checkpoint, no weights that engines "
+        "load, no acknowledgement",
+        todo="nothing, if the other learner is the one that should train; else stop that one and start this again",
+    )

@@ -1,4 +1,9 @@
-"""The lease: at most one learner at a time writes to a run. Every write that matters is refused without it."""
+"""The lease: at most one learner at a time writes to a run. Every write that matters is refused without it.
+
+Two anchors. In Redis, the lease and its epoch, which every function compares. On disk, a file for each epoch that was
+ever begun: Redis may have forgotten, or be away, and a learner that slept through its successor's whole life must see
+that there was one. A learner that finds a higher epoch than its own in either has been fenced and stays so.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +56,13 @@ class Lease:
             if not told:
                 told, deadline = True, time.monotonic() + answer.ttl_s + 1.0
                 log.warning(
-                    "run is held by %s, waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
+                    "the run is held by %s, waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
                 )
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the run is held by {describe(answer)}, which is alive",
-                    why="two learners must not train one run",
-                    todo="stop the other one, or start this one with --takeover",
+                    f"run {self._store.keys.run} is held by {describe(answer)}, which is alive",
+                    why="two learners must not train one run: each would undo what the other has done",
+                    todo=f"stop it ({_how_to_stop(answer)}), or start this one with --takeover, which fences the other",
                 )
             time.sleep(POLL_S)
 
@@ -76,21 +81,53 @@ class Lease:
             raise Fenced("the lease of this learner lapsed or was taken")
 
     def lost_to(self) -> Holder | None:
-        """The other learner that holds the lease, if there is one."""
+        """The other learner that holds the lease, or that began a higher epoch since; None when there is none."""
         holder = self._store.holder()
-        return holder if holder and holder.token != self.token else None
+        return holder if holder and holder.token != self.token else self._successor()
+
+    def regain(self) -> bool:
+        """After a doubt: the lease, renewed, or taken again when it had lapsed and nobody took it; then True.
+
+        Raises Fenced when another learner has begun meanwhile, RedisUnavailable.
+        """
+        if (other := self.lost_to()) is not None:
+            raise self.fenced_by(other)
+        try:
+            self.renew()
+            return False
+        except Fenced:
+            try:
+                self.acquire(self.epoch)
+            except UserError:  # somebody was faster just now, and is alive
+                if (other := self.lost_to()) is not None:
+                    raise self.fenced_by(other) from None
+                raise
+            return True
+
+    def fenced_by(self, other: Holder) -> Fenced:
+        """The error of a learner that was replaced: by whom, and when."""
+        return Fenced(f"this learner (epoch {self.epoch}, process {os.getpid()}) was replaced by {describe(other)}")
 
     def confirm(self) -> None:
         """Raises Fenced unless this learner may move the run's state on disk.
 
         While Redis does not answer, the files of the epochs decide: a successor would have made a higher one.
         """
+        if (other := self._successor()) is not None:
+            raise self.fenced_by(other)
         try:
             self.renew()
-        except RedisUnavailable:
-            newest = max((int(p.name[1:]) for p in self._epochs_dir.glob("e*") if p.name[1:].isdigit()), default=0)
-            if newest > self.epoch:
-                raise Fenced(f"epoch {newest} has begun, this learner is epoch {self.epoch}") from None
+        except RedisUnavailable as error:
+            log.warning("committing without Redis, since no later epoch has begun on disk: %s", error)
+
+    def _successor(self) -> Holder | None:
+        """The newest epoch on disk and who began it, when it is higher than ours."""
+        epochs = {int(p.name[1:]): p for p in self._epochs_dir.glob("e*") if p.name[1:].isdigit()}
+        newest = max(epochs, default=0)
+        if newest <= self.epoch:
+            return None
+        path = epochs[newest]
+        return Holder(newest, path.read_text().strip(), 0.0, since=path.stat().st_mtime)
 
     def release(self) -> None:
         """Frees the lease, so that a successor need not wait."""
@@ -101,10 +138,21 @@ class Lease:
 
 
 def describe(holder: Holder) -> str:
-    """A holder in words."""
+    """A holder in words: epoch, process, host, since when it has held the lease and when it last renewed it."""
     parts = holder.token.split(":")
-    who = f"process {parts[1]} on {parts[0].split('/')[0]}" if len(parts) > 1 else holder.token
-    return f"epoch {holder.epoch}, {who}"
+    who = f"process {parts[1]} on {parts[0].split('/')[0]}" if len(parts) > 1 else holder.token or "somebody"
+    text = f"epoch {holder.epoch}, {who}"
+    if holder.since:
+        text += f", since {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(holder.since))} UTC"
+    return text if holder.renewed_s is None else f"{text}, renewed {holder.renewed_s:.1f} s ago"
+
+
+def _how_to_stop(holder: Holder) -> str:
+    parts = holder.token.split(":")
+    if len(parts) < 2 or not parts[1].isdigit():
+        return "SIGTERM: it writes a checkpoint"
+    where = "" if parts[0] == _place() else f" on {parts[0].split('/')[0]}"
+    return f"kill {parts[1]}{where}: it writes a checkpoint first"
 
 
 def _place() -> str:

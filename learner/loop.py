@@ -18,7 +18,6 @@ from typing import TypeVar
 from learner.checkpoint import CheckpointFailed
 from learner.entry import Entry
 from learner.journal import Conditions
-from learner.lease import describe
 from learner.parts import Parts
 from learner.publish.base import BadWeights, in_use
 from learner.redis_client import RedisUnavailable
@@ -286,13 +285,7 @@ class TrainingLoop:
         while True:
             try:
                 p.store.prepare()
-                other = p.lease.lost_to()
-                if other is not None:
-                    raise Fenced(f"this learner (epoch {p.lease.epoch}) gave way to {describe(other)}")
-                try:
-                    p.lease.renew()
-                except Fenced:
-                    p.lease.acquire(p.lease.epoch)
+                if p.lease.regain():
                     self.lineage.append(PolicyVersion(p.lease.epoch, self.policy_step))
                 p.issuer.recount()
                 break

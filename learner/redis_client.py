@@ -46,11 +46,17 @@ class RedisUnavailable(ForayError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds the lease: epoch, token, and seconds until it lapses."""
+    """Who holds the lease: epoch, token, and seconds until it lapses.
+
+    renewed_s  seconds since it was last renewed; None where the holder does not say (an older Foray)
+    since      when it was taken, in seconds since 1970 by the clock of Redis; 0.0 likewise
+    """
 
     epoch: int
     token: str
     ttl_s: float
+    renewed_s: float | None = None
+    since: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,9 @@ class RunStore:
         reply = self._call(functions.ACQUIRE, keys, token, floor, ttl_ms, "1" if takeover else "0")
         if int(reply[0]) == 1:
             return int(reply[1])
+        found = self.holder()
+        if found is not None and found.token == reply[3].decode():
+            return found
         return Holder(int(reply[1]), reply[3].decode(), max(0, int(reply[2])) / 1000)
 
     def renew(self, ttl_ms: int) -> bool:
@@ -158,8 +167,12 @@ class RunStore:
         """Who holds the lease now."""
         with translated():
             lease = cast(Fields, self._db.hgetall(self.keys.lease))
-            ttl = self._db.pttl(self.keys.lease)
-        return Holder(int(lease[b"epoch"]), lease[b"token"].decode(), max(0, ttl) / 1000) if lease else None
+            left_s = max(0, self._db.pttl(self.keys.lease)) / 1000
+        if not lease:
+            return None
+        whole_s = int(lease.get(b"ttl", 0)) / 1000
+        renewed_s = max(0.0, whole_s - left_s) if whole_s else None
+        return Holder(int(lease[b"epoch"]), lease[b"token"].decode(), left_s, renewed_s, float(lease.get(b"since", 0)))
 
     # --- tasks ---
 

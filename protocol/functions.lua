@@ -46,7 +46,8 @@ redis.register_function('foray_acquire', function(k, a)
   local epoch = math.max(tonumber(redis.call('GET', k[2]) or '0'), tonumber(a[2])) + 1
   redis.call('SET', k[2], epoch)
   redis.call('DEL', k[1])
-  redis.call('HSET', k[1], 'epoch', epoch, 'token', a[1])
+  -- ttl and since (seconds, by this clock) are for people: a TTL that is left says when the lease was last renewed
+  redis.call('HSET', k[1], 'epoch', epoch, 'token', a[1], 'ttl', a[3], 'since', redis.call('TIME')[1])
   redis.call('PEXPIRE', k[1], a[3])
   return {1, epoch}
 end)

@@ -6,12 +6,14 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from learner import checkpoint as module
 from learner.books import Books
 from learner.checkpoint import CheckpointFailed, Checkpoints
+from learner.run_key import RunKey, run_key
 from protocol.errors import Fenced, UserError
 from protocol.versions import PolicyVersion
 
@@ -56,6 +58,7 @@ def test_the_newest_two_are_kept_and_the_committed_one_always(checkpoints: Check
         write(checkpoints, 35)
 
 
+@pytest.mark.fault(9)
 @pytest.mark.parametrize("moment", ["save", "manifest", "confirm", "rename", "current"])
 def test_dying_at_any_moment_leaves_the_previous_one_in_force(
     checkpoints: Checkpoints, moment: str, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +88,7 @@ def test_dying_at_any_moment_leaves_the_previous_one_in_force(
     assert checkpoints.load().facts["step"] == 8
 
 
+@pytest.mark.fault(41)
 def test_a_full_disk_is_told_and_leaves_no_litter(checkpoints: Checkpoints, tmp_path: Path) -> None:
     def full(directory: Path) -> None:
         save(directory)
@@ -125,7 +129,8 @@ def test_a_fenced_learner_commits_nothing(checkpoints: Checkpoints) -> None:
     assert checkpoints.load().facts["step"] == 4
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "manifest", "format", "directory", "current"])
+@pytest.mark.fault(9)
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "added", "manifest", "format", "directory", "current"])
 def test_damage_is_refused_by_the_name_of_the_file(checkpoints: Checkpoints, tmp_path: Path, harm: str) -> None:
     write(checkpoints, 4)
     path = write(checkpoints, 8)
@@ -136,6 +141,8 @@ def test_damage_is_refused_by_the_name_of_the_file(checkpoints: Checkpoints, tmp
         file.write_bytes(b"m" * 999)
     elif harm == "remove":
         file.unlink()
+    elif harm == "added":
+        (file := path / "state" / "model-2.pt").touch()
     elif harm == "manifest":
         (file := path / "manifest.json").write_text("{")
     elif harm == "format":
@@ -149,3 +156,92 @@ def test_damage_is_refused_by_the_name_of_the_file(checkpoints: Checkpoints, tmp
     with pytest.raises(UserError) as caught:
         checkpoints.load()
     assert str(file) in caught.value.what and "step_4.e2" in caught.value.todo
+
+
+# --- signatures ---
+
+
+KEY = RunKey("k" * 64, "the test")
+
+
+@pytest.fixture
+def signed(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "c", keep=2, key=KEY)
+
+
+def test_a_signed_checkpoint_is_loaded_by_its_key_and_by_those_who_only_look(
+    signed: Checkpoints, tmp_path: Path
+) -> None:
+    path = write(signed, 4)
+    found = signed.load()
+    assert found and found.facts["signature"] == {"key": KEY.name, "hmac_sha256": ANY}
+    assert Checkpoints(tmp_path / "c", keep=2).load()
+    # the same content in another order is the same content
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(dict(reversed(manifest.items()))))
+    assert signed.load()
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        ("unsigned", "it is not signed"),
+        ("other key", "signed with another key .*; ours is .* from the test"),
+        ("changed", "its signature does not fit"),
+        ("half", "its signature does not fit"),
+    ],
+)
+def test_a_checkpoint_that_the_key_refuses_is_loaded_only_when_a_person_says_so(
+    signed: Checkpoints, tmp_path: Path, harm: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = {"unsigned": None, "other key": RunKey("o" * 16, "elsewhere")}.get(harm, KEY)
+    path = write(Checkpoints(tmp_path / "c", keep=2, key=key), 4)
+    manifest = json.loads((path / "manifest.json").read_text())
+    if harm == "changed":
+        manifest["tally"]["redelivered"] = 1
+    if harm == "half":
+        manifest["signature"] = {"key": KEY.name}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=why) as caught:
+        signed.load()
+    assert str(path) in caught.value.what and "--trust-checkpoint" in caught.value.todo
+    trusting = Checkpoints(tmp_path / "c", keep=2, key=KEY, trust=True)
+    assert trusting.load() and "--trust-checkpoint: going on" in caplog.text
+    write(trusting, 8)
+    assert signed.load().facts["step"] == 8, "what is written from then on is signed"
+
+
+@pytest.mark.fault(11)
+def test_a_learner_that_slept_between_its_lease_check_and_its_rename_moves_no_pointer(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    def sleep_while_a_successor_commits() -> None:
+        write(Checkpoints(tmp_path / "c", keep=2), 5, epoch=3)
+
+    write(checkpoints, 4)
+    with pytest.raises(Fenced, match="epoch 3 has committed"):
+        write(checkpoints, 8, confirm=sleep_while_a_successor_commits)
+    assert checkpoints.load().facts["step"] == 5
+    assert not list((tmp_path / "c").glob(".*.tmp"))
+
+
+def test_the_runs_key_is_made_once_and_only_we_can_read_it(tmp_path: Path) -> None:
+    first = run_key(tmp_path / "run", {})
+    file = tmp_path / "run" / "run.key"
+    assert file.stat().st_mode & 0o777 == 0o600 and len(file.read_text().strip()) == 64
+    assert run_key(tmp_path / "run", {}).name == first.name and first.source == str(file)
+    assert file.read_text().strip() not in repr(vars(first).keys()) + first.name
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"run.key"}
+
+
+def test_the_key_may_come_from_the_environment_or_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("f" * 32 + "\n")
+    named = run_key(tmp_path / "run", {"FORAY_RUN_KEY_FILE": str(tmp_path / "secret")})
+    given = run_key(tmp_path / "run", {"FORAY_RUN_KEY": "f" * 32, "FORAY_RUN_KEY_FILE": "/nowhere"})
+    assert named.name == given.name and not (tmp_path / "run").exists(), "no key is made where one is given"
+    for environ, what in (
+        ({"FORAY_RUN_KEY_FILE": str(tmp_path / "missing")}, "cannot be read"),
+        ({"FORAY_RUN_KEY": "short"}, "5 characters"),
+    ):
+        with pytest.raises(UserError, match=what):
+            run_key(tmp_path / "run", environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -49,12 +50,18 @@ def test_an_epoch_is_never_used_twice_though_redis_rolled_back(make: Make, db: r
     assert make().acquire(0) == 2, "a file on disk remembers epoch 1"
 
 
+@pytest.mark.fault(13)
 def test_a_living_holder_is_not_disturbed(make: Make) -> None:
     holder, other = make(0.5), make(0.5)
     holder.acquire(0)
     begun = time.monotonic()
-    with pytest.raises(UserError, match=r"epoch 1, process .* which is alive") as caught:
+    now = time.strftime("%Y-%m-%d %H:", time.gmtime())
+    words = (
+        rf"run t1 is held by epoch 1, process {os.getpid()} on .*, since {now}.* renewed 0\.\d s ago, which is alive"
+    )
+    with pytest.raises(UserError, match=words) as caught:
         renewing(holder, lambda: other.acquire(0))
+    assert f"kill {os.getpid()}" in caught.value.todo
     assert "--takeover" in caught.value.todo and time.monotonic() - begun < 5
     assert other.acquire(0, takeover=True) == 2
     with pytest.raises(Fenced):
@@ -110,8 +117,27 @@ def test_without_redis_the_epochs_on_disk_decide_who_may_commit(make: Make, tmp_
     lease._store = RunStore("redis://127.0.0.1:1/0", "t1")
     lease.confirm()
     (tmp_path / "epochs" / "e2").touch()
-    with pytest.raises(Fenced, match="epoch 2 has begun"):
+    with pytest.raises(Fenced, match=r"replaced by epoch 2, somebody, since 20\d\d-"):
         lease.confirm()
+
+
+def test_a_lapsed_lease_is_taken_again_unless_somebody_else_had_it_since(make: Make, db: redis.Redis) -> None:
+    first, second = make(), make()
+    first.acquire(0)
+    assert not first.regain(), "it was ours all the time"
+    db.delete(Keys("t1").lease)
+    assert first.regain() and first.epoch == 2
+    db.delete(Keys("t1").lease)
+    second.acquire(0)
+    with pytest.raises(Fenced, match=r"\(epoch 2, process \d+\) was replaced by epoch 3, .*renewed 0\.\d s ago"):
+        first.regain()
+    # The successor has come and gone, and Redis has forgotten even that.
+    second.release()
+    db.flushall()
+    for call in (first.regain, first.confirm):
+        with pytest.raises(Fenced, match=rf"replaced by epoch 3, process {os.getpid()} on .*, since 20"):
+            call()
+    assert first.epoch == 2 and not db.exists(Keys("t1").lease), "a fenced learner takes nothing"
 
 
 def test_a_lapsed_lease_is_nobodys(make: Make, db: redis.Redis) -> None:
