@@ -15,6 +15,7 @@ from retriever.app_access import guard
 from retriever.app_base import NOT_OPEN, SERVICE, Refusal, Service, refusal_of
 from retriever.backend import Backend
 from retriever.online.provider import Failed
+from retriever.openapi import openapi
 from retriever.searcher import document_json
 
 _CLIENT_GONE = 499
@@ -37,6 +38,7 @@ def create_app(service: Service, access: Access = Access()) -> web.Application: 
     get("/passages", passages)
     get("/passages/{id:.+}", passages)
     get("/info", _counted(metrics, "/info", _info))
+    get("/openapi.json", openapi)
     get("/health", _health)
     get("/ready", _ready)
     get("/metrics", _metrics)

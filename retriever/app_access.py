@@ -9,7 +9,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from protocol.access import Access, Role, decide
 
-NEEDS: Mapping[str, Role] = {"/metrics": "viewer", "/info": "viewer", "/v1/models": "viewer"}
+NEEDS: Mapping[str, Role] = {"/metrics": "viewer", "/info": "viewer", "/openapi.json": "viewer", "/v1/models": "viewer"}
 """Routes that say how the service is. All others give out passages or cost the machine, or a provider's money: node."""
 
 

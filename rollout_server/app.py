@@ -4,6 +4,7 @@ GET  /health       200 while the event loop turns
 GET  /ready        200 when Redis answers and an engine takes requests; else 503 with the reasons
 GET  /status       JSON: target, engines as this server sees them, work in flight, counters, waits
 GET  /metrics      Prometheus
+GET  /openapi.json all of this, for machines
 POST /v1/episodes  see `rollout_server.episodes`
 """
 
@@ -25,6 +26,7 @@ from rollout_server.engine.router import Router
 from rollout_server.episodes import Episodes, EpisodesRequest, summarise
 from rollout_server.fleet import Fleet
 from rollout_server.metrics import Stats, prometheus_text
+from rollout_server.openapi import openapi
 from rollout_server.redis_client import RedisDown, RedisFull
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ def build_app(served: Served) -> web.Application:
     app.router.add_get("/ready", _ready)
     app.router.add_get("/status", _status)
     app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/openapi.json", openapi)
     app.router.add_post("/v1/episodes", _episodes)
     return app
 

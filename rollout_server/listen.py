@@ -13,7 +13,12 @@ from protocol.access import Access, Role, check_bind, decide, read_access
 from protocol.errors import UserError
 from rollout_server.config import RolloutSettings
 
-NEEDS: Mapping[str, Role] = {"/status": "viewer", "/metrics": "viewer", "/v1/episodes": "operator"}
+NEEDS: Mapping[str, Role] = {
+    "/status": "viewer",
+    "/metrics": "viewer",
+    "/openapi.json": "viewer",
+    "/v1/episodes": "operator",
+}
 """Role that a route asks for; episodes cost engine time and searches. What is not named here is the operator's."""
 
 

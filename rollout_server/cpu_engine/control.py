@@ -13,6 +13,7 @@ from rollout_server.cpu_engine.contract import BadRequest
 from rollout_server.cpu_engine.engine import Engine
 from rollout_server.cpu_engine.generate import Generation
 from rollout_server.cpu_engine.metrics import render
+from rollout_server.cpu_engine.openapi import openapi
 from rollout_server.cpu_engine.scheduler import by_prefix
 
 MODES = ("abort", "retract", "in_place")
@@ -38,6 +39,7 @@ class Control:
             ("/server_info", self.server_info),
             ("/get_server_info", self.server_info),
             ("/v1/loads", self.loads),
+            ("/openapi.json", openapi),
         ]
         posts = [
             ("/abort_request", self.abort_request),
