@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protocol.keys import Keys
-from protocol.ledger import Ledger, Outcome
+from protocol.ledger import REOPENABLE, Ledger, Outcome
 
 if TYPE_CHECKING:
     import redis
@@ -66,13 +66,17 @@ class Fates:
     @cached_property
     def dead(self) -> dict[int, str]:
         """seq -> reason, of those that were given up."""
-        notes = self.ledger.notes if self.ledger is not None else []
-        return {seq: reason for seq, outcome, reason in notes if outcome is Outcome.DEAD}
+        return {seq: reason for seq, (outcome, reason) in self._noted.items() if outcome is Outcome.DEAD}
 
     @cached_property
-    def _noted(self) -> dict[int, str]:
+    def reopenable(self) -> dict[int, str]:
+        """seq -> reason, of those that may be tried again: nothing was learned from them."""
+        return {seq: reason for seq, (outcome, reason) in self._noted.items() if outcome in REOPENABLE}
+
+    @cached_property
+    def _noted(self) -> dict[int, tuple[Outcome, str]]:
         notes = self.ledger.notes if self.ledger is not None else []
-        return {seq: str(outcome) for seq, outcome, _ in notes}
+        return {seq: (outcome, reason) for seq, outcome, reason in notes}
 
     def of(self, seq: int) -> str:
         """One word: dead, stale, filtered, trained, requeued, open (will be tried again) or unknown."""
@@ -82,7 +86,7 @@ class Fates:
             return "requeued"
         if seq not in self.ledger:
             return "open"
-        return self._noted.get(seq, "trained")
+        return str(self._noted.get(seq, (Outcome.TRAINED, ""))[0])
 
 
 def read_letters(client: redis.Redis, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:

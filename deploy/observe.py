@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.redis_child import connect
+from protocol import events
 from protocol.codec import decode_as
 from protocol.errors import ForayError, ProtocolError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import redis
 
 M = TypeVar("M", bound=Message)
+LETTERS, EVENTS = 20, 5
+"""How many of the newest are looked at: a dead letter may be large."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,17 @@ class Books:
 
 
 @dataclass(frozen=True)
+class Event:
+    """One line of the run's history (`protocol/events.py`). `at`: seconds since 1970 by Redis' clock."""
+
+    at: float
+    process: str
+    id: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Observation:
     """A run at one moment. `error` says why Redis could not be asked, "" when it could."""
 
@@ -76,6 +90,12 @@ class Observation:
     tasks: Stream = Stream()
     traj: Stream = Stream()
     dead_letters: int = 0
+    letters: tuple[tuple[float, str], ...] = ()
+    """(when, reason) of the newest LETTERS dead letters, the newest first."""
+    events: tuple[Event, ...] = ()
+    """The newest EVENTS, the oldest first."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens of attempts that ended, as Redis' functions counted them: published, rejected."""
     memory: int = 0
     max_memory: int = 0
     books: Books | None = None
@@ -159,12 +179,15 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
         pipe.pttl(keys.lease)
         pipe.get(keys.issued)
         pipe.xlen(keys.dlq)
+        pipe.xrevrange(keys.dlq, count=LETTERS)
+        pipe.xrevrange(keys.events, count=EVENTS)
+        pipe.hgetall(keys.tokens)
         pipe.info("memory")
         answers: list[Any] = pipe.execute()
     unreadable: list[str] = []
     processes = _read_all(MetricsSnapshot, names, answers[: len(names)], unreadable)
     engines = _read_all(EngineInfo, engine_ids, answers[len(names) : len(names) + len(engine_ids)], unreadable)
-    target, epoch, lease, issued, dead_letters, memory = answers[len(names) + len(engine_ids) :]
+    target, epoch, lease, issued, dead_letters, letters, told, tokens, memory = answers[len(names) + len(engine_ids) :]
     updates = _read_all(WeightUpdate, ["target"], [target.get(b"b")], unreadable)
     tasks, traj = _stream(client, keys.tasks, TASK_GROUP), _stream(client, keys.traj, TRAJ_GROUP)
     return Observation(
@@ -181,11 +204,18 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
         tasks=tasks or Stream(),
         traj=traj or Stream(),
         dead_letters=int(dead_letters),
+        letters=tuple((_time(id_), raw.get(b"reason", b"").decode("utf-8", "replace")) for id_, raw in letters),
+        events=tuple(Event(_time(id_), **events.parse(raw)) for id_, raw in reversed(told)),
+        tokens={name.decode(): int(number) for name, number in tokens.items()},
         memory=int(memory.get("used_memory", 0)),
         max_memory=int(memory.get("maxmemory", 0)),
         books=books,
         unreadable=tuple(unreadable),
     )
+
+
+def _time(entry_id: bytes) -> float:
+    return int(entry_id.partition(b"-")[0]) / 1000
 
 
 def _living(client: redis.Redis, key: str, now: float) -> list[str]:

@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from deploy import delivery
+from deploy.delivery import Problem
 from deploy.observe import Observation
 from protocol.messages import NodeState
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that keeps the run from going on (or from going well), and the way out."""
-
-    what: str
-    todo: str
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,7 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
             todo = "start the retriever again: searches wait for it (rollout.search.outage_wait_s), then they fail"
             found.append(Problem(f"rollout server {p.id} finds no retriever: {outage}", todo))
     found += _engine_problems(seen, max_lag)
+    found += delivery.problems(seen)
     if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
         found.append(
             Problem(
@@ -148,6 +143,9 @@ def to_json(seen: Observation, *, max_lag: int) -> dict[str, Any]:
             "traj_unacked": seen.traj.held,
             "dead_letters": seen.dead_letters,
         },
+        "letters": [{"at": at, "reason": reason} for at, reason in seen.letters],
+        "events": [asdict(event) for event in seen.events],
+        "tokens": asdict(law) | {"closes": law.closes} if (law := delivery.token_law(seen)) else None,
         "ledger": asdict(books) | {"closes": books.closes},
         "checkpoint": asdict(seen.books) | {"closes": seen.books.closes} if seen.books else None,
     }
@@ -194,15 +192,18 @@ def render(seen: Observation, *, max_lag: int) -> str:
     lines.append(
         f"streams   tasks {seen.tasks.waiting} waiting, {seen.tasks.held} leased; "
         f"trajectory groups {seen.traj.waiting} ready, {seen.traj.held} unacknowledged; "
-        f"dead letters {seen.dead_letters}"
+        f"dead letters {delivery.letters_line(seen)}"
     )
     if books.source:
         lines.append(f"ledger    {books.line()} ({books.source})")
+    if law := delivery.token_law(seen):
+        lines.append(f"tokens    {law.line()}")
     if seen.books:
         verdict = "closes" if seen.books.closes else "DOES NOT CLOSE"
         lines.append(
             f"checkpoint step {seen.books.step}, epoch {seen.books.epoch}: {seen.books.settled} settled, {verdict}"
         )
+    lines += [f"event     {line}" for line in delivery.event_lines(seen)]
     for problem in wrong:
         lines += [f"problem:  {problem.what}", f"   do:    {problem.todo}"]
     return "\n".join(lines)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from deploy.asking import ask
+from deploy.delivery import letters_line, token_law
 from deploy.observe import Observation
 from deploy.status import conservation, problems, state
 from protocol.messages import MetricsSnapshot
@@ -93,6 +94,8 @@ def frame(seen: Observation, before: Observation | None, searches: Mapping[str, 
             f"{seen.traj.held} until the next checkpoint",
         ),
         ("ledger", conservation(seen).line()),
+        *((("tokens", law.line()),) if (law := token_law(seen)) else ()),
+        ("dead letters", letters_line(seen)),
         ("search", _search_line(rollouts, searches)),
     ]
     engines = tuple(
@@ -140,7 +143,7 @@ def read_searches(urls: Iterable[str], *, timeout_s: float = 0.5) -> dict[str, f
     totals: dict[str, float] = {}
     for url in urls:
         try:
-            with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as response:
+            with ask(f"{url}/metrics", "viewer", "node", "operator", timeout_s=timeout_s) as response:
                 text = response.read(1 << 20).decode(errors="replace")
         except (urllib.error.URLError, OSError):
             continue

@@ -10,6 +10,7 @@ before they begin a group more.
 from __future__ import annotations
 
 import logging
+import time
 
 from protocol import events
 from protocol.codec import encode
@@ -30,17 +31,35 @@ DLQ_BYTES = 1 << 16
 
 
 class Sink:
-    """Publishes by task entry id. Every method but `tell` waits while Redis is away, full or has lost its state.
-
-    spooled, spooled_bytes  groups that are sealed and not published, and what they take
-    """
+    """Publishes by task entry id. Every method but `tell` waits while Redis is away, full or has lost its state."""
 
     def __init__(
         self, redis: RedisClient, stats: Stats, *, spool_groups: int = 32, spool_bytes: int = 512 << 20
     ) -> None:
         self._redis, self._stats = redis, stats
         self._spool_groups, self._spool_bytes = spool_groups, spool_bytes
-        self.spooled = self.spooled_bytes = 0
+        self._spool: dict[str, tuple[float, int]] = {}
+        """task entry -> (since when, by the monotonic clock; bytes)"""
+        stats.gauges |= {
+            "spooled_groups": lambda: self.spooled,
+            "spooled_bytes": lambda: self.spooled_bytes,
+            "spool_age_s": lambda: self.spool_age_s,
+        }
+
+    @property
+    def spooled(self) -> int:
+        """Groups that are sealed and not published."""
+        return len(self._spool)
+
+    @property
+    def spooled_bytes(self) -> int:
+        """What they take."""
+        return sum(size for _, size in self._spool.values())
+
+    @property
+    def spool_age_s(self) -> float:
+        """Seconds that the oldest of them has waited: Redis is away or full, or very slow."""
+        return time.monotonic() - min((since for since, _ in self._spool.values()), default=time.monotonic())
 
     @property
     def spool_full(self) -> bool:
@@ -58,13 +77,11 @@ class Sink:
             message = _too_large(message, error)
             header, body = seal(message)
         tokens, failed = tokens_of(message), isinstance(message, GroupFailed)
-        self.spooled += 1
-        self.spooled_bytes += len(header) + len(body)
+        self._spool[entry] = (time.monotonic(), len(header) + len(body))
         try:
             reply = await self._send(entry, message.seq, header, body, tokens)
         finally:
-            self.spooled -= 1
-            self.spooled_bytes -= len(header) + len(body)
+            del self._spool[entry]
         if reply == b"DUP":
             self._stats.counts["duplicates"] += 1
             self._stats.counts["tokens_duplicated"] += tokens

@@ -2,11 +2,11 @@
 
     foray dlq list [RUN_DIR] [--reason R]       letters, and seqs that were given up, with what became of each
     foray dlq show SEQ|ID ... [RUN_DIR]         everything about one: header, why, the bytes as a harmless hex dump
-    foray dlq requeue SEQ ... [RUN_DIR]         have dead seqs tried again; or --reason R, or --all
+    foray dlq requeue SEQ ... [RUN_DIR]         have dead or stale seqs tried again; or --reason R, or --all
     foray dlq purge [RUN_DIR] [--reason R]      forget the evidence in Redis; with --files the learner's file too
 
-A letter is evidence and changes nothing. What counts is the ledger: a seq that it books as dead stays so until it is
-requeued. The run is the latest below ./runs unless RUN_DIR or --config says otherwise.
+A letter is evidence and changes nothing. What counts is the ledger: a seq that it books as dead (or stale) stays so
+until it is requeued. The run is the latest below ./runs unless RUN_DIR or --config says otherwise.
 """
 
 from __future__ import annotations
@@ -106,19 +106,20 @@ def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis, 
 
 def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
     from deploy.dlq_page import as_json, page
+    from deploy.harmless import harmless
 
     if not wanted:
         raise UserError("it is not said which one", todo="foray dlq list shows seqs and ids; then foray dlq show SEQ")
     letters, fates = _letters(args, found, client, bodies=True), _fates(found, client)
     letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
-    booked = [int(text) for text in wanted if _SEQ.match(text) and int(text) in fates.dead]
+    booked = [int(text) for text in wanted if _SEQ.match(text) and int(text) in fates.reopenable]
     if not letters and not booked:
         raise UserError(f"there is no letter of {', '.join(wanted)}", todo="foray dlq list shows what there is")
     if args.json:
         print(json.dumps(as_json(found.run.id, letters, fates, bodies=True)))
         return
     for seq in booked:
-        print(f"seq {seq} is booked as {fates.of(seq)}: {fates.dead[seq]}")
+        print(f"seq {seq} is booked as {fates.of(seq)}: {harmless(fates.reopenable[seq])}")
     for letter in letters:
         print("\n".join(page(letter, fates, most=max(0, args.bytes))))
 

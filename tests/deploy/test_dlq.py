@@ -151,8 +151,10 @@ def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pyt
     run.client.set(KEYS.metrics("learner", "0"), encode(snapshot))
     run.client.zadd(KEYS.processes, {"learner:0": run.client.time()[0] + 60})
     assert run.foray("requeue", "--all") == 0
-    assert "requeued: 3\nThe learner takes them out of the dead" in told(capsys)
+    assert "requeued: 3\nThe learner opens them again" in told(capsys)
     assert run.client.smembers(KEYS.requeue) == {b"3", b"4", b"9"}
+    assert run.foray("requeue", "5") == 0, "a stale one too, when it is named"
+    assert run.client.sismember(KEYS.requeue, "5") and told(capsys)
     assert run.foray("requeue", "--all") == 0 and "nothing to requeue" in told(capsys)
 
 
@@ -160,8 +162,8 @@ def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pyt
     ("argv", "words"),
     [
         (("requeue", "2"), "2 is trained"),
-        (("requeue", "3", "5", "77"), "5 is stale, 77 is open"),
-        (("requeue", "--reason", "typo"), "no dead seq has the reason 'typo'"),
+        (("requeue", "3", "6", "77"), "6 is filtered, 77 is open"),
+        (("requeue", "--reason", "typo"), "no dead or stale seq has the reason 'typo'"),
         (("requeue",), "it is not said which seqs"),
         (("requeue", "3", "--all"), "it is not said which seqs"),
         (("requeue", "17-0"), "ids of entries cannot be requeued"),
@@ -172,7 +174,7 @@ def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pyt
 def test_what_cannot_be_done_is_refused_with_what_to_do(
     run: Run, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: str
 ) -> None:
-    run.checkpoint(trained=(1, 2), dead=(3, 4), stale=(5,))
+    run.checkpoint(trained=(1, 2), dead=(3, 4), stale=(5,), filtered=(6,))
     run.letter(3, "corrupt")
     assert run.foray(*argv) == 2
     assert words in told(capsys)

@@ -16,6 +16,7 @@ from deploy.observe import Observation, observe, read_books
 from deploy.rundir import write_record
 from deploy.status import conservation, problems, render, to_json, with_record
 from deploy.top import frame, waits_in_words
+from protocol import events
 from protocol.codec import encode
 from protocol.errors import ForayError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
@@ -56,6 +57,8 @@ def fill(client: redis.Redis) -> None:
     update = WeightUpdate(run="test", epoch=1, step=12, digest="d", path="/w")
     client.hset(KEYS.target, mapping={"b": encode(update), "state": "ready"})
     client.set(KEYS.issued, 20)
+    client.hset(KEYS.lease, mapping={"epoch": 1, "token": "t"})
+    client.pexpire(KEYS.lease, 60_000)
     for stream, group, count in ((KEYS.tasks, TASK_GROUP, 3), (KEYS.traj, TRAJ_GROUP, 2)):
         for seq in range(count):
             client.xadd(stream, {"seq": seq, "b": b"-"})
@@ -178,7 +181,7 @@ def test_the_command_finds_the_run_and_its_exit_code_says_whether_it_is_well(
 def test_top_shows_throughput_lag_reward_engines_and_who_waits(look: Callable[[], Observation]) -> None:
     text = frame(look(), None, {"foray_retriever_queries_total": 42.0}, max_lag=2).plain()
     for words in (
-        "step         12 of 100, weights 1.12",
+        "step          12 of 100, weights 1.12",
         "500 generated, 1,234 trained",
         "mean 0.50, max 2 (bound 2)",
         "4 groups",
@@ -187,6 +190,84 @@ def test_top_shows_throughput_lag_reward_engines_and_who_waits(look: Callable[[]
     ):
         assert words in text
     assert any(line.split()[:3] == ["engine-1", "ready", "1.12"] for line in text.splitlines())
+
+
+LAW = {"tokens_generated_total": 100.0, "tokens_law_trained": 60.0, "tokens_law_untrained": 5.0}
+LAW |= {"tokens_law_filtered": 10.0, "tokens_law_stale": 4.0, "tokens_law_failed": 3.0, "tokens_law_duplicate": 8.0}
+LAW |= {"tokens_law_in_flight": 10.0}
+
+
+def bury(client: redis.Redis, *reasons: str) -> None:
+    for reason in reasons:
+        client.xadd(KEYS.dlq, {"id": "1-1", "seq": 1, "reason": reason, "from": "learner", "h": b"", "b": b"\xff"})
+
+
+def test_the_law_by_token_dead_letters_and_events_are_shown(
+    client: redis.Redis, look: Callable[[], Observation]
+) -> None:
+    report(client, "learner", "l", values=LEARNER | LAW)
+    client.hset(KEYS.tokens, mapping={"published": 100, "rejected": 12})
+    bury(client, "corrupt", "\x1b[2J")
+    for number in range(7):
+        client.xadd(KEYS.events, events.fields("rollout", "r1", "left", f"number {number} \x1b[2J"))
+    seen = look()
+    assert problems(seen, max_lag=2) == [], "two letters are no flood"
+    page = render(seen, max_lag=2)
+    assert (
+        "tokens    generated 100 = trained 60 + untrained 5 + filtered 10 + stale 4 + failed 3 + duplicate 8 "
+        "+ in flight 10 (closes); 12 more in attempts that were tried again" in page
+    )
+    assert r"dead letters 2 (1 \x1b[2J, 1 corrupt)" in page and "\x1b" not in page
+    lines = [line for line in page.splitlines() if line.startswith("event ")]
+    assert len(lines) == 5 and lines[-1].endswith(r"rollout r1  left: number 6 \x1b[2J")
+    told = json.loads(json.dumps(to_json(seen, max_lag=2)))
+    assert told["tokens"]["closes"] is True and told["tokens"]["rejected"] == 12
+    assert [e["text"][:8] for e in told["events"]] == [f"number {n}" for n in range(2, 7)]
+    assert [letter["reason"] for letter in told["letters"]] == ["\x1b[2J", "corrupt"]
+    assert "+ in flight 10 (closes)" in frame(seen, None, {}, max_lag=2).plain()
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda c: bury(c, "corrupt", "corrupt", "foreign_run"), "dead letters keep coming: 2 corrupt, 1 foreign_run"),
+        (lambda c: c.set(KEYS.epoch, 8), "of epoch 7 and fenced: epoch 8 has taken over"),
+        (lambda c: c.delete(KEYS.lease), "the learner's lease has lapsed"),
+        (
+            lambda c: report(c, "learner", "l", values=LEARNER | LAW | {"tokens_law_stale": 1.0}),
+            "tokens do not close: generated 100 != trained 60 + untrained 5 + filtered 10 + stale 1 + failed 3 "
+            "+ duplicate 8 + in flight 10 (DOES NOT CLOSE: 3 are missing)",
+        ),
+        (
+            lambda c: report(c, "learner", "l", values=LEARNER | {"checkpoint_failures": 2.0, "checkpoint_step": 4.0}),
+            "2 checkpoints in a row could not be written; the last is of step 4",
+        ),
+        (
+            lambda c: report(c, "learner", "l", values=LEARNER | {"checkpoint_every": 3.0, "checkpoint_step": 2.0}),
+            "the last checkpoint is 10 steps old, it should be at most 3",
+        ),
+        (
+            lambda c: report(
+                c, "rollout", "r", values={"spooled_groups": 3.0, "spooled_bytes": 2.0**20, "spool_age_s": 9.0}
+            ),
+            "rollout server r cannot publish: 3 groups (1.0 MiB) wait for Redis, the first for 9 s",
+        ),
+        (lambda c: c.config_set("maxmemory", "1"), "Redis uses"),
+    ],
+)
+def test_what_is_wrong_with_delivery_is_named_with_what_to_do(
+    client: redis.Redis, look: Callable[[], Observation], harm: Callable[[redis.Redis], object], words: str
+) -> None:
+    report(client, "learner", "l", values=LEARNER | LAW | {"epoch": 7.0})
+    client.set(KEYS.epoch, 7)
+    assert problems(look(), max_lag=2) == []
+    before = client.config_get("maxmemory")["maxmemory"]
+    try:
+        harm(client)
+        found = problems(look(), max_lag=2)
+    finally:
+        client.config_set("maxmemory", before)
+    assert any(words in p.what and p.todo for p in found), found
 
 
 def test_waits_are_shares_of_the_time_between_two_looks(client: redis.Redis, look: Callable[[], Observation]) -> None:
