@@ -162,8 +162,6 @@ class RolloutServer:
         )
         stats.gauges |= {
             "groups_in_flight": lambda: len(self._tasks.in_flight),
-            "spooled_groups": lambda: sink.spooled,
-            "spooled_bytes": lambda: sink.spooled_bytes,
             "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
             "turns_waiting": lambda: self._router.waiting,
             "requests_in_flight": lambda: self._router.places.in_flight,
