@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deploy.asking import ask
+from protocol.access import variable
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question
 
@@ -76,14 +77,15 @@ def evaluate(
 
 
 def _post(url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
-    )
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with ask(url, "operator", body=json.dumps(body).encode(), timeout_s=timeout_s) as response:
             answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
         detail = error.read(2000).decode(errors="replace").strip()
+        if error.code in (401, 403):
+            raise UserError(
+                f"{url} answered {error.code}", why=detail, todo=f"export {variable('operator')} as the server has it"
+            ) from None
         raise ForayError(f"{url} answered {error.code}: {detail}") from None
     except (urllib.error.URLError, ConnectionError) as error:
         reason = getattr(error, "reason", error)

@@ -52,8 +52,9 @@ class DistributedPublishSettings(FilesSettings):
     type: Literal["distributed"] = "distributed"
     """Transport."""
     address: str = "127.0.0.1"
-    """Address of this host by which the engines reach it. Every host that can connect could read the weights. gloo
-    itself connects by the address of the host's name, or of the interface in GLOO_SOCKET_IFNAME."""
+    """Address of this host by which the engines reach it; the ranks meet there alone. Who can connect could read the
+    weights: keep it to loopback or a private network. On loopback gloo stays there too, else it takes the interface in
+    GLOO_SOCKET_IFNAME, or that of the host's name."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port on which the ranks meet; 0 takes a free one for each new group."""
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -138,6 +139,8 @@ class LearnerSettings(TrainerSettings):
     """How `--replay DIR` goes through a journal."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint `/metrics`; 0: none."""
+    metrics_host: str = "127.0.0.1"
+    """Address that endpoint listens on. Any but loopback needs a token: FORAY_VIEWER_TOKEN (SECURITY.md)."""
     trackers: tuple[TrackerSettings, ...] = ()
     """Where the numbers of each step go besides `run.dir/metrics.jsonl`."""
     publish: PublishSettings = DiskPublishSettings()

@@ -7,12 +7,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import UserError
 from protocol.messages import MetricsSnapshot
 
 RATE_WINDOW_S = 30.0
@@ -107,26 +106,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     return value
-
-
-def serve_prometheus(port: int, snapshot: Callable[[], MetricsSnapshot]) -> None:
-    """Answers `/metrics` on `port` from then on, in a daemon thread. Raises UserError when the port is taken."""
-    from prometheus_client import CollectorRegistry, start_http_server
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-    class Collector:
-        def collect(self) -> Iterator[Metric]:
-            now = snapshot()
-            for name, value in now.values.items():
-                yield GaugeMetricFamily(f"foray_learner_{name}", name.replace("_", " "), value=value)
-            waits = CounterMetricFamily("foray_learner_seconds", "Seconds by cause", labels=["cause"])
-            for cause, seconds in now.waits.items():
-                waits.add_metric([cause], seconds)
-            yield waits
-
-    registry = CollectorRegistry()
-    registry.register(Collector())
-    try:
-        start_http_server(port, registry=registry)
-    except OSError as error:
-        raise UserError(f"cannot serve metrics on port {port}: {error}", todo="set learner.metrics_port") from error

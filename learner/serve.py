@@ -22,7 +22,8 @@ from learner.journal import Journal, all_places, frames, rolled_back
 from learner.keeper import Keeper
 from learner.lease import Lease
 from learner.loop import TrainingLoop
-from learner.metrics import Meter, StepLog, serve_prometheus
+from learner.metrics import Meter, StepLog
+from learner.metrics_http import serve_prometheus
 from learner.mixing import Mix, Trained, mix_count
 from learner.parts import Parts
 from learner.questions import load_questions
@@ -125,7 +126,7 @@ def assemble(
     try:
         engine = resumed_engine(make_engine, run, settings, checkpoint)
         if settings.metrics_port:
-            serve_prometheus(settings.metrics_port, snapshot)
+            serve_prometheus(settings.metrics_host, settings.metrics_port, snapshot)
     except BaseException:
         keeping.stop()
         raise

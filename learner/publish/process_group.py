@@ -7,11 +7,23 @@ same is done here. torch must be of one version on both sides.
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not in __all__
+
+from protocol.access import is_loopback
+
+log = logging.getLogger(__name__)
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class UpdateGroup:
@@ -43,17 +55,21 @@ class UpdateGroup:
         timeout = timedelta(seconds=timeout_s if join_s is None else join_s)
         self.name = name
         # Rank 0 owns the store, as `tcp://` would have it; the others are clients of it.
-        self._store = TCPStore(address, port, world_size, True, timeout, wait_for_workers=False)
+        # It asks nobody who he is, so it listens at this address alone; left to itself it would at every interface.
+        listener = _listener(address, port)
+        fd = None if listener is None else listener.detach()
+        self._store = TCPStore(address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
         self._group: ProcessGroup
-        self._group, _ = _new_process_group_helper(
-            world_size,
-            0,
-            [],
-            Backend(backend),
-            PrefixStore(name, self._store),
-            group_name=GroupName(name),
-            timeout=timeout,
-        )
+        with gloo_at(address):
+            self._group, _ = _new_process_group_helper(
+                world_size,
+                0,
+                [],
+                Backend(backend),
+                PrefixStore(name, self._store),
+                group_name=GroupName(name),
+                timeout=timeout,
+            )
         _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
         _set_pg_timeout(timedelta(seconds=timeout_s), self._group)
 
@@ -67,6 +83,31 @@ class UpdateGroup:
             torch.distributed.destroy_process_group(self._group)
         finally:
             del self._group, self._store
+
+
+@contextmanager
+def gloo_at(address: str) -> Iterator[None]:
+    """Groups made in the block send over loopback where `address` is there, not by the address of the host's name."""
+    if not is_loopback(address) or GLOO_INTERFACE in os.environ or not sys.platform.startswith("linux"):
+        yield
+        return
+    os.environ[GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(GLOO_INTERFACE, None)
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at `address` only; None where that is none of this host's own (behind a translation)."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise RuntimeError(f"cannot listen on {address}:{port}: {error.strerror}") from None
+        log.warning("%s is no address of this host: the update group listens on every interface", address)
+        return None
 
 
 def free_port(address: str) -> int:

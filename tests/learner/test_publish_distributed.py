@@ -30,6 +30,7 @@ from protocol.versions import PolicyVersion
 from rollout_server.testing import write_tokenizer
 
 Weights = dict[str, torch.Tensor]
+ADMIN_KEY = "of-the-engines-in-these-tests"
 
 
 def make_model(directory: Path) -> Weights:
@@ -93,7 +94,8 @@ class Fleet:
         config = self.folder / f"{name}.yaml"
         config.write_text(json.dumps(tree))
         argv = [sys.executable, "-m", "rollout_server.node", "--config", str(config)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # given, so that the test can ask the control routes too: a node draws one that nobody else knows
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "FORAY_ENGINE_ADMIN_KEY": ADMIN_KEY}
         with (self.folder / f"{name}.log").open("ab") as log:
             self.nodes[name] = subprocess.Popen(argv, stdout=log, stderr=log, cwd=self.folder, env=env)
 
@@ -136,7 +138,8 @@ class Fleet:
         info = self.info(name)
         assert info is not None
         body = json.dumps({"action": "checksum"}).encode()
-        request = urllib.request.Request(info.url + "/weights_checker", body, {"content-type": "application/json"})
+        headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN_KEY}"}
+        request = urllib.request.Request(info.url + "/weights_checker", body, headers)
         with urllib.request.urlopen(request, timeout=20) as reply:
             return dict(json.load(reply)["checksums"])
 

@@ -1,0 +1,98 @@
+"""Who listens where: nothing that asks nobody for a token can be reached from another machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from learner.metrics_http import serve_prometheus
+from learner.publish.process_group import UpdateGroup, free_port
+from protocol.errors import UserError
+from protocol.messages import MetricsSnapshot
+
+TOKEN = "v1ewer-0123456789-abcdefghijklmnop"
+
+
+def _listeners(port: int) -> set[str]:
+    """Local addresses, as the kernel writes them, of sockets of ours that listen on `port`."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            address, _, at = local.partition(":")
+            if state == "0A" and int(at, 16) == port:
+                found.add(address)
+    return found
+
+
+def test_the_update_group_meets_at_its_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    port = free_port("127.0.0.1")
+    group = UpdateGroup(name="g", address="127.0.0.1", port=port, world_size=1, backend="gloo", timeout_s=20.0)
+    try:
+        assert _listeners(port) == {"0100007F"}, "torch's own store would listen on every interface"
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+        assert "GLOO_SOCKET_IFNAME" not in os.environ, "other groups of this process choose for themselves"
+    finally:
+        group.close()
+
+
+def test_a_taken_meeting_port_is_an_error_and_no_second_listener() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RuntimeError, match="cannot listen on"):
+        port = taken.getsockname()[1]
+        UpdateGroup(name="g", address="127.0.0.1", port=port, world_size=1, backend="gloo", timeout_s=5.0)
+
+
+def _snapshot() -> MetricsSnapshot:
+    return MetricsSnapshot(process="learner", id="l", uptime_s=1.0, values={"step": 3.0}, waits={"groups": 2.0})
+
+
+def _get(port: int, path: str = "/metrics", **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_the_learners_metrics_are_on_loopback_and_open_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_tokens(monkeypatch)
+    port = serve_prometheus("127.0.0.1", 0, _snapshot)
+    assert _listeners(port) == {"0100007F"}
+    status, text = _get(port)
+    assert (
+        status == 200 and "foray_learner_step 3.0" in text and 'foray_learner_seconds_total{cause="groups"} 2.0' in text
+    )
+    assert _get(port, "/other")[0] == 404 and _get(port, "/health") == (200, "ok")
+    assert _get(port, Host="evil.example")[0] == 403, "a page whose name was pointed here"
+    with pytest.raises(UserError, match="cannot serve metrics"):
+        serve_prometheus("127.0.0.1", port, _snapshot)
+
+
+def test_the_learners_metrics_beyond_loopback_need_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_tokens(monkeypatch)
+    with pytest.raises(UserError, match=r"learner\.metrics_host") as caught:
+        serve_prometheus("0.0.0.0", 0, _snapshot)
+    assert "foray init" in caught.value.todo
+    monkeypatch.setenv("FORAY_VIEWER_TOKEN", TOKEN)
+    port = serve_prometheus("0.0.0.0", 0, _snapshot)
+    assert _get(port)[0] == 401 and _get(port, Authorization=f"Bearer {TOKEN}x")[0] == 401
+    assert _get(port, Authorization=f"Bearer {TOKEN}")[0] == 200
+    with socket.create_connection(("127.0.0.1", port)):  # a client that says nothing holds nobody up
+        assert _get(port, "/health")[0] == 200
+    assert any(thread.name == "metrics" and thread.daemon for thread in threading.enumerate())
+
+
+def _no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for role in ("VIEWER", "NODE", "OPERATOR"):
+        monkeypatch.delenv(f"FORAY_{role}_TOKEN", raising=False)
