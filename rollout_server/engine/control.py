@@ -32,6 +32,16 @@ class EngineControl:
             "GET", "/health_generate", None, timeout_s=timeout_s, headers=self._http.open_headers, parse=False
         )
 
+    async def paused(self) -> bool:
+        """Whether it answers and generates nothing because it was paused (or is still starting): `GET /ready`."""
+        try:
+            await self._http.call(
+                "GET", "/ready", None, timeout_s=CONTROL_TIMEOUT_S, headers=self._http.open_headers, parse=False
+            )
+        except EngineError as error:
+            return error.cause == "http_500" and " 503 " in error.detail
+        return False
+
     async def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> dict[str, Any]:

@@ -128,7 +128,8 @@ class FakeServer(ScriptedServer):
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._faulty], client_max_size=64 << 20)
         app.router.add_post("/generate", self._generate)
-        app.router.add_get("/health_generate", self._ok)
+        app.router.add_get("/health_generate", self._generates)
+        app.router.add_get("/ready", self._generates)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/pause_generation", self._pause)
@@ -213,6 +214,9 @@ class FakeServer(ScriptedServer):
 
     async def _ok(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
+
+    async def _generates(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n") if self._running.is_set() else web.Response(status=503, text="paused\n")
 
     async def _model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})

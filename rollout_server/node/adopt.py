@@ -37,6 +37,7 @@ class Adopter:
         """Load `update`, which is verified, and make it the engine's version. False: nothing has changed."""
         standing, label = self._standing, update.version.label
         began = time.monotonic()
+        standing.become(standing.state, f"reading {label}")
         try:
             held = await self._client.version()
             if held is not None and held != NO_VERSION:

@@ -50,6 +50,7 @@ SOUND_AFTER_S = 60.0
 """An engine that lived so long has earned a quick restart."""
 NOTICE_S = 1.0
 """How long rollout servers may take to notice that an engine drains: they look twice a second."""
+LEFT_PAUSED = "it was left paused in the middle of an update: it goes on when a version has been loaded whole"
 HAND_BACK_S = 3.0
 """How long the partial outputs of a drained engine may take to reach their clients."""
 
@@ -151,13 +152,16 @@ class Agent:
         # what is left of a half-loaded version must be loaded again, whatever it calls itself
         unsound = self._tainted and standing.sound_in != standing.incarnation
         self._tainted = unsound or standing.state is NodeState.QUARANTINED
+        why = standing.detail if self._tainted else LEFT_PAUSED
         standing.incarnation = secrets.token_hex(4)
         standing.loads = {}
         standing.become(NodeState.SYNCING, version=NO_VERSION)
         wanted = await self._wanted()
         if isinstance(kind, AttachedEngine):
             await self._answering(kind, paused=self._tainted)
-            if not self._tainted:
+            if self._tainted:
+                standing.become(NodeState.QUARANTINED, why)
+            else:
                 await self._take_stock()
             yield None
             return
@@ -229,11 +233,13 @@ class Agent:
     async def _answering(self, kind: AttachedEngine, *, paused: bool) -> None:
         """Waits until the attached engine answers soundly; GONE meanwhile. Raises UserError when it is the wrong one.
 
-        paused  it was left in the middle of a swap, and would call itself unhealthy for that alone
+        paused  it was left in the middle of a swap, and would call itself unhealthy for that alone. One that another
+                node left so (it was killed) is found out by being paused for longer than a start takes.
         """
         if not self._introduced:
             await introduce(self._client, self._url, self._run.model, wait_s=kind.wait_s)
         self._introduced = True
+        paused_since = 0.0
         while True:
             try:
                 if paused:
@@ -243,6 +249,15 @@ class Agent:
                 return
             except EngineError as error:
                 self._standing.become(NodeState.GONE, f"waiting for it: {error}")
+            if paused or not await self._client.paused():
+                paused_since = 0.0
+            elif not paused_since:
+                paused_since = time.monotonic()
+            elif time.monotonic() - paused_since >= kind.wait_s:
+                # Whoever paused it is gone, perhaps in the middle of loading: its label is no proof of its weights.
+                log.warning("%s is paused, and nobody continues it: the target will be loaded whole", self._url)
+                self._tainted = paused = True
+                self._stats.counts["found_paused"] += 1
             await asyncio.sleep(min(1.0, self._settings.probe_s))
 
     async def _healthy(self, child: Child, model: Path) -> None:

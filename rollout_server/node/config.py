@@ -82,8 +82,9 @@ class NodeSettings(Settings):
     """How long the engine may take to answer after its launch."""
     update_timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of each call of a weight update."""
-    verify_attempts: int = Field(default=3, ge=1)
-    """Times a published version that fails its checksums is read again before the engine is quarantined."""
+    verify_attempts: int = Field(default=2, ge=1)
+    """Times a published version that fails its checksums is read before the engine is quarantined: a copy may be under
+    way the first time."""
     probe_s: float = Field(default=2.0, gt=0)
     """How often the watchdog looks for a sign of life: a generated token, or figures of the scheduler that move."""
     probe_timeout_s: float = Field(default=10.0, gt=0)

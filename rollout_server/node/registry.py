@@ -40,7 +40,7 @@ class Registry:
     """Every method raises RedisDown or RedisFull; reading the target, also UserError when meta does not fit ours."""
 
     def __init__(self, redis: RedisClient, *, lease_s: float, agreement: Agreement | None = None) -> None:
-        self._redis, self._lease_s, self._agreement = redis, lease_s, agreement
+        self._redis, self.lease_s, self._agreement = redis, lease_s, agreement
         self._garbage: set[bytes] = set()
 
     async def register(self, info: EngineInfo) -> None:
@@ -49,8 +49,8 @@ class Registry:
         now = await self._redis.now()
         await self._redis.batch(
             ("HSET", keys.engine(info.id), "b", encode(info)),
-            ("PEXPIRE", keys.engine(info.id), int(self._lease_s * 1000)),
-            ("ZADD", keys.engines, now + self._lease_s, info.id),
+            ("PEXPIRE", keys.engine(info.id), int(self.lease_s * 1000)),
+            ("ZADD", keys.engines, now + self.lease_s, info.id),
             # whoever writes also sweeps: ids of nodes that were killed
             ("ZREMRANGEBYSCORE", keys.engines, "-inf", now - 60),
             atomic=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ class Standing:
         self.loads: dict[str, float] = {}
         self.pause_s = self.load_s = 0.0
         self.updates = 0
+        self.doubted = False
+        """Its registration had lapsed: it is not READY before it has been asked again what it holds."""
         self._changed = asyncio.Event()
 
     @property
@@ -82,16 +85,28 @@ class Standing:
         )
 
     async def beat(self, registry: Registry, waits: Waits, *, every_s: float) -> None:
-        """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled."""
+        """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled.
+
+        A node that was stopped, or cut off from Redis, for longer than its registration lives has missed what went on:
+        another epoch may have begun, and its engine may have been stopped with it, started anew, or loaded by others.
+        """
         outage = Outage("registering the engine", waits, longest_s=every_s)
+        renewed = time.monotonic()
         while True:
+            if (away_s := time.monotonic() - renewed) > registry.lease_s and self.state is NodeState.READY:
+                self.doubted = True
+                self.become(NodeState.SYNCING, f"its registration had lapsed {away_s:.1f} s after it was renewed last")
             self._changed.clear()
+            asked = time.monotonic()
             try:
                 await registry.register(self.info())
+                renewed = asked
             except (RedisDown, RedisFull) as error:
                 await outage.wait(error)
                 continue
             outage.over()
+            if time.monotonic() - asked > registry.lease_s:
+                continue  # stopped in the middle of saying so: what was said is as old as that
             try:
                 async with asyncio.timeout(every_s):
                     await self._changed.wait()

@@ -75,6 +75,9 @@ class Follower:
             try:
                 orders = await self._registry.orders()
                 outage.over()
+                if self._standing.doubted and not await self._holds_what_we_think(client, orders.target):
+                    await asyncio.sleep(self._settings.poll_s)
+                    continue
                 if self._receiver.invited(orders) and self._standing.version.epoch == self.highest_epoch:
                     async with self.swapping:
                         await self._receiver.take_part(client, orders)
@@ -91,6 +94,29 @@ class Follower:
                 continue
             if failures:
                 await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
+
+    async def _holds_what_we_think(self, client: EngineControl, target: WeightUpdate | None) -> bool:
+        """Asks an engine that nobody looked after for a while: READY if it generates, at the version that we knew it
+        to hold, which is of the living epoch. Else it stays SYNCING and is loaded. False: it does not answer (yet).
+        """
+        standing = self._standing
+        if target is not None:
+            self.highest_epoch = max(self.highest_epoch, target.epoch)
+        try:
+            await client.health(timeout_s=self._settings.probe_timeout_s)
+            held = await client.version() or NO_VERSION
+        except EngineError as error:
+            standing.become(standing.state, f"not known to be sound yet: {error}")
+            return False
+        standing.doubted = False
+        self._stats.counts["rechecks"] += 1
+        if standing.info().adapter:
+            log.info("adapter %s is loaded again, since nobody knows whether it is there", standing.version.label)
+        elif held == standing.version and held.epoch == self.highest_epoch:
+            standing.become(NodeState.READY)
+        else:
+            standing.become(NodeState.SYNCING, "it is not at the target any more", version=held)
+        return True
 
     def wanted(self, update: WeightUpdate) -> bool:
         """Whether `update` is ahead of what the engine holds and can be read. Refuses epochs below the highest seen."""
@@ -109,6 +135,8 @@ class Follower:
     async def _advance(self, client: EngineControl, adopter: Adopter, update: WeightUpdate, failures: int) -> bool:
         """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisDown."""
         label = update.version.label
+        # The learner removes old versions, but none that an engine holds, or names at the end of its detail.
+        self._standing.become(self._standing.state, f"verifying {label}")
         try:
             await asyncio.to_thread(verify, update)
         except WeightsCorrupt as error:
