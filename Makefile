@@ -8,7 +8,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
 
-.PHONY: setup demo test sglang-env test-sglang reliability lint format clean
+.PHONY: setup demo test sglang-env test-sglang reliability lint format clean chaos
 
 setup: $(STAMP)
 
@@ -45,6 +45,15 @@ test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 # Every test of the fault table; writes its results into docs/reliability.md.
 reliability: setup
 	$(BIN)/python tests/faults/report.py $(ARGS)
+
+# Real processes under faults, at random, for MINUTES; then the control, which must fail in the same harness.
+MINUTES ?= 10
+SEED ?= 1
+PERSISTENCE ?= aof
+CHAOS := $(BIN)/python tests/chaos/driver.py --seed $(SEED) --persistence $(PERSISTENCE)
+
+chaos: setup
+	$(CHAOS) $(if $(CONTROL),--control) --minutes $(MINUTES) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,124 @@
+"""Faults against a ring, by a schedule: injected, witnessed, healed; each is written down as it happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from attacks import KINDS
+from faults import Fault
+from ring import Ring
+from schedule import Planned
+
+Say = Callable[[str], None]
+LATE_S = 4.0
+"""A fault that cannot be done for so long (its victim is down, or in another fault's hands) is left out."""
+TICK_S = 0.02
+
+
+@dataclass
+class Injected:
+    """A fault that was done."""
+
+    planned: Planned
+    fault: Fault
+    until: float
+    healed: bool = False
+    evidence: str = ""
+    done_at: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        return self.planned.kind
+
+
+@dataclass
+class Battle:
+    """Carries a schedule out. `injected` and `left_out` are its record; `run` returns when the last fault is healed."""
+
+    ring: Ring
+    say: Say
+    injected: list[Injected] = field(default_factory=list)
+    left_out: list[Planned] = field(default_factory=list)
+
+    def run(self, planned: Sequence[Planned], seconds: float) -> None:
+        """Consumes the schedule until `seconds` have passed since the ring's beginning; produces faults."""
+        waiting = list(planned)
+        while self.ring.now < seconds or any(not item.healed for item in self.injected):
+            self.ring.supervise()
+            now = self.ring.now
+            for item in [p for p in waiting if p.at <= now < seconds]:
+                if self._try(item):
+                    waiting.remove(item)
+                elif now > item.at + LATE_S:
+                    waiting.remove(item)
+                    self.left_out.append(item)
+            self._look(force=now >= seconds + 20)
+            time.sleep(TICK_S)
+        self.left_out += waiting
+
+    def settle(self, seconds: float) -> None:
+        """Gives evidence that is slow to show (an exit status, a line in a log) time to do so."""
+        self.ring.until(lambda: self._look() or all(i.evidence for i in self.injected if i.fault.patience_s), seconds)
+
+    def _try(self, item: Planned) -> bool:
+        fault = KINDS[item.kind](self.ring, item.target, item.seconds, random.Random(item.salt))
+        busy = {held for other in self.injected if not other.healed for held in other.fault.held}
+        if fault.held & busy or not fault.inject():
+            return False
+        done = Injected(item, fault, self.ring.now + item.seconds, done_at=self.ring.now)
+        self.injected.append(done)
+        lasting = f", {item.seconds:.1f} s" if item.seconds else ""
+        self.say(f"{self.ring.now:7.2f} s  {item.kind} {item.target}{lasting}")
+        return True
+
+    def _look(self, *, force: bool = False) -> None:
+        now = self.ring.now
+        for item in self.injected:
+            if item.healed and (item.evidence or now > item.until + item.fault.patience_s):
+                continue
+            item.fault.tick()
+            if not item.healed and (now >= item.until or item.fault.over or force):
+                item.fault.heal()
+                item.healed, item.until = True, min(now, item.until) if not force else now
+            item.evidence = item.evidence or item.fault.happened()
+
+    # --- the record ---
+
+    @property
+    def done(self) -> Counter[str]:
+        """Faults by kind."""
+        return Counter(item.kind for item in self.injected)
+
+    @property
+    def witnessed(self) -> Counter[str]:
+        """Faults by kind for which there is evidence."""
+        return Counter(item.kind for item in self.injected if item.evidence)
+
+    def blind(self) -> list[str]:
+        """Kinds that were injected and never witnessed: the harness would not notice if they did nothing."""
+        return sorted(kind for kind in self.done if not self.witnessed[kind])
+
+    def unmended(self, paths: Counter[str]) -> list[str]:
+        """Kinds that were witnessed and after which no path of recovery was taken."""
+        return sorted(
+            kind
+            for kind in self.witnessed
+            if KINDS[kind].recovery and not any(paths[path] for path in KINDS[kind].recovery)
+        )
+
+    def to_json(self) -> list[dict[str, object]]:
+        """Every fault, with its evidence."""
+        return [
+            {"at": round(i.done_at, 2), "kind": i.kind, "target": i.planned.target, "evidence": i.evidence}
+            for i in self.injected
+        ]
+
+    def write(self) -> None:
+        """faults.jsonl in the ring's directory."""
+        lines = [json.dumps(item) for item in self.to_json()]
+        (self.ring.directory / "faults.jsonl").write_text("\n".join(lines) + "\n")

@@ -1,0 +1,99 @@
+"""The control: a ring without the delivery rules, built into the zygote's children only. The checker must fail it.
+
+ack_on_receive  the learner acknowledges what it reads, at once; no_ledger  it trains whatever arrives
+no_reconciler   what is lost stays lost; plain_publish  XADD, then XACK, and one group in twenty twice
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+EVERYTHING = ("ack_on_receive", "no_ledger", "no_reconciler", "plain_publish")
+TWICE = 0.05
+
+
+def install(wrong: Sequence[str]) -> None:
+    """Breaks this process in the ways named."""
+    for name in wrong:
+        {
+            "ack_on_receive": ack_on_receive,
+            "no_ledger": no_ledger,
+            "no_reconciler": no_reconciler,
+            "plain_publish": plain_publish,
+        }[name]()
+
+
+def ack_on_receive() -> None:
+    from learner.redis_client import RunStore
+    from protocol.keys import TRAJ_GROUP
+
+    read = RunStore.read
+
+    def careless(self: RunStore, count: int) -> Any:
+        found = read(self, count)
+        if found:
+            self._db.xack(self.keys.traj, TRAJ_GROUP, *(id_ for id_, _ in found))
+        return found
+
+    RunStore.read = careless  # type: ignore[method-assign]
+
+
+def no_ledger() -> None:
+    from learner.books import Books
+    from learner.filtering import GroupFilter
+    from learner.source import Source
+    from protocol.messages import TrajectoryGroup
+
+    admit, settle = Source._admit, Books.settle
+
+    def credulous(self: Source, entry: Any) -> None:
+        if isinstance(entry.message, TrajectoryGroup):
+            self._books.held.add(entry.seq)
+            self._buffer.append(entry)
+            self._changed.notify_all()
+        else:
+            admit(self, entry)
+
+    def forgetful(self: Books, seqs: Any, outcome: Any, reason: str = "") -> None:
+        seqs = list(seqs)
+        fresh = [seq for seq in dict.fromkeys(seqs) if seq not in self.ledger]
+        settle(self, fresh, outcome, reason)
+        self.held.difference_update(seqs)
+
+    Source._admit = credulous  # type: ignore[method-assign]
+    Books.settle = forgetful  # type: ignore[method-assign]
+    GroupFilter.refuses = lambda *_: False  # type: ignore[method-assign]
+
+
+def no_reconciler() -> None:
+    from learner.reconcile import Reconciler
+
+    Reconciler.turn = lambda self: []  # type: ignore[method-assign]
+
+
+def plain_publish() -> None:
+    from protocol.header import seal
+    from protocol.keys import TASK_GROUP
+    from rollout_server.redis_client import Outage, insist
+    from rollout_server.sink import Sink
+
+    async def publish(self: Sink, entry: str, message: Any, *_: Any, **__: Any) -> bool:
+        header, body = seal(message)
+        keys = self._redis.keys
+
+        async def add() -> None:
+            await self._redis.batch(("XADD", keys.traj, "*", "seq", message.seq, "h", header, "b", body, "t", 0))
+
+        async def ack() -> None:
+            await self._redis.batch(("XACK", keys.tasks, TASK_GROUP, entry))
+
+        outage = Outage(f"publishing seq {message.seq}", self._stats.waits)
+        for _ in range(2 if random.random() < TWICE else 1):
+            await insist(outage, add)
+        await insist(outage, ack)
+        self._stats.counts["groups_published"] += 1
+        return True
+
+    Sink.publish = publish  # type: ignore[method-assign]

@@ -1,0 +1,244 @@
+"""`python driver.py --minutes 10 --seed 1 --persistence aof|none [--control] [--json]`: faults, recovery, judgement.
+
+    a ring of real processes -> faults for so many minutes -> everything healed -> every seq that was ever issued must
+    be settled -> the learner is told to end, started again with a last step, and must end with status 0 -> checker
+
+Exit status 0: nothing lost, nothing twice, books closed, every fault kind witnessed, every path of recovery taken, no
+process ended without a fault. With --control the ring has no delivery rules, and 0 means that the checker failed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from battle import Battle, Say
+from checker import Verdict, check
+from control import EVERYTHING
+from recoveries import Observer, from_logs
+from ring import Ring, open_ring
+from schedule import Planned, make_schedule, render
+
+LAST_STEPS = 8
+"""Steps of the learner that ends the run."""
+HOLES_S, END_S = 150.0, 120.0
+"""How long recovery and the end of the run may take, on a busy machine."""
+BEGIN_S = 90.0
+
+
+@dataclass
+class Result:
+    """Everything that a run of the driver found."""
+
+    seed: int
+    seconds: float
+    persistence: bool
+    control: bool
+    verdict: Verdict
+    done: Counter[str] = field(default_factory=Counter)
+    witnessed: Counter[str] = field(default_factory=Counter)
+    left_out: int = 0
+    recoveries: Counter[str] = field(default_factory=Counter)
+    recovered_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    """Of the run or of the harness, beside the checker's."""
+
+    @property
+    def ok(self) -> bool:
+        """What the exit status says."""
+        seen = bool(self.verdict.twice) and bool(self.verdict.missing)
+        return seen if self.control else self.verdict.ok and not self.failures
+
+    def render(self) -> str:
+        """For people."""
+        lines = [f"{'fault':<22}{'done':>6}{'witnessed':>11}"]
+        lines += [f"{kind:<22}{n:>6}{self.witnessed[kind]:>11}" for kind, n in sorted(self.done.items())]
+        lines += [f"{'all':<22}{sum(self.done.values()):>6}{sum(self.witnessed.values()):>11}", ""]
+        lines += [f"{'path of recovery':<40}{'taken':>8}"]
+        lines += [f"{path:<40}{n:>8}" for path, n in sorted(self.recoveries.items()) if n]
+        lines += ["", self.verdict.render(), ""]
+        lines += [f"FAILURE: {failure}" for failure in self.failures]
+        mode = "AOF" if self.persistence else "no persistence"
+        what = "control: no delivery rules" if self.control else "Foray"
+        end = (
+            ("the checker sees it" if self.ok else "THE CHECKER DOES NOT SEE IT")
+            if self.control
+            else ("PASSED" if self.ok else "FAILED")
+        )
+        lines.append(
+            f"{what}, seed {self.seed}, {self.seconds:.0f} s of faults, Redis with {mode}: "
+            f"{sum(self.done.values())} faults, {len(self.verdict.twice)} seqs trained twice, "
+            f"{len(self.verdict.missing)} missing; whole again {self.recovered_s:.0f} s after the last: {end}"
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        # not asdict: of a Counter it makes a Counter of pairs
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return plain | {"ok": self.ok, "verdict": asdict(self.verdict) | {"ok": self.verdict.ok}}
+
+
+def fight(
+    directory: Path,
+    model: Path,
+    planned: Sequence[Planned],
+    *,
+    seed: int,
+    seconds: float,
+    persistence: bool,
+    control: bool = False,
+    say: Say = print,
+) -> Result:
+    """A ring, the schedule, recovery, the end of the run, and what the checker says of it."""
+    wrong = EVERYTHING if control else ()
+    holes_s = 20.0 if control else HOLES_S
+    with open_ring(directory, model, persistence=persistence, wrong=wrong) as ring:
+        ring.began = time.time()
+        ring.start_all()
+        if not ring.until(lambda: ring.manifest().get("step", 0) > 0, BEGIN_S):
+            raise RuntimeError(f"the ring does not begin:\n{ring.wards['learner'].life.text[-3000:]}")
+        say(f"the first checkpoint after {ring.now:.1f} s; faults begin")
+        ring.began = time.time()
+        failures: list[str] = []
+        with Observer(ring) as observer:
+            battle = Battle(ring, say)
+            battle.run(planned, seconds)
+            healed = ring.now
+            say(f"{healed:7.2f} s  the last fault is over: {sum(battle.done.values())} of them")
+            battle.settle(10)
+            failures += recover(ring, observer, holes_s, say)
+            recovered_s = ring.now - healed
+            failures += end_run(ring, say)
+        paths = from_logs(ring) + observer.counts
+        battle.write()
+        failures += [f"{kind}: injected and never witnessed" for kind in battle.blind()]
+        failures += [f"{kind}: no path of recovery was taken" for kind in battle.unmended(paths)]
+        failures += [f"{f.at:.1f} s: {f.what} ({f.log and f.log.name})" for f in ring.findings]
+        failures += tracebacks(ring)
+        verdict = check(ring.run_dir, issued=observer.issued, spoiled=ring.spoiled)
+        return Result(
+            *(seed, seconds, persistence, control, verdict),
+            *(battle.done, battle.witnessed, len(battle.left_out), paths, recovered_s, failures),
+        )
+
+
+def recover(ring: Ring, observer: Observer, holes_s: float, say: Say) -> list[str]:
+    """Everything runs: each seq that was ever issued must be settled, by itself. What is wrong, if anything."""
+    issued = observer.issued
+    if not ring.until(lambda: all(ward.alive for ward in ring.wards.values()), 30):
+        return [f"not running: {[name for name, ward in ring.wards.items() if not ward.alive]}"]
+    if ring.until(lambda: ring.manifest()["ledger"]["watermark"] >= issued, holes_s):
+        say(f"{ring.now:7.2f} s  every one of the {issued} seqs issued under fire is settled")
+        return []
+    return [f"holes stay open: watermark {ring.manifest()['ledger']['watermark']}, issued {issued}"]
+
+
+def end_run(ring: Ring, say: Say) -> list[str]:
+    """The learner ends in order and is started with a last step: it must close the books and exit with 0."""
+    ward = ring.wards["learner"]
+    ward.wanted, ward.life.doomed = False, "the end"
+    ward.life.send(signal.SIGTERM)
+    if not ring.until(lambda: not ward.alive, END_S):
+        return ["the learner does not end when it is told to"]
+    if ward.life.status != 0:
+        return [f"the learner ended with {ward.life.status} when it was told to: {ward.life.text[-400:]}"]
+    ring.learner_overrides = (f"run.steps={int(ring.manifest()['step']) + LAST_STEPS}",)
+    last = ward.start()
+    last.doomed = "the end"
+    if not ring.until(lambda: last.status is not None, END_S):
+        return [f"the last learner does not end: {last.text[-400:]}"]
+    say(f"{ring.now:7.2f} s  the last learner ended with {last.status}: {_last_word(last.text)}")
+    return [] if last.status == 0 else [f"the last learner ended with {last.status}: {last.text[-800:]}"]
+
+
+def _last_word(text: str) -> str:
+    found = re.findall(r"learner\.serve: (done: .*)", text)
+    return found[-1] if found else text[-200:]
+
+
+def tracebacks(ring: Ring) -> list[str]:
+    """Errors that no code was written for, each once, with where they came up."""
+    found: Counter[str] = Counter()
+    for path in sorted(ring.logs.glob("*.log")):
+        if path.name.startswith("redis"):
+            continue
+        for part in path.read_text(errors="replace").split("Traceback (most recent call last):")[1:]:
+            lines = [line for line in part.splitlines() if line and not line.startswith((" ", "\t"))]
+            found[f"{path.name.partition('.')[0]}: {lines[0][:200] if lines else 'a traceback without an end'}"] += 1
+    return [f"traceback, {n} times: {what}" for what, n in found.items()]
+
+
+def a_model(directory: Path, given: Path | None, say: Say) -> Path:
+    """A warm-started tiny model: the one that is given, that of FORAY_TEST_MODEL, or one that is made once."""
+    named = given or (Path(os.environ["FORAY_TEST_MODEL"]) if os.environ.get("FORAY_TEST_MODEL") else None)
+    if named is not None:
+        return named.absolute()
+    made = directory / "model"
+    if not (made / "model.safetensors").exists():
+        from deploy.demo.warmstart import WarmStartBudget, warm_start
+
+        say(f"a warm start, once, into {made}")
+        part = directory / "model.part"
+        shutil.rmtree(part, ignore_errors=True)
+        warm_start(part, 0, lambda _: None, WarmStartBudget(practice=200, habits=60))
+        part.rename(made)
+    return made.absolute()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of faults (default: 10)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--persistence", choices=["aof", "none"], default="aof", help="none: each kill wipes Redis")
+    parser.add_argument("--control", action="store_true", help="a ring without the delivery rules")
+    parser.add_argument("--model", type=Path, help="a warm-started model (default: FORAY_TEST_MODEL, or one is made)")
+    parser.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="where model and runs go")
+    parser.add_argument("--schedule", action="store_true", help="print the schedule and end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end (the rest on stderr)")
+    args = parser.parse_args()
+    out = sys.stderr if args.json else sys.stdout
+
+    def say(line: str) -> None:
+        print(line, file=out, flush=True)
+
+    seconds = args.minutes * 60
+    planned = make_schedule(args.seed, seconds)
+    say(f"seed {args.seed}, {len(planned)} faults planned in {seconds:.0f} s:\n{render(planned)}")
+    if args.schedule:
+        return 0
+    args.dir.mkdir(parents=True, exist_ok=True)
+    model = a_model(args.dir, args.model, say)
+    directory = Path(tempfile.mkdtemp(prefix=f"seed{args.seed}-{args.persistence}-", dir=args.dir)).absolute()
+    say(f"\nlogs, journal and checkpoints are in {directory}\n")
+    result = fight(
+        directory,
+        model,
+        planned,
+        seed=args.seed,
+        seconds=seconds,
+        persistence=args.persistence == "aof",
+        control=args.control,
+        say=say,
+    )
+    (directory / "result.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    print("\n" + result.render(), file=out, flush=True)
+    if args.json:
+        print(json.dumps(result.to_json()))
+    return 0 if result.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Faults of what is on the wire and on the disk: garbage, flipped bits, publications made twice."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+from faults import Fault
+
+
+def flip(path: Path, at: int) -> None:
+    """Flips one bit of the byte at `at`, from the middle on."""
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        file.seek(size // 2 + at % max(1, size // 2))
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+class CorruptGroup(Fault):
+    """An entry in the trajectory stream that cannot be used: random bytes, no seq, or a copy with a flipped bit."""
+
+    name = "corrupt group"
+    weight = 2.0
+    targets = ("garbage", "no seq", "flipped", "cut short")
+    recovery = ("dead letters",)
+    lasts = (5.0, 5.0)
+    entry = b""
+
+    @property
+    def held(self) -> frozenset[str]:
+        return frozenset({"redis"})  # a Redis that is wiped meanwhile takes the garbage with it
+
+    @property
+    def over(self) -> bool:
+        return bool(self.happened())
+
+    def inject(self) -> bool:
+        keys, db = self.ring.keys, self.ring.ask
+        found = db(lambda c: c.xrevrange(keys.traj, count=1)) or [(b"", {})]
+        fields = dict(found[0][1])
+        seq = str(self.ring.issued()).encode()
+        if self.target in ("flipped", "cut short"):
+            if b"b" not in fields:
+                return False
+            body = bytearray(fields[b"b"])
+            body[self.rng.randrange(len(body))] ^= 1 << self.rng.randrange(8)
+            fields[b"b"] = bytes(body if self.target == "flipped" else body[: len(body) // 2])
+        else:
+            fields = {b"seq": seq, b"h": self.rng.randbytes(90), b"b": self.rng.randbytes(500)}
+        if self.target == "no seq":
+            del fields[b"seq"]
+        self.entry = db(lambda c: c.xadd(keys.traj, fields, nomkstream=True)) or b""
+        return bool(self.entry)
+
+    def happened(self) -> str:
+        path = self.ring.run_dir / "dead_letters.jsonl"
+        if path.exists():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    found = json.loads(line)
+                    if found.get("id") == self.entry.decode():
+                        return f"in the dead letters: {found['reason']}"
+        return ""
+
+
+class CorruptTask(Fault):
+    """A task that cannot be read."""
+
+    name = "corrupt task"
+    weight = 1.0
+    targets = ("with a seq", "no seq")
+    recovery = ("dead letters",)
+    lasts = (5.0, 5.0)
+    entry = b""
+
+    @property
+    def held(self) -> frozenset[str]:
+        return frozenset({"redis"})
+
+    @property
+    def over(self) -> bool:
+        return bool(self.happened())
+
+    def inject(self) -> bool:
+        fields = {b"b": self.rng.randbytes(80)}
+        if self.target == "with a seq":
+            fields[b"seq"] = str(self.ring.issued()).encode()
+        self.entry = self.ring.ask(lambda c: c.xadd(self.ring.keys.tasks, fields, nomkstream=True)) or b""
+        return bool(self.entry)
+
+    def happened(self) -> str:
+        told = f"task {self.entry.decode()} "
+        return next(("a rollout server buried it" for life in self.ring.lives("rollout") if told in life.text), "")
+
+
+class CorruptWeights(Fault):
+    """Every version that is published for a second has a flipped bit before a node has read it."""
+
+    name = "corrupt weights"
+    weight = 1.5
+    targets = ("weights",)
+    lasts = (1.2, 1.2)
+    recovery = ("weights refused",)
+
+    def inject(self) -> bool:
+        self.folder = self.ring.run_dir / "weights"
+        self.flipped: list[str] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="flipper", daemon=True)
+        self._known = {path.name for path in self.folder.glob("v*")}
+        self._thread.start()
+        return True
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.003):
+            for path in self.folder.glob("v*"):
+                if path.name not in self._known:
+                    self._known.add(path.name)
+                    with contextlib.suppress(OSError):
+                        flip(path / "model.safetensors", self.rng.randrange(1 << 30))
+                        self.flipped.append(path.name[1:])
+
+    def heal(self) -> None:
+        self._over.set()
+        self._thread.join(5)
+
+    def happened(self) -> str:
+        for version in self.flipped:
+            told = f"{version} cannot be verified"
+            if any(told in life.text for life in self.ring.lives("engine")):
+                return f"a node refused {version}"
+        return ""
+
+
+class CorruptCheckpoint(Fault):
+    """A bit of a checkpoint that is not in force: nobody needs it, and nobody may stumble over it."""
+
+    name = "corrupt checkpoint"
+    weight = 0.7
+    targets = ("checkpoint",)
+    recovery = ()
+    seen = ""
+
+    def inject(self) -> bool:
+        folder = self.ring.run_dir / "checkpoints"
+        try:
+            current = (folder / "CURRENT").read_text().strip()
+            old = [p for p in sorted(folder.glob("step_*")) if p.name != current]
+            path = self.rng.choice(old)
+            files = json.loads((path / "manifest.json").read_text())["files"]
+            name = max(files, key=lambda n: files[n]["bytes"])
+            flip(path / name, self.rng.randrange(1 << 30))
+            now = hashlib.sha256((path / name).read_bytes()).hexdigest()
+        except (OSError, IndexError):
+            return False
+        self.ring.spoiled.add(path.name)
+        self.seen = f"{path.name}/{name}: its sha256 differs" if now != files[name]["sha256"] else ""
+        return True
+
+    def happened(self) -> str:
+        return self.seen
+
+
+class PublishTwice(Fault):
+    """The bytes of a publication that went by are sent once more, as a server would that did not know."""
+
+    name = "publish twice"
+    weight = 3.0
+    targets = ("rollout-1", "rollout-2")
+    recovery = ()
+    reply = b""
+
+    @property
+    def held(self) -> frozenset[str]:
+        return frozenset()
+
+    def inject(self) -> bool:
+        command = self.ring.links.last_publish(self.target)
+        if not command:
+            return False
+        time.sleep(0.05)  # its own reply may be on the way
+        try:
+            with socket.create_connection(("127.0.0.1", self.ring.redis_port), timeout=3) as redis:
+                redis.settimeout(3)
+                redis.sendall(command)
+                self.reply = redis.recv(200)
+        except OSError:
+            return False
+        return True
+
+    def happened(self) -> str:
+        return "answered DUP" if b"DUP" in self.reply else ""

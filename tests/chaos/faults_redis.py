@@ -1,0 +1,53 @@
+"""Faults of Redis itself, beyond its process: full, emptied by a person."""
+
+from __future__ import annotations
+
+from faults import Fault
+from ring import MAXMEMORY_MB
+
+
+class RedisFull(Fault):
+    """maxmemory below what is used: whatever adds is refused, for a while."""
+
+    name = "redis full"
+    weight = 2.0
+    targets = ("redis",)
+    lasts = (1.0, 5.0)
+    recovery = ("Redis away and back",)
+
+    def inject(self) -> bool:
+        self.before = self._refused()
+        return bool(self.before >= 0 and self.ring.ask(lambda db: db.config_set("maxmemory", "600kb")))
+
+    def heal(self) -> None:
+        self.seen = self._refused()
+        self.ring.ask(lambda db: db.config_set("maxmemory", f"{MAXMEMORY_MB}mb"))
+
+    def happened(self) -> str:
+        refused = getattr(self, "seen", 0) - self.before
+        return f"{refused} commands refused with OOM" if refused > 0 else ""
+
+    def _refused(self) -> int:
+        stats = self.ring.ask(lambda db: db.info("errorstats"))
+        return -1 if stats is None else int(stats.get("errorstat_OOM", {}).get("count", 0))
+
+
+class Flush(Fault):
+    """FLUSHALL and, half the time, the functions too: what a person at the wrong prompt does."""
+
+    name = "flushall"
+    weight = 2.0
+    targets = ("redis",)
+    recovery = ("state made again",)
+    seen = ""
+
+    def inject(self) -> bool:
+        keys = self.ring.ask(lambda db: db.dbsize())
+        if not keys or not self.ring.ask(lambda db: db.flushall()):
+            return False
+        also = self.rng.random() < 0.5 and bool(self.ring.ask(lambda db: db.function_flush()))
+        self.seen = f"{keys} keys gone{', and the functions' if also else ''}"
+        return True
+
+    def happened(self) -> str:
+        return self.seen

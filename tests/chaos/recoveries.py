@@ -1,0 +1,120 @@
+"""How often each path of recovery was taken: from the logs of every life, and from the counters of the processes.
+
+A path is the product's own word that it did something about a fault. Together with the faults' own witnesses this
+says that a run without losses was one in which something happened.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ring import Ring
+
+from protocol.codec import decode_as
+from protocol.errors import ProtocolError
+from protocol.messages import MetricsSnapshot
+
+
+@dataclass(frozen=True)
+class Said:
+    """A path that a log tells of: by whom, and in what words (a group 1 counts as that number)."""
+
+    kind: str
+    words: str
+
+
+LOGS: dict[str, tuple[Said, ...]] = {
+    "resumed from a checkpoint": (Said("learner", r"resuming from "),),
+    "taken over from the dead": (Said("learner", r"taking over from .* which has ended"),),
+    "pending groups taken over": (Said("learner", r"(\d+) pending entries taken over"),),
+    "state made again": (Said("learner", r"mending the run in Redis: (?:NO|UNBLOCKED|.*(?:not found|no such))"),),
+    "lease taken again": (Said("learner", r"mending the run in Redis: (?:the lease|FENCED)"),),
+    "seqs found nowhere, issued again": (Said("learner", r"(\d+) seqs were issued and found nowhere"),),
+    "fenced": (Said("learner", r"^(?:error: )?fenced: "),),
+    "second learner refused": (Said("second", r"is held by "),),
+    "disk refused a checkpoint": (Said("learner", r"checkpoint of step \d+ stays in force"),),
+    "disk refused weights or journal": (Said("learner", r"^(?:error: )?(?:the weights|step).* could not be written"),),
+    "dead letters": (Said("learner", r"is unusable"), Said("rollout", r"is unreadable")),
+    "Redis away and back": (
+        Said("rollout", r"goes on after \d+ failures"),
+        Said("engine", r"goes on after \d+ failures"),
+        Said("learner", r"waiting for Redis|Redis is not available"),
+    ),
+    "leases lost": (Said("rollout", r"the lease on seq \d+ is lost"),),
+    "tasks handed back": (Said("rollout", r"handing back seq"),),
+    "groups given up as poison": (Said("rollout", r"is given up as poison"),),
+    "weights refused": (Said("engine", r"cannot be verified"),),
+    "hang found": (Said("engine", r"hung"),),
+    "engine restarted by its node": (Said("engine", r"restart"),),
+}
+COUNTERS = {
+    "reclaimed": "tasks reclaimed",
+    "duplicates": "duplicate publications refused",
+    "failovers": "failovers",
+    "search_retries": "searches retried",
+}
+"""Counters of rollout servers -> paths."""
+LEARNER_COUNTERS = {"duplicates": "duplicate groups refused", "redelivered": "groups read again"}
+
+
+def from_logs(ring: Ring) -> Counter[str]:
+    """Paths that the logs tell of."""
+    found: Counter[str] = Counter()
+    for path in sorted(ring.logs.glob("*.log")):
+        text = path.read_text(errors="replace")
+        for name, sayings in LOGS.items():
+            for said in sayings:
+                if path.name.startswith(said.kind):
+                    for match in re.finditer(said.words, text, re.MULTILINE):
+                        found[name] += int(match[1]) if match.groups() and match[1] else 1
+    found["lease taken again"] = max(0, found["lease taken again"] - found["fenced"])  # it tries, and finds another
+    found["restarted"] = sum(max(0, len(ward.lives) - 1) for ward in ring.wards.values())
+    return found
+
+
+@dataclass
+class Observer:
+    """Reads the processes' counters from Redis twice a second, in a thread, and adds up what they grow by; also the
+    highest seq that was ever issued, which a wiped Redis forgets. `with Observer(ring)`.
+    """
+
+    ring: Ring
+    counts: Counter[str] = field(default_factory=Counter)
+    issued: int = 0
+    _before: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def __enter__(self) -> Observer:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="observer", daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.4):
+            self.issued = max(self.issued, self.ring.issued())
+            for name in self.ring.wards:
+                kind = name.partition("-")[0]
+                if kind in ("rollout", "learner"):
+                    self._read(name, "rollout" if kind == "rollout" else "learner")
+
+    def _read(self, name: str, kind: str) -> None:
+        key = self.ring.keys.metrics(kind, name if kind == "rollout" else "0")
+        raw = self.ring.ask(lambda db: db.get(key))
+        if not raw:
+            return
+        try:
+            values = decode_as(MetricsSnapshot, raw).values
+        except ProtocolError:
+            return
+        for counter, path in (COUNTERS if kind == "rollout" else LEARNER_COUNTERS).items():
+            now, before = float(values.get(counter, 0)), self._before.get((name, counter), 0.0)
+            # less than before: another life, which began with nothing (or with its checkpoint's count)
+            self.counts[path] += int(now - before if now >= before else (now if kind == "rollout" else 0))
+            self._before[name, counter] = now
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10)

@@ -1,0 +1,61 @@
+"""What will happen when: a pure function of the seed. The same seed is the same faults, targets, times and details.
+
+What comes of it is not the same every time (processes race), so a failure is looked for with its seed more than once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from attacks import KINDS
+
+GAP_S = (0.8, 2.6)
+"""Between one fault and the next."""
+FIRST_S = 1.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One fault. at: seconds after the beginning; seconds: how long it lasts; salt: seed of its details."""
+
+    at: float
+    kind: str
+    target: str
+    seconds: float
+    salt: int
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
+        return f"{self.at:7.2f}  {self.kind} {self.target}{lasting}"
+
+
+def make_schedule(
+    seed: int, seconds: float, *, kinds: Iterable[str] = KINDS, gap_s: tuple[float, float] = GAP_S
+) -> list[Planned]:
+    """Faults for `seconds`. The first ones are one of each kind and target of a kill, in an order of the seed's own, so
+    that a run of some length has them all; the rest are drawn by weight.
+    """
+    rng = random.Random(f"chaos {seed}")
+    chosen = [KINDS[name] for name in kinds]
+    once = [kind for kind in chosen for _ in range(len(kind.targets) if kind.name == "kill" else 1)]
+    rng.shuffle(once)
+    kills = iter(rng.sample(list(KINDS["kill"].targets), len(KINDS["kill"].targets)))
+    planned: list[Planned] = []
+    at = FIRST_S
+    while at < seconds:
+        first = len(planned) < len(once)
+        kind = once[len(planned)] if first else rng.choices(chosen, [k.weight for k in chosen])[0]
+        target = next(kills) if first and kind.name == "kill" else rng.choice(list(kind.targets))
+        lasting = rng.uniform(*kind.lasts)
+        planned.append(Planned(round(at, 2), kind.name, target, round(lasting, 2), rng.randrange(1 << 30)))
+        at += rng.uniform(*gap_s)
+    return planned
+
+
+def render(planned: Sequence[Planned]) -> str:
+    """The schedule as a table."""
+    return "\n".join(item.line for item in planned)
