@@ -11,7 +11,9 @@ from deploy.config import RunConfig
 from deploy.plan import Addresses
 from deploy.ports import free_port
 from deploy.redis_child import child_url, find_server
+from deploy.secrets_env import redis_url_for
 from protocol.errors import UserError
+from protocol.redis_url import place_of
 from protocol.settings import REDIS_URL_VARIABLE, Settings
 
 ANY = ("0.0.0.0", "::", "")
@@ -48,6 +50,8 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
     if addresses.server is not None:
         # so that `foray up` of the resolved file starts it again
         launch["redis"] = "own"
+    if addresses.server is not None and config.launch.secrets is None:
+        # with users, each process has a URL of its own, which a setting would overrule
         update["run"] = config.run.model_copy(update={"redis_url": addresses.redis_url})
     if addresses.retrievers:
         port = int(addresses.retrievers[0].rpartition(":")[2])
@@ -59,15 +63,23 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
     return config.model_copy(update=update)
 
 
+def seen_from_here(config: RunConfig, place: str) -> str:
+    """The URL by which the launcher, and whoever looks at the run, reaches the Redis at `place`."""
+    return redis_url_for(config.launch.secrets, "viewer", place) if config.launch.secrets else place
+
+
 def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | None]:
     wanted, url = config.launch.redis, config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
+    if wanted == "configured" and not url and config.launch.secrets:
+        # each role's file says where; the login is that of the file, too
+        return place_of(redis_url_for(config.launch.secrets, "viewer", "")), None
     if wanted == "configured" and not url:
         raise UserError(
             "launch.redis is `configured`, but no Redis is configured",
             todo=f"set run.redis_url or the environment variable {REDIS_URL_VARIABLE}, or launch.redis=auto",
         )
     if url and wanted != "own":
-        return url, None
+        return place_of(url) if config.launch.secrets else url, None
     directory = config.run.dir / "redis"
     directory.mkdir(parents=True, exist_ok=True)
     server = find_server()

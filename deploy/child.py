@@ -55,7 +55,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | spec.env,
+                env={name: value for name, value in os.environ.items() if name not in spec.hidden} | spec.env,
                 start_new_session=True,
                 preexec_fn=_die_with_parent(os.getpid()),
             )

@@ -53,6 +53,9 @@ class LaunchSettings(Settings):
     """Longest wait for a process to be ready."""
     shutdown_s: float = Field(default=20.0, gt=0)
     """Longest wait between SIGTERM and SIGKILL at the end."""
+    secrets: Path | None = None
+    """Directory that `foray init --secure` wrote: each process gets the secrets of its role and no others, and our own
+    Redis its users. None: what the launcher's environment holds goes to all."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of every process. No secrets here: this file is copied into the run directory."""
     prepare: tuple[tuple[str, ...], ...] = ()

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from deploy.addresses import choose, settle
+from deploy.addresses import choose, seen_from_here, settle
 from deploy.child import Child
 from deploy.config import RunConfig
 from deploy.inputs import missing
@@ -70,14 +70,15 @@ class Launcher:
 
     def _prepare(self) -> None:
         self.addresses: Addresses = choose(self._given)
+        self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
-            self._say(f"redis: {check_server(self.addresses.redis_url)} at {redacted(self.addresses.redis_url)}")
+            self._say(f"redis: {check_server(self._redis_url)} at {redacted(self._redis_url)}")
         self.config = settle(self._given, self.addresses)
         self.resolved = self.directory / RESOLVED
         write_atomically(self.resolved, self.config.to_yaml())
         self.specs = plan(self.config, self.addresses, python=self._python, resolved=self.resolved)
         launch = self.config.launch
-        readiness = Readiness(self.addresses.redis_url, self.config.run.id)
+        readiness = Readiness(self._redis_url, self.config.run.id)
         self.supervisor = Supervisor(
             is_ready=readiness,
             ready_s=launch.ready_s,
@@ -93,8 +94,8 @@ class Launcher:
 
     @property
     def redis_url(self) -> str:
-        """Where Redis is."""
-        return self.addresses.redis_url
+        """Where Redis is, for one who looks (with `launch.secrets`, as the viewer)."""
+        return self._redis_url
 
     @property
     def rollout_urls(self) -> tuple[str, ...]:
@@ -226,7 +227,7 @@ class Launcher:
             "started": self._started,
             "updated": time.time(),
             "config": str(self.resolved),
-            "redis_url": redacted(self.redis_url),
+            "redis_url": redacted(self.addresses.redis_url),
             "retrievers": list(self.addresses.retrievers),
             "rollouts": list(self.addresses.rollouts),
             "restarts": dict(self.supervisor.restarts),

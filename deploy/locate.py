@@ -10,6 +10,7 @@ from typing import Any
 
 from deploy.config import expand
 from deploy.rundir import RESOLVED, read_record, require
+from deploy.secrets_env import redis_url_for
 from protocol.errors import UserError
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings, read_tree, section
 
@@ -40,9 +41,10 @@ def locate(args: Namespace) -> Located:
         path = args.config
     else:
         path = require(args.run_dir) / RESOLVED
-    run = section(expand(read_tree(path), os.environ), "run", RunSettings)
+    tree = expand(read_tree(path), os.environ)
+    run = section(tree, "run", RunSettings)
     directory = run.dir if args.config is not None else path.parent
-    url = run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
+    url = run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "") or _by_secrets(tree, directory)
     if not url:
         raise UserError(
             f"it is not known where the Redis of run {run.id} is",
@@ -50,3 +52,10 @@ def locate(args: Namespace) -> Located:
             todo=f"export {REDIS_URL_VARIABLE}=redis://...",
         )
     return Located(run, url, directory, read_record(directory))
+
+
+def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
+    """As the viewer, where `foray up` noted that the Redis is; "" for a run without `launch.secrets`."""
+    secrets = (tree.get("launch") or {}).get("secrets")
+    place = read_record(directory).get("redis_url", "")
+    return redis_url_for(Path(secrets), "viewer", place) if secrets else ""

@@ -13,6 +13,8 @@ from typing import Any
 
 from deploy.config import RunConfig
 from deploy.redis_child import redis_argv
+from deploy.secrets_env import SECRET_VARIABLES, env_of
+from protocol.redaction import is_secret_name
 from protocol.settings import REDIS_URL_VARIABLE
 
 KINDS = ("redis", "retriever", "engine", "rollout", "learner")
@@ -39,6 +41,7 @@ class ProcessSpec:
     kind      one of KINDS
     argv      command line
     env       variables on top of the launcher's own
+    hidden    variables of the launcher's own that this process does not get
     log       file that takes its stdout and stderr
     ready     how readiness is judged, with `url` where that needs an address
     restarts  how often it is started again after it died; 0: its death ends the run
@@ -50,16 +53,21 @@ class ProcessSpec:
     log: Path
     ready: Ready
     url: str = ""
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict, repr=False)
     restarts: int = 0
+    hidden: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `--dry-run --json` and run.json. A Redis URL may hold a password: it stays out."""
+        """Plain values, for `--dry-run --json` and run.json. Secrets stay out, and a Redis URL, which may hold one."""
         return {
             "name": self.name,
             "kind": self.kind,
             "argv": list(self.argv),
-            "env": {name: value for name, value in self.env.items() if name != REDIS_URL_VARIABLE},
+            "env": {
+                name: value
+                for name, value in self.env.items()
+                if name != REDIS_URL_VARIABLE and not is_secret_name(name)
+            },
             "log": str(self.log),
             "ready": str(self.ready),
             "url": self.url,
@@ -83,18 +91,27 @@ class Addresses:
     rollouts: tuple[str, ...]
 
 
-def plan(config: RunConfig, addresses: Addresses, *, python: str, resolved: Path) -> list[ProcessSpec]:
-    """The processes of `config`, in start order; `resolved` is the YAML file that each of them will read."""
+def plan(
+    config: RunConfig, addresses: Addresses, *, python: str, resolved: Path, read_secrets: bool = True
+) -> list[ProcessSpec]:
+    """The processes of `config`, in start order; `resolved` is the YAML file that each of them will read.
+
+    With `launch.secrets` each gets what is in the file of its role (UserError where one is missing), unless the plan is
+    only to be shown (`read_secrets` False).
+    """
     launch, run = config.launch, config.run
     threads = {name: str(launch.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    env = {**threads, "PYTHONUNBUFFERED": "1", REDIS_URL_VARIABLE: addresses.redis_url, **launch.env}
+    env = {**threads, "PYTHONUNBUFFERED": "1", **({} if launch.secrets else {REDIS_URL_VARIABLE: addresses.redis_url})}
+    hidden = SECRET_VARIABLES if launch.secrets else ()
 
     def process(name: str, kind: str, module: str, *overrides: str, ready: Ready, url: str = "") -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.learner_ranks))
         ranked = torchrun if kind == "learner" and launch.learner_ranks > 1 else ()
         argv = (python, *ranked, "-m", module, "--config", str(resolved), *overrides)
-        return ProcessSpec(name, kind, argv, run.dir / "logs" / f"{name}.log", ready, url, dict(env), restarts)
+        own = env_of(launch.secrets, kind, addresses.redis_url) if launch.secrets and read_secrets else {}
+        log = run.dir / "logs" / f"{name}.log"
+        return ProcessSpec(name, kind, argv, log, ready, url, {**env, **own, **launch.env}, restarts, hidden)
 
     specs: list[ProcessSpec] = [_redis(config, addresses)] if addresses.server is not None else []
     for index, url in enumerate(addresses.retrievers, start=1):
@@ -121,9 +138,12 @@ def plan(config: RunConfig, addresses: Addresses, *, python: str, resolved: Path
 def _redis(config: RunConfig, addresses: Addresses) -> ProcessSpec:
     directory = (config.run.dir / "redis").absolute()
     assert addresses.server is not None
-    argv = redis_argv(addresses.server, directory, addresses.redis_url, maxmemory_mb=config.launch.redis_maxmemory_mb)
+    launch = config.launch
+    acl = launch.secrets / "users.acl" if launch.secrets else None
+    argv = redis_argv(addresses.server, directory, addresses.redis_url, maxmemory_mb=launch.redis_maxmemory_mb, acl=acl)
     log = config.run.dir / "logs" / "redis.log"
-    return ProcessSpec("redis", "redis", argv, log, Ready.PING, addresses.redis_url, {}, config.launch.restarts)
+    hidden = SECRET_VARIABLES if launch.secrets else ()
+    return ProcessSpec("redis", "redis", argv, log, Ready.PING, addresses.redis_url, {}, launch.restarts, hidden)
 
 
 def _drain(section: str, given: set[str]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ class Readiness:
     def __call__(self, spec: ProcessSpec) -> bool:
         match spec.ready:
             case Ready.PING:
-                return not ping(spec.url, timeout_s=ANSWER_S)
+                return not ping(self._url, timeout_s=ANSWER_S)
             case Ready.HTTP:
                 return answers(f"{spec.url}/ready")
             case Ready.ALIVE:

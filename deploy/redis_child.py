@@ -63,8 +63,10 @@ def find_server(search_path: str | None = None) -> RedisServer:
     )
 
 
-def redis_argv(server: Path, directory: Path, url: str, *, maxmemory_mb: int) -> tuple[str, ...]:
-    """Command line of a server for `url`, with its append-only file in `directory`.
+def redis_argv(
+    server: Path, directory: Path, url: str, *, maxmemory_mb: int, acl: Path | None = None
+) -> tuple[str, ...]:
+    """Command line of a server for `url`, with its append-only file in `directory` and the users in the file `acl`.
 
     A `noeviction` policy makes a full Redis refuse what is new (back-pressure) instead of dropping what is in flight.
     The append-only file survives a restart; what the last second lost is generated again.
@@ -80,6 +82,8 @@ def redis_argv(server: Path, directory: Path, url: str, *, maxmemory_mb: int) ->
         "maxmemory-policy": "noeviction",
         "bind": "127.0.0.1",
     }
+    if acl is not None:
+        flags |= {"aclfile": str(acl.absolute())}
     parts = urlsplit(url)
     if parts.scheme == "unix":
         flags |= {"port": "0", "unixsocket": parts.path, "unixsocketperm": "700"}

@@ -92,12 +92,18 @@ def redacted(url: str) -> str:
     return place + mark + "&".join(shown)
 
 
-def with_login(url: str, username: str, password: str) -> str:
-    """`url` for another user. Raises UserError as `parse` does."""
+def place_of(url: str) -> str:
+    """`url` without user and password. Raises UserError as `parse` does."""
     parse(url)
     scheme, colons, rest = url.partition("://")
     place, mark, query = rest.partition("?")
-    return f"{scheme}{colons}{quote(username, '')}:{quote(password, '')}@{place.rpartition('@')[2]}{mark}{query}"
+    return f"{scheme}{colons}{place.rpartition('@')[2]}{mark}{query}"
+
+
+def with_login(url: str, username: str, password: str) -> str:
+    """`url` for another user. Raises UserError as `parse` does."""
+    scheme, colons, rest = place_of(url).partition("://")
+    return f"{scheme}{colons}{quote(username, '')}:{quote(password, '')}@{rest}"
 
 
 def _parse(url: str) -> RedisUrl:

@@ -83,7 +83,8 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     from deploy.rundir import RESOLVED
 
     addresses = preview(config)
-    specs = plan(config, addresses, python=sys.executable, resolved=config.run.dir / RESOLVED)
+    resolved = config.run.dir / RESOLVED
+    specs = plan(config, addresses, python=sys.executable, resolved=resolved, read_secrets=False)
     settled = settle(config, addresses)
     if as_json:
         print(json.dumps({"settings": settled.model_dump(mode="json"), "processes": [s.to_json() for s in specs]}))

@@ -1,0 +1,79 @@
+"""Users of Redis by role, and what each may do: no more than its code does. Pure.
+
+A function runs with the rights of who calls it, so what it does inside is granted here too: FCALL opens nothing by
+itself. Each group of keys has its own commands (selectors, Redis 7.0), all below the run's own prefix. A rollout server
+can still forge trajectories for the tasks it holds: making them is its work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from protocol.settings import RUN_ID
+
+RedisRole = Literal["learner", "rollout", "node", "viewer", "operator", "admin"]
+REDIS_ROLES: tuple[RedisRole, ...] = get_args(RedisRole)
+
+EVERYBODY = "+ping +hello +auth +select +time +multi +exec +discard +client|setname +client|getname +cluster|slots"
+"""Handshake, clock, transactions (each command in one is checked by itself), and who owns a slot of a Cluster."""
+_SWEPT = "+zadd +zrem +zremrangebyscore"
+_LOOK = (
+    "(%R~{run}:* +get +hget +hgetall +hmget +exists +pttl +zrange +zrangebyscore +smembers +scard +sismember +xlen "
+    "+xrange +xrevrange +xpending +xinfo|groups +xinfo|stream +xinfo|consumers)"
+)
+
+GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
+    # owns every key of its run; alone loads the functions, which all runs on a server share
+    "learner": (
+        "+function|load +info",
+        "(~{run}:* +fcall +@stream +@hash +@string +@set +@sortedset +exists +del +pexpire +pttl)",
+    ),
+    "rollout": (
+        "(~{run}:tasks ~{run}:traj ~{run}:tokens +fcall)",
+        "(~{run}:tasks +xreadgroup +xautoclaim +xclaim +xpending +xack +xadd +xgroup|delconsumer)",
+        "(~{run}:traj +exists +xadd)",
+        "(~{run}:tokens +hincrby)",
+        "(~{run}:dlq ~{run}:events +xadd)",
+        "(~{run}:metrics:rollout:* +set +del)",
+        f"(~{{run}}:processes {_SWEPT})",
+        "(~{run}:evaluation +set +get +del)",
+        "(%R~{run}:engines +zrangebyscore)",
+        "(%R~{run}:engine:* %R~{run}:wv:target %R~{run}:meta +hget +hmget +hgetall)",
+    ),
+    "node": (
+        "(~{run}:engine:* +hset +pexpire +del)",
+        f"(~{{run}}:engines {_SWEPT})",
+        "(%R~{run}:wv:target %R~{run}:meta +hget +hmget +hgetall)",
+        "(%R~{run}:wv:view +get)",
+        "(~{run}:wv:answers:* +hset +pexpire)",
+        "(%R~{run}:evaluation +exists)",
+        "(~{run}:metrics:node:* +set +del)",
+        f"(~{{run}}:processes {_SWEPT})",
+        "(~{run}:events +xadd)",
+    ),
+    "viewer": ("+info", _LOOK),
+    "operator": ("+info", _LOOK, "(~{run}:requeue +sadd +srem)", "(~{run}:dlq +xdel)", "(~{run}:events +xadd)"),
+    # for people: settings of the server, repairs. No process of a run has it.
+    "admin": ("~* &* +@all",),
+}
+
+
+def users_acl(run: str, passwords: Mapping[RedisRole, str]) -> str:
+    """The text of an ACL file (`aclfile`): a user for each role, the default one off; hashes, no passwords."""
+    lines = ["user default off resetkeys resetchannels -@all"]
+    return "\n".join([*lines, *(user_line(run, role, passwords[role]) for role in REDIS_ROLES)]) + "\n"
+
+
+def user_line(run: str, role: RedisRole, password: str) -> str:
+    """One line of it. `run` must be a run id: it becomes part of patterns."""
+    assert RUN_ID.match(run), run
+    return f"user {role} on #{hashlib.sha256(password.encode()).hexdigest()} {rules(run, role)}"
+
+
+def rules(run: str, role: RedisRole) -> str:
+    """What `role` may do, in the words of ACL SETUSER."""
+    grants = " ".join(GRANTS[role]).replace("{run}", f"{{{run}}}")
+    first = f"resetkeys resetchannels -@all {EVERYBODY}" if role != "admin" else "resetkeys resetchannels -@all"
+    return f"{first} {grants}"

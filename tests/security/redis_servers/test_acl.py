@@ -1,0 +1,282 @@
+"""Users of Redis by role: what each must do works under its own user, what it must not do is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from deploy.observe import observe
+from deploy.secrets_acl import REDIS_ROLES, rules
+from deploy.secrets_env import login_at, read_env
+from deploy.secrets_files import Place, write_secrets
+from learner.connect import connect
+from learner.redis_client import RunStore
+from protocol import functions
+from protocol.codec import encode
+from protocol.errors import UserError
+from protocol.keys import TASK_GROUP, Keys
+from protocol.messages import EngineInfo, NodeState
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings
+from protocol.testing import make_group
+from rollout_server.fleet import Fleet
+from rollout_server.metrics import Stats
+from rollout_server.node.registry import Registry
+from rollout_server.redis_client import RedisClient
+from rollout_server.sink import Sink
+from rollout_server.tasks import Lease, Tasks
+
+RUN = "t1"
+KEYS = Keys(RUN)
+
+
+@pytest.fixture(scope="session")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("secure") / "secrets"
+    write_secrets(directory, RUN, Place(tls=False), force=False)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def urls(secrets: Path, tmp_path_factory: pytest.TempPathFactory, server_at: Any) -> Iterator[dict[str, str]]:
+    """Role -> its URL of a Redis with the users that `foray init --secure` wrote."""
+    folder = tmp_path_factory.mktemp("acl")
+    with server_at(folder, "--aclfile", str(secrets / "users.acl")) as server:
+        yield {role: login_at(server.url, read_env(secrets, role)[REDIS_URL_VARIABLE]) for role in REDIS_ROLES}
+
+
+@pytest.fixture
+def users(urls: dict[str, str]) -> Iterator[dict[str, redis.Redis]]:
+    """Role -> a client of it; the server is empty."""
+    clients = {role: connect(url, RUN) for role, url in urls.items()}
+    clients["admin"].flushall()
+    clients["admin"].function_flush()
+    yield clients
+    for client in clients.values():
+        client.close()
+
+
+class RolloutHalf:
+    """The leasing and publishing half of a rollout server, in a thread, with made-up groups."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._thread = url, threading.Thread(target=lambda: asyncio.run(self._play()))
+        self._enough = threading.Event()
+        self.stats = Stats("rollout", "r1")
+
+    def __enter__(self) -> RolloutHalf:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._enough.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    async def _play(self) -> None:
+        redis = RedisClient(self._url, KEYS)
+        sink, fleet = Sink(redis, self.stats), Fleet(redis, self.stats.waits, poll_s=0.05)
+        tasks = Tasks(redis, sink, self.stats, consumer="r1", concurrency=4, idle_ms=2000)
+
+        async def perform(lease: Lease) -> None:
+            while fleet.table.target is None:  # noqa: ASYNC110 - the fleet is looked at by its own clock
+                await asyncio.sleep(0.02)
+            rewards = (1.0, 0.0, 0.0, 1.0)[: lease.task.group_size]
+            made = make_group(lease.task.seq, rewards, run=RUN, version=fleet.table.target)
+            tasks.finished(lease)
+            question, attempt = lease.task.question, lease.task.attempt
+            await sink.publish(lease.entry, made.model_copy(update={"question": question, "attempt": attempt}))
+
+        async with asyncio.TaskGroup() as group:
+            leasing = group.create_task(tasks.lease_loop(group, perform))
+            loops = [group.create_task(tasks.beat_loop()), group.create_task(fleet.follow())]
+            await asyncio.to_thread(self._enough.wait)
+            await sink.tell("test", "the ring ran under its own user")
+            tasks.stop()
+            await leasing
+            for loop in loops:
+                loop.cancel()
+        await tasks.leave()
+        await redis.aclose()
+
+
+def test_a_ring_runs_with_each_process_as_its_own_user(
+    urls: dict[str, str],
+    users: dict[str, redis.Redis],
+    run: RunSettings,
+    settings: Any,
+    learn: Callable[..., int],
+    books_of: Callable[[RunSettings], Any],
+) -> None:
+    run = run.model_copy(update={"redis_url": urls["learner"]})
+    with RolloutHalf(urls["rollout"]) as rollouts:
+        assert learn(run, settings) == 0
+    books_of(run)
+    assert rollouts.stats.counts["groups_published"] >= 12
+    seen = observe(urls["viewer"], RUN, run.dir)
+    assert not seen.error and seen.is_done and seen.learner is not None and seen.max_memory >= 0
+    assert any(b"under its own user" in str(fields).encode() for _, fields in users["viewer"].xrange(KEYS.events))
+    denied = [entry for entry in users["admin"].acl_log() if entry["username"] in ("learner", "rollout", "viewer")]
+    assert denied == [], "nobody asked for what it may not have"
+
+
+async def test_a_node_registers_follows_and_answers_as_its_own_user(
+    urls: dict[str, str], users: dict[str, redis.Redis]
+) -> None:
+    from rollout_server.metrics import _write, withdraw_metrics
+
+    client, stats = RedisClient(urls["node"], KEYS), Stats("node", "e1")
+    registry = Registry(client, lease_s=5)
+    info = EngineInfo(id="e1", url="http://127.0.0.1:1", state=NodeState.READY, epoch=1, step=0, incarnation="i")
+    await registry.register(info)
+    orders = await registry.orders()
+    assert orders.target is None and orders.view is None and not await registry.evaluating()
+    await _write(client, stats)
+    await Sink(client, stats).tell("test", "a node speaks")
+    assert users["viewer"].hget(KEYS.engine("e1"), "b") == encode(info)
+    await withdraw_metrics(client, stats)
+    await registry.withdraw("e1")
+    await client.aclose()
+    assert users["viewer"].exists(KEYS.engine("e1")) == 0
+
+
+def test_an_operator_requeues_and_purges_and_can_do_no_more(
+    urls: dict[str, str], users: dict[str, redis.Redis]
+) -> None:
+    operator = users["operator"]
+    letter = users["rollout"].xadd(KEYS.dlq, {"seq": "3"})
+    assert operator.sadd(KEYS.requeue, "3") == 1 and operator.smembers(KEYS.requeue) == {b"3"}
+    assert operator.xrange(KEYS.dlq) and operator.xdel(KEYS.dlq, letter) == 1
+    refused(operator, "XADD", KEYS.tasks, "*", "seq", "9")
+    refused(operator, "DEL", KEYS.tasks)
+
+
+def refused(client: redis.Redis, *command: Any) -> None:
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        client.execute_command(*command)
+
+
+EVERY = [role for role in REDIS_ROLES if role != "admin"]
+SERVER = [
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("CONFIG", "GET", "*"),
+    ("CONFIG", "SET", "maxmemory", "0"),
+    ("KEYS", "*"),
+    ("SCAN", "0"),
+    ("EVAL", "return 1", "0"),
+    ("SHUTDOWN", "NOSAVE"),
+    ("ACL", "LIST"),
+    ("CLIENT", "KILL", "TYPE", "normal"),
+    ("SAVE",),
+    ("REPLICAOF", "NO", "ONE"),
+    ("FUNCTION", "FLUSH"),
+    ("FUNCTION", "DELETE", "foray"),
+    ("MONITOR",),
+    ("PUBLISH", "c", "m"),
+]
+
+
+@pytest.mark.parametrize("role", EVERY)
+@pytest.mark.fault(29, 51)
+def test_nobody_in_a_run_may_touch_the_server_or_another_run(
+    users: dict[str, redis.Redis], urls: dict[str, str], role: str
+) -> None:
+    client, other = users[role], Keys("other")
+    for command in SERVER:
+        refused(client, *command)
+    for command in (
+        ("GET", other.issued),
+        ("SET", other.issued, "9"),
+        ("XRANGE", other.traj, "-", "+"),
+        ("DEL", other.lease),
+    ):
+        refused(client, *command)
+    if role != "learner":
+        refused(client, "FUNCTION", "LOAD", "REPLACE", functions.source())
+
+
+def test_a_rollout_server_cannot_reach_what_is_the_learners(
+    users: dict[str, redis.Redis], urls: dict[str, str]
+) -> None:
+    store = RunStore(urls["learner"], RUN)
+    store.prepare()
+    assert store.acquire("me", 0, 60_000, takeover=False) == 1
+    store.own(1, "me")
+    rollout = users["rollout"]
+    for command in (
+        ("HSET", KEYS.lease, "token", "mine"),
+        ("DEL", KEYS.lease),
+        ("HSET", KEYS.target, "b", "x"),
+        ("SET", KEYS.epoch, "99"),
+        ("SET", KEYS.issued, "99"),
+        ("XRANGE", KEYS.traj, "-", "+"),
+        ("XREADGROUP", "GROUP", "learner", "L1", "STREAMS", KEYS.traj, ">"),
+        ("DEL", KEYS.tasks),
+        ("SET", KEYS.tasks, "x"),
+        ("XTRIM", KEYS.traj, "MAXLEN", "0"),
+        ("HSET", KEYS.engine("e1"), "b", "x"),
+        ("HSET", KEYS.meta, "schema", "9.9"),
+        ("SADD", KEYS.requeue, "1"),
+        ("FCALL", functions.ACQUIRE, "2", KEYS.lease, KEYS.epoch, "thief", "0", "1000", "1"),
+    ):
+        refused(rollout, *command)
+    assert store.holder() is not None and store.renew(60_000)
+    store.close()
+
+
+def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(users: dict[str, redis.Redis]) -> None:
+    for command in (
+        ("HSET", KEYS.target, "b", "x"),
+        ("SET", KEYS.view, "x"),
+        ("XADD", KEYS.traj, "*", "seq", "1"),
+        ("XADD", KEYS.tasks, "*", "seq", "1"),
+        ("XREADGROUP", "GROUP", TASK_GROUP, "n", "STREAMS", KEYS.tasks, ">"),
+        ("GET", KEYS.issued),
+    ):
+        refused(users["node"], *command)
+
+
+def test_a_viewer_reads_and_writes_nothing(users: dict[str, redis.Redis]) -> None:
+    assert users["viewer"].get(KEYS.issued) is None
+    for command in (
+        ("SET", KEYS.issued, "1"),
+        ("XADD", KEYS.tasks, "*", "seq", "1"),
+        ("SADD", KEYS.requeue, "1"),
+        ("FCALL", functions.BEAT, "1", KEYS.tasks, "c", "0-1"),
+        ("XACK", KEYS.tasks, TASK_GROUP, "0-1"),
+    ):
+        refused(users["viewer"], *command)
+
+
+def test_without_a_password_there_is_no_door(urls: dict[str, str]) -> None:
+    from protocol.redis_url import place_of, with_login
+
+    for url in (
+        place_of(urls["admin"]),
+        with_login(urls["admin"], "admin", "guess"),
+        with_login(urls["admin"], "x", "y"),
+    ):
+        client = connect(url)
+        with pytest.raises(redis.AuthenticationError):
+            client.ping()
+        client.close()
+
+
+def test_a_learner_with_a_viewers_password_is_told_so(urls: dict[str, str]) -> None:
+    store = RunStore(urls["viewer"], RUN)
+    with pytest.raises(UserError, match="refuses this user or password") as caught:
+        store.prepare()
+    assert "function" in caught.value.why.lower() and "FORAY_REDIS_URL" in caught.value.todo
+    store.close()
+
+
+def test_the_rules_of_a_run_name_no_other() -> None:
+    assert "{a}:tasks" in rules("a", "rollout") and "{b}" not in rules("a", "rollout")
+    assert replace(Place(), port=7).port == 7
