@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
-    *("trajectories", "turns", "tokens_generated", "tokens_observed", "tokens_duplicated", "stale"),
+    *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
     *("unreadable_tasks", "handed_back", "events_lost"),
 )
 """Shown from the start, as zeros."""

@@ -59,7 +59,8 @@ class Sink:
     @property
     def spool_age_s(self) -> float:
         """Seconds that the oldest of them has waited: Redis is away or full, or very slow."""
-        return time.monotonic() - min((since for since, _ in self._spool.values()), default=time.monotonic())
+        now = time.monotonic()
+        return max((now - since for since, _ in self._spool.values()), default=0.0)
 
     @property
     def spool_full(self) -> bool:
@@ -84,7 +85,6 @@ class Sink:
             del self._spool[entry]
         if reply == b"DUP":
             self._stats.counts["duplicates"] += 1
-            self._stats.counts["tokens_duplicated"] += tokens
             return False
         self._stats.counts["groups_failed" if failed else "groups_published"] += 1
         return True

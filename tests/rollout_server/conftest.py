@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import json
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +29,8 @@ from protocol.messages import EngineInfo, GroupFailed, NodeState, Task, Trajecto
 from protocol.versions import PolicyVersion
 from rollout_server import redis_client
 from rollout_server.redis_client import RedisClient
+from rollout_server.testing import write_tokenizer
+from rollout_server.tokens import Tokens, load_tokens
 
 RUNS = itertools.count(1)
 
@@ -77,6 +82,27 @@ def redis_process() -> Iterator[RedisProcess]:
 def short_blocking_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server stops when its blocked read returns; tests stop many."""
     monkeypatch.setattr(redis_client, "BLOCK_MS", 100)
+
+
+@pytest.fixture(scope="session")
+def whole() -> ModuleType:
+    """The module `whole.py` beside this file."""
+    spec = importlib.util.spec_from_file_location("foray_tests_whole", Path(__file__).parent / "whole.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "model", "words")
+
+
+@pytest.fixture
+def tokens(model: Path) -> Tokens:
+    return load_tokens(model)
 
 
 class World:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +14,13 @@ import pytest
 
 from protocol.codec import decode
 from protocol.messages import GroupFailed, MetricsSnapshot, Owner, Status, TrajectoryGroup
-from protocol.settings import RunSettings
 from protocol.testing import make_task
 from protocol.versions import PolicyVersion
-from rollout_server.config import RolloutSettings
-from rollout_server.engine.fake_server import FakeServer, Fault, unsaid
-from rollout_server.lifecycle import Stop
-from rollout_server.serve import serve
-from rollout_server.testing import write_tokenizer
-from rollout_server.tokens import load_tokens
+from rollout_server.engine.fake_server import Fault
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
 SEARCH = {"type": "fake", "otherwise": ('"b"\nd e f',)}
-
-
-def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, pace_s: float = 0.0, version: str = "1.5") -> FakeServer:
-    """An engine that searches `turns` times and then answers c."""
-    search, answer = tokens.own("<search> a b </search>"), tokens.own("<answer> c </answer>")
-    mark = tokens.own("</information>")[0]
-
-    def say(body: dict[str, Any]) -> Sequence[int]:
-        ids = body["input_ids"]
-        return unsaid(search if ids.count(mark) < turns else answer, ids)
-
-    return FakeServer(say, version=version, latency_s=latency_s, pace_s=pace_s)
-
-
-@contextlib.asynccontextmanager
-async def server(world, model: Path, **settings: Any) -> AsyncIterator[tuple[str, Stop]]:
-    """A rollout server in this process: (base URL, its stop)."""
-    run = RunSettings(id=world.keys.run, dir=model.parent, redis_url=world.url, model=model, max_lag=2)
-    given = {"id": "r", "fleet_poll_s": 0.05, "search": SEARCH, "episode": {"template": "demo", "max_turns": 4}}
-    port_file, stop = model.parent / "port", Stop()
-    port_file.unlink(missing_ok=True)
-    serving = asyncio.create_task(
-        serve(run, RolloutSettings.model_validate(given | settings), port_file=port_file, stop=stop)
-    )
-    try:
-        while not port_file.exists():
-            assert not serving.done(), await serving
-            await asyncio.sleep(0.01)
-        yield f"http://127.0.0.1:{port_file.read_text().strip()}", stop
-    finally:
-        stop.asked.set()
-        stop.hurry.set()
-        await asyncio.wait_for(serving, 15)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_tokenizer(tmp_path / "model", "words")
-
-
-@pytest.fixture
-def tokens(model: Path):
-    return load_tokens(model)
 
 
 async def get(url: str) -> tuple[int, Any]:
@@ -79,9 +28,9 @@ async def get(url: str) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
-async def test_a_task_becomes_a_published_group_token_by_token(world, until: Until, model: Path, tokens) -> None:
+async def test_a_task_becomes_a_published_group_token_by_token(world, until: Until, model: Path, tokens, whole) -> None:
     world.target(V5)
-    async with talker(tokens) as engine, server(world, model):
+    async with whole.talker(tokens) as engine, whole.server(world, model):
         world.register("e", engine.url, V5)
         world.issue(make_task(1, group_size=3), make_task(2, group_size=3))
         await until(lambda: len(world.published()) == 2, "both groups are published")
@@ -103,9 +52,9 @@ async def test_a_task_becomes_a_published_group_token_by_token(world, until: Unt
     assert world.pending() == 0
 
 
-async def test_it_reports_itself(world, until: Until, model: Path, tokens) -> None:
+async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole) -> None:
     world.target(V5)
-    async with talker(tokens) as engine, server(world, model) as (url, stop):
+    async with whole.talker(tokens) as engine, whole.server(world, model) as (url, stop):
         assert await get(f"{url}/health") == (200, {"status": "ok"})
         await asyncio.sleep(0.2)
         status, body = await get(f"{url}/ready")
@@ -148,13 +97,13 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens) -> No
 
 
 async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
-    world, until: Until, model: Path, tokens
+    world, until: Until, model: Path, tokens, whole
 ) -> None:
     world.target(V5)
     async with (
-        talker(tokens, turns=3, pace_s=0.1) as a,
-        talker(tokens, turns=3, pace_s=0.1) as b,
-        server(world, model, stream_interval=1) as (url, _),
+        whole.talker(tokens, turns=3, pace_s=0.1) as a,
+        whole.talker(tokens, turns=3, pace_s=0.1) as b,
+        whole.server(world, model, stream_interval=1) as (url, _),
     ):
         world.register("a", a.url, V5)
         world.register("b", b.url, V5)
@@ -176,12 +125,12 @@ async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
     assert "at a: " in dead["trouble"], "and it is named"
 
 
-async def test_a_late_engine_takes_traffic(world, until: Until, model: Path, tokens) -> None:
+async def test_a_late_engine_takes_traffic(world, until: Until, model: Path, tokens, whole) -> None:
     world.target(V5)
     async with (
-        talker(tokens, latency_s=0.02) as a,
-        talker(tokens, latency_s=0.02) as b,
-        server(world, model, concurrency_groups=4),
+        whole.talker(tokens, latency_s=0.02) as a,
+        whole.talker(tokens, latency_s=0.02) as b,
+        whole.server(world, model, concurrency_groups=4),
     ):
         world.register("a", a.url, V5)
         world.issue(*(make_task(seq, group_size=4) for seq in range(1, 60)))
@@ -191,10 +140,10 @@ async def test_a_late_engine_takes_traffic(world, until: Until, model: Path, tok
 
 
 async def test_a_run_that_is_done_leases_nothing_until_a_learner_goes_on(
-    world, until: Until, model: Path, tokens
+    world, until: Until, model: Path, tokens, whole
 ) -> None:
     world.target(V5, state="done")
-    async with talker(tokens) as engine, server(world, model):
+    async with whole.talker(tokens) as engine, whole.server(world, model):
         world.register("e", engine.url, V5)
         await asyncio.sleep(1.3)  # a read that began before the gate closed has ended
         world.issue(make_task(1, group_size=2))
@@ -205,10 +154,10 @@ async def test_a_run_that_is_done_leases_nothing_until_a_learner_goes_on(
 
 
 async def test_a_group_that_falls_too_far_behind_is_given_another_attempt(
-    world, until: Until, model: Path, tokens
+    world, until: Until, model: Path, tokens, whole
 ) -> None:
     world.target(V5)
-    async with talker(tokens, latency_s=0.3) as engine, server(world, model):
+    async with whole.talker(tokens, latency_s=0.3) as engine, whole.server(world, model):
         world.register("e", engine.url, V5)
         world.issue(make_task(1, group_size=2))
         await until(lambda: len(engine.requests) == 2, "the first turns are under way")
@@ -222,10 +171,10 @@ async def test_a_group_that_falls_too_far_behind_is_given_another_attempt(
 
 
 async def test_a_task_that_fails_every_time_is_given_up_after_its_attempts(
-    world, until: Until, model: Path, tokens
+    world, until: Until, model: Path, tokens, whole
 ) -> None:
     world.target(V5)
-    async with talker(tokens) as engine, server(world, model, generate_attempts=1):
+    async with whole.talker(tokens) as engine, whole.server(world, model, generate_attempts=1):
         engine.faults["/generate"] = Fault(status=400)
         world.register("e", engine.url, V5)
         world.issue(make_task(1, group_size=2))
@@ -236,10 +185,10 @@ async def test_a_task_that_fails_every_time_is_given_up_after_its_attempts(
     assert len(engine.requests) == 0 and engine.calls.count("/generate") == 6 and world.pending() == 0
 
 
-async def test_a_redis_that_is_killed_costs_no_group(own_world, until: Until, model: Path, tokens) -> None:
+async def test_a_redis_that_is_killed_costs_no_group(own_world, until: Until, model: Path, tokens, whole) -> None:
     world = own_world
     world.target(V5)
-    async with talker(tokens, latency_s=0.3) as engine, server(world, model):
+    async with whole.talker(tokens, latency_s=0.3) as engine, whole.server(world, model):
         world.register("e", engine.url, V5)
         world.issue(*(make_task(seq, group_size=2) for seq in range(1, 5)))
         await until(lambda: len(engine.requests) >= 8, "all groups are under way")
@@ -251,20 +200,15 @@ async def test_a_redis_that_is_killed_costs_no_group(own_world, until: Until, mo
     assert sorted(g.seq for g in world.published()) == [1, 2, 3, 4] and world.pending() == 0
 
 
-def spawn(argv: list[str], cwd: Path, **env: str) -> subprocess.Popen[bytes]:
-    given = {k: v for k, v in os.environ.items() if k != "FORAY_REDIS_URL"} | env
-    return subprocess.Popen([sys.executable, "-m", "rollout_server", *argv], stderr=subprocess.PIPE, cwd=cwd, env=given)
-
-
 async def test_sigterm_finishes_what_is_under_way_and_ends_with_status_0(
-    world, until: Until, model: Path, tokens, tmp_path: Path
+    world, until: Until, model: Path, tokens, tmp_path: Path, whole
 ) -> None:
     world.target(V5)
-    async with talker(tokens, latency_s=0.5) as engine:
+    async with whole.talker(tokens, latency_s=0.5) as engine:
         world.register("e", engine.url, V5)
         argv = [f"run.id={world.keys.run}", f"run.model={model}", "rollout.search.type=none"]
         argv += ["rollout.episode.template=demo", "rollout.concurrency_groups=1", "--port-file", str(tmp_path / "port")]
-        process = spawn(argv, tmp_path, FORAY_REDIS_URL=world.url)
+        process = whole.spawn(argv, tmp_path, FORAY_REDIS_URL=world.url)
         try:
             world.issue(make_task(1, group_size=2), make_task(2, group_size=2))
             await until(lambda: engine.requests, "the first group is under way", 30)
@@ -279,8 +223,8 @@ async def test_sigterm_finishes_what_is_under_way_and_ends_with_status_0(
     assert world.sync.xinfo_groups(world.keys.tasks)[0]["consumers"] == 0
 
 
-async def test_without_redis_it_says_what_to_do(tmp_path: Path) -> None:
-    process = spawn([], tmp_path)
+async def test_without_redis_it_says_what_to_do(tmp_path: Path, whole) -> None:
+    process = whole.spawn([], tmp_path)
     errors = (await asyncio.to_thread(process.communicate))[1].decode()
     assert process.returncode == 2
     assert "no Redis to talk to" in errors and "run.redis_url=" in errors and "Traceback" not in errors

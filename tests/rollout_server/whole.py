@@ -1,0 +1,60 @@
+"""A whole rollout server, in this process or in one of its own, and an engine that answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.settings import RunSettings
+from rollout_server.config import RolloutSettings
+from rollout_server.engine.fake_server import FakeServer, unsaid
+from rollout_server.lifecycle import Stop
+from rollout_server.serve import serve
+
+SEARCH = {"type": "fake", "otherwise": ('"b"\nd e f',)}
+
+
+def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, pace_s: float = 0.0, version: str = "1.5") -> FakeServer:
+    """An engine that searches `turns` times and then answers c."""
+    search, answer = tokens.own("<search> a b </search>"), tokens.own("<answer> c </answer>")
+    mark = tokens.own("</information>")[0]
+
+    def say(body: dict[str, Any]) -> Sequence[int]:
+        ids = body["input_ids"]
+        return unsaid(search if ids.count(mark) < turns else answer, ids)
+
+    return FakeServer(say, version=version, latency_s=latency_s, pace_s=pace_s)
+
+
+@contextlib.asynccontextmanager
+async def server(
+    world, model: Path, *, url: str = "", name: str = "r", **settings: Any
+) -> AsyncIterator[tuple[str, Stop]]:
+    """A rollout server in this process: (base URL, its stop)."""
+    run = RunSettings(id=world.keys.run, dir=model.parent, redis_url=url or world.url, model=model, max_lag=2)
+    given = {"id": name, "fleet_poll_s": 0.05, "search": SEARCH, "episode": {"template": "demo", "max_turns": 4}}
+    port_file, stop = model.parent / f"port-{name}", Stop()
+    port_file.unlink(missing_ok=True)
+    serving = asyncio.create_task(
+        serve(run, RolloutSettings.model_validate(given | settings), port_file=port_file, stop=stop)
+    )
+    try:
+        while not port_file.exists():
+            assert not serving.done(), await serving
+            await asyncio.sleep(0.01)
+        yield f"http://127.0.0.1:{port_file.read_text().strip()}", stop
+    finally:
+        stop.asked.set()
+        stop.hurry.set()
+        await asyncio.wait_for(serving, 15)
+
+
+def spawn(argv: list[str], cwd: Path, **env: str) -> subprocess.Popen[bytes]:
+    given = {k: v for k, v in os.environ.items() if k != "FORAY_REDIS_URL"} | env
+    return subprocess.Popen([sys.executable, "-m", "rollout_server", *argv], stderr=subprocess.PIPE, cwd=cwd, env=given)
