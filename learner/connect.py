@@ -110,13 +110,18 @@ class Finder:
             except (redis.ConnectionError, redis.TimeoutError) as error:
                 said.append(f"{host}:{port}: {error}")
                 continue
-            owners = {bounds: nodes["primary"] for bounds, nodes in slots.items()}
-            self._asked.extend(owner[:2] for owner in owners.values() if owner[:2] not in self._asked)
-            for (first, last), owner in owners.items():
+            # [first slot, last slot, [address of the primary ("" or nothing: the one asked), port, ...], replicas ...]
+            owners = [(first, last, (_text(node[0]) or host, int(node[1]))) for first, last, node, *_ in slots]
+            self._asked.extend({owner for *_, owner in owners} - {*self._asked})
+            for first, last, owner in owners:
                 if first <= self._slot <= last:
-                    return str(owner[0] or host), int(owner[1])
+                    return owner
             said.append(f"{host}:{port}: nobody serves slot {self._slot}")
         raise redis.ConnectionError("no node of the Cluster says where the run is: " + "; ".join(said))
+
+
+def _text(raw: Any) -> str:
+    return raw.decode() if isinstance(raw, bytes) else str(raw or "")
 
 
 class _Roaming(Connection):
