@@ -16,6 +16,7 @@ from learner.lora import add_adapters
 from learner.scoring import Scores, score_hidden, wide
 from learner.selfcheck import settle_attention
 from protocol.errors import UserError
+from protocol.safe_weights import refuse_pickled
 
 PREFIX = "causal."
 """What PolicyModel adds to the names of transformers."""
@@ -164,6 +165,7 @@ def load_causal(directory: Path, settings: ModelSettings) -> Any:
             why="run.model must be a directory with config.json, weights and tokenizer",
             todo="give run.model=DIR",
         )
+    refuse_pickled(directory)
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -178,6 +180,7 @@ def load_causal(directory: Path, settings: ModelSettings) -> Any:
             dtype=getattr(torch, settings.dtype),
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
             attn_implementation=settings.attention,
         )
     except ValueError as error:  # no such implementation of this architecture, or no causal model of it

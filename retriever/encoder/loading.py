@@ -18,6 +18,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from protocol.errors import UserError
+from protocol.safe_weights import refuse_pickled
 from retriever.config_encoder import Compute
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,10 @@ def load_model(folder: Path, compute: Compute, kind: str | None = None, unused: 
         config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
         chosen = getattr(transformers, kind or _class_of(config))
         dtype = choose_dtype(compute.dtype, device, config)
-        model, told = chosen.from_pretrained(folder, dtype=dtype, output_loading_info=True, **_LOCAL)
+        refuse_pickled(folder)
+        model, told = chosen.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, use_safetensors=True, **_LOCAL
+        )
     missing = [name for name in told["missing_keys"] if not any(part in name for part in unused)]
     missing += [str(entry[0]) for entry in told["mismatched_keys"]]
     if missing:

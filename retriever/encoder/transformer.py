@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.errors import UserError
+from protocol.safe_weights import refuse_pickled
 from retriever.config_encoder import TransformerEncoderSettings
 from retriever.encoder.base import HALF, Vectors, check_finite
 from retriever.encoder.folder import Folder
@@ -105,14 +106,11 @@ class _Tower:
 
 
 def _dense(folder: Path) -> Dense:
-    """A Dense step of sentence-transformers: config.json, and model.safetensors or pytorch_model.bin."""
+    """A Dense step of sentence-transformers: config.json and model.safetensors."""
+    refuse_pickled(folder)
     try:
         said = json.loads((folder / "config.json").read_bytes())
-        weights = folder / "model.safetensors"
-        if weights.exists():
-            state = load_file(weights)
-        else:
-            state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        state = load_file(folder / "model.safetensors")
         name = str(said.get("activation_function", "torch.nn.Tanh"))
         activation = getattr(torch.nn, name.rpartition(".")[2]) if name.startswith("torch.nn.") else None
         linear = torch.nn.Linear(said["in_features"], said["out_features"], bias="linear.bias" in state)

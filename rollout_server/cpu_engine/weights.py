@@ -178,7 +178,10 @@ def read_tensors(directory: Path) -> Tensors:
     index = directory / "model.safetensors.index.json"
     try:
         if index.is_file():
-            files = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [directory / name for name in names]
+            if strange := [name for name, file in zip(names, files, strict=True) if file.parent != directory]:
+                raise WeightsError(f"{strange[0]!r} in {index.name} is not the name of a file beside it")
         else:
             files = sorted(directory.glob("*.safetensors"))
         if not files:

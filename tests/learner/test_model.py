@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from learner.attention import block_mask
 from learner.batch import build_batch
@@ -227,9 +228,17 @@ def test_a_cap_on_attention_that_sdpa_leaves_out_is_refused(tmp_path):
 def test_an_attention_that_transformers_lacks_is_a_persons_error(tmp_path):
     config = transformers.GptOssConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
-    torch.save({}, tmp_path / "pytorch_model.bin")
+    save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="cannot load"):
         load_policy(tmp_path, ModelSettings())
+
+
+def test_pickled_weights_are_refused_and_never_opened(tmp_path):
+    tiny("qwen2").config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a program in the form of weights")
+    with pytest.raises(UserError, match="only safetensors") as caught:
+        load_policy(tmp_path, ModelSettings())
+    assert "convert" in caught.value.todo
 
 
 def test_models_of_more_than_text_are_refused(tmp_path):
