@@ -21,9 +21,17 @@ class Entry:
     raw_header: bytes
     raw_body: bytes
 
+    counted: int = 0
+    """Tokens that Redis counted when it was published; 0 by a rollout server that does not say."""
+
     @property
     def seq(self) -> int:
         return self.header.seq
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the policy sampled for it."""
+        return sampled_in(self.message)
 
 
 class BadEntry(ForayError):
@@ -38,6 +46,19 @@ def read_seq(fields: Fields) -> int:
     """The seq in the entry's plain field, 0 where there is none; the publishing function wrote it, not the body."""
     raw = fields.get(b"seq", b"")
     return int(raw) if raw.isdigit() and len(raw) <= 18 else 0
+
+
+def read_tokens(fields: Fields) -> int:
+    """Tokens by the entry's plain field `t`, which the publishing function wrote; 0 where it says nothing."""
+    raw = fields.get(b"t", b"")
+    return int(raw) if raw.isdigit() and len(raw) <= 18 else 0
+
+
+def sampled_in(message: TrajectoryGroup | GroupFailed) -> int:
+    """Tokens that the policy sampled for `message`."""
+    if isinstance(message, GroupFailed):
+        return message.generated_tokens
+    return sum(trajectory.num_sampled for trajectory in message.trajectories)
 
 
 def read_entry(id_: bytes, fields: Fields, run: str) -> Entry:
@@ -57,8 +78,11 @@ def read_entry(id_: bytes, fields: Fields, run: str) -> Entry:
             raise InvalidBody(f"a {type(message).__name__} in the trajectory stream")
         if (message.run, message.seq) != (run, seq):
             raise InvalidBody(f"the body is of run {message.run!r}, seq {message.seq}")
+        counted, tokens = read_tokens(fields), sampled_in(message)
+        if counted not in (0, tokens) or (isinstance(message, TrajectoryGroup) and sum(header.sampled) != tokens):
+            raise InvalidBody(f"{tokens} tokens in the body, {sum(header.sampled)} in the header, {counted} counted")
     except KeyError as error:
         raise BadEntry(CorruptMessage.reason, f"no field {error}", seq, attempt) from None
     except ProtocolError as error:
         raise BadEntry(error.reason, str(error), seq, attempt) from None
-    return Entry(id_, header, message, raw_header, raw_body)
+    return Entry(id_, header, message, raw_header, raw_body, counted)

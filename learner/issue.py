@@ -41,7 +41,10 @@ class Issuer:
         """
         issued = self._store.issued()
         with self._books.lock:
-            self._books.issued = max(issued, self._books.ledger.watermark)
+            books = self._books
+            if issued < books.ledger.watermark:  # Redis lost everything, tasks of reopened seqs too
+                books.due |= books.ledger.reopened - books.held
+            books.issued = max(issued, books.ledger.watermark)
 
     def turn(self) -> int:
         """Issues as far as credit reaches, and again what is due; returns how many tasks were added.

@@ -1,7 +1,8 @@
 """The keeper: what must happen on time however long a training step takes.
 
-An I/O thread. It renews the lease, issues tasks as credit allows, reconciles, and publishes the metrics of each
-second. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled, there is credit.
+An I/O thread. It renews the lease, issues tasks as credit allows, reconciles, publishes the metrics of each second
+and looks for what people ask. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled,
+there is credit.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from learner.crosscheck import CrossCheck
 from learner.issue import Issuer
 from learner.lease import Lease
 from learner.reconcile import Reconciler
 from learner.redis_client import RunStore
+from learner.requests import Requests
 from protocol.messages import MetricsSnapshot
 
 TICK_S = 0.2
@@ -47,13 +50,15 @@ class Keeper:
         lease: Lease,
         issuer: Issuer,
         reconciler: Reconciler,
+        requests: Requests,
+        cross: CrossCheck,
         snapshot: Callable[[], MetricsSnapshot],
         *,
         lease_s: float,
         reconcile_s: float,
     ) -> None:
         self._store, self._lease, self._issuer, self._reconciler = store, lease, issuer, reconciler
-        self._snapshot = snapshot
+        self._requests, self._cross, self._snapshot = requests, cross, snapshot
         self._renewal, self._reconciling, self._metrics = Every(lease_s / 3), Every(reconcile_s), Every(METRICS_S)
         self._reconciling.due()  # not before the first interval has passed
         self.wake = threading.Event()
@@ -71,7 +76,10 @@ class Keeper:
             self._reconciler.turn()
         self._issuer.turn()
         if self._metrics.due():
+            self._cross.update()
             self.report()
+            if self._issuer.open.is_set():
+                self._requests.turn()
 
     def report(self) -> None:
         """Publishes the metrics as they are."""

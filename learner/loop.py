@@ -23,6 +23,7 @@ from learner.publish.base import BadWeights, in_use
 from learner.redis_client import RedisUnavailable
 from learner.seams import Report
 from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
+from learner.token_law import split_of
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup, WeightUpdate
@@ -59,6 +60,8 @@ class TrainingLoop:
         """Announce the weights, open the valve, train."""
         p = self.parts
         self.surely(self.announce)
+        self.surely(self._acknowledge_rest)
+        self.surely(p.audit.begin)
         self.surely(p.issuer.recount)
         p.issuer.open.set()
         p.start_reader()
@@ -82,8 +85,9 @@ class TrainingLoop:
             size=len(groups),
             mixed=tuple((m.step, m.group.seq) for m in mixed),
         )
+        everything = [*groups, *(m.group for m in mixed)]
         with p.meter.waiting("compute"):
-            batch = batch_under(conditions, [*groups, *(m.group for m in mixed)], p.engine.algorithm, run, p.settings)
+            batch = batch_under(conditions, everything, p.engine.algorithm, run, p.settings)
             report = p.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)
@@ -96,7 +100,8 @@ class TrainingLoop:
         with p.meter.waiting("publish"):
             self.surely(self.announce)
         trained = [e.seq for e in entries]
-        p.books.finish_step(trained, sampled=_sampled(entries), trained=report.tokens_trained)
+        own = split_of(batch, everything, len(groups))
+        p.books.finish_step(trained, sampled=_sampled(entries), trained=report.tokens_trained, own=own)
         p.keeper.wake.set()
         facts = facts_of(p.books.step, run.steps, groups, report, self._watch.lap())
         p.tell_step(facts, trained, report, replayed=len(mixed))
@@ -135,10 +140,11 @@ class TrainingLoop:
         log.warning("the batch of seqs %s was not trained: %s", seqs, report.reason)
         if report.reason == NO_TOKENS:
             # Nothing to learn from, and nobody's fault: too old, or ended by failing engines and searches.
-            p.books.settle(seqs, Outcome.STALE, "no_tokens")
+            p.books.settle(seqs, Outcome.STALE, "no_tokens", tokens=_sampled(entries))
         else:
             p.skipped_journal.append(self.policy_step + 1, p.lease.epoch, ((e.raw_header, e.raw_body) for e in entries))
-            p.books.settle(seqs, Outcome.DEAD, "nonfinite")
+            p.books.settle(seqs, Outcome.DEAD, "nonfinite", tokens=_sampled(entries))
+            p.history.tell("skipped", f"a batch of {len(seqs)} seqs was not trained: {report.reason}")
             p.books.tally.skipped_steps += 1
             self._patience.skip(report.reason)
         p.keeper.wake.set()
@@ -180,14 +186,14 @@ class TrainingLoop:
     def checkpoint(self) -> bool:
         """Commits a checkpoint, then acknowledges; False when the disk refused it. Training may go on without."""
         p = self.parts
-        state = p.books.to_state()
+        state = p.books.to_state() | p.audit.to_state()
         if p.checkpoints.committed(p.books.step, p.lease.epoch):
             return True
         with p.meter.waiting("checkpoint"):
             try:
                 if p.journal is not None:
                     p.journal.flush()
-                p.checkpoints.write(
+                written = p.checkpoints.write(
                     state | {"run": p.run.id, "sampler": p.sampler.fingerprint, "steps": p.run.steps},
                     step=p.books.step,
                     epoch=p.lease.epoch,
@@ -207,12 +213,20 @@ class TrainingLoop:
             ids = p.books.commit(state)
             self.surely(lambda: p.store.ack(ids))
             p.books.forget(ids)
+            p.audit.committed(state, written.name)
         return True
+
+    def _acknowledge_rest(self) -> None:
+        """What the checkpoint had decided that was resumed from, and its writer could not acknowledge any more."""
+        ids = list(self.parts.books.unacked)
+        self.parts.store.ack(ids)
+        self.parts.books.forget(ids)
 
     def _checkpoint_failed(self, error: Exception) -> None:
         self._failed_checkpoints += 1
         self._failed_time = time.monotonic()
         log.error("%s; the checkpoint of step %d stays in force", error, self._checkpoint_step)
+        self.parts.history.tell("checkpoint-failed", str(error))
         if self._failed_checkpoints >= FAILED_CHECKPOINTS:
             log.error("%d checkpoints failed: no more tasks are issued until one succeeds", self._failed_checkpoints)
             self.parts.issuer.open.clear()
@@ -235,18 +249,20 @@ class TrainingLoop:
         p.stop_reader()
         p.issuer.open.clear()
         surplus = p.books.in_flight()
-        if surplus and p.lease.epoch > 1:
-            # Issued by a predecessor to make up for seqs it had settled and the checkpoint knows nothing of.
-            log.info("%d seqs are left over from before a restart and will not be trained", len(surplus))
-            p.books.settle(surplus, Outcome.FILTERED, "surplus")
+        if surplus and (p.lease.epoch > 1 or p.books.tally.requeued):
+            # Issued by a predecessor to make up for seqs it had settled and the checkpoint knows nothing of, or again
+            # for a person: the steps were done without.
+            log.info("%d seqs are left over and will not be trained", len(surplus))
+            p.books.settle(surplus, Outcome.FILTERED, "surplus", tokens=p.source.drain())
             p.books.tally.surplus += len(surplus)
-        changed = p.books.ledger != p.books.committed
-        if changed and not self.checkpoint():
+        if p.books.changed() and not self.checkpoint():
             raise UserError("the last checkpoint could not be written", todo="make room on the disk and start again")
         self.surely(lambda: self.announce("done"))
-        problem = p.books.check() or (f"{len(surplus)} seqs are left: {surplus[:10]}" if p.books.in_flight() else "")
+        problem = self.surely(p.audit.problem)
         if problem:
+            p.history.tell("books", f"the books do not close: {problem}")
             raise ForayError(f"the books do not close: {problem}")
+        p.history.tell("done", f"done: {p.books.step} steps, {p.books.ledger.settled} seqs, the books close")
 
     # --- Redis that comes and goes ---
 
@@ -282,12 +298,15 @@ class TrainingLoop:
         p = self.parts
         log.warning("mending the run in Redis: %s", error)
         self._announced = False
+        lost = again = False
         while True:
             try:
-                p.store.prepare()
+                lost = p.store.prepare() or lost
                 if p.lease.regain():
+                    again = True
                     self.lineage.append(PolicyVersion(p.lease.epoch, self.policy_step))
                 p.issuer.recount()
+                p.audit.mended(str(error), epoch=p.lease.epoch, lost=lost, again=again)
                 break
             except RedisUnavailable:
                 if self.stopping():
@@ -299,4 +318,4 @@ class TrainingLoop:
 
 
 def _sampled(entries: list[Entry]) -> int:
-    return sum(sum(e.header.sampled) for e in entries)
+    return sum(e.tokens for e in entries)

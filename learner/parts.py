@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from learner.audit import Audit
 from learner.books import Books
 from learner.checkpoint import Checkpoints
 from learner.config import LearnerSettings
 from learner.filtering import GroupFilter
+from learner.history import History
 from learner.io_loop import Alarm, IoLoop
 from learner.issue import Issuer
 from learner.journal import Journal
@@ -40,6 +42,8 @@ class Parts:
     settings: LearnerSettings
     store: RunStore
     books: Books
+    history: History
+    audit: Audit
     meter: Meter
     alarm: Alarm
     lease: Lease

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from learner.books import Books
+from learner.history import History
 from learner.redis_client import RunStore
 from learner.source import Source
 
@@ -18,8 +19,8 @@ log = logging.getLogger(__name__)
 class Reconciler:
     """Compares what was issued with where it is. `turn` is called every `reconcile_s` seconds."""
 
-    def __init__(self, store: RunStore, books: Books, source: Source) -> None:
-        self._store, self._books, self._source = store, books, source
+    def __init__(self, store: RunStore, books: Books, source: Source, history: History) -> None:
+        self._store, self._books, self._source, self._history = store, books, source, history
         self._suspects: frozenset[int] = frozenset()
 
     def turn(self) -> list[int]:
@@ -42,4 +43,5 @@ class Reconciler:
         self._suspects = missing - frozenset(again)
         if again:
             log.warning("%d seqs were issued and found nowhere, issuing them again: %s", len(again), again[:10])
+            self._history.tell("reissued", f"{len(again)} seqs were issued and found nowhere: {again[:10]}")
         return again

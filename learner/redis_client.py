@@ -1,9 +1,5 @@
-"""The learner's only door to Redis: typed calls in, and every way they may fail as one of four errors.
-
-RedisUnavailable  no answer, or Redis is loading, full or read-only: wait and try again
-StateLost         streams, groups or functions are gone: the learner re-creates them
-Fenced            the lease is not ours (any more)
-UserError         a password or an address that only a person can mend
+"""The learner's only door to Redis: typed calls in, and every way they may fail as one of four errors
+(`learner/redis_errors.py`). What is counted and told beside the delivery itself is in `learner/redis_accounts.py`.
 
 Two clients, as redis-py 8 needs it: its own retries would duplicate an XADD whose reply was lost, and a blocking read
 needs a socket time-out longer than its block.
@@ -11,37 +7,29 @@ needs a socket time-out longer than its block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import redis
-from redis.exceptions import AuthorizationError, NoPermissionError
 
 from learner.connect import connect
+from learner.redis_accounts import Accounts
+from learner.redis_errors import RedisUnavailable as RedisUnavailable
+from learner.redis_errors import translated as translated
 from protocol import functions
 from protocol.codec import decode_as, encode
-from protocol.errors import Fenced, ForayError, ProtocolError, StateLost, UserError
+from protocol.errors import ProtocolError, StateLost, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
 from protocol.redis_url import redacted
 
 BLOCK_MS = 500
-DEAD_LETTERS = 1000
 METRICS_TTL_MS = 10_000
 CHUNK = 256
 
-# Sought anywhere in the message: in a pipeline redis-py puts the command before the error.
-_LOST = ("NOGROUP", "NOSTREAM", "UNBLOCKED", "Function not found", "no such key")
-_BUSY = ("OOM", "MISCONF", "READONLY", "LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")
-
 Fields = dict[bytes, bytes]
 M = TypeVar("M", bound=Message)
-
-
-class RedisUnavailable(ForayError):
-    """Redis does not answer or refuses writes at the moment."""
 
 
 @dataclass(frozen=True)
@@ -73,35 +61,7 @@ class InRedis:
     strays: bool
 
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """redis-py's errors as the four above."""
-    try:
-        yield
-    except (redis.AuthenticationError, AuthorizationError, NoPermissionError) as error:
-        todo = "check the user and password of FORAY_REDIS_URL; `foray doctor` says what the user may not do"
-        raise UserError("Redis refuses this user or password", why=_readable(error), todo=todo) from error
-    except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError) as error:
-        raise RedisUnavailable(f"{type(error).__name__}: {_readable(error)}") from error
-    except redis.exceptions.OutOfMemoryError as error:
-        raise RedisUnavailable(f"Redis is full (maxmemory): {_readable(error)}") from error
-    except redis.ResponseError as error:
-        text = _readable(error)
-        if text.startswith("FENCED"):
-            raise Fenced(text) from error
-        if any(word in text for word in _LOST):
-            raise StateLost(text) from error
-        if any(word in text for word in _BUSY):
-            raise RedisUnavailable(text) from error
-        raise
-
-
-def _readable(error: Exception) -> str:
-    # In a pipeline redis-py quotes the command, bodies and all.
-    return "".join(c if c.isprintable() else "." for c in str(error)[:300])
-
-
-class RunStore:
+class RunStore(Accounts):
     """One run in one Redis, as the learner sees it. Thread-safe but for `read`, which belongs to one thread."""
 
     def __init__(self, url: str, run: str) -> None:
@@ -122,8 +82,11 @@ class RunStore:
         """From now on fenced calls are made in this name."""
         self._owner = (str(epoch), token)
 
-    def prepare(self) -> None:
-        """Loads the functions and creates streams and groups where they are missing. May be called at any time."""
+    def prepare(self) -> bool:
+        """Loads the functions and creates streams and groups where they are missing; whether any was. May be called at
+        any time.
+        """
+        made = False
         with translated():
             try:
                 self._db.function_load(functions.source(), replace=True)
@@ -134,9 +97,11 @@ class RunStore:
             for stream, group in ((self.keys.tasks, TASK_GROUP), (self.keys.traj, TRAJ_GROUP)):
                 try:
                     self._db.xgroup_create(stream, group, id="0", mkstream=True)
+                    made = True
                 except redis.ResponseError as error:
                     if "BUSYGROUP" not in str(error):
                         raise
+        return made
 
     def _call(self, name: str, keys: Sequence[str], *args: str | bytes | int) -> Any:
         with translated():
@@ -264,10 +229,21 @@ class RunStore:
             done += int(self._call(functions.ACK, (self.keys.lease, self.keys.traj), *self._owner, *part))
         return done
 
-    def dead_letter(self, fields: dict[str, str | int | bytes]) -> None:
-        """Bounded evidence for people; the file in the run directory is the record."""
+    def hand_out(self, id_: bytes) -> tuple[int, Fields | None]:
+        """A pending entry, and how often Redis has counted that it was handed out, this time included. The fields are
+        None where it is not there (any more).
+        """
+        with translated(), self._db.pipeline(transaction=False) as pipe:
+            pipe.xpending_range(self.keys.traj, TRAJ_GROUP, id_, id_, 1)
+            pipe.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_])
+            pending, claimed = pipe.execute()
+        handed = int(pending[0]["times_delivered"]) + 1 if pending else 1
+        return handed, claimed[0][1] if claimed else None
+
+    def got_through(self, id_: bytes) -> None:
+        """The entry was read and did no harm: it counts as never handed out."""
         with translated():
-            self._db.xadd(self.keys.dlq, cast(Any, fields), maxlen=DEAD_LETTERS, approximate=True)
+            self._db.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_], retrycount=0, justid=True)
 
     # --- announcements ---
 

@@ -11,11 +11,16 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 
+from learner.audit import Audit
 from learner.books import Books
 from learner.checkpoint import STATE, Checkpoint, Checkpoints
 from learner.config import LearnerSettings
+from learner.crosscheck import CrossCheck
+from learner.evidence import Evidence
 from learner.filtering import GroupFilter
+from learner.history import LEARNER_ID, History
 from learner.io_loop import Alarm, IoLoop
 from learner.issue import Issuer
 from learner.journal import Journal, all_places, frames, rolled_back
@@ -29,6 +34,7 @@ from learner.parts import Parts
 from learner.questions import load_questions
 from learner.reconcile import Reconciler
 from learner.redis_client import RedisUnavailable, RunStore
+from learner.requests import Requests
 from learner.run_key import run_key
 from learner.sampler import Sampler
 from learner.seams import TrainEngine
@@ -39,14 +45,13 @@ from protocol.codec import decode_as
 from protocol.errors import Fenced, UserError
 from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot, TrajectoryGroup
+from protocol.meta import RunMeta, tokenizer_digest
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
 REDIS_PATIENCE_S = 30.0
-LEARNER_ID = "0"
-"""Rank in metrics: a restarted learner takes the place of its predecessor."""
 
 MakeEngine = Callable[[RunSettings, LearnerSettings], TrainEngine]
 
@@ -113,14 +118,25 @@ def assemble(
     if checkpoint is not None:
         _restore(books, checkpoint, run, sampler)
     trackers = open_trackers(run, settings, books.step, lease.epoch)
-    room, evidence = settings.prefetch_steps * run.groups_per_step, run.dir / "dead_letters.jsonl"
-    group_filter = GroupFilter(settings.filtering, run.groups_per_step)
-    most = settings.max_attempts
-    source = Source(store, books, run.id, group_filter, room=room, max_attempts=most, evidence=evidence)
-    issuer, reconciler = Issuer(store, books, sampler, run), Reconciler(store, books, source)
-    snapshot = _measure(run, books, lease, meter)
+    history = History(store)
+    source = Source(
+        store,
+        books,
+        run.id,
+        group_filter := GroupFilter(settings.filtering, run.groups_per_step),
+        room=settings.prefetch_steps * run.groups_per_step,
+        max_attempts=settings.max_attempts,
+        evidence=Evidence(store, run.dir / "dead_letters.jsonl"),
+        history=history,
+    )
+    issuer, reconciler = Issuer(store, books, sampler, run), Reconciler(store, books, source, history)
+    requests = Requests(store, books, history)
+    state, name = (checkpoint.facts.get("redis"), checkpoint.path.name) if checkpoint else (None, "")
+    cross = CrossCheck(store, books, history, state=state, checkpoint=name)
+    audit = Audit(store, books, history, requests, cross, _meta(run))
+    snapshot = _measure(run, books, lease, meter, audit)
     paces = {"lease_s": settings.lease_s, "reconcile_s": settings.reconcile_s}
-    keeper = Keeper(store, lease, issuer, reconciler, snapshot, **paces)
+    keeper = Keeper(store, lease, issuer, reconciler, requests, cross, snapshot, **paces)
     keeping = IoLoop("keeper", keeper.turn, alarm)
     keeping.start()
     try:
@@ -136,6 +152,8 @@ def assemble(
         settings=settings,
         store=store,
         books=books,
+        history=history,
+        audit=audit,
         meter=meter,
         alarm=alarm,
         lease=lease,
@@ -169,6 +187,7 @@ def resumed_engine(
 
 def _train(parts: Parts, loop: TrainingLoop, stop: Stop) -> None:
     log.info("epoch %d begins at step %d of %d", parts.lease.epoch, parts.books.step, parts.run.steps)
+    parts.history.tell("epoch", f"epoch {parts.lease.epoch} begins at step {parts.books.step} of {parts.run.steps}")
     stop.training = True
     try:
         loop.run()
@@ -224,7 +243,18 @@ def _mix(run: RunSettings, settings: LearnerSettings, step: int, lineage: list[P
     return Mix(count, run.max_lag, run.seed, past)
 
 
-def _measure(run: RunSettings, books: Books, lease: Lease, meter: Meter) -> Callable[[], MetricsSnapshot]:
+def _meta(run: RunSettings) -> RunMeta:
+    """What every other process of the run must agree with."""
+    try:
+        tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
+    except OSError:  # a model without a tokenizer of its own: nobody can disagree
+        tokenizer = ""
+    shared = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "seed")
+    facts = {name: str(getattr(run, name)) for name in shared} | {"run": run.id, "foray": version("foray")}
+    return RunMeta(tokenizer=tokenizer, facts=facts)
+
+
+def _measure(run: RunSettings, books: Books, lease: Lease, meter: Meter, audit: Audit) -> Callable[[], MetricsSnapshot]:
     def snapshot() -> MetricsSnapshot:
         with books.lock:
             counts, tally = books.ledger.counts, books.tally
@@ -245,6 +275,11 @@ def _measure(run: RunSettings, books: Books, lease: Lease, meter: Meter) -> Call
                 "redelivered": tally.redelivered,
                 "reissued": tally.reissued,
                 "dead_letters": tally.dead_letters,
+                "poisoned": tally.poisoned,
+                "requeued": tally.requeued,
+                "state_lost": tally.state_lost,
+                "lease_lapsed": tally.lease_lapsed,
+                **audit.values(),
                 **books.filtered(),
             }
         return meter.snapshot(LEARNER_ID, **values)

@@ -1,8 +1,12 @@
 """Where batches come from: the stream of trajectory groups, read once each, whatever happens.
 
-An entry is acknowledged only when a durable checkpoint says what became of its seq. Until then it stays pending, and
-a successor takes it over. So an entry may come twice, and the books decide: a seq that is here or settled is a
+An entry is acknowledged only when a durable checkpoint says what became of it. Until then it stays pending, and a
+successor takes it over. So an entry may come twice, and the books decide: a seq that is here or settled is a
 duplicate.
+
+An entry that kills the learner while it is read would kill every successor too. So entries that were pending already
+are read one at a time, each after Redis has counted that it was handed out; one that was handed out DELIVERIES times
+and never got through is a dead letter without being read again.
 
 The reader thread consumes stream entries and produces buffered groups. It waits for Redis (BLOCK_MS at a time) and
 for room in the buffer; it is unblocked by entries and by `take`.
@@ -10,17 +14,17 @@ for room in the buffer; it is unblocked by entries and by `take`.
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import threading
-from collections import deque
-from pathlib import Path
+from collections import Counter, deque
 
 from learner.books import Books
-from learner.entry import BadEntry, Entry, read_entry
+from learner.entry import BadEntry, Entry, read_entry, read_seq, read_tokens
+from learner.evidence import Evidence
 from learner.filtering import NO_VARIANCE, GroupFilter
-from learner.redis_client import Fields, RedisUnavailable, RunStore
+from learner.history import History
+from learner.redis_client import Fields, RunStore
+from learner.token_law import Arrived, Bucket
 from protocol.ledger import Outcome
 from protocol.messages import GroupFailed
 from protocol.staleness import lag
@@ -28,7 +32,9 @@ from protocol.staleness import lag
 log = logging.getLogger(__name__)
 
 READ_COUNT = 16
-EVIDENCE_BYTES = 1 << 20
+DELIVERIES = 3
+"""So many times an entry may be handed out without getting through."""
+POISON = "poison"
 
 
 class Source:
@@ -43,12 +49,15 @@ class Source:
         *,
         room: int,
         max_attempts: int,
-        evidence: Path,
+        evidence: Evidence,
+        history: History,
     ) -> None:
         self._store, self._books, self._run, self._filter = store, books, run, group_filter
-        self._room, self._max_attempts, self._evidence = room, max_attempts, evidence
+        self._room, self._max_attempts = room, max_attempts
+        self._evidence, self._history = evidence, history
         self._buffer: deque[Entry] = deque()
         self._backlog: deque[bytes] = deque()
+        self._tries: Counter[bytes] = Counter()
         self._changed = threading.Condition(books.lock)
         self.reclaim = threading.Event()
         """Set: pending entries must be gone through again (start, lost replies, entries given to a predecessor)."""
@@ -83,15 +92,29 @@ class Source:
             self._backlog = deque(id_ for id_ in ids if id_ not in self._books.unacked)
         if self._backlog:
             log.info("%d pending entries taken over", len(self._backlog))
+            self._history.tell("took-over", f"{len(self._backlog)} entries that were read and not acknowledged")
 
     def _replay(self, count: int) -> None:
-        ids = [self._backlog[i] for i in range(min(count, len(self._backlog)))]
-        for id_, fields in self._store.fetch(ids):
-            with self._books.lock:
-                self._books.tally.redelivered += 1
-            self.ingest(id_, fields)
-        for _ in ids:
+        for _ in range(min(count, len(self._backlog))):
+            id_ = self._backlog[0]
+            # Without our own tries (a reply may get lost), what is left are the lives that ended over it.
+            self._tries[id_] += 1
+            handed, fields = self._store.hand_out(id_)
+            if fields is not None and id_ not in self._books.unacked:
+                with self._books.lock:
+                    self._books.tally.redelivered += 1
+                if handed - self._tries[id_] >= DELIVERIES:
+                    self._poisoned(id_, fields, handed - self._tries[id_])
+                else:
+                    self.ingest(id_, fields)
+                    self._store.got_through(id_)
             self._backlog.popleft()
+
+    def _poisoned(self, id_: bytes, fields: Fields, lives: int) -> None:
+        with self._books.lock:
+            self._books.tally.poisoned += 1
+        detail = f"{lives} times the learner ended while it read this entry"
+        self._refuse(id_, fields, BadEntry(POISON, detail, read_seq(fields)))
 
     @property
     def caught_up(self) -> bool:
@@ -110,30 +133,23 @@ class Source:
             self._refuse(id_, fields, bad)
             return
         with self._changed:
-            books, seq = self._books, entry.seq
-            if seq in books.committed:
-                books.tally.duplicates += 1
-                done = True
-            else:
-                done = False
-                books.unacked[id_] = seq
-                self._admit(entry)
-        if done:
-            self._store.ack([id_])
+            arrived = Arrived(id_, entry.counted or entry.tokens, entry.counted)
+            self._books.arrive(entry.seq, arrived)
+            self._admit(entry, arrived)
 
-    def _admit(self, entry: Entry) -> None:
+    def _admit(self, entry: Entry, arrived: Arrived) -> None:
         books, seq, message = self._books, entry.seq, entry.message
         if seq in books.ledger or seq in books.held:
             books.tally.duplicates += 1
+            books.law.book(Bucket.DUPLICATE, entry.tokens)
         elif isinstance(message, GroupFailed):
             log.warning("seq %d is dead: %s %s", seq, message.reason, message.detail[:200])
-            books.settle([seq], Outcome.DEAD, message.reason)
+            books.settle([seq], Outcome.DEAD, message.reason, tokens=entry.tokens)
         elif self._filter.refuses(message):
             # The credit is given back: another seq is issued in its place.
-            books.settle([seq], Outcome.FILTERED, NO_VARIANCE)
+            books.settle([seq], Outcome.FILTERED, NO_VARIANCE, tokens=entry.tokens)
         else:
-            books.held.add(seq)
-            books.due.discard(seq)
+            books.hold(seq, arrived)
             self._buffer.append(entry)
         self._changed.notify_all()
 
@@ -142,27 +158,19 @@ class Source:
             raise BadEntry("not_issued", f"seq {entry.seq} was never issued", 0)
 
     def _refuse(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
+        """A dead letter. Its tokens failed; its seq, where that is known, is due again or dead."""
         log.warning("entry %s (seq %d) is unusable: %s", id_.decode(), bad.seq, bad)
-        self._keep_evidence(id_, fields, bad)
+        self._evidence.keep(id_, fields, bad)
+        self._history.tell("dead-letter", f"entry {id_.decode()}, seq {bad.seq or 'unknown'}: {bad}")
+        tokens = read_tokens(fields)
         with self._changed:
-            self._books.tally.dead_letters += 1
+            books = self._books
+            books.arrive(bad.seq, Arrived(id_, tokens, tokens))
+            books.law.book(Bucket.FAILED, tokens)
+            books.tally.dead_letters += 1
+            # Without a seq the reconciler finds missing what its task was for, if it was ours.
             if bad.seq:
-                self._books.unacked[id_] = bad.seq
-                self._books.failed_attempt(bad.seq, bad.attempt, self._max_attempts, bad.reason)
-                return
-        # No seq will ever settle it. If its task was ours, the reconciler finds it missing.
-        self._store.ack([id_])
-
-    def _keep_evidence(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
-        head, body = (fields.get(name, b"")[:EVIDENCE_BYTES] for name in (b"h", b"b"))
-        facts: dict[str, str | int] = {"id": id_.decode(), "seq": bad.seq, "reason": bad.reason, "detail": bad.detail}
-        line = facts | {"h": base64.b64encode(head).decode(), "b": base64.b64encode(body).decode()}
-        try:
-            with self._evidence.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            self._store.dead_letter(facts | {"h": head, "b": body})
-        except (OSError, RedisUnavailable) as error:
-            log.error("evidence of the unusable entry %s could not be kept: %s", id_.decode(), error)
+                books.failed_attempt(bad.seq, bad.attempt, self._max_attempts, bad.reason)
 
     # --- the training thread ---
 
@@ -182,12 +190,17 @@ class Source:
 
     def _drop_stale(self, now_step: int, max_lag: int | None) -> int:
         if max_lag is not None:
-            old = [
-                e.seq for e in self._buffer if lag(now_step, e.header.first_version) > max_lag and any(e.header.sampled)
-            ]
-            self._books.settle(old, Outcome.STALE, "too_old")
+            old = [e for e in self._buffer if lag(now_step, e.header.first_version) > max_lag and any(e.header.sampled)]
+            self._books.settle([e.seq for e in old], Outcome.STALE, "too_old", tokens=sum(e.tokens for e in old))
             self._buffer = deque(e for e in self._buffer if e.seq in self._books.held)
         return len(self._buffer)
+
+    def drain(self) -> int:
+        """The end of the run: what is buffered will not be trained. Returns its tokens."""
+        with self._changed:
+            tokens = sum(e.tokens for e in self._buffer)
+            self._buffer.clear()
+            return tokens
 
     def wake(self) -> None:
         """Makes `take` look again (a signal arrived)."""

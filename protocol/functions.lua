@@ -146,3 +146,51 @@ redis.register_function('foray_view', function(k, a)
   redis.call('SET', k[2], a[3], 'PX', a[4])
   return 1
 end)
+
+-- The field t of every entry after `last`, in pieces: a reply with all bodies at once would be as large as the stream.
+local function undelivered(stream, last)
+  local found, from = {}, '(' .. last
+  while true do
+    local entries = redis.call('XRANGE', stream, from, '+', 'COUNT', 32)
+    if #entries == 0 then return found end
+    for _, e in ipairs(entries) do
+      found[#found + 1] = e[1]
+      found[#found + 1] = '0'
+      for i = 1, #e[2], 2 do
+        if e[2][i] == 't' then found[#found] = e[2][i + 1] end
+      end
+    end
+    from = '(' .. entries[#entries][1]
+  end
+end
+
+-- traj, tokens -> {fields of the hash tokens, last id of traj, ids pending, undelivered id, t, id, t, ...}: one moment
+redis.register_function{function_name = 'foray_census', flags = {'no-writes'}, callback = function(k)
+  if not exists(k[1]) then return lost(k[1]) end
+  local pending = {}
+  for _, e in ipairs(redis.call('XPENDING', k[1], 'learner', '-', '+', 1000000)) do pending[#pending + 1] = e[1] end
+  local last, delivered = '0-0', '0-0'
+  local info = redis.call('XINFO', 'STREAM', k[1])
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then last = info[i + 1] end
+  end
+  for _, g in ipairs(redis.call('XINFO', 'GROUPS', k[1])) do
+    local d = {}
+    for i = 1, #g, 2 do d[g[i]] = g[i + 1] end
+    if d['name'] == 'learner' then delivered = d['last-delivered-id'] end
+  end
+  return {redis.call('HGETALL', k[2]), last, pending, undelivered(k[1], delivered)}
+end}
+
+-- traj | ids... -> the field t of each that is there, '0' for others
+redis.register_function{function_name = 'foray_tokens_of', flags = {'no-writes'}, callback = function(k, a)
+  local found = {}
+  for i = 1, #a do
+    found[i] = '0'
+    local entries = redis.call('XRANGE', k[1], a[i], a[i])
+    for j = 1, entries[1] and #entries[1][2] or 0, 2 do
+      if entries[1][2][j] == 't' then found[i] = entries[1][2][j + 1] end
+    end
+  end
+  return found
+end}

@@ -9,7 +9,9 @@ import redis
 
 from learner.books import Books
 from learner.config_data import FilterSettings
+from learner.evidence import Evidence
 from learner.filtering import GroupFilter
+from learner.history import History
 from learner.reconcile import Reconciler
 from learner.redis_client import RunStore
 from learner.source import Source
@@ -29,9 +31,8 @@ def books() -> Books:
 
 @pytest.fixture
 def source(store: RunStore, books: Books, tmp_path: Path) -> Source:
-    return Source(
-        store, books, "t1", GroupFilter(FilterSettings(), 1), room=8, max_attempts=3, evidence=tmp_path / "dead.jsonl"
-    )
+    parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
+    return Source(store, books, "t1", GroupFilter(FilterSettings(), 1), room=8, max_attempts=3, **parts)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def reconciler(store: RunStore, books: Books, source: Source) -> Reconciler:
     """Seqs 1 to 6 are issued: 1 settled, 2 here, 3 undelivered, 4 leased, 5 read by nobody, 6 lost."""
     books.settle([1], Outcome.DEAD, "x")
     store.issue(0, [(4, b"t"), (5, b"t"), (6, b"t")])
-    return Reconciler(store, books, source)
+    return Reconciler(store, books, source, History(store))
 
 
 def publish(db: redis.Redis, seq: int) -> None:

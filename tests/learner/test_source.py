@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from learner.books import Books
 from learner.config_data import FilterSettings
 from learner.entry import BadEntry, Entry, read_entry
+from learner.evidence import Evidence
 from learner.filtering import GroupFilter
+from learner.history import History
 from learner.redis_client import RunStore
 from learner.source import Source
+from learner.token_law import Bucket
 from protocol.header import seal
 from protocol.keys import Keys
 from protocol.ledger import Outcome
@@ -31,7 +34,8 @@ NO_FILTER = GroupFilter(FilterSettings(), 1)
 
 @pytest.fixture
 def source(store: RunStore, tmp_path: Path) -> Iterator[Source]:
-    yield Source(store, Books(issued=40), "t1", NO_FILTER, room=6, max_attempts=3, evidence=tmp_path / "dead.jsonl")
+    parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
+    yield Source(store, Books(issued=40), "t1", NO_FILTER, room=6, max_attempts=3, **parts)
 
 
 def add(db: redis.Redis, seq: int, **kind: object) -> bytes:
@@ -88,18 +92,20 @@ def test_entries_of_a_reply_that_never_arrived_are_read_again(source: Source, db
     assert take(source, 2) == [1, 2] and source._books.tally.duplicates == 0
 
 
-def test_a_duplicate_is_counted_and_acknowledged_with_its_seq(source: Source, db: redis.Redis) -> None:
+@pytest.mark.fault(32)
+def test_a_duplicate_is_counted_and_acknowledged_with_the_next_checkpoint(source: Source, db: redis.Redis) -> None:
     books = source._books
     first, second = add(db, 1), add(db, 1)
     source.turn()
     assert len(source) == 1 and books.tally.duplicates == 1
-    books.finish_step([1], sampled=0, trained=0)
+    books.finish_step([1], sampled=16, trained=10)
     assert books.commit(books.to_state()) == [first, second]
     books.forget([first, second])
-    add(db, 1)  # settled before the last checkpoint: acknowledged at once
+    third = add(db, 1)  # settled before the last checkpoint
     source.turn()
-    assert books.tally.duplicates == 2 and books.unacked == {}
-    assert db.xpending(KEYS.traj, "learner")["pending"] == 2
+    assert books.tally.duplicates == 2 and books.commit(books.to_state()) == [third]
+    assert books.law.buckets == dict.fromkeys(Bucket, 0) | {"trained": 10, "untrained": 6, "duplicate": 32}
+    assert books.check() == "" and books.law.generated == 48
 
 
 def test_a_failed_group_is_dead_and_takes_no_room(source: Source, db: redis.Redis) -> None:
@@ -137,8 +143,8 @@ def test_unusable_entries_leave_evidence_and_are_due_again(source: Source, db: r
     lines = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]
     assert [(line["seq"], line["reason"]) for line in lines] == [(seq, reason) for _, seq, reason in cases]
     assert db.xlen(KEYS.dlq) == 8 and source._books.due == {1, 2, 3, 4} and len(source) == 0
-    # Those without a seq are acknowledged at once: nothing else would ever settle them.
-    assert db.xpending(KEYS.traj, "learner")["pending"] == 5
+    books = source._books
+    assert len(books.commit(books.to_state())) == 8, "acknowledged with the next checkpoint, those without a seq too"
     add(db, 1)
     source.turn()
     assert source._books.due == {2, 3, 4}, "a good group has come meanwhile"

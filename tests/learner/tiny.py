@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from learner.batch import Batch
 from learner.config import LearnerSettings
 from protocol import functions
 from protocol.codec import decode_as
-from protocol.header import seal
+from protocol.errors import ProtocolError
+from protocol.header import read_header, seal
 from protocol.keys import TASK_GROUP, Keys
 from protocol.messages import GroupFailed, Task, WeightUpdate
 from protocol.settings import RunSettings
@@ -115,6 +117,7 @@ class Player:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._play, daemon=True)
         self.replies: Counter[str] = Counter()
+        self._tokens = 0
         self.seen: list[tuple[int, int]] = []
         self.paused = threading.Event()
         self.resting = threading.Event()  # a pause is in force: nothing is being leased any more
@@ -149,17 +152,24 @@ class Player:
             self.seen.append((task.seq, task.attempt))
             header, body = self._roll_out(task)
             for _ in range(2 if self._twice else 1):
-                answer = self._db.fcall(functions.PUBLISH, 2, keys.tasks, keys.traj, id_, task.seq, header, body)
+                streams = (keys.tasks, keys.traj, keys.tokens)
+                answer = self._db.fcall(functions.PUBLISH, 3, *streams, id_, task.seq, header, body, self._tokens)
                 self.replies["DUP" if answer == b"DUP" else "published"] += 1
 
     def _roll_out(self, task: Task) -> tuple[bytes, bytes]:
         if task.seq in self._fails:
-            return seal(GroupFailed(run=self._run, seq=task.seq, attempt=3, reason="engine"))
+            self._tokens = 7
+            return seal(GroupFailed(run=self._run, seq=task.seq, attempt=3, reason="engine", generated_tokens=7))
         raw = self._db.hget(self._keys.target, "b")
         version = decode_as(WeightUpdate, raw).version if raw else PolicyVersion(0, 0)
         group = make_group(task.seq, (1.0, 0.0, 0.0, 1.0)[: task.group_size], run=self._run, version=version)
+        self._tokens = sum(t.num_sampled for t in group.trajectories)
         header, body = seal(group.model_copy(update={"question": task.question, "attempt": task.attempt}))
-        return self._spoil(task, header, body) if self._spoil else (header, body)
+        if self._spoil:
+            header, body = self._spoil(task, header, body)
+            with suppress(ProtocolError):  # whatever it says is what was sampled
+                self._tokens = sum(read_header(header).sampled)
+        return header, body
 
 
 def step_lines(run_dir: Path) -> list[dict[str, Any]]:

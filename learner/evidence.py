@@ -1,0 +1,38 @@
+"""What is kept of an entry that could not be used: in a file of the run directory (the record) and in Redis (bounded).
+
+Fields of a dead letter, in both: id (of the entry), seq (0: unknown), reason, detail, h and b (header and body as they
+came, base64 in the file; at most EVIDENCE_BYTES of each).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from pathlib import Path
+
+from learner.entry import BadEntry
+from learner.redis_client import Fields, RedisUnavailable, RunStore
+
+log = logging.getLogger(__name__)
+
+EVIDENCE_BYTES = 1 << 20
+
+
+class Evidence:
+    """Appends to `path`, and to the dead-letter stream."""
+
+    def __init__(self, store: RunStore, path: Path) -> None:
+        self._store, self._path = store, path
+
+    def keep(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
+        """One dead letter. Raises nothing: evidence that cannot be kept must not stop the learner."""
+        head, body = (fields.get(name, b"")[:EVIDENCE_BYTES] for name in (b"h", b"b"))
+        facts: dict[str, str | int] = {"id": id_.decode(), "seq": bad.seq, "reason": bad.reason, "detail": bad.detail}
+        line = facts | {"h": base64.b64encode(head).decode(), "b": base64.b64encode(body).decode()}
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._store.dead_letter({**facts, "from": "learner", "h": head, "b": body})
+        except (OSError, RedisUnavailable) as error:
+            log.error("evidence of the unusable entry %s could not be kept: %s", id_.decode(), error)
