@@ -328,6 +328,7 @@ def test_a_full_redis_is_waited_for(
     assert facts["lineage"] == [[1, 0]], "the lease is renewed while Redis refuses writes"
 
 
+@pytest.mark.fault(11, 13)
 def test_a_second_learner_fences_the_first(
     run: RunSettings,
     settings: LearnerSettings,
@@ -349,6 +350,7 @@ def test_a_second_learner_fences_the_first(
     rival.close()
 
 
+@pytest.mark.fault(39)
 def test_batches_that_are_not_finite_are_dead_and_three_in_a_row_stop_the_run(
     run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
 ) -> None:
@@ -476,6 +478,7 @@ def test_other_questions_or_another_seed_are_refused_on_resume(
     assert not db.exists(Keys(run.id).lease), "a refused start leaves no lease behind"
 
 
+@pytest.mark.fault(42)
 def test_versions_that_an_engine_still_serves_are_not_collected(
     run: RunSettings,
     settings: LearnerSettings,

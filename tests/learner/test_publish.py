@@ -87,6 +87,7 @@ def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.fault(40)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_refused(publisher: Publisher, run: RunSettings, bad: float) -> None:
     with pytest.raises(BadWeights, match="tensor b"):
@@ -94,6 +95,7 @@ def test_weights_that_are_not_finite_are_refused(publisher: Publisher, run: RunS
     assert list(run.weights_dir.iterdir()) == []
 
 
+@pytest.mark.fault(42)
 def test_a_failed_write_leaves_nothing_that_looks_published(
     publisher: Publisher, run: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_failed_write_leaves_nothing_that_looks_published(
     assert list(run.weights_dir.iterdir()) == []
 
 
+@pytest.mark.fault(42)
 def test_what_a_killed_learner_left_is_replaced(run: RunSettings) -> None:
     (run.weights_dir / ".v1.1.77.tmp").mkdir(parents=True)
     (run.weights_dir / "v1.1").mkdir()

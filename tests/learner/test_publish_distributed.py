@@ -237,6 +237,7 @@ def on_the_wire(weights: Weights, then: Callable[[], object]) -> Iterator[tuple[
     yield named[-1]
 
 
+@pytest.mark.fault(16, 18)
 def test_a_member_that_dies_in_mid_transfer_costs_one_version_by_files_and_nothing_else(fleet: Fleet) -> None:
     _, publisher, epoch = fleet.learner()
     v = [PolicyVersion(epoch, n) for n in range(7)]
@@ -266,6 +267,7 @@ def test_a_member_that_dies_in_mid_transfer_costs_one_version_by_files_and_nothi
     assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.75))
 
 
+@pytest.mark.fault(16, 19)
 @pytest.mark.parametrize("stopped", ["node", "engine"])
 def test_a_member_that_hangs_is_left_out_and_gets_files(fleet: Fleet, stopped: str) -> None:
     _, publisher, epoch = fleet.learner(prepare_s=1.0 if stopped == "node" else 4.0)
@@ -288,6 +290,7 @@ def test_a_member_that_hangs_is_left_out_and_gets_files(fleet: Fleet, stopped: s
     assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.25))
 
 
+@pytest.mark.fault(16, 19)
 def test_an_engine_that_hangs_in_the_transfer_is_found_by_the_others_being_done(fleet: Fleet) -> None:
     _, publisher, epoch = fleet.learner(stall_s=1.5)
     v = [PolicyVersion(epoch, n) for n in range(3)]
@@ -372,6 +375,7 @@ publisher.publish(PolicyVersion(epoch, 1), dies())
 """
 
 
+@pytest.mark.fault(15)
 def test_a_learner_that_dies_in_mid_transfer_leaves_engines_that_the_next_one_finds_whole(fleet: Fleet) -> None:
     fleet.learner()
     argv = [sys.executable, "-c", DYING, fleet.run.model_dump_json()]
@@ -388,6 +392,7 @@ def test_a_learner_that_dies_in_mid_transfer_leaves_engines_that_the_next_one_fi
     assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.25))
 
 
+@pytest.mark.fault(11, 13)
 def test_a_fenced_learner_can_neither_call_a_view_nor_announce(fleet: Fleet) -> None:
     _, old, epoch = fleet.learner(prepare_s=1.0)
     v0 = step(old, PolicyVersion(epoch, 0), fleet.weights).version
@@ -400,6 +405,7 @@ def test_a_fenced_learner_can_neither_call_a_view_nor_announce(fleet: Fleet) -> 
     fleet.ready("a", "b", at=v0)
 
 
+@pytest.mark.fault(40)
 def test_weights_that_are_not_finite_end_the_view(fleet: Fleet) -> None:
     _, publisher, epoch = fleet.learner()
     v0 = step(publisher, PolicyVersion(epoch, 0), fleet.weights).version

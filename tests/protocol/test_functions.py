@@ -55,6 +55,7 @@ def test_a_held_lease_is_refused_with_its_holder_unless_taken_over(run: redis.Re
     assert call(run, fn.RENEW, [KEYS.lease], 2, "b", 15000) == 1
 
 
+@pytest.mark.fault(11, 13)
 def test_a_fenced_learner_can_do_nothing(run: redis.Redis) -> None:
     acquire(run, "a")
     acquire(run, "b", takeover=1)

@@ -114,6 +114,7 @@ async def test_an_engine_that_holds_the_target_already_is_left_alone(world, unti
         assert "/pause_generation" not in engine.calls
 
 
+@pytest.mark.fault(17)
 async def test_an_engine_of_a_replaced_epoch_is_not_ready_before_it_holds_the_target(
     world, until: Until, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ async def test_an_engine_of_a_replaced_epoch_is_not_ready_before_it_holds_the_ta
         await until(stands(world, NodeState.READY, PolicyVersion(2, 0)), "READY at the target")
 
 
+@pytest.mark.fault(43)
 async def test_corrupt_weights_leave_the_engine_as_it_was_and_then_quarantine_it(
     world, until: Until, tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ async def test_corrupt_weights_leave_the_engine_as_it_was_and_then_quarantine_it
         await until(stands(world, NodeState.READY, V2), "a sound version mends it")
 
 
+@pytest.mark.fault(42)
 @pytest.mark.parametrize("wrong", ["missing", "no manifest", "other version", "escapes"])
 async def test_a_directory_that_is_not_the_version_is_never_loaded(
     wrong: str, world, until: Until, tmp_path: Path
@@ -185,6 +188,7 @@ async def test_a_swap_waits_for_an_evaluation_to_end(world, until: Until, tmp_pa
         assert engine.calls.count("/update_weights_from_disk") == 1, "and only that"
 
 
+@pytest.mark.fault(11, 13)
 async def test_a_lower_epoch_is_refused(world, until: Until, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
         world.publish_weights(tmp_path / "weights", PolicyVersion(3, 5))
@@ -204,6 +208,7 @@ async def test_a_pause_that_fails_changes_nothing_and_is_tried_again(world, unti
         await until(stands(world, NodeState.READY, V1), "the next try works")
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize("route", ["/update_weights_from_disk", "/model_info", "/continue_generation"])
 async def test_an_update_that_fails_half_way_quarantines_the_engine_until_all_is_loaded(
     route: str, world, until: Until, tmp_path: Path
@@ -227,6 +232,7 @@ async def test_an_engine_that_lies_about_its_version_is_quarantined(world, until
         await until(stands(world, NodeState.READY, V1), "loaded again")
 
 
+@pytest.mark.fault(17)
 async def test_a_silent_engine_is_suspect_and_comes_back(world, until: Until, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with FakeServer() as engine, node(world, engine, tmp_path):
@@ -336,6 +342,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.fault(17, 18)
 async def test_the_embedded_engine_joins_late_is_killed_and_dies_with_its_node(
     world, until: Until, tmp_path: Path, policy: Path
 ) -> None:

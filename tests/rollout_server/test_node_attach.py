@@ -116,6 +116,7 @@ async def test_the_same_tokenizer_is_taken_on_its_word(world, until: Until, tmp_
         assert engine.calls.count("/tokenize") == 1
 
 
+@pytest.mark.fault(17)
 async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_the_right_version(
     world, until: Until, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
         await asyncio.wait_for(node, 10)
 
 
+@pytest.mark.fault(15)
 async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_until_it_is_whole(
     world, until: Until, tmp_path: Path
 ) -> None:

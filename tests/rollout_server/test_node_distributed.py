@@ -198,6 +198,7 @@ async def test_what_fails_before_the_first_tensor_leaves_the_engine_at_its_versi
         assert engine.bodies[JOIN][-1]["group_name"] == "h"
 
 
+@pytest.mark.fault(16)
 async def test_a_session_that_a_dead_node_left_open_is_closed(world, until: Until, tmp_path: Path) -> None:
     async with ring(world, until, tmp_path) as (engine, learner):
         world.sync.delete(world.keys.target)
@@ -214,6 +215,7 @@ async def test_a_session_that_a_dead_node_left_open_is_closed(world, until: Unti
         await learner.hears("prepared")
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize("route", [BUCKET, END, CHECK])
 async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded_in_place(
     world, until: Until, tmp_path: Path, route: str
@@ -255,6 +257,7 @@ async def test_a_quarantined_engine_that_does_not_load_is_lost(world, until: Unt
         assert world.registered("e").incarnation != incarnation and not engine.paused
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize("end", ["deadline", "abort", "another view", "a newer epoch", "files of the version"])
 @pytest.mark.parametrize("after", ["prepared", "loaded"])
 async def test_every_end_of_a_view_but_a_commit(
@@ -304,6 +307,7 @@ async def test_a_group_that_nobody_joins_costs_the_deadline_only(world, until: U
         assert stands(world, NodeState.READY, V1)()
 
 
+@pytest.mark.fault(18)
 async def test_an_engine_that_is_not_ready_or_not_meant_stays_out(world, until: Until, tmp_path: Path) -> None:
     async with ring(world, until, tmp_path) as (engine, learner):
         learner.say("prepare", members=("e/other",))

@@ -173,6 +173,7 @@ async def test_what_the_engine_says_of_itself_is_registered(world, until: Until,
     assert there.transports == ("disk", "distributed", "adapter")
 
 
+@pytest.mark.fault(19)
 @pytest.mark.parametrize("stopped", ["the scheduler behind a live HTTP port", "the whole tree, guard included"])
 async def test_a_hanging_engine_is_killed_and_started_again_at_the_version_of_the_day(
     stopped: str, world, until: Until, tmp_path: Path
@@ -220,6 +221,7 @@ async def test_an_engine_that_is_being_updated_is_no_hanging_one(world, until: U
         assert info(world).state is NodeState.LOADING, "silent on purpose"
 
 
+@pytest.mark.fault(19)
 async def test_an_engine_that_is_stopped_in_the_middle_of_an_update_is_found(
     world, until: Until, tmp_path: Path
 ) -> None:
