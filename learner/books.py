@@ -116,6 +116,8 @@ class Books:
                 self.due.discard(seq)
                 self.attempts.pop(seq, None)
                 self.law.land(seq)
+            # A Redis that rolled back may have lost count; whatever is settled was issued.
+            self.issued = max(self.issued, self.ledger.watermark)
             if outcome is not Outcome.TRAINED:
                 self.law.book(BUCKET_OF[outcome], tokens)
 

@@ -22,7 +22,10 @@ def issue_limit(*, settled: int, watermark: int, max_lag: int, groups_per_step: 
     settled    number of seqs in the ledger, whatever became of them
     watermark  every seq up to here is settled
 
-    The second term bounds how far the rest may run ahead of one straggler, so that the ledger's set stays small.
+    The second term bounds how far the rest may run ahead of one straggler, so that the ledger's set stays small. But a
+    whole batch may always be open: a straggler that comes at last could otherwise wait for others to fill its batch,
+    and they for the watermark, which only its batch can move. While it is missing, that batch is not full, and nothing
+    runs ahead of it.
     """
     window = (max_lag + 1) * groups_per_step
-    return min(settled + window, watermark + 4 * window)
+    return min(settled + window, max(watermark + 4 * window, settled + groups_per_step))
