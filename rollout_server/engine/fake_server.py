@@ -97,7 +97,7 @@ class FakeServer(ScriptedServer):
     """`async with FakeServer() as engine: engine.url ...`. `calls` holds every route in order, `requests` each body;
     `tokens_made` counts what it has streamed.
 
-    latency_s    before the first token
+    latency_s    before the first token; this and the next may be changed at any time
     pace_s       for each further one
     incremental  chunks hold only what is new, as with SGLang's --incremental-streaming-output
     exact        every chunk says which version sampled which token, as the embedded engine's do; SGLang's: the last
@@ -114,7 +114,7 @@ class FakeServer(ScriptedServer):
         exact: bool = False,
     ) -> None:
         super().__init__()
-        self._say, self._latency_s, self._pace_s = say, latency_s, pace_s
+        self._say, self.latency_s, self.pace_s = say, latency_s, pace_s
         self._incremental, self._exact = incremental, exact
         self.version, self.loaded = version, ""
         self.calls: list[str] = []
@@ -171,11 +171,11 @@ class FakeServer(ScriptedServer):
         generation = Generation(body, [int(i) for i in self._say(body)])
         self._in_flight += 1
         try:
-            await asyncio.sleep(self._latency_s)
+            await asyncio.sleep(self.latency_s)
             await self._running.wait()
             if body.get("stream"):
                 return await self._stream(request, generation)
-            await asyncio.sleep(self._pace_s * len(generation.ids))
+            await asyncio.sleep(self.pace_s * len(generation.ids))
             generation.labels = [self.version] * len(generation.ids)
             return web.json_response(generation.chunk(self.version, exact=True))
         finally:
@@ -193,7 +193,7 @@ class FakeServer(ScriptedServer):
         sent = 0
         for n in range(len(generation.ids) + 1):
             if n:
-                await asyncio.sleep(self._pace_s if n > 1 else 0.0)
+                await asyncio.sleep(self.pace_s if n > 1 else 0.0)
                 await self._running.wait()
                 generation.labels.append(self.version)
                 self.tokens_made += 1
