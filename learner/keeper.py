@@ -58,7 +58,7 @@ class Keeper:
         reconcile_s: float,
     ) -> None:
         self._store, self._lease, self._issuer, self._reconciler = store, lease, issuer, reconciler
-        self._requests, self._cross, self._snapshot = requests, cross, snapshot
+        self._requests, self._cross, self.snapshot = requests, cross, snapshot
         self._renewal, self._reconciling, self._metrics = Every(lease_s / 3), Every(reconcile_s), Every(METRICS_S)
         self._reconciling.due()  # not before the first interval has passed
         self.wake = threading.Event()
@@ -83,4 +83,4 @@ class Keeper:
 
     def report(self) -> None:
         """Publishes the metrics as they are."""
-        self._store.report(self._snapshot())
+        self._store.report(self.snapshot())

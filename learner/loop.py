@@ -142,12 +142,20 @@ class TrainingLoop:
             # Nothing to learn from, and nobody's fault: too old, or ended by failing engines and searches.
             p.books.settle(seqs, Outcome.STALE, "no_tokens", tokens=_sampled(entries))
         else:
-            p.skipped_journal.append(self.policy_step + 1, p.lease.epoch, ((e.raw_header, e.raw_body) for e in entries))
+            self._keep_skipped(entries)
             p.books.settle(seqs, Outcome.DEAD, "nonfinite", tokens=_sampled(entries))
             p.history.tell("skipped", f"a batch of {len(seqs)} seqs was not trained: {report.reason}")
             p.books.tally.skipped_steps += 1
             self._patience.skip(report.reason)
         p.keeper.wake.set()
+
+    def _keep_skipped(self, entries: list[Entry]) -> None:
+        """The batch as evidence, with which the step can be made again. A full disk is no reason to stop for it."""
+        p = self.parts
+        try:
+            p.skipped_journal.append(self.policy_step + 1, p.lease.epoch, ((e.raw_header, e.raw_body) for e in entries))
+        except OSError as error:
+            log.error("the skipped batch could not be kept in %s: %s", p.run.dir / "skipped", error)
 
     # --- weights ---
 
@@ -204,7 +212,14 @@ class TrainingLoop:
             except (CheckpointFailed, OSError) as error:
                 self._checkpoint_failed(error)
                 return False
+            if self._failed_checkpoints:
+                log.info("checkpoints can be written again")
+                p.history.tell(
+                    "checkpoint-again", f"{written.name} was written, after {self._failed_checkpoints} failures"
+                )
             self._failed_checkpoints = 0
+            p.meter.put(checkpoint_failures=0)
+            p.meter.say(checkpoint_error="")
             p.issuer.open.set()
             self._checkpoint_step, self._checkpoint_time = p.books.step, time.monotonic()
             p.meter.put(checkpoint_step=p.books.step)
@@ -219,7 +234,9 @@ class TrainingLoop:
     def _acknowledge_rest(self) -> None:
         """What the checkpoint had decided that was resumed from, and its writer could not acknowledge any more."""
         ids = list(self.parts.books.unacked)
-        self.parts.store.ack(ids)
+        if again := self.parts.store.ack(ids):
+            log.info("%d entries that the checkpoint had decided are acknowledged now", again)
+            self.parts.books.tally.redelivered += again
         self.parts.books.forget(ids)
 
     def _checkpoint_failed(self, error: Exception) -> None:
@@ -227,6 +244,8 @@ class TrainingLoop:
         self._failed_time = time.monotonic()
         log.error("%s; the checkpoint of step %d stays in force", error, self._checkpoint_step)
         self.parts.history.tell("checkpoint-failed", str(error))
+        self.parts.meter.put(checkpoint_failures=self._failed_checkpoints)
+        self.parts.meter.say(checkpoint_error=str(error))
         if self._failed_checkpoints >= FAILED_CHECKPOINTS:
             log.error("%d checkpoints failed: no more tasks are issued until one succeeds", self._failed_checkpoints)
             self.parts.issuer.open.clear()

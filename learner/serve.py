@@ -11,41 +11,31 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 
-from learner.audit import Audit
 from learner.books import Books
 from learner.checkpoint import STATE, Checkpoint, Checkpoints
 from learner.config import LearnerSettings
-from learner.crosscheck import CrossCheck
-from learner.evidence import Evidence
-from learner.filtering import GroupFilter
-from learner.history import LEARNER_ID, History
+from learner.delivery import build_delivery
+from learner.history import History
 from learner.io_loop import Alarm, IoLoop
-from learner.issue import Issuer
 from learner.journal import Journal, all_places, frames, rolled_back
-from learner.keeper import Keeper
 from learner.lease import Lease
 from learner.loop import TrainingLoop
+from learner.measuring import summary
 from learner.metrics import Meter, StepLog
 from learner.metrics_http import serve_prometheus
 from learner.mixing import Mix, Trained, mix_count
 from learner.parts import Parts
 from learner.questions import load_questions
-from learner.reconcile import Reconciler
 from learner.redis_client import RedisUnavailable, RunStore
-from learner.requests import Requests
 from learner.run_key import run_key
 from learner.sampler import Sampler
 from learner.seams import TrainEngine
 from learner.signals import Stop, stop_signals
-from learner.source import Source
 from learner.telling import Teller, open_trackers
 from protocol.codec import decode_as
 from protocol.errors import Fenced, UserError
-from protocol.ledger import Outcome
-from protocol.messages import MetricsSnapshot, TrajectoryGroup
-from protocol.meta import RunMeta, tokenizer_digest
+from protocol.messages import TrajectoryGroup
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -90,7 +80,8 @@ def serve(
         try:
             parts, lineage = assemble(run, settings, sampler, store, checkpoints, lease, make_engine)
             _train(parts, TrainingLoop(parts, lineage, stop.is_set), stop)
-        except Fenced:
+        except Fenced as error:
+            History(store).tell("fenced", str(error))
             raise
         except BaseException:
             stop.training = True  # a second signal must not break off the tidying up
@@ -118,31 +109,13 @@ def assemble(
     if checkpoint is not None:
         _restore(books, checkpoint, run, sampler)
     trackers = open_trackers(run, settings, books.step, lease.epoch)
-    history = History(store)
-    source = Source(
-        store,
-        books,
-        run.id,
-        group_filter := GroupFilter(settings.filtering, run.groups_per_step),
-        room=settings.prefetch_steps * run.groups_per_step,
-        max_attempts=settings.max_attempts,
-        evidence=Evidence(store, run.dir / "dead_letters.jsonl"),
-        history=history,
-    )
-    issuer, reconciler = Issuer(store, books, sampler, run), Reconciler(store, books, source, history)
-    requests = Requests(store, books, history)
-    state, name = (checkpoint.facts.get("redis"), checkpoint.path.name) if checkpoint else (None, "")
-    cross = CrossCheck(store, books, history, state=state, checkpoint=name)
-    audit = Audit(store, books, history, requests, cross, _meta(run))
-    snapshot = _measure(run, books, lease, meter, audit)
-    paces = {"lease_s": settings.lease_s, "reconcile_s": settings.reconcile_s}
-    keeper = Keeper(store, lease, issuer, reconciler, requests, cross, snapshot, **paces)
-    keeping = IoLoop("keeper", keeper.turn, alarm)
+    delivery = build_delivery(run, settings, sampler, store, lease, books, meter, checkpoint)
+    keeping = IoLoop("keeper", delivery.keeper.turn, alarm)
     keeping.start()
     try:
         engine = resumed_engine(make_engine, run, settings, checkpoint)
         if settings.metrics_port:
-            serve_prometheus(settings.metrics_host, settings.metrics_port, snapshot)
+            serve_prometheus(settings.metrics_host, settings.metrics_port, delivery.keeper.snapshot)
     except BaseException:
         keeping.stop()
         raise
@@ -152,24 +125,24 @@ def assemble(
         settings=settings,
         store=store,
         books=books,
-        history=history,
-        audit=audit,
+        history=delivery.history,
+        audit=delivery.audit,
         meter=meter,
         alarm=alarm,
         lease=lease,
         sampler=sampler,
         checkpoints=checkpoints,
-        issuer=issuer,
-        source=source,
-        group_filter=group_filter,
-        keeper=keeper,
+        issuer=delivery.issuer,
+        source=delivery.source,
+        group_filter=delivery.group_filter,
+        keeper=delivery.keeper,
         engine=engine,
         publisher=settings.publish.build(run, engine.model_files, store),
         journal=Journal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
         skipped_journal=Journal(run.dir / "skipped"),
         teller=Teller(meter, StepLog(run.dir / "metrics.jsonl"), trackers),
         mix=_mix(run, settings, books.step, lineage),
-        reader=IoLoop("reader", source.turn, alarm),
+        reader=IoLoop("reader", delivery.source.turn, alarm),
         keeping=keeping,
     )
     return parts, lineage
@@ -197,7 +170,7 @@ def _train(parts: Parts, loop: TrainingLoop, stop: Stop) -> None:
         else:
             loop.finish()
             parts.meter.say(state="done")
-            log.info("done: %s", _summary(parts.books))
+            log.info("done: %s", summary(parts.books))
             parts.last_report()
     except RedisUnavailable:
         if not stop.is_set():
@@ -241,55 +214,6 @@ def _mix(run: RunSettings, settings: LearnerSettings, step: int, lineage: list[P
     wanted = [p for p in all_places(run.dir / "journal") if p.step in lately and not rolled_back(p, lineage)]
     past = (Trained(place.step, decode_as(TrajectoryGroup, frame["b"])) for place, frame in frames(wanted))
     return Mix(count, run.max_lag, run.seed, past)
-
-
-def _meta(run: RunSettings) -> RunMeta:
-    """What every other process of the run must agree with."""
-    try:
-        tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
-    except OSError:  # a model without a tokenizer of its own: nobody can disagree
-        tokenizer = ""
-    shared = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "seed")
-    facts = {name: str(getattr(run, name)) for name in shared} | {"run": run.id, "foray": version("foray")}
-    return RunMeta(tokenizer=tokenizer, facts=facts)
-
-
-def _measure(run: RunSettings, books: Books, lease: Lease, meter: Meter, audit: Audit) -> Callable[[], MetricsSnapshot]:
-    def snapshot() -> MetricsSnapshot:
-        with books.lock:
-            counts, tally = books.ledger.counts, books.tally
-            values = {
-                **{str(outcome): counts[outcome] for outcome in Outcome},
-                "step": books.step,
-                "steps": run.steps,
-                "epoch": lease.epoch,
-                "groups_trained": counts[Outcome.TRAINED],
-                "tokens_trained": tally.tokens_trained,
-                "tokens_sampled": tally.tokens_sampled,
-                "issued": books.issued,
-                "settled": books.ledger.settled,
-                "watermark": books.ledger.watermark,
-                "in_flight": len(books.in_flight()),
-                "held": len(books.held),
-                "duplicates": tally.duplicates,
-                "redelivered": tally.redelivered,
-                "reissued": tally.reissued,
-                "dead_letters": tally.dead_letters,
-                "poisoned": tally.poisoned,
-                "requeued": tally.requeued,
-                "state_lost": tally.state_lost,
-                "lease_lapsed": tally.lease_lapsed,
-                **audit.values(),
-                **books.filtered(),
-            }
-        return meter.snapshot(LEARNER_ID, **values)
-
-    return snapshot
-
-
-def _summary(books: Books) -> str:
-    counts = ", ".join(f"{books.ledger.counts[outcome]} {outcome}" for outcome in Outcome)
-    return f"{books.issued} seqs issued = {counts}, 0 in flight; {books.tally.duplicates} duplicates suppressed"
 
 
 def _reach(store: RunStore) -> None:
