@@ -124,8 +124,9 @@ def _of_learner(seen: Observation) -> list[Problem]:
         found.append(
             Problem(
                 f"{failures} checkpoints in a row could not be written; the last is of step "
-                f"{int(values.get('checkpoint_step', 0))}",
-                "make room on the disk below run.dir (the learner's log has the reason); training goes on meanwhile",
+                f"{int(values.get('checkpoint_step', 0))}: {harmless(learner.text.get('checkpoint_error', ''), 300)}",
+                "make room on the disk below run.dir; training goes on meanwhile, after 3 failures without new tasks, "
+                "and the next try is made by itself",
             )
         )
     every = int(values.get("checkpoint_every", 0))

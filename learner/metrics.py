@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol.messages import MetricsSnapshot
+
+log = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 30.0
 MAX_NAME, MAX_TEXT = 200, 500
@@ -92,11 +95,18 @@ class StepLog:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, facts: dict[str, Any]) -> None:
+        """One line. What a full disk does not take is kept in memory and written with a later one."""
         self._file.write(json.dumps(_finite(facts), separators=(",", ":")) + "\n")
-        self._file.flush()
+        try:
+            self._file.flush()
+        except OSError as error:
+            log.error("metrics.jsonl could not be written, and will be when there is room: %s", error)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            log.error("the last lines of metrics.jsonl are lost: %s", error)
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,212 @@
+"""Disks that are really full (a small file system, or a limit on the size of files): what stops, what goes on, what
+is said, and that nothing half-written is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import redis
+
+from learner import loop
+from learner.checkpoint import Checkpoints
+from learner.config import LearnerSettings
+from learner.journal import read_journal
+from protocol.codec import decode_as
+from protocol.errors import UserError
+from protocol.keys import Keys
+from protocol.messages import MetricsSnapshot, WeightUpdate
+from protocol.settings import RunSettings
+
+BYTES = 4 << 20
+PADDING = b"s" * 300_000
+"""What a checkpoint or a version holds besides: larger than the limit of files where no file system can be mounted."""
+
+
+class Disk:
+    """The file system of one folder: `fill` leaves no room there, `free` gives it back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={BYTES}", "tmpfs", str(folder)]
+        self.mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self) -> None:
+        if not self.mounted:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(PADDING) // 2, self._limits[1]))
+            return
+        with (self.folder / ".filler").open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(b"f" * 4096)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+
+    def free(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+        (self.folder / ".filler").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.free()
+        if self.mounted:
+            subprocess.run(["umount", "-l", str(self.folder)], check=True)
+
+
+@pytest.fixture
+def disk() -> Iterator[Callable[[Path], Disk]]:
+    made: list[Disk] = []
+
+    def make(folder: Path) -> Disk:
+        made.append(Disk(folder))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(autouse=True)
+def large_states(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and versions of a third of a megabyte."""
+    save, weights = tiny.TinyEngine.save_state, tiny.TinyEngine.iter_weights
+
+    def padded(self: Any, directory: Path) -> None:
+        save(self, directory)
+        (directory / "padding").write_bytes(PADDING)
+
+    def heavy(self: Any, device: str = "cpu") -> Any:
+        import torch
+
+        yield from weights(self, device)
+        yield "padding", torch.ones(len(PADDING) // 4)
+
+    monkeypatch.setattr(tiny.TinyEngine, "save_state", padded)
+    monkeypatch.setattr(tiny.TinyEngine, "iter_weights", heavy)
+
+
+def told(db: redis.Redis, run: RunSettings) -> MetricsSnapshot | None:
+    raw = db.get(Keys(run.id).metrics("learner", "0"))
+    return decode_as(MetricsSnapshot, raw) if raw else None
+
+
+def test_what_is_full_is_really_full(disk: Callable[[Path], Disk], tmp_path: Path) -> None:
+    one = disk(tmp_path / "d")
+    one.fill()
+    with pytest.raises(OSError, match=r"No space left|File too large"):
+        (tmp_path / "d" / "x").write_bytes(PADDING)
+    (tmp_path / "d" / "x").unlink()
+    one.free()
+    (tmp_path / "d" / "x").write_bytes(PADDING)
+
+
+@pytest.mark.fault(41)
+def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_room_mends_it(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    db: redis.Redis, disk: Callable[[Path], Disk], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(loop, "RETRY_CHECKPOINT_S", 0.2)
+    full = disk(run.checkpoint_dir)
+    steps_when_full: list[int] = []
+    seen: dict[str, Any] = {}
+
+    def fill(updates: int) -> None:
+        if updates == 3 and not steps_when_full:
+            full.fill()
+        if updates >= 3:
+            steps_when_full.append(updates)
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            now = told(db, run)
+            if now is not None and now.values.get("checkpoint_failures", 0) >= loop.FAILED_CHECKPOINTS + 1:
+                current = Checkpoints(run.checkpoint_dir, 2).load()
+                seen.update(values=now.values, text=now.text, step=current.facts["step"] if current else -1)
+                seen["litter"] = list(run.checkpoint_dir.glob(".step_*"))
+                full.free()
+                return
+            time.sleep(0.05)
+
+    longer = run.model_copy(update={"steps": 16})
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with tiny.Player(address, run.id):
+        assert serve(longer, settings.model_copy(update={"checkpoint_every": 2}), before=fill) == 0
+    watcher.join()
+    assert seen["step"] == 2, "the old one is in force and can be loaded"
+    assert steps_when_full[:2] == [3, 4], "training went on"
+    assert seen["values"]["issued"] <= (6 + run.max_lag + 1) * run.groups_per_step, "and then nothing more was issued"
+    assert "could not be written" in seen["text"]["checkpoint_error"]
+    assert "no more tasks are issued until one succeeds" in caplog.text and "step 2 stays in force" in caplog.text
+    last = told(db, run)
+    assert last and last.values["checkpoint_failures"] == 0 and last.values["trained"] == 16 * run.groups_per_step
+    kinds = [fields[b"kind"] for _, fields in db.xrange(Keys(run.id).events)]
+    assert b"checkpoint-failed" in kinds and b"checkpoint-again" in kinds
+
+
+@pytest.mark.fault(42)
+def test_without_room_for_weights_the_learner_stops_and_the_last_version_stays_whole(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    db: redis.Redis, disk: Callable[[Path], Disk],
+) -> None:  # fmt: skip
+    full = disk(run.weights_dir)
+    with tiny.Player(address, run.id):
+        with pytest.raises(UserError, match=r"weights of version 1\.5 could not be written.*(space|large)") as caught:
+            serve(run, settings, before=lambda updates: full.fill() if updates == 4 else None)
+        assert "make room" in caught.value.todo and str(run.dir) in caught.value.todo
+        target = decode_as(WeightUpdate, db.hget(Keys(run.id).target, "b"))
+        assert target.version == (1, 4) and Path(target.path, "manifest.json").is_file()
+        assert not list(run.weights_dir.glob(".v*")) and not (run.weights_dir / "v1.5").exists()
+        full.free()
+        assert serve(run, settings) == 0
+
+
+@pytest.mark.fault(41)
+def test_without_room_for_the_journal_the_learner_stops_and_what_is_written_can_be_read(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    disk: Callable[[Path], Disk],
+) -> None:  # fmt: skip
+    full = disk(run.dir / "journal")
+    if not full.mounted:
+        pytest.skip("the journal of this run is smaller than any limit on files: it needs a file system of its own")
+    with tiny.Player(address, run.id):
+        with pytest.raises(UserError, match=r"step 5 could not be written to the journal.*No space left") as caught:
+            serve(run, settings, before=lambda updates: full.fill() if updates == 4 else None)
+        assert "make room" in caught.value.todo
+        full.free()
+        assert serve(run, settings) == 0
+    found = Checkpoints(run.checkpoint_dir, 2).load()
+    assert found
+    kept = [entry.step for entry in read_journal(run.dir / "journal", lineage=found.lineage)]
+    assert kept == [step for step in range(1, run.steps + 1) for _ in range(run.groups_per_step)]
+
+
+@pytest.mark.fault(39, 41)
+def test_without_room_for_evidence_training_goes_on(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    disk: Callable[[Path], Disk], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    full = disk(run.dir / "skipped")
+    if not full.mounted:
+        pytest.skip("evidence is smaller than any limit on files: it needs a file system of its own")
+    full.fill()
+    calls: list[int] = []
+
+    def verdict(updates: int) -> str:
+        calls.append(updates)
+        return "not finite" if len(calls) == 3 else ""
+
+    with tiny.Player(address, run.id):
+        assert serve(run, settings, verdict=verdict) == 0
+    assert "the skipped batch could not be kept" in caplog.text
