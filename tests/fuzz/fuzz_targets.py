@@ -1,0 +1,45 @@
+"""Every decoder that reads bytes or text from outside of its process, with the errors that it is allowed to raise."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from fuzz_mutate import Shape
+
+PARTS = ("protocol", "learner", "rollout", "retriever", "native")
+"""One child process each; `native` holds those whose parser is not Python's, so that a crash of theirs costs no other."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One decoder.
+
+    run             decodes; returns or raises
+    raises          its documented errors
+    seeds           valid examples
+    seal            mends checksums, so that what is behind them is reached: half of the inputs go through it
+    share           weight in sharing out the inputs
+    cpu_s           processor time that one input may take, plus so much a byte
+    rss_mb          memory that one input may add to the peak, plus 50 times its size
+    """
+
+    name: str
+    run: Callable[[bytes], object]
+    raises: tuple[type[Exception], ...]
+    seeds: Sequence[bytes]
+    shape: Shape = "bytes"
+    seal: Callable[[bytes], bytes] | None = None
+    share: float = 1.0
+    cpu_s: float = 1.0
+    cpu_s_per_byte: float = 1e-6
+    rss_mb: float = 64.0
+
+
+@cache
+def load(part: str) -> tuple[Decoder, ...]:
+    """The decoders of one part, in order."""
+    decoders: tuple[Decoder, ...] = importlib.import_module(f"fuzz_targets_{part}").decoders()
+    return decoders

@@ -1,0 +1,152 @@
+"""Decoders of the learner: stream entries, what ranks tell each other, journal, checkpoint, questions."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from fuzz_targets import Decoder
+from fuzz_targets_protocol import entries, resealed
+
+from learner import share_codec
+from learner.checkpoint import MANIFEST, Checkpoints
+from learner.entry import BadEntry, read_entry
+from learner.journal import Conditions, Journal, data_files, read_journal
+from learner.journal_index import FRAME, index_of, places
+from learner.questions import load_questions
+from protocol.codec import encode, unpack
+from protocol.errors import ProtocolError, UserError
+from protocol.header import seal
+from protocol.messages import Task
+from protocol.testing import make_group
+from protocol.versions import PolicyVersion
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Something of every kind that ranks share."""
+
+    ids: npt.NDArray[np.int32]
+    weights: tuple[float, ...]
+    names: dict[str, int]
+    step: int
+    last: bool
+
+
+def _entry(raw: bytes) -> object:
+    fields = unpack(raw)  # how Redis would hand them over: a map of bytes
+    given = (
+        {k.encode(): v for k, v in fields.items() if isinstance(k, str) and isinstance(v, bytes)}
+        if isinstance(fields, dict)
+        else {}
+    )
+    return read_entry(b"1-0", given, "test")
+
+
+def _journal(scratch: Path) -> tuple[bytes, Any, bytes, Any]:
+    """(data of a journal, its decoder, its index, the index's decoder)."""
+    folder = scratch / "journal"
+    journal = Journal(folder)
+    conditions = Conditions(3, (PolicyVersion(1, 0),), 1.0, 2)
+    journal.append(4, 1, [seal(make_group(seq)) for seq in (1, 2)], conditions)
+    journal.close()
+    (path,) = data_files(folder)
+    data, index = path.read_bytes(), index_of(path).read_bytes()
+
+    def read_data(raw: bytes) -> object:
+        path.write_bytes(raw)
+        index_of(path).unlink(missing_ok=True)
+        return list(read_journal(folder))
+
+    def read_index(raw: bytes) -> object:
+        path.write_bytes(data)
+        index_of(path).write_bytes(raw)
+        found = places(path)
+        assert [place.seq for place in found][:2] == [1, 2] or len(raw) >= 40, "the data alone is the truth"
+        return list(read_journal(folder))
+
+    return data, read_data, index, read_index
+
+
+def reframed(raw: bytes) -> bytes:
+    """The same content as one frame with the right length and checksum."""
+    content = raw[FRAME.size :]
+    return FRAME.pack(len(content), zlib.crc32(content)) + content
+
+
+def _checkpoint(scratch: Path) -> tuple[bytes, Any]:
+    folder = scratch / "checkpoints"
+    path = folder / "step_4.e1"
+    (path / "state").mkdir(parents=True)
+    (path / "state" / "a.bin").write_bytes(b"weights")
+    (folder / "CURRENT").write_text("step_4.e1\n")
+    listed = {"state/a.bin": {"bytes": 7, "sha256": sha256(b"weights").hexdigest()}}
+    facts = {"format": 1, "step": 4, "epoch": 1, "lineage": [[1, 0]], "ledger": {"watermark": 4}, "files": listed}
+    checkpoints = Checkpoints(folder, keep=2)
+
+    def read(raw: bytes) -> object:
+        (path / MANIFEST).write_bytes(raw)
+        return checkpoints.load()
+
+    return json.dumps(facts).encode(), read
+
+
+def _current(scratch: Path) -> Any:
+    folder = scratch / "current"
+    folder.mkdir()
+    checkpoints = Checkpoints(folder, keep=2)
+
+    def read(raw: bytes) -> object:
+        (folder / "CURRENT").write_bytes(raw)
+        return checkpoints.current_epoch()
+
+    return read
+
+
+def _questions(scratch: Path) -> Any:
+    path = scratch / "questions.jsonl"
+
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        found = load_questions(path)
+        # what was taken as a question must be able to travel
+        return [encode(Task(seq=1, question=question, group_size=1)) for question in found.questions]
+
+    return read
+
+
+def decoders() -> tuple[Decoder, ...]:
+    scratch = Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
+    data, read_data, index, read_index = _journal(scratch)
+    manifest, read_manifest = _checkpoint(scratch)
+    piece = share_codec.encode(Piece(np.arange(6, dtype=np.int32).reshape(2, 3), (0.5, 1.0), {"a": 1}, 3, True))
+    asked = (
+        b'{"id": "q1", "question": "who ?", "answers": ["a"], "hops": 2, "type": "bridge"}\n'
+        b'{"_id": 3, "question": "what ?", "answer": "b"}\n',
+        '{"id": "q1", "question": "who\u2028 was ?", "golden_answers": ["a", "é"]}\n'.encode(),
+    )
+    return (
+        Decoder("entry.read_entry", _entry, (BadEntry, ProtocolError), entries(), "msgpack", resealed, share=4),
+        Decoder(
+            "share_codec.decode",
+            lambda raw: share_codec.decode(raw, Piece),
+            (TypeError, ValueError),
+            (piece,),
+            "msgpack",
+            share=3,
+        ),
+        Decoder("journal.frames", read_data, (ProtocolError,), (data,), "bytes", reframed, share=0.5),
+        Decoder("journal.index", read_index, (ProtocolError,), (index,), "bytes", share=0.5),
+        Decoder("checkpoint.manifest", read_manifest, (UserError,), (manifest,), "json", share=0.5),
+        Decoder("checkpoint.current", _current(scratch), (UserError,), (b"step_4.e1\n",), "text", share=0.5),
+        Decoder("questions.load", _questions(scratch), (UserError,), asked, "text", share=0.5),
+        Decoder("questions.record", _questions(scratch), (UserError,), (asked[0].splitlines()[0],), "json", share=0.5),
+    )

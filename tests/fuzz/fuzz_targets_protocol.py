@@ -1,0 +1,137 @@
+"""Decoders of `protocol`: the wire, headers, versions, books, settings, and lines of a run's history."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from fuzz_targets import Decoder
+
+from protocol import codec, events, redis_url
+from protocol.access import Access, decide, is_loopback
+from protocol.errors import ForayError, ProtocolError, UserError
+from protocol.header import check_body, read_header, seal
+from protocol.ledger import Ledger, Outcome
+from protocol.messages import GroupFailed
+from protocol.settings import RunSettings, read_tree, section
+from protocol.testing import make_group, make_task
+from protocol.versions import PolicyVersion
+
+TOKEN = "fuzz-0123456789-abcdefghijklmnopqrstuvw"
+REDIS_URLS = (
+    b"redis://user:secret@host:6379/1?ssl_cert_reqs=none",
+    b"rediss+sentinel://u:p@h1:26379,h2,[::1]:3/name/0?sentinel_password=x",
+    b"unix:///run/redis.sock?db=1",
+    b"redis+cluster://h1,h2:7000",
+)
+GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.msgpack"))
+
+
+def messages() -> tuple[bytes, ...]:
+    """Valid messages of every kind and age, one of them larger."""
+    big = make_group(3, (1.0, 0.5, 0.0), version=PolicyVersion(2, 41))
+    return (*(path.read_bytes() for path in GOLDEN), codec.encode(big), codec.encode(make_task(7)))
+
+
+def entries() -> tuple[bytes, ...]:
+    """Valid entries of the trajectory stream: msgpack of {seq, h, b}."""
+    failed = GroupFailed(run="test", seq=9, attempt=3, question_id="q", reason="no_engine")
+    groups = [make_group(3, (1.0, 0.0), version=PolicyVersion(2, 41)), failed]
+    sealed = [(g.seq, *seal(g)) for g in groups]
+    return tuple(msgpack.packb({"seq": str(seq).encode(), "h": h, "b": b}) for seq, h, b in sealed)
+
+
+def resealed(raw: bytes) -> bytes:
+    """An entry whose header fits its body again, as far as there are both."""
+    try:
+        entry: Any = msgpack.unpackb(raw, raw=False)
+        header = msgpack.unpackb(entry["h"], raw=False)
+        header |= {"num_bytes": len(entry["b"]), "crc": codec.checksum(entry["b"])}
+        packed: bytes = msgpack.packb(entry | {"h": msgpack.packb(header)})
+        return packed
+    except Exception:  # not an entry any more: it is fed as it is
+        return raw
+
+
+def _header_and_body(raw: bytes) -> object:
+    entry = codec.unpack(raw)
+    if not isinstance(entry, dict) or not isinstance(entry.get("h"), bytes) or not isinstance(entry.get("b"), bytes):
+        raise ProtocolError("not an entry")
+    header = read_header(entry["h"])
+    check_body(header, entry["b"])
+    return header
+
+
+def _books(raw: bytes) -> object:
+    try:
+        state = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ForayError("not JSON") from None
+    return Ledger.from_state(state)
+
+
+def _tree(scratch: Path) -> Any:
+    path = scratch / "run.yaml"
+
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        return section(read_tree(path), "run", RunSettings)
+
+    return read
+
+
+def _override(raw: bytes) -> object:
+    return section(read_tree(None, [raw.decode("utf-8", "surrogateescape")]), "run", RunSettings)
+
+
+def _event(raw: bytes) -> object:
+    return events.parse({b"process": raw[:10], b"id": raw[10:12], b"text": raw})
+
+
+def _version(raw: bytes) -> object:
+    return PolicyVersion.parse(raw.decode("utf-8", "surrogateescape"))
+
+
+def _access(access: Access) -> Any:
+    def read(raw: bytes) -> object:
+        # as aiohttp hands headers over
+        text = raw.decode("utf-8", "surrogateescape")
+        verdict = decide("/retrieve", needs="node", authorization=text, host="localhost", access=access)
+        assert verdict.status or raw == f"Bearer {TOKEN}".encode() or access.open or TOKEN in text
+        named = decide("/retrieve", needs="node", authorization="", host=text, access=access)
+        return verdict, named, is_loopback(text)
+
+    return read
+
+
+def _redis(raw: bytes) -> object:
+    text = raw.decode("utf-8", "surrogateescape")
+    redis_url.redacted(text)
+    return redis_url.parse(text)
+
+
+def decoders() -> tuple[Decoder, ...]:
+    scratch = Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
+    ledger = Ledger()
+    for seq, outcome in ((1, Outcome.TRAINED), (2, Outcome.DEAD), (5, Outcome.STALE)):
+        ledger.settle(seq, outcome, "why")
+    headers = tuple(msgpack.unpackb(raw, raw=False)["h"] for raw in entries())
+    tree = b"run: {id: a, dir: runs/a, group_size: 8, temperature: 1.0}\nlearner: {lr: 1e-4}\nrollout: &x {a: *y}\n"
+    whole = tree.replace(b"&x {a: *y}", b"{}")
+    return (
+        Decoder("codec.decode", codec.decode, (ProtocolError,), messages(), "msgpack", share=6),
+        Decoder("codec.unpack", codec.unpack, (ProtocolError,), messages(), "msgpack", share=3),
+        Decoder("header.read_header", read_header, (ProtocolError,), headers, "msgpack", share=3),
+        Decoder("header.check_body", _header_and_body, (ProtocolError,), entries(), "msgpack", resealed, share=2),
+        Decoder("ledger.from_state", _books, (ForayError,), (json.dumps(ledger.to_state()).encode(),), "json", share=2),
+        Decoder("versions.parse", _version, (), (b"3.120", b"default"), "text"),
+        Decoder("events.parse", _event, (), (b"learner   l started",), "text"),
+        Decoder("access.open", _access(Access()), (), (b"localhost:80", b"[::1]:3"), "text"),
+        Decoder("access.token", _access(Access({"node": TOKEN})), (), (f"Bearer {TOKEN}".encode(),), "text"),
+        Decoder("redis_url.parse", _redis, (UserError,), REDIS_URLS, "text"),
+        Decoder("settings.tree", _tree(scratch), (UserError,), (whole,), "text", share=0.3),
+        Decoder("settings.override", _override, (UserError,), (b"run.id=a", b"run.steps=3"), "text", share=0.5),
+    )

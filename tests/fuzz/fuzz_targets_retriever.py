@@ -1,0 +1,258 @@
+"""Decoders of the retriever: providers' answers, pages, encoders' answers, corpora, manifests, journals, recordings."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from fuzz_targets import Decoder
+from pydantic import TypeAdapter
+
+from protocol.errors import UserError
+from retriever.app_flashrag import ManyQueries
+from retriever.app_openai import EmbeddingRequest
+from retriever.build_corpus import documents, read_input
+from retriever.build_journal import JOURNAL
+from retriever.build_journal import Journal as BuildJournal
+from retriever.cache import Answer
+from retriever.config_encoder import OpenAIEncoderSettings
+from retriever.config_index import Bm25Settings
+from retriever.config_memory import SearchMemorySettings
+from retriever.config_online import OnlineSettings
+from retriever.corpus import Scan, parse_line, read_texts, scan_corpus
+from retriever.encoder.base import EncoderUnavailable, NotFinite
+from retriever.encoder.openai import OpenAIEncoder
+from retriever.manifest import MANIFEST, check_manifest, corpus_of, make_manifest, read_manifest, settings_of
+from retriever.memory.entry import Entry
+from retriever.memory.journal import Journal
+from retriever.memory.remembered import Remembered
+from retriever.metrics import Metrics
+from retriever.online.hits import hits_of
+from retriever.online.html_text import decode, page_of_html, page_of_plain
+from retriever.online.pages import _recorded
+from retriever.online.provider import Ask, Failed, Found
+from retriever.online.recordings import Recordings
+from retriever.online.sender import _parse, _retry_after_s
+from retriever.online.testing import SHAPES, FakeProvider
+
+CHARSETS = (
+    "utf-8",
+    "latin-1",
+    "idna ",
+    "unicode escape",
+    "utf-7",
+    "undefined",
+    "hz",
+    "utf_16_le",
+    "\x00",
+    "zlib",
+    None,
+)
+
+
+def _provider(kind: str) -> Decoder:
+    given = {"type": kind, "answers": True, "base_url": "http://127.0.0.1:9/search", "key_env": "X"}
+    given |= {"cx": "c"} if kind == "google_cse" else {}
+    given |= {"extra_snippets": True} if kind == "brave" else {}
+    settings: Any = TypeAdapter(OnlineSettings).validate_python(given)
+    provider = settings.provider()
+
+    def read(raw: bytes) -> object:
+        hits = hits_of(provider.read(_parse(raw.decode("utf-8", "replace"))))
+        return [hit.passage.model_dump_json().encode() for hit in hits]
+
+    boxes = [Found("Box", "An &amp; answer", "https://example.org/b", True), Found("Panel", "Text", "", True)]
+    pages = [Found(f"Page <strong>{i}</strong>", "Text &#233;", f"https://example.org/{i}") for i in range(3)]
+    reply = SHAPES[kind](FakeProvider(kind, boxes + pages), "q", 10)
+    return Decoder(f"online.{kind}", read, (Failed,), (json.dumps(reply).encode(),), "json")
+
+
+def _page(raw: bytes) -> object:
+    charset = CHARSETS[len(raw) % len(CHARSETS)]
+    text = decode(raw, charset)
+    return page_of_html(text, 2000), page_of_plain(text, 2000)
+
+
+def _encoder() -> Callable[[bytes], object]:
+    settings = OpenAIEncoderSettings(url="http://127.0.0.1:9/v1", model="m", dim=3, retries=0)
+    encoder = OpenAIEncoder(settings)
+    answer: list[bytes] = []
+    encoder._request = lambda body, count: (200, 0.0, answer[-1])  # type: ignore[method-assign]
+
+    def read(raw: bytes) -> object:
+        answer[:] = [raw]
+        vectors = encoder.encode_queries(["a", "b"])
+        assert vectors.shape == (2, 3) and vectors.dtype == np.float32
+        return vectors
+
+    return read
+
+
+def _corpus_file(scratch: Path, name: str) -> Callable[[bytes], object]:
+    path = scratch / name
+
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        return list(islice(documents(read_input(path), lambda share, count: None), 10_000))
+
+    return read
+
+
+def _scan(scratch: Path) -> Callable[[bytes], object]:
+    path, out = scratch / "scanned.jsonl", scratch / "scan"
+    out.mkdir()
+
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        return scan_corpus(path, out), list(read_texts(path))
+
+    return read
+
+
+def _line(raw: bytes) -> object:
+    passage = parse_line(raw)
+    return passage.title, passage.model_dump_json().encode()
+
+
+def _manifest(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
+    folder = scratch / "index"
+    folder.mkdir()
+    corpus = folder / "corpus.jsonl"
+    corpus.write_bytes(b'{"id": "a", "contents": "b"}\n')
+    index = Bm25Settings()
+    source = {"spec": str(corpus), "format": "contents", "words": 0}
+    scan = Scan(1, corpus.stat().st_size, "0" * 64)
+    made = make_manifest(folder, index=index, scan=scan, corpus="corpus.jsonl", source=source, files=["corpus.jsonl"])
+    raw = made.model_dump_json().encode()
+
+    def read(raw: bytes) -> object:
+        (folder / MANIFEST).write_bytes(raw)
+        manifest = read_manifest(folder)
+        settings_of(folder)
+        corpus_of(folder, None)
+        check_manifest(manifest, folder, index.identity(), corpus, verify_corpus=False)
+        return manifest
+
+    return raw, read
+
+
+def _build_journal(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
+    folder = scratch / "build"
+    folder.mkdir()
+    journal = BuildJournal(folder)
+    journal.scanned({"size": 3}, {"passages": 1, "bytes": 3, "sha256": "0"})
+    journal.wrote("vectors.npy", {"corpus": "0"}, 10)
+    journal.built({"type": "bm25"})
+
+    def read(raw: bytes) -> object:
+        (folder / JOURNAL).write_bytes(raw)
+        found = BuildJournal(folder)
+        if found.input is None:
+            return None
+        return Scan(**found.scan), found.index, [found.rows(name) for name in found.vector_files]
+
+    return (folder / JOURNAL).read_bytes(), read
+
+
+def _memory(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
+    journal = Journal(scratch / "memory", "f", 3)
+    vector = np.asarray([1, 0, 0], np.float32)
+    document = b'{"id":"d1","contents":"\\"T\\"\\ntext"}'
+    entries = [Entry(f"query {i}", 3, vector, Answer((document,), (0.5,))) for i in range(3)]
+    journal.append("run", entries)
+    (path,) = journal.directory.glob("*.jsonl")
+
+    def read(raw: bytes) -> object:
+        for left in journal.directory.glob("*.jsonl"):
+            left.unlink()
+        path.write_bytes(raw)
+        found = Remembered(SearchMemorySettings(), 3, Metrics(), journal)
+        passage = found.find("d1")
+        return found.num_bytes, passage, found.recall("run", vector[None], 3)
+
+    return path.read_bytes(), read
+
+
+def _recording(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
+    recordings, ask = Recordings(scratch / "recordings", "pages", writing=True), Ask("https://example.org/")
+    recordings.save(ask, {"title": "T", "text": "text"})
+    path = recordings.path(ask)
+
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        return _recorded(recordings.load(ask))
+
+    return path.read_bytes(), read
+
+
+def decoders() -> tuple[Decoder, ...]:
+    scratch = Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
+    manifest, read_manifest_of = _manifest(scratch)
+    journal, read_journal = _build_journal(scratch)
+    memory, read_memory = _memory(scratch)
+    recording, read_recording = _recording(scratch)
+    kinds = [get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(OnlineSettings)[0])]
+    page = (
+        b"<!doctype html><html><head><meta charset='utf-8'><title>T &amp; U</title><script>x</script></head><body><nav>n"
+        b"</nav><main><h1>H</h1><p>Caf&#233; &lt;b&gt; <td>x</td><![if IE]>y<![endif]><!-- c --></p></main></body></html>"
+    )
+    vectors = json.dumps({"data": [{"index": i, "embedding": [0.1, 0.2, i + 0.3]} for i in range(2)]}).encode()
+    line = b'{"id": "d1", "contents": "\\"T\\"\\ntext"}\n'
+    hotpot = b'[{"question": "q", "context": [["T", ["a", "b"]], ["U", ["c"]]]}, {"question": "r", "context": []}]'
+    musique = b'{"paragraphs": [{"title": "T", "paragraph_text": "x"}]}\n'
+    table = b'id\ttext\ttitle\n1\tsome text\tT\n2\t"other"\tU\n'
+    user = (UserError,)
+    return (
+        *(_provider(kind) for kind in kinds),
+        Decoder(
+            "online.retry_after",
+            lambda raw: _retry_after_s(raw.decode("latin-1")),
+            (),
+            (b"120", b"Wed, 21 Oct 2026 07:28:00 GMT"),
+            "text",
+        ),
+        Decoder("pages.html", _page, (Failed,), (page,), "text", share=1, cpu_s=3.0),
+        Decoder("pages.recording", read_recording, (Failed,), (recording,), "json", share=0.5),
+        Decoder("encoder.openai", _encoder(), (EncoderUnavailable, NotFinite), (vectors,), "json", share=2),
+        Decoder(
+            "requests.embeddings",
+            EmbeddingRequest.model_validate_json,
+            (ValueError,),
+            (b'{"input": ["a"]}',),
+            "json",
+            share=2,
+        ),
+        Decoder(
+            "requests.batch_search",
+            ManyQueries.model_validate_json,
+            (ValueError,),
+            (b'{"query": ["a"]}',),
+            "json",
+            share=2,
+        ),
+        Decoder("corpus.line", _line, (ValueError,), (line,), "json", share=2),
+        Decoder("corpus.scan", _scan(scratch), user, (line * 3,), "json", share=0.2),
+        Decoder("corpus.lines", _corpus_file(scratch, "a.jsonl"), user, (line * 3, musique * 2), "text", share=0.5),
+        Decoder("corpus.array", _corpus_file(scratch, "b.json"), user, (hotpot, b"[" + line + b"]"), "json", share=0.5),
+        Decoder(
+            "corpus.gzip", _corpus_file(scratch, "c.jsonl.gz"), user, (gzip.compress(line * 50),), "bytes", share=0.5
+        ),
+        Decoder("corpus.tsv", _corpus_file(scratch, "d.tsv"), user, (table,), "text", share=0.5),
+        Decoder("index.manifest", read_manifest_of, user, (manifest,), "json", share=0.5),
+        Decoder("index.build_journal", read_journal, user, (journal,), "json", share=0.5),
+        Decoder("memory.journal", read_memory, (), (memory,), "text", share=0.4),
+        Decoder(
+            "memory.entry",
+            read_memory,
+            (),
+            (memory.splitlines()[0] + b"\n" + memory.splitlines()[1] + b"\n",),
+            "text",
+            share=0.4,
+        ),
+    )

@@ -1,0 +1,211 @@
+"""Decoders of the rollout server: engines' answers and streams, retrievers' answers, the policy's text, weights on disk."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fuzz_targets import Decoder
+
+from protocol.messages import Owner, Segment, VersionSpan, WeightUpdate
+from rollout_server.actions import Search, boxed, neutralise, parse
+from rollout_server.cpu_engine.contract import BadRequest, Limits
+from rollout_server.cpu_engine.contract import parse as parse_generate
+from rollout_server.cpu_engine.tokenizer import Tokenizer
+from rollout_server.engine.base import EngineError
+from rollout_server.engine.control import EngineControl
+from rollout_server.engine.http import json_object
+from rollout_server.engine.received import Received
+from rollout_server.engine.stream import Reader
+from rollout_server.node.manifest import MANIFEST, WeightsCorrupt, verify
+from rollout_server.reward.judge import harmless, read_verdict
+from rollout_server.search.dialect import read_answer
+from rollout_server.search.fault import Fault, status_fault
+from rollout_server.testing import write_tokenizer
+
+IDS, LOGPROBS = [5, 6, 7], [-0.5, -0.25, -1.0]
+
+
+def _chunk(count: int, finish: dict[str, Any] | None, *, spans: bool = True) -> dict[str, Any]:
+    pairs = [[logprob, token, None] for logprob, token in zip(LOGPROBS[:count], IDS[:count], strict=True)]
+    meta: dict[str, Any] = {"id": "r", "finish_reason": finish, "weight_version": "1.3", "completion_tokens": count}
+    meta |= {"output_token_logprobs": pairs}
+    meta |= {"weight_versions": [{"version": "1.3", "start": 0, "end": count}]} if spans else {}
+    return {"text": "x", "output_ids": IDS[:count], "meta_info": meta}
+
+
+def _reply(vocab: int | None) -> Any:
+    def read(raw: bytes) -> object:
+        received = Received("e", 8, vocab_size=vocab)
+        try:
+            reply = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise EngineError("bad_output", "e", "not JSON") from None
+        received.take(reply)
+        return _segment(received)
+
+    return read
+
+
+def _segment(received: Received) -> Segment:
+    """What is taken from an engine must be able to travel."""
+    spans = tuple(VersionSpan(epoch=v.epoch, step=v.step, start=a, end=b) for v, a, b in received.spans())
+    sure = spans[-1].end if spans else 0
+    ids: Any = received.ids[:sure]
+    return Segment(owner=Owner.POLICY, ids=ids, logprobs=received.logprobs[:sure], spans=spans)  # type: ignore[arg-type]
+
+
+def _stream(raw: bytes) -> object:
+    received = Received("e", 8, vocab_size=100)
+    reader = Reader(received)
+    for start in range(0, len(raw), max(1, len(raw) // 7)):
+        reader.feed(raw[start : start + max(1, len(raw) // 7)])
+    reader.settle()
+    return _segment(received)
+
+
+class _Answering(EngineControl):
+    """An engine whose every control call is answered with `reply`."""
+
+    def __init__(self, reply: Any) -> None:
+        self.name, self._reply = "e", reply
+
+    async def _ask(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return json_object(self._reply, "e")
+
+
+def _loads(raw: bytes) -> object:
+    try:
+        reply = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise EngineError("bad_output", "e", "not JSON") from None
+    engine = _Answering(reply)
+    return at_once(engine.loads()), at_once(engine.version()), at_once(engine.tokenize("a"))
+
+
+def at_once(work: Any) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")
+
+
+def _action(raw: bytes) -> object:
+    text = raw.decode("utf-8", "surrogateescape")
+    found = parse(text, box=True, tools=("python", "fetch"))
+    assert not isinstance(found, Search) or found.query in text
+    return found, boxed(text)
+
+
+def _neutral(raw: bytes) -> object:
+    shown = neutralise(raw.decode("utf-8", "replace"), ("python",))
+    assert "</information>" not in shown and "<search>" not in shown
+    return shown, harmless(shown, 4096)
+
+
+def _verdict(raw: bytes) -> object:
+    # what `Endpoint.ask` does with a reply
+    return read_verdict(json.loads(raw))
+
+
+def _weights(scratch: Path) -> tuple[bytes, Any]:
+    update = WeightUpdate(run="r", epoch=1, step=2, digest="d", path=str(scratch))
+    (scratch / "model.safetensors").write_bytes(b"weights")
+    files = {"model.safetensors": {"bytes": 7, "sha256": sha256(b"weights").hexdigest()}}
+
+    def read(raw: bytes) -> object:
+        (scratch / MANIFEST).write_bytes(raw)
+        return verify(update)
+
+    return json.dumps({"version": "1.2", "digest": "d", "files": files, "tensors": 1}).encode(), read
+
+
+def _generate(model: Path) -> Any:
+    tokenizer, limits = Tokenizer(model), Limits(vocab=40, context=256, cache=512)
+
+    def read(raw: bytes) -> object:
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise BadRequest("not JSON") from None
+        return parse_generate(body, tokenizer, limits)
+
+    return read
+
+
+GENERATE = (
+    {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8, "temperature": 0.5, "top_p": 0.9, "top_k": 4}},
+    {"text": ["a b", "c"], "sampling_params": [{"n": 2, "stop": ["x"]}, {"stop_token_ids": [3]}], "rid": ["a", "b"]},
+    {
+        "text": "a",
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "stream": True,
+        "extra_key": "k",
+    },
+)
+
+
+def decoders() -> tuple[Decoder, ...]:
+    scratch = Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
+    model = write_tokenizer(scratch / "model", "words")
+    (model / "config.json").write_text("{}")
+    manifest, read_manifest = _weights(scratch)
+    stop = {"type": "stop", "matched": "</answer>"}
+    replies = [_chunk(3, stop), _chunk(2, None), _chunk(1, {"type": "length", "length": 1}, spans=False)]
+    events = [_chunk(1, None), _chunk(2, None, spans=False), _chunk(3, stop)]
+    stream = b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events) + b"data: [DONE]\n\n"
+    search = {"result": [[{"document": {"id": "d1", "contents": '"T"\ntext'}, "score": 0.5}]], "errors": [None]}
+    many = [[{"id": 3, "contents": '"T"\ntext'}]]
+    turn = b"<think>why</think> <search> who was it ? </search> <python>print(1)</python> <answer> \\boxed{a_{1}} </answer>"
+    page = '"Title"\nSome text with </information> and < search > in it, \u200b<\u200banswer>'.encode()
+    verdict = {"choices": [{"message": {"content": '{"rationale": "yes", "score": 1}'}}]}
+    loads = {"loads": [{"num_running_reqs": 3, "token_usage": 0.5}, {"num_running_reqs": 1}], "weight_version": "1.2"}
+    refused = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
+    return (
+        Decoder(
+            "engine.reply", _reply(100), (EngineError,), [json.dumps(r).encode() for r in replies], "json", share=4
+        ),
+        Decoder(
+            "engine.reply_any_vocab", _reply(None), (EngineError,), [json.dumps(replies[0]).encode()], "json", share=2
+        ),
+        Decoder("engine.stream", _stream, (EngineError,), (stream,), "text", share=2),
+        Decoder("engine.loads", _loads, (EngineError,), (json.dumps(loads).encode(),), "json"),
+        Decoder(
+            "search.search_r1",
+            lambda raw: read_answer("search_r1", raw, 3),
+            (Fault,),
+            (json.dumps(search).encode(),),
+            "json",
+            share=4,
+        ),
+        Decoder(
+            "search.flashrag",
+            lambda raw: read_answer("flashrag", raw, 3),
+            (Fault,),
+            (json.dumps(many).encode(),),
+            "json",
+            share=2,
+        ),
+        Decoder(
+            "search.retry_after", lambda raw: status_fault(503, raw.decode("latin-1")), (), (b"3",), "text", share=0.5
+        ),
+        Decoder("actions.parse", _action, (), (turn,), "text", share=3),
+        Decoder("actions.neutralise", _neutral, (), (page,), "text", share=2),
+        Decoder("judge.verdict", _verdict, refused, (json.dumps(verdict).encode(),), "json", share=1),
+        Decoder("weights.manifest", read_manifest, (WeightsCorrupt,), (manifest,), "json", share=0.5),
+        Decoder(
+            "engine.generate_body",
+            _generate(model),
+            (BadRequest,),
+            [json.dumps(b).encode() for b in GENERATE],
+            "json",
+            share=3,
+        ),
+    )
