@@ -119,9 +119,13 @@ class World:
 
     def create(self) -> None:
         """What the learner does at its start."""
-        self.sync.function_load(source(), replace=True)
+        self.create_functions()
         self.sync.xgroup_create(self.keys.tasks, TASK_GROUP, "0", mkstream=True)
         self.sync.xgroup_create(self.keys.traj, TRAJ_GROUP, "0", mkstream=True)
+
+    def create_functions(self) -> None:
+        """The functions of this version, whatever was there."""
+        self.sync.function_load(source(), replace=True)
 
     def client(self) -> RedisClient:
         """A client as a process of its own would have."""

@@ -32,18 +32,23 @@ def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, pace_s: float = 0.
     return FakeServer(say, version=version, latency_s=latency_s, pace_s=pace_s)
 
 
+async def life(
+    world, model: Path, stop: Stop, *, url: str = "", name: str = "r", port_file: Path | None = None, **settings: Any
+) -> None:
+    """A rollout server from its beginning to its end."""
+    run = RunSettings(id=world.keys.run, dir=model.parent, redis_url=url or world.url, model=model, max_lag=2)
+    given = {"id": name, "fleet_poll_s": 0.05, "search": SEARCH, "episode": {"template": "demo", "max_turns": 4}}
+    await serve(run, RolloutSettings.model_validate(given | settings), port_file=port_file, stop=stop)
+
+
 @contextlib.asynccontextmanager
 async def server(
     world, model: Path, *, url: str = "", name: str = "r", **settings: Any
 ) -> AsyncIterator[tuple[str, Stop]]:
     """A rollout server in this process: (base URL, its stop)."""
-    run = RunSettings(id=world.keys.run, dir=model.parent, redis_url=url or world.url, model=model, max_lag=2)
-    given = {"id": name, "fleet_poll_s": 0.05, "search": SEARCH, "episode": {"template": "demo", "max_turns": 4}}
     port_file, stop = model.parent / f"port-{name}", Stop()
     port_file.unlink(missing_ok=True)
-    serving = asyncio.create_task(
-        serve(run, RolloutSettings.model_validate(given | settings), port_file=port_file, stop=stop)
-    )
+    serving = asyncio.create_task(life(world, model, stop, url=url, name=name, port_file=port_file, **settings))
     try:
         while not port_file.exists():
             assert not serving.done(), await serving

@@ -1,0 +1,148 @@
+"""Whether a process fits the run: what the learner says of itself, compared at the start and whenever it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.codec import SCHEMA_MAJOR, SCHEMA_MINOR, decode_as
+from protocol.errors import UserError
+from protocol.keys import TASK_GROUP
+from protocol.messages import Task, TrajectoryGroup
+from protocol.meta import RunMeta, parse, refusal, tokenizer_digest
+from protocol.settings import RunSettings
+from protocol.testing import make_task
+from protocol.versions import PolicyVersion
+from rollout_server.engine.fake_server import FakeServer
+from rollout_server.node.config import AttachedEngine, NodeSettings
+from rollout_server.node.serve import serve as serve_node
+
+Until = Callable[..., Awaitable[None]]
+GOLDEN = Path(__file__).parent.parent / "golden"
+V5 = PolicyVersion(1, 5)
+OTHER = "0" * 64
+MINE = (SCHEMA_MAJOR, SCHEMA_MINOR)
+
+
+def digest(model: Path) -> str:
+    return tokenizer_digest((model / "tokenizer.json").read_bytes())
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    meta = RunMeta((1, 9), "abc", {"group_size": "8", "max_lag": "2"})
+    raw = {name.encode(): value.encode() for name, value in meta.fields().items()}
+    assert parse(raw) == meta and parse(raw | {b"colour": b"red"}).facts["colour"] == "red"
+    assert parse({}) is None, "an older learner, or none yet"
+    for spoilt in (b"", b"1", b"one.two", b"1.-1", b"1.2.3", b"9" * 30 + b".1", b"\xff"):
+        assert parse({b"schema": spoilt}) is None
+
+
+def test_the_name_of_a_tokenizer_is_of_what_it_says_and_not_of_how_it_is_written(tmp_path: Path) -> None:
+    spec = {"model": {"vocab": {"a": 0, "ü": 1}}, "version": "1.0"}
+    shuffled = json.dumps(dict(reversed(spec.items())), indent=3, ensure_ascii=False).encode()
+    assert tokenizer_digest(json.dumps(spec).encode()) == tokenizer_digest(shuffled)
+    spec["model"]["vocab"]["b"] = 2
+    assert tokenizer_digest(json.dumps(spec).encode()) != tokenizer_digest(shuffled)
+    assert tokenizer_digest(b"{") == "" and tokenizer_digest(b"[" * 100_000) == ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (
+            RunMeta((SCHEMA_MAJOR + 1, 0)),
+            f"schema {SCHEMA_MAJOR + 1}.0, this process knows {SCHEMA_MAJOR}.{SCHEMA_MINOR}",
+        ),
+        (RunMeta((0, 9)), "upgrade the learner"),
+        (RunMeta(MINE, OTHER), f"another tokenizer: {OTHER[:16]}, ours is {'f' * 16}"),
+        (RunMeta((SCHEMA_MAJOR, SCHEMA_MINOR + 5), "f" * 64), ""),
+        (RunMeta(MINE, ""), ""),
+    ],
+)
+def test_another_major_and_another_tokenizer_are_refused_and_another_minor_is_not(theirs: RunMeta, words: str) -> None:
+    error = refusal(theirs, run="r", tokenizer="f" * 64)
+    assert (words in error.render() and error.todo) if error is not None else not words
+
+
+@pytest.mark.fault(22, 31)
+@pytest.mark.parametrize("late", [False, True], ids=["at the start", "while it runs"])
+async def test_a_rollout_server_with_another_tokenizer_refuses_to_work(
+    world, until: Until, model: Path, tokens, whole, late: bool
+) -> None:
+    world.target(V5)
+    wrong = RunMeta(MINE, OTHER).fields()
+    world.sync.hset(world.keys.meta, mapping=RunMeta(MINE, digest(model)).fields() if late else wrong)
+    async with whole.talker(tokens) as engine:
+        world.register("e", engine.url, V5)
+        with pytest.raises(UserError, match=f"another tokenizer: {OTHER[:16]}, ours is {digest(model)[:16]}"):
+            async with whole.server(world, model), asyncio.timeout(10):
+                if late:
+                    world.issue(make_task(1, group_size=2))
+                    await until(world.published, "it fits, and works")
+                    world.sync.hset(world.keys.meta, mapping=wrong)
+                await until(lambda: world.sync.zscore(world.keys.processes, "rollout:r") == 0, "it ends by itself")
+
+
+@pytest.mark.fault(22, 31)
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [(RunMeta(MINE, OTHER), "another tokenizer"), (RunMeta((SCHEMA_MAJOR + 1, 0)), "schema 2.0")],
+    ids=["tokenizer", "major"],
+)
+async def test_a_node_that_does_not_fit_refuses_to_work(
+    world, until: Until, model: Path, meta: RunMeta, words: str
+) -> None:
+    world.sync.hset(world.keys.meta, mapping=meta.fields())
+    run = RunSettings(id=world.keys.run, dir=model.parent / "run", redis_url=world.url, model=model)
+    async with FakeServer() as engine:
+        settings = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), poll_s=0.02)
+        with pytest.raises(UserError, match=words):
+            await asyncio.wait_for(serve_node(run, settings), 20)
+    assert world.registered("e") is None, "it takes itself off the list"
+
+
+@pytest.mark.fault(52)
+async def test_a_newer_learner_of_the_same_major_is_worked_for_and_told_of_once(
+    world, until: Until, model: Path, tokens, whole, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.target(V5)
+    newer = RunMeta((SCHEMA_MAJOR, SCHEMA_MINOR + 1), digest(model), {"max_lag": "5", "new_setting": "1"})
+    world.sync.hset(world.keys.meta, mapping=newer.fields())
+    with caplog.at_level(logging.WARNING, "rollout_server.agreement"):
+        async with whole.talker(tokens) as engine, whole.server(world, model):
+            world.register("e", engine.url, V5)
+            world.issue(make_task(1, group_size=2), make_task(2, group_size=2))
+            await until(lambda: len(world.published()) == 2, "it works")
+            await asyncio.sleep(0.3)  # it has looked at meta some times more
+    told = [record.getMessage() for record in caplog.records if record.name == "rollout_server.agreement"]
+    assert len(told) == 2, told
+    assert f"schema {SCHEMA_MAJOR}.{SCHEMA_MINOR + 1}" in told[0] and "run.max_lag is 2 here and 5" in told[1]
+
+
+@pytest.mark.fault(52)
+async def test_an_upgraded_rollout_server_works_for_a_learner_that_is_not(
+    world, until: Until, model: Path, tokens, whole
+) -> None:
+    """No meta, functions that know nothing of tokens, a task in the bytes of schema 1.0."""
+    world.target(V5)
+    world.sync.function_load((GOLDEN / "functions-before-tokens.lua").read_text(), replace=True)
+    try:
+        raw = (GOLDEN / "v1.0-task.msgpack").read_bytes()
+        assert b"\x92\x01\x00" in raw, "its envelope says [1, 0]"
+        task = decode_as(Task, raw)
+        world.sync.xadd(world.keys.tasks, {"seq": task.seq, "b": raw})
+        async with whole.talker(tokens) as engine, whole.server(world, model):
+            world.register("e", engine.url, V5)
+            await until(world.published, "it is rolled out and published")
+        (group,) = world.published()
+        assert isinstance(group, TrajectoryGroup) and (group.seq, group.question) == (task.seq, task.question)
+        ((_, fields),) = world.sync.xrange(world.keys.traj)
+        assert set(fields) == {b"seq", b"h", b"b"} and not world.sync.exists(world.keys.tokens)
+        assert world.sync.xpending(world.keys.tasks, TASK_GROUP)["pending"] == 0
+    finally:
+        world.create_functions()
