@@ -91,8 +91,7 @@ def decide(path: str, *, needs: Role, authorization: str, host: str, access: Acc
     if path in OPEN:
         return PASS
     if access.open:
-        named = not host or is_loopback(urlsplit(f"//{host}").hostname or "")
-        return PASS if named else Verdict(403, "without tokens only loopback names are answered")
+        return PASS if _names_loopback(host) else Verdict(403, "without tokens only loopback names are answered")
     role = access.role_of(authorization)
     if role is None:
         return Verdict(401, f"a token is needed: Authorization: Bearer <{variable(needs)}>")
@@ -141,7 +140,7 @@ def check_bind(host: str, access: Access, setting: str) -> None:
         raise UserError(
             f"{setting} = {host!r} opens this service to the network, and no token is set",
             why="anyone who reaches the port could use it",
-            todo="`foray init run.yaml --secure` writes a token for each role: `. secrets/node.env` before the start; "
+            todo="`foray init run.yaml --secure` makes tokens, and launch.secrets hands them out; "
             f"or export {variable('node')}=$({MAKE_ONE}); or set {setting}=127.0.0.1",
         )
 
@@ -152,6 +151,13 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _names_loopback(header: str) -> bool:
+    try:
+        return not header or is_loopback(urlsplit(f"//{header}").hostname or "")
     except ValueError:
         return False
 
