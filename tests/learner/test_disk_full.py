@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import redis
+import torch
 
 from learner import loop
 from learner.checkpoint import Checkpoints
@@ -76,23 +77,28 @@ def disk() -> Iterator[Callable[[Path], Disk]]:
         one.close()
 
 
-@pytest.fixture(autouse=True)
-def large_states(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States and versions of a third of a megabyte."""
-    save, weights = tiny.TinyEngine.save_state, tiny.TinyEngine.iter_weights
+@pytest.fixture
+def heavy_states(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints of a third of a megabyte."""
+    save = tiny.TinyEngine.save_state
 
     def padded(self: Any, directory: Path) -> None:
         save(self, directory)
         (directory / "padding").write_bytes(PADDING)
 
-    def heavy(self: Any, device: str = "cpu") -> Any:
-        import torch
+    monkeypatch.setattr(tiny.TinyEngine, "save_state", padded)
 
+
+@pytest.fixture
+def heavy_versions(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of a third of a megabyte."""
+    weights = tiny.TinyEngine.iter_weights
+
+    def padded(self: Any, device: str = "cpu") -> Any:
         yield from weights(self, device)
         yield "padding", torch.ones(len(PADDING) // 4)
 
-    monkeypatch.setattr(tiny.TinyEngine, "save_state", padded)
-    monkeypatch.setattr(tiny.TinyEngine, "iter_weights", heavy)
+    monkeypatch.setattr(tiny.TinyEngine, "iter_weights", padded)
 
 
 def told(db: redis.Redis, run: RunSettings) -> MetricsSnapshot | None:
@@ -114,6 +120,7 @@ def test_what_is_full_is_really_full(disk: Callable[[Path], Disk], tmp_path: Pat
 def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_room_mends_it(
     run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
     db: redis.Redis, disk: Callable[[Path], Disk], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    heavy_states: None,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(loop, "RETRY_CHECKPOINT_S", 0.2)
     full = disk(run.checkpoint_dir)
@@ -158,7 +165,7 @@ def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_ro
 @pytest.mark.fault(42)
 def test_without_room_for_weights_the_learner_stops_and_the_last_version_stays_whole(
     run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
-    db: redis.Redis, disk: Callable[[Path], Disk],
+    db: redis.Redis, disk: Callable[[Path], Disk], heavy_versions: None,
 ) -> None:  # fmt: skip
     full = disk(run.weights_dir)
     with tiny.Player(address, run.id):
