@@ -106,6 +106,8 @@ async def read_body(kind: type[Body], request: web.Request) -> Body:
         # a body of unknown length may become as long as any
         async with service.holding(int(service.settings.max_body_mb * 2**20) if size is None else size):
             return kind.model_validate_json(await request.read())
+    except web.RequestPayloadError:
+        raise Refusal(400, "the body is not what its headers say") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -126,6 +126,8 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
     served = request.app[SERVED]
     try:
         wanted = EpisodesRequest.model_validate_json(await request.read())
+    except web.RequestPayloadError:
+        return web.json_response({"error": "the body is not what its headers say"}, status=400)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])

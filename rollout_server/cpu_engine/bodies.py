@@ -14,6 +14,8 @@ async def read_json(http: web.Request) -> Any:
     """The body as JSON. Raises BadRequest."""
     try:
         return json.loads(await http.read())
+    except web.RequestPayloadError:
+        raise BadRequest("the body is not what its headers say") from None
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
 

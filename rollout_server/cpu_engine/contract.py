@@ -52,6 +52,9 @@ MOST_ATTEMPTS = 4096
 """Prompts times `n` of one call."""
 
 
+MOST_NUMBER = 1e300
+"""Largest number that a field takes."""
+
 _RID_BASE = secrets.token_hex(8)
 _rid_numbers = itertools.count()
 # not uuid4: its system call lets go of the interpreter lock, and to get that back from a busy engine takes time
@@ -265,6 +268,7 @@ def _number(given: Body, name: str, default: float, least: float, most: float) -
     value = given.get(name)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+    # an integer may be beyond what a float holds
+    if type(value) not in (int, float) or not least <= value <= min(most, MOST_NUMBER):
         raise BadRequest(f"{name} must be a number from {least} to {most}, not {value!r:.40}")
     return float(value)

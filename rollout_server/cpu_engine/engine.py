@@ -129,6 +129,8 @@ class Engine:
         result: Future[int] = Future()
 
         def begin() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
             if self._update is not None:
                 result.set_exception(Refused("another weight update is waiting"))
                 return
@@ -158,6 +160,9 @@ class Engine:
         result: Future[T] = Future()
 
         def run() -> None:
+            # who asked may have gone: a cancelled future takes no result, and to try would end this thread
+            if not result.set_running_or_notify_cancel():
+                return
             try:
                 result.set_result(action())
             except Exception as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fuzz_mutate import CONTROLS, NUMBERS, TEXTS, Mutator
 
-ANSWER_S = 20.0
+ANSWER_S = 5.0
 """Longest wait for an answer to a whole request."""
 PATIENCE_S = 0.2
 """The same for one whose framing is wrong: the server may well wait for more."""

@@ -12,7 +12,6 @@ import asyncio
 import ctypes
 import gc
 import json
-import logging
 import mmap
 import os
 import signal
@@ -22,6 +21,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from protocol.redaction import start_logging
 
 KINDS = ("retriever", "rollout", "engine")
 CONTEXT = 24
@@ -66,7 +67,7 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
     from protocol.codec import encode
     from protocol.functions import source
     from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
-    from protocol.messages import EngineInfo, NodeState
+    from protocol.messages import EngineInfo, NodeState, WeightUpdate
     from protocol.settings import RunSettings
     from rollout_server.config import RolloutSettings
     from rollout_server.engine.fake_server import FakeServer
@@ -87,7 +88,9 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
             client.xgroup_create(keys.tasks, TASK_GROUP, "0", mkstream=True)
             client.xgroup_create(keys.traj, TRAJ_GROUP, "0", mkstream=True)
             async with FakeServer(lambda body: tokens.own("<answer> c </answer>"), version="1.3") as engine:
-                info = EngineInfo(id="e", url=engine.url, state=NodeState.READY, incarnation="a")
+                info = EngineInfo(id="e", url=engine.url, state=NodeState.READY, incarnation="a", epoch=1, step=3)
+                target = WeightUpdate(run="fuzz", epoch=1, step=3, digest="d", path="nowhere")
+                client.hset(keys.target, mapping={"b": encode(target), "state": "ready"})
                 client.hset(keys.engine("e"), "b", encode(info))
                 client.zadd(keys.engines, {"e": int(client.time()[0]) + 1_000_000})
                 run = RunSettings(id="fuzz", dir=scratch, redis_url=f"unix://{socket}", model=model)
@@ -139,7 +142,7 @@ async def engine(scratch: Path) -> AsyncIterator[Running]:
 
 async def main(kind: str, scratch: Path) -> None:
     """Starts the service, says its port, and looks whenever it is asked to."""
-    logging.basicConfig(level="INFO", stream=sys.stderr)
+    start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s %(message)s")
     async with {"retriever": retriever, "rollout": rollout, "engine": engine}[kind](scratch) as (serving, port):
         task = asyncio.ensure_future(serving)
         while True:
