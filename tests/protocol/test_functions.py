@@ -158,3 +158,25 @@ def test_a_full_redis_refuses_to_publish_but_lets_leases_live(run: redis.Redis) 
     assert call(run, fn.ACK, [KEYS.lease, KEYS.traj], epoch, "a", "1-1") == 0
     run.config_set("maxmemory", 0)
     assert publish(run, task_id, 1) != b"DUP"
+
+
+def test_a_census_says_where_every_entry_is_in_one_moment_and_reads_a_full_redis(run: redis.Redis) -> None:
+    acquire(run, "a")
+    issue(run, 1, "a", 0, range(1, 41))
+    for task_id, fields in lease_task(run, "r", 40):
+        keys = [KEYS.tasks, KEYS.traj, KEYS.tokens]
+        call(run, fn.PUBLISH, keys, task_id, fields[b"seq"], b"h", b"b", 10 + int(fields[b"seq"]))
+    ids = [id_ for id_, _ in run.xrange(KEYS.traj)]
+    run.xreadgroup(TRAJ_GROUP, "L1", {KEYS.traj: ">"}, count=3)
+    call(run, fn.ACK, [KEYS.lease, KEYS.traj], 1, "a", ids[1])
+    run.xadd(KEYS.traj, {"no": "tokens"})
+    run.config_set("maxmemory", "1mb")
+    counts, last, pending, unread = call(run, fn.CENSUS, [KEYS.traj, KEYS.tokens])
+    assert counts == [b"published", b"%d" % sum(range(11, 51))] and last > ids[-1]
+    assert pending == [ids[0], ids[2]]
+    assert unread[1::2] == [b"%d" % n for n in range(14, 51)] + [b"0"] and unread[0] == ids[3]
+    assert call(run, fn.TOKENS_OF, [KEYS.traj], ids[2], b"99-99", ids[0]) == [b"13", b"0", b"11"]
+    run.config_set("maxmemory", 0)
+    run.delete(KEYS.traj)
+    with pytest.raises(redis.ResponseError, match="NOSTREAM"):
+        call(run, fn.CENSUS, [KEYS.traj, KEYS.tokens])

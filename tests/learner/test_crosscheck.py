@@ -1,0 +1,210 @@
+"""What Redis counted against what was received: zero as long as Redis forgets nothing, told when it does."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from learner.books import Books
+from learner.config_data import FilterSettings
+from learner.crosscheck import CrossCheck
+from learner.evidence import Evidence
+from learner.filtering import GroupFilter
+from learner.history import History
+from learner.redis_client import RunStore
+from learner.source import Source
+from protocol import events
+from protocol import functions as fn
+from protocol.header import seal
+from protocol.keys import TASK_GROUP, Keys
+from protocol.ledger import Outcome
+from protocol.testing import make_group
+
+KEYS = Keys("t1")
+TOKENS = 16
+"""Of every group here."""
+
+
+class Learner:
+    """Books, source and cross-check of one life of a learner."""
+
+    def __init__(self, store: RunStore, folder: Path, checkpoint: dict[str, Any] | None = None, name: str = "") -> None:
+        self.store, self.books, history = store, Books(issued=40), History(store)
+        if checkpoint is not None:
+            self.books.restore(checkpoint)
+            self.books.issued = 40
+            ids = list(self.books.unacked)
+            store.ack(ids)
+            self.books.forget(ids)
+        known = (checkpoint or {}).get("redis")
+        self.cross = CrossCheck(store, self.books, history, state=known, checkpoint=name)
+        evidence = Evidence(store, folder / "dead.jsonl")
+        nothing = GroupFilter(FilterSettings(), 1)
+        self.source = Source(
+            store, self.books, "t1", nothing, room=9, max_attempts=3, evidence=evidence, history=history
+        )
+
+    def checkpoint(self, name: str, *, acknowledge: bool = True) -> dict[str, Any]:
+        state = self.books.to_state() | {"redis": self.cross.to_state()}
+        ids = self.books.commit(state)
+        if acknowledge:
+            self.store.ack(ids)
+            self.books.forget(ids)
+            self.cross.committed(name)
+        return state
+
+    def train(self, *seqs: int) -> None:
+        entries = self.source.take(len(seqs), 0, max_lag=None, timeout_s=1)
+        assert [e.seq for e in entries] == list(seqs)
+        self.books.finish_step(seqs, sampled=TOKENS * len(seqs), trained=9 * len(seqs))
+
+
+@pytest.fixture
+def learner(store: RunStore, tmp_path: Path) -> Learner:
+    made = Learner(store, tmp_path)
+    assert made.cross.look() == ""
+    return made
+
+
+def publish(db: redis.Redis, *seqs: int) -> None:
+    """As rollout servers do."""
+    for seq in seqs:
+        id_ = db.xadd(KEYS.tasks, {"seq": seq, "b": b"task"})
+        db.xreadgroup(TASK_GROUP, "r1", {KEYS.tasks: ">"}, count=1)
+        header, body = seal(make_group(seq, run="t1"))
+        assert db.fcall(fn.PUBLISH, 3, KEYS.tasks, KEYS.traj, KEYS.tokens, id_, seq, header, body, TOKENS) != b"DUP"
+
+
+def told(db: redis.Redis, kind: str) -> list[str]:
+    lines = [events.parse(fields) for _, fields in db.xrange(KEYS.events)]
+    return [line["text"] for line in lines if line["kind"] == kind]
+
+
+def test_published_is_received_or_waits_at_every_moment(learner: Learner, db: redis.Redis, store: RunStore) -> None:
+    publish(db, 1, 2, 3)
+    assert learner.cross.look() == "", "nobody was given them"
+    learner.source.turn()
+    learner.train(1, 2)
+    publish(db, 4)
+    assert learner.cross.look() == ""
+    store.read(9)  # given to us, and the reply was lost
+    assert learner.cross.look() == ""
+    learner.checkpoint("step_1.e1")
+    assert learner.cross.look() == "" and learner.books.check() == ""
+    assert (learner.books.law.received, learner.cross.values()["tokens_law_redis_lost"]) == (3 * TOKENS, 0)
+
+
+def test_an_entry_that_vanished_from_redis_is_found_missing(learner: Learner, db: redis.Redis) -> None:
+    publish(db, 1, 2)
+    db.xdel(KEYS.traj, db.xrange(KEYS.traj)[0][0])
+    assert learner.cross.look() == "16 tokens were published that no learner received"
+    learner.books.law.received += 3  # and an entry counted twice
+    assert learner.cross.look() == "13 tokens were published that no learner received"
+
+
+def test_a_learner_that_crashed_anywhere_around_a_checkpoint_counts_every_entry_once(
+    learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
+) -> None:
+    publish(db, 1, 2, 3, 4)
+    learner.source.turn()
+    learner.train(1, 2)
+    state = learner.checkpoint("step_1.e1", acknowledge=False)  # killed before it could acknowledge
+    learner.train(3, 4)  # lost with it
+    again = Learner(store, tmp_path, state, "step_1.e1")
+    assert again.cross.look() == "" and again.books.law.received == 2 * TOKENS
+    again.source.turn()
+    again.train(3, 4)
+    assert again.books.tally.duplicates == 0 and again.books.law.generated == 4 * TOKENS
+    assert again.cross.look() == "" == again.books.check()
+    state = again.checkpoint("step_2.e2")
+    third = Learner(store, tmp_path, state, "step_2.e2")
+    third.books.law.received -= 5  # a mistake in the arithmetic of resuming would not go unnoticed
+    assert third.cross.look() == "5 tokens were published that no learner received"
+
+
+@pytest.mark.fault(29)
+def test_a_wiped_redis_is_told_and_never_silently_folded(
+    learner: Learner, db: redis.Redis, store: RunStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(db, 1, 2)
+    learner.source.turn()
+    publish(db, 3)  # nobody receives it
+    db.flushall()
+    store.prepare()
+    with caplog.at_level(logging.WARNING):
+        assert learner.cross.look() == ""
+    assert learner.cross.values()["tokens_law_redis_lost"] == -2 * TOKENS, "received, and Redis has forgotten it"
+    assert "32 tokens were received that Redis has not counted" in caplog.text
+    assert len(told(db, "redis-lost")) == 1
+    publish(db, 3)
+    assert learner.cross.look() == "", "and from there on every token is accounted for again"
+    db.xdel(KEYS.traj, db.xrange(KEYS.traj)[0][0])
+    assert learner.cross.look().startswith("16 tokens were published")
+
+
+def test_a_learner_that_goes_on_from_an_older_checkpoint_books_what_the_newer_one_had(
+    learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
+) -> None:
+    publish(db, 1, 2)
+    learner.source.turn()
+    older = learner.checkpoint("step_0.e1")
+    learner.train(1, 2)
+    learner.checkpoint("step_1.e1")
+    again = Learner(store, tmp_path, older, "step_0.e1")
+    assert again.cross.look() == ""
+    assert again.cross.values()["tokens_law_redis_lost"] == 2 * TOKENS
+
+
+def test_a_checkpoint_that_knows_nothing_of_it_is_where_it_begins(
+    learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
+) -> None:
+    publish(db, 1, 2)
+    learner.source.turn()
+    learner.train(1, 2)
+    state = learner.checkpoint("step_1.e1")
+    for name in ("tokens", "redis"):
+        del state[name]
+    again = Learner(store, tmp_path, state, "step_1.e1")
+    assert again.cross.look() == "" and again.cross.values()["tokens_law_redis_lost"] == 0
+    publish(db, 3)
+    again.source.turn()
+    assert again.cross.look() == "" and again.books.law.generated == TOKENS
+
+
+def test_rejected_attempts_are_counted_on_across_a_redis_that_forgot(
+    learner: Learner, db: redis.Redis, store: RunStore
+) -> None:
+    def reject(tokens: int) -> None:
+        id_ = db.xadd(KEYS.tasks, {"seq": 9, "b": b"task"})
+        db.xreadgroup(TASK_GROUP, "r1", {KEYS.tasks: ">"}, count=9)
+        assert db.fcall(fn.RETRY, 2, KEYS.tasks, KEYS.tokens, id_, 9, b"next", tokens) != b"DUP"
+
+    reject(30)
+    learner.cross.update()
+    assert learner.cross.values()["tokens_law_rejected"] == 30
+    db.flushall()
+    store.prepare()
+    reject(5)
+    learner.cross.update()  # it cannot know yet whose count this is
+    learner.cross.look()
+    reject(2)
+    learner.cross.update()
+    assert learner.cross.values()["tokens_law_rejected"] == 37
+
+
+def test_a_group_that_is_dead_on_arrival_or_unreadable_is_in_the_books_by_token(
+    learner: Learner, db: redis.Redis
+) -> None:
+    id_ = db.xadd(KEYS.tasks, {"seq": 1, "b": b"task"})
+    db.xreadgroup(TASK_GROUP, "r1", {KEYS.tasks: ">"}, count=1)
+    db.fcall(fn.PUBLISH, 3, KEYS.tasks, KEYS.traj, KEYS.tokens, id_, 1, b"\xc1", b"?", 21)
+    publish(db, 2)
+    learner.source.turn()
+    learner.books.settle([2], Outcome.STALE, "too_old", tokens=TOKENS)
+    buckets = learner.books.law.buckets
+    assert (buckets["failed"], buckets["stale"], learner.books.law.generated) == (21, TOKENS, 21 + TOKENS)
+    assert learner.books.check() == "" == learner.cross.look()
