@@ -7,12 +7,12 @@ from faults_data import CorruptCheckpoint, CorruptGroup, CorruptTask, CorruptWei
 from faults_learner import DiskFull, SecondLearner, Takeover, Woken
 from faults_network import CutInTheMiddle, CutReply, Down, Partition, Slow
 from faults_process import Kill, Stop, Term
-from faults_redis import Flush, RedisFull
+from faults_redis import Flush, RedisFull, Wipe
 
 ALL: tuple[type[Fault], ...] = (
     *(Kill, Stop, Term),
     *(Partition, Down, Slow, CutReply, CutInTheMiddle),
-    *(RedisFull, Flush),
+    *(RedisFull, Flush, Wipe),
     *(DiskFull, SecondLearner, Takeover, Woken),
     *(CorruptGroup, CorruptTask, CorruptWeights, CorruptCheckpoint, PublishTwice),
 )

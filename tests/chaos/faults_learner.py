@@ -27,7 +27,8 @@ class DiskFull(Fault):
         if not ward.alive or not weights:
             return False
         self.life = ward.life
-        self.limit = 4096 if self.rng.random() < 0.3 else weights[-1].stat().st_size + 8192
+        # a checkpoint's files are a little longer than the weights
+        self.limit = 4096 if self.rng.random() < 0.3 else weights[-1].stat().st_size + 100
         self.ring.excuse("learner", self.name, self.seconds + 20)
         with suppress(ProcessLookupError):
             resource.prlimit(self.life.pid, resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from faults import Fault
 from ring import MAXMEMORY_MB
 
@@ -30,6 +32,29 @@ class RedisFull(Fault):
     def _refused(self) -> int:
         stats = self.ring.ask(lambda db: db.info("errorstats"))
         return -1 if stats is None else int(stats.get("errorstat_OOM", {}).get("count", 0))
+
+
+class Wipe(Fault):
+    """SIGKILL, and its files are lost with it: what comes back is an empty Redis."""
+
+    name = "wipe redis"
+    weight = 1.5
+    targets = ("redis",)
+    recovery = ("state made again",)
+
+    def inject(self) -> bool:
+        ward = self.ring.wards["redis"]
+        self.keys = int(self.ring.ask(lambda db: db.dbsize()) or 0)
+        if not ward.alive or not self.keys:
+            return False
+        self.life = ward.life
+        self.life.doomed = self.name
+        self.ring.lose_redis = True
+        return self.life.send(signal.SIGKILL)
+
+    def happened(self) -> str:
+        gone = self.life.status == -signal.SIGKILL and not self.ring.lose_redis
+        return f"exit status -9, {self.keys} keys and the append-only file gone" if gone else ""
 
 
 class Flush(Fault):

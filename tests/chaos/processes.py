@@ -152,13 +152,14 @@ class Ward:
 
     @property
     def life(self) -> Life:
-        """The present life, or the last one."""
-        return self.lives[-1]
+        """The present life (of two, the later one), or the last one."""
+        living = [life for life in self.lives if life.status is None]
+        return (living or self.lives)[-1]
 
     @property
     def alive(self) -> bool:
         """Whether it runs (stopped processes do)."""
-        return bool(self.lives) and self.lives[-1].status is None
+        return any(life.status is None for life in self.lives)
 
     def next_log(self) -> Path:
         """The log of the next life."""

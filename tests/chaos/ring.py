@@ -69,6 +69,8 @@ class Ring:
     excuses: dict[str, tuple[float, str]] = field(default_factory=dict)
     """process -> until when an end of it with an exit status of its own is explained, and by which fault"""
     learner_overrides: tuple[str, ...] = ()
+    lose_redis: bool = False
+    """Its files are removed before it is started the next time."""
     spoiled: set[str] = field(default_factory=set)
     """Checkpoints that a fault has damaged: the checker must not mind them."""
 
@@ -145,8 +147,9 @@ class Ring:
 
     def _begin_redis(self) -> int:
         folder = self.directory / "redis"
-        if not self.persistence:
+        if self.lose_redis or not self.persistence:
             shutil.rmtree(folder, ignore_errors=True)
+            self.lose_redis = False
         folder.mkdir(parents=True, exist_ok=True)
         url = f"redis://127.0.0.1:{self.redis_port}/0"
         argv = list(redis_argv(self.server.path, folder, url, maxmemory_mb=MAXMEMORY_MB))
