@@ -34,7 +34,7 @@ from learner.seams import TrainEngine
 from learner.signals import Stop, stop_signals
 from learner.telling import Teller, open_trackers
 from protocol.codec import decode_as
-from protocol.errors import Fenced, UserError
+from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import TrajectoryGroup
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -71,11 +71,11 @@ def serve(
     run.dir.mkdir(parents=True, exist_ok=True)
     store = RunStore(run.redis_url, run.id)
     with stop_signals() as stop:
-        _reach(store)
+        _reach(store, store.prepare)
         key = run_key(run.dir, os.environ)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
         lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs")
-        lease.acquire(checkpoints.current_epoch(), takeover=takeover)
+        _reach(store, lambda: lease.acquire(checkpoints.current_epoch(), takeover=takeover))
         parts: Parts | None = None
         try:
             parts, lineage = assemble(run, settings, sampler, store, checkpoints, lease, make_engine)
@@ -104,7 +104,7 @@ def assemble(
     """All parts with the state of the last checkpoint, and the lineage. The lease is renewed from here on."""
     checkpoint = checkpoints.load()
     if checkpoint is not None and checkpoint.epoch >= lease.epoch:  # Redis rolled back while we waited
-        lease.acquire(checkpoint.epoch)
+        _reach(store, lambda: lease.acquire(checkpoint.epoch))
     books, meter, alarm = Books(), Meter(), Alarm()
     if checkpoint is not None:
         _restore(books, checkpoint, run, sampler)
@@ -216,15 +216,18 @@ def _mix(run: RunSettings, settings: LearnerSettings, step: int, lineage: list[P
     return Mix(count, run.max_lag, run.seed, past)
 
 
-def _reach(store: RunStore) -> None:
-    """Waits for Redis and makes it ready; raises UserError when it stays away."""
-    deadline, told = time.monotonic() + REDIS_PATIENCE_S, False
+def _reach(store: RunStore, call: Callable[[], object]) -> None:
+    """Calls until Redis has answered, and makes it ready when it has lost its state; raises UserError when it stays
+    away. `call` may be made again after a reply that never came.
+    """
+    deadline, told = 0.0, False
     while True:
         try:
-            store.prepare()
+            call()
             return
-        except RedisUnavailable as error:
-            if time.monotonic() > deadline:
+        except (RedisUnavailable, StateLost) as error:
+            deadline = deadline or time.monotonic() + REDIS_PATIENCE_S
+            if time.monotonic() >= deadline:
                 raise UserError(
                     f"cannot reach Redis at {store.url}", why=str(error), todo="start it, or set run.redis_url"
                 ) from None
@@ -232,3 +235,5 @@ def _reach(store: RunStore) -> None:
                 log.warning("waiting for Redis at %s: %s", store.url, error)
             told = True
             time.sleep(0.3)
+            if isinstance(error, StateLost):
+                _reach(store, store.prepare)
