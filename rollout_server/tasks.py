@@ -115,7 +115,8 @@ class Tasks:
                 continue
             outage.over()
             for entry, fields in entries:
-                lease = await self._open(entry, fields)
+                # a Redis that lost its last second hands out once more what we already work on
+                lease = await self._open(entry, fields) if entry not in self.in_flight else None
                 if lease is not None:
                     self._start(group, lease, perform)
 
@@ -270,7 +271,7 @@ class Tasks:
         if not entries:
             return
         mine: Any = await self._redis.call(BEAT, [self._redis.keys.tasks], self._consumer, *entries)
-        for entry in set(entries) - {raw.decode() for raw in mine}:
+        for entry in sorted(set(entries) - {raw.decode() for raw in mine}):
             lease, task = self.in_flight.get(entry, (None, None))
             if lease is not None and task is not None and not lease.publishing:
                 log.warning("the lease on seq %d is lost: another server has it", lease.task.seq)

@@ -119,6 +119,23 @@ async def test_a_beating_server_keeps_its_tasks(world, until: Callable[..., Awai
     assert first.cancelled == []
 
 
+@pytest.mark.fault(23, 27)
+async def test_a_task_that_a_rolled_back_redis_hands_out_again_is_not_begun_twice(
+    world, until: Callable[..., Awaitable[None]]
+) -> None:
+    server = Server(world, "a", idle_ms=60_000)
+    world.issue(make_task(1))
+    async with server.running():
+        await until(lambda: server.begun == [1], "it is begun")
+        # what a Redis that lost its last second looks like: the entry is there, its delivery never happened
+        world.sync.xgroup_setid(world.keys.tasks, "rollout", "0")
+        world.issue(make_task(2))
+        await until(lambda: 2 in server.begun, "what is new is begun")
+        server.let.set()
+        await until(lambda: len(world.published()) == 2 and not server.tasks.in_flight, "both are published")
+    assert server.begun == [1, 2] and world.pending() == 0
+
+
 async def test_work_on_a_lost_lease_is_cancelled(world, until: Callable[..., Awaitable[None]]) -> None:
     slow, quick = Server(world, "a"), Server(world, "b")
     world.issue(make_task(1))
