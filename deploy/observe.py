@@ -95,7 +95,8 @@ class Observation:
     events: tuple[Event, ...] = ()
     """The newest EVENTS, the oldest first."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens of attempts that ended, as Redis' functions counted them: published, rejected."""
+    """Tokens of attempts that ended, as Redis' functions counted them: published, rejected. (The name that the learner
+    gave these counts lies beside them.)"""
     memory: int = 0
     max_memory: int = 0
     books: Books | None = None
@@ -206,7 +207,7 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
         dead_letters=int(dead_letters),
         letters=tuple((_time(id_), raw.get(b"reason", b"").decode("utf-8", "replace")) for id_, raw in letters),
         events=tuple(Event(_time(id_), **events.parse(raw)) for id_, raw in reversed(told)),
-        tokens={name.decode(): int(number) for name, number in tokens.items()},
+        tokens={name.decode(): int(number) for name, number in tokens.items() if number.isdigit()},
         memory=int(memory.get("used_memory", 0)),
         max_memory=int(memory.get("maxmemory", 0)),
         books=books,

@@ -1,7 +1,8 @@
 """What is kept of an entry that could not be used: in a file of the run directory (the record) and in Redis (bounded).
 
-Fields of a dead letter, in both: id (of the entry), seq (0: unknown), reason, detail, h and b (header and body as they
-came, base64 in the file; at most EVIDENCE_BYTES of each).
+Fields of a dead letter, in both: id (of the entry), seq (0: unknown), reason, detail, from ("learner"; rollout servers
+write theirs, `deploy/dead_letters.py`), h and b (header and body as they came, base64 in the file; at most
+EVIDENCE_BYTES of each there, and STREAM_BYTES in Redis).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from learner.redis_client import Fields, RedisUnavailable, RunStore
 log = logging.getLogger(__name__)
 
 EVIDENCE_BYTES = 1 << 20
+STREAM_BYTES = 1 << 16
 
 
 class Evidence:
@@ -29,10 +31,11 @@ class Evidence:
         """One dead letter. Raises nothing: evidence that cannot be kept must not stop the learner."""
         head, body = (fields.get(name, b"")[:EVIDENCE_BYTES] for name in (b"h", b"b"))
         facts: dict[str, str | int] = {"id": id_.decode(), "seq": bad.seq, "reason": bad.reason, "detail": bad.detail}
+        facts["from"] = "learner"
         line = facts | {"h": base64.b64encode(head).decode(), "b": base64.b64encode(body).decode()}
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            self._store.dead_letter({**facts, "from": "learner", "h": head, "b": body})
+            self._store.dead_letter({**facts, "h": head[:STREAM_BYTES], "b": body[:STREAM_BYTES]})
         except (OSError, RedisUnavailable) as error:
             log.error("evidence of the unusable entry %s could not be kept: %s", id_.decode(), error)

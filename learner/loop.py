@@ -50,6 +50,7 @@ class TrainingLoop:
         self._update: WeightUpdate | None = None
         self._checkpoint_step, self._checkpoint_time = parts.books.step, time.monotonic()
         self._failed_checkpoints, self._failed_time = 0, 0.0
+        parts.meter.put(checkpoint_step=parts.books.step, checkpoint_every=parts.settings.checkpoint_every)
         self._patience = Patience(parts.settings.max_skipped, parts.run.dir / "skipped")
         self._announced = False
         self._watch = Stopwatch(parts.meter)
@@ -117,6 +118,7 @@ class TrainingLoop:
         except OSError as error:
             raise UserError(
                 f"step {self.policy_step} could not be written to the journal: {error}",
+                why="a run whose journal has a gap could not be replayed or resumed as it was",
                 todo=f"make room below {p.run.dir} (learner.journal_max_gb bounds it) and start again",
             ) from error
 
@@ -137,16 +139,17 @@ class TrainingLoop:
     def _skip(self, entries: list[Entry], report: Report) -> None:
         seqs = [e.seq for e in entries]
         p = self.parts
-        log.warning("the batch of seqs %s was not trained: %s", seqs, report.reason)
+        what = report.reason if report.reason == NO_TOKENS else f"its loss or a gradient is {report.reason}"
+        log.warning("the batch of seqs %s was not trained, and the policy has not moved: %s", seqs, what)
         if report.reason == NO_TOKENS:
             # Nothing to learn from, and nobody's fault: too old, or ended by failing engines and searches.
             p.books.settle(seqs, Outcome.STALE, "no_tokens", tokens=_sampled(entries))
         else:
             self._keep_skipped(entries)
             p.books.settle(seqs, Outcome.DEAD, "nonfinite", tokens=_sampled(entries))
-            p.history.tell("skipped", f"a batch of {len(seqs)} seqs was not trained: {report.reason}")
+            p.history.tell("skipped", f"a batch of {len(seqs)} seqs was not trained: {what}")
             p.books.tally.skipped_steps += 1
-            self._patience.skip(report.reason)
+            self._patience.skip(what.replace("its", "their", 1))
         p.keeper.wake.set()
 
     def _keep_skipped(self, entries: list[Entry]) -> None:
@@ -177,6 +180,7 @@ class TrainingLoop:
         except OSError as error:
             raise UserError(
                 f"the weights of version {version.label} could not be written: {error}",
+                why="engines were not told of it and stay at the version before, which is whole",
                 todo=f"make room below {p.run.dir} and start again: it goes on from the last checkpoint",
             ) from error
         self._announced = True
@@ -246,8 +250,12 @@ class TrainingLoop:
         self.parts.history.tell("checkpoint-failed", str(error))
         self.parts.meter.put(checkpoint_failures=self._failed_checkpoints)
         self.parts.meter.say(checkpoint_error=str(error))
+        if self._failed_checkpoints == FAILED_CHECKPOINTS:
+            log.error(
+                "%d checkpoints failed: no more tasks are issued until one succeeds. Make room below %s, and it goes on",
+                self._failed_checkpoints, self.parts.run.dir,
+            )  # fmt: skip
         if self._failed_checkpoints >= FAILED_CHECKPOINTS:
-            log.error("%d checkpoints failed: no more tasks are issued until one succeeds", self._failed_checkpoints)
             self.parts.issuer.open.clear()
 
     # --- the end ---

@@ -206,7 +206,7 @@ def test_the_law_by_token_dead_letters_and_events_are_shown(
     client: redis.Redis, look: Callable[[], Observation]
 ) -> None:
     report(client, "learner", "l", values=LEARNER | LAW)
-    client.hset(KEYS.tokens, mapping={"published": 100, "rejected": 12})
+    client.hset(KEYS.tokens, mapping={"published": 100, "rejected": 12, "generation": "26153ed52e87"})
     bury(client, "corrupt", "\x1b[2J")
     for number in range(7):
         client.xadd(KEYS.events, events.fields("rollout", "r1", "left", f"number {number} \x1b[2J"))
