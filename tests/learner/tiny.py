@@ -186,12 +186,18 @@ def surviving(run_dir: Path) -> dict[int, list[int]]:
     return {step: best[step]["seqs"] for step in sorted(best)}
 
 
+def service() -> Any:
+    """The module that serves; imported late, since it is heavy."""
+    import learner.serve
+
+    return learner.serve
+
+
 def main() -> int:
     """A learner process with the tiny engine."""
-    import learner.serve as service
     from learner import cli
 
-    service.serve.__kwdefaults__["make_engine"] = lambda run, settings: TinyEngine(run, settings, pace_s=0.05)
+    service().serve.__kwdefaults__["make_engine"] = lambda run, settings: TinyEngine(run, settings, pace_s=0.05)
     return cli.main()
 
 

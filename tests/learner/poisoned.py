@@ -1,0 +1,49 @@
+"""Lives of a learner that a certain group kills while it is decoded, as a bug in a C library would.
+
+`python poisoned.py LIVES --config FILE`: starts the learner (tiny engine) so many times, one after the other, each a
+process of its own; a body with the word POISON in it ends the process with SIGSEGV. Prints the exit statuses as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+import learner.entry
+from learner import cli
+
+POISON = b"poison-poison"
+
+
+def main() -> int:
+    import tiny
+
+    service = tiny.service()
+    service.serve.__kwdefaults__["make_engine"] = lambda run, settings: tiny.TinyEngine(run, settings)
+    real = learner.entry.decode
+
+    def decode(raw: bytes) -> Any:
+        if POISON in raw:
+            ctypes.string_at(0)  # this thread, at this instruction: a signal sent would arrive a little later
+        return real(raw)
+
+    learner.entry.decode = decode
+    statuses = []
+    for _ in range(int(sys.argv[1])):
+        child = os.fork()
+        if child == 0:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            status = cli.main(sys.argv[2:])
+            sys.stdout.flush()
+            os._exit(status)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(json.dumps(statuses), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

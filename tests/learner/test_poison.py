@@ -1,0 +1,150 @@
+"""A group that kills whoever reads it is set aside unread; its innocent neighbours are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import redis
+import yaml
+
+from learner.books import Books
+from learner.checkpoint import Checkpoints
+from learner.config import LearnerSettings
+from learner.config_data import FilterSettings
+from learner.entry import Entry
+from learner.evidence import Evidence
+from learner.filtering import GroupFilter
+from learner.history import History
+from learner.redis_client import RedisUnavailable, RunStore
+from learner.source import Source
+from protocol import events
+from protocol.codec import decode_as
+from protocol.header import seal
+from protocol.keys import Keys
+from protocol.messages import Task, TrajectoryGroup
+from protocol.settings import RunSettings
+from protocol.testing import make_group
+
+KEYS = Keys("t1")
+DEADLY = 7
+
+
+class Died(BaseException):
+    """The process would be gone."""
+
+
+@pytest.fixture
+def life(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Source]:
+    """A new life of the learner's source, with empty books, that dies over the entry of seq DEADLY."""
+    import learner.source
+
+    real = learner.source.read_entry
+
+    def read(id_: bytes, fields: dict[bytes, bytes], run: str) -> Entry:
+        if fields[b"seq"] == b"%d" % DEADLY:
+            raise Died
+        return real(id_, fields, run)
+
+    monkeypatch.setattr(learner.source, "read_entry", read)
+
+    def make() -> Source:
+        parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
+        nothing = GroupFilter(FilterSettings(), 1)
+        return Source(store, Books(issued=40), "t1", nothing, room=30, max_attempts=3, **parts)
+
+    return make
+
+
+def live(source: Source, turns: int = 4) -> bool:
+    """Whether it survived."""
+    try:
+        for _ in range(turns):
+            source.turn()
+    except Died:
+        return False
+    return True
+
+
+@pytest.mark.fault(35)
+def test_after_three_deaths_an_entry_is_set_aside_unread_and_only_that_one(
+    life: Callable[..., Source], db: redis.Redis, tmp_path: Path
+) -> None:
+    for seq in range(1, 13):
+        header, body = seal(make_group(seq, run="t1"))
+        db.xadd(KEYS.traj, {"seq": seq, "h": header, "b": body, "t": 16})
+    assert [live(life()) for _ in range(3)] == [False, False, False]
+    fourth = life()
+    assert live(fourth)
+    books = fourth._books
+    assert books.held == set(range(1, 13)) - {DEADLY} and books.due == {DEADLY} and books.attempts[DEADLY] == 2
+    assert (books.tally.poisoned, books.tally.dead_letters, books.law.buckets["failed"]) == (1, 1, 16)
+    (line,) = [json.loads(text) for text in (tmp_path / "dead.jsonl").read_text().splitlines()]
+    assert (line["seq"], line["reason"]) == (DEADLY, "poison") and "3 times" in line["detail"] and len(line["b"]) > 100
+    ((_, letter),) = db.xrange(KEYS.dlq)
+    assert letter[b"reason"] == b"poison" and len(letter[b"b"]) > 100
+    assert any(events.parse(f)["kind"] == "dead-letter" for _, f in db.xrange(KEYS.events))
+
+
+def test_a_connection_that_breaks_again_and_again_makes_no_group_poisonous(
+    life: Callable[..., Source], db: redis.Redis, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, body = seal(make_group(1, run="t1"))
+    db.xadd(KEYS.traj, {"seq": 1, "h": header, "b": body})
+    store.read(5)
+    source, real = life(), store.hand_out
+
+    def broken(id_: bytes) -> Any:
+        real(id_)
+        raise RedisUnavailable("the reply was lost")
+
+    monkeypatch.setattr(store, "hand_out", broken)
+    for _ in range(6):
+        with pytest.raises(RedisUnavailable):
+            source.turn()
+    assert db.xpending_range(KEYS.traj, "learner", "-", "+", 1)[0]["times_delivered"] == 7
+    monkeypatch.setattr(store, "hand_out", real)
+    assert live(source, 1) and source._books.held == {1} and source._books.tally.poisoned == 0
+    assert db.xpending_range(KEYS.traj, "learner", "-", "+", 1)[0]["times_delivered"] == 0, "it did no harm"
+
+
+@pytest.mark.fault(35)
+def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
+    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, address: dict[str, Any], tmp_path: Path
+) -> None:
+    def spoil(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+        if (task.seq, task.attempt) != (DEADLY, 1):
+            return header, body
+        made = decode_as(TrajectoryGroup, body)
+        return seal(made.model_copy(update={"template": "poison-poison"}))
+
+    tree = {
+        "run": json.loads(run.model_dump_json()),
+        "learner": {"questions": str(settings.questions), "checkpoint_every": 3, "reconcile_s": 0.3},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    program = [sys.executable, str(Path(__file__).parent / "poisoned.py"), "4", "--config", str(tmp_path / "c.yaml")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tiny.Player(address, run.id, spoil=spoil) as player:
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1]) == [-11, -11, -11, 0], done.stderr
+    found = Checkpoints(run.checkpoint_dir, 2).load()
+    assert found is not None
+    facts = found.facts
+    assert facts["step"] == run.steps and facts["ledger"]["counts"] == {
+        "trained": 32,
+        "filtered": len(facts["ledger"]["notes"]),
+        "stale": 0,
+        "dead": 0,
+    }
+    assert facts["tally"]["poisoned"] == 1 and [a for s, a in player.seen if s == DEADLY] == [1, 2]
+    tokens = facts["tokens"]
+    assert tokens["generated"] == sum(tokens["buckets"].values()) and tokens["buckets"]["failed"] == 16
+    assert facts["redis"]["lost"] == 0
