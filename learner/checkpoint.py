@@ -32,7 +32,7 @@ FORMAT = 1
 CURRENT = "CURRENT"
 MANIFEST = "manifest.json"
 STATE = "state"
-_NAME = re.compile(r"^step_(\d+)\.e(\d+)$")
+_NAME = re.compile(r"^step_([0-9]{1,18})\.e([0-9]{1,18})$")
 
 
 class CheckpointFailed(ForayError):
@@ -149,7 +149,7 @@ class Checkpoints:
 
     def _current(self) -> re.Match[str] | None:
         try:
-            name = (self._folder / CURRENT).read_text().strip()
+            name = (self._folder / CURRENT).read_text(errors="replace").strip()
         except FileNotFoundError:
             return None
         found = _NAME.match(name)
@@ -159,14 +159,9 @@ class Checkpoints:
 
     def _manifest(self, path: Path) -> dict[str, Any]:
         try:
-            facts: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        except (OSError, ValueError) as error:
+            return _facts(json.loads((path / MANIFEST).read_text()))
+        except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(path / MANIFEST, str(error)) from None
-        if facts.get("format") != FORMAT:
-            raise self._damaged(
-                path / MANIFEST, f"format {facts.get('format')} is not {FORMAT}, which this version reads"
-            )
-        return facts
 
     def _refuse_foreign(self, path: Path, facts: dict[str, Any]) -> None:
         why = self._key.refuses(facts) if self._key is not None else ""
@@ -197,3 +192,19 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
         for left in self._folder.glob(".step_*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _facts(found: Any) -> dict[str, Any]:
+    """`found` as a manifest. Raises ValueError where what `load` looks at is not there, or is something else."""
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__}, not an object")
+    if found.get("format") != FORMAT:
+        raise ValueError(f"format {str(found.get('format'))[:80]} is not {FORMAT}, which this version reads")
+    files, lineage = found.get("files"), found.get("lineage")
+    if type(found.get("epoch")) is not int or not isinstance(files, dict) or not isinstance(lineage, list):
+        raise ValueError("no epoch, no lineage or no files")
+    if not all(isinstance(f, dict) and type(f.get("bytes")) is int and "sha256" in f for f in files.values()):
+        raise ValueError("a file without size or sha256")
+    if not all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in lineage):
+        raise ValueError("a version in the lineage that is none")
+    return found

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from learner.durable import flush
 from protocol.codec import MAX_BYTES, unpack
+from protocol.errors import ProtocolError
 from protocol.header import read_header
 
 log = logging.getLogger(__name__)
@@ -115,5 +116,11 @@ def _scan(data: Path, start: int) -> Iterator[Place]:
             if not raw or len(raw) != length or zlib.crc32(raw) != crc:
                 log.warning("%s: the frame before byte %d is damaged, the rest is left out", data, file.tell())
                 return
-            frame = unpack(raw)
-            yield Place(data, offset, length, crc, frame["epoch"], frame["step"], read_header(frame["h"]).seq)
+            try:
+                frame = unpack(raw)
+                place = Place(data, offset, length, crc, frame["epoch"], frame["step"], read_header(frame["h"]).seq)
+                record(place)
+            except (ProtocolError, KeyError, TypeError, struct.error):
+                log.warning("%s: the frame before byte %d is none of ours, the rest is left out", data, file.tell())
+                return
+            yield place

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from protocol.codec import pack
 from protocol.errors import UserError
 from protocol.messages import Question, Scalar
 
@@ -36,7 +37,8 @@ class QuestionSet:
 def load_questions(path: Path) -> QuestionSet:
     """Reads a JSON-lines file. Raises UserError that names the file, and the line where one is wrong."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines: JSON may hold U+2028 and the like as they are
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise UserError(
             f"cannot read the questions {path}",
@@ -63,7 +65,7 @@ def fingerprint(questions: tuple[Question, ...]) -> str:
 def _question(line: str, number: int, path: Path) -> Question:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _bad(path, number, f"not JSON: {error}") from None
     if not isinstance(record, dict):
         raise _bad(path, number, f"a {type(record).__name__}, not an object")
@@ -71,14 +73,18 @@ def _question(line: str, number: int, path: Path) -> Question:
     if not isinstance(text, str) or not text.strip():
         raise _bad(path, number, "no `question`")
     try:
-        return Question(
+        question = Question(
             id=str(record.get("id", record.get("_id", f"line-{number}"))),
             text=text,
             answers=_answers(record, path, number),
             meta=_meta(record),
         )
+        pack(question.model_dump())
+        return question
     except ValidationError as error:
         raise _bad(path, number, error.errors()[0]["msg"]) from None
+    except (ValueError, OverflowError) as error:  # a number beyond 64 bits, half a surrogate pair
+        raise _bad(path, number, f"it cannot be sent: {str(error)[:200]}") from None
 
 
 def _answers(record: dict[str, Any], path: Path, number: int) -> tuple[str, ...]:

@@ -62,7 +62,8 @@ class Access:
         scheme, _, given = authorization.partition(" ")
         found: Role | None = None
         for role, token in self.tokens.items():
-            if hmac.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer":
+            raw = given.strip().encode("utf-8", "replace")  # what is no UTF-8 comes as surrogates
+            if hmac.compare_digest(raw, token.encode()) and scheme.lower() == "bearer":
                 found = role
         return found
 

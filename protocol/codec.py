@@ -101,7 +101,8 @@ def unpack(raw: bytes) -> Any:
             raw,
             raw=False,
             strict_map_key=True,
-            max_array_len=65536,
+            # room for an array is taken when its length is read, and every element takes a byte at least
+            max_array_len=min(65536, len(raw)),
             max_map_len=65536,
             max_bin_len=len(raw),
             max_str_len=len(raw),

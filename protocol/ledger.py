@@ -106,14 +106,17 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Ledger:
-        """Inverse of `to_state`; raises ForayError when the books do not close."""
-        ledger = cls(
-            watermark=int(state["watermark"]),
-            above={int(seq) for seq in state["above"]},
-            counts=dict.fromkeys(Outcome, 0) | {Outcome(k): int(v) for k, v in state["counts"].items()},
-            notes=[(int(seq), Outcome(outcome), str(reason)) for seq, outcome, reason in state["notes"]],
-            reopened={int(seq) for seq in state.get("reopened", ())},
-        )
+        """Inverse of `to_state`; raises ForayError when these are no books, or books that do not close."""
+        try:
+            ledger = cls(
+                watermark=int(state["watermark"]),
+                above={int(seq) for seq in state["above"]},
+                counts=dict.fromkeys(Outcome, 0) | {Outcome(k): int(v) for k, v in state["counts"].items()},
+                notes=[(int(seq), Outcome(outcome), str(reason)) for seq, outcome, reason in state["notes"]],
+                reopened={int(seq) for seq in state.get("reopened", ())},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ForayError(f"these are no books: {type(error).__name__}: {str(error)[:200]}") from None
         wrong = any(seq <= ledger.watermark + 1 for seq in ledger.above)
         wrong = wrong or any(not 1 <= seq <= ledger.watermark for seq in ledger.reopened)
         if wrong or not ledger.closes():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,9 @@ SECTIONS = ("run", "rollout", "engine", "learner", "retriever", "demo", "launch"
 
 REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
 """Environment variable that says where Redis is when `run.redis_url` is empty: a URL may hold a password."""
+
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
+"""What PyYAML raises: dates such as 2026-99-99 and numbers such as 0b2 are ValueErrors there."""
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 
@@ -87,6 +91,9 @@ class RunSettings(Settings):
         return self.dir / "checkpoints"
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 300
+
 S = TypeVar("S", bound=Settings)
 
 
@@ -104,12 +111,12 @@ def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any
             raise UserError(f"override {item!r} is not of the form key=value", todo="write e.g. learner.lr=1e-4")
         try:
             value = yaml.safe_load(raw)
-        except yaml.YAMLError as error:
-            raise UserError(f"the value of override {item!r} is not YAML", why=str(error).splitlines()[0]) from None
+        except NOT_YAML as error:
+            raise UserError(f"the value of override {item!r} is not YAML", why=" ".join(str(error).split())) from None
         _assign(tree, key.split("."), _number(value), item)
     for name in tree:
         if name not in SECTIONS:
-            raise UserError(f"unknown section {name!r}", todo=_suggest(name, SECTIONS))
+            raise UserError(f"unknown section {name!r}", todo=_suggest(str(name), SECTIONS))
     return tree
 
 
@@ -124,7 +131,9 @@ def section(tree: Mapping[str, Any], name: str, kind: type[S]) -> S:
 
 def _load_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text", why=str(error)) from None
     except OSError as error:
         near = difflib.get_close_matches(path.name, _siblings(path), n=1, cutoff=0.5)
         raise UserError(
@@ -134,7 +143,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
         ) from None
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         raise UserError(f"{path} is not valid YAML", why=" ".join(str(error).split())) from None
     if tree is None:
         return {}
@@ -180,7 +189,8 @@ def _explain(error: ValidationError, name: str, kind: type[Settings]) -> Iterato
             known = ", ".join(_legal_tags(kind, [str(part) for part in item["loc"]]))
             yield f"{where} does not say what it is: add {where}.type = one of {known}"
         else:
-            yield f"{where} = {item['input']!r}: {item['msg']}"
+            # a few lines of YAML can spell a value of gigabytes, by aliases of aliases
+            yield f"{where} = {_SHORT.repr(item['input'])}: {item['msg']}"
 
 
 def _legal_tags(kind: type[Settings], path: Sequence[str]) -> list[str]:

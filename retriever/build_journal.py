@@ -10,7 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from protocol.errors import UserError
 from retriever.build_site import fsync
+from retriever.corpus import Scan
 
 JOURNAL = "journal.json"
 
@@ -28,7 +30,7 @@ class Journal:
         self._path = directory / JOURNAL
         self._content: dict[str, Any] = {}
         if self._path.exists():
-            self._content = json.loads(self._path.read_text())
+            self._content = _read(self._path)
 
     @property
     def input(self) -> dict[str, Any] | None:
@@ -87,3 +89,22 @@ class Journal:
             os.fsync(file.fileno())
         fresh.rename(self._path)
         fsync(self._path.parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a journal. UserError where it is none: what it promises must not be guessed."""
+    try:
+        content = json.loads(path.read_text())
+        vectors = content.get("vectors", {})
+        if content.get("input") is not None:
+            Scan(**content["scan"])
+        if not all(isinstance(entry["identity"], dict) and type(entry["rows"]) is int for entry in vectors.values()):
+            raise ValueError("an entry of a vector file that is none")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is damaged",
+            why=f"{type(error).__name__}: {str(error)[:200]}",
+            todo=f"remove {path.parent} and build again: nothing in it can be trusted",
+        ) from None
+    found: dict[str, Any] = content
+    return found

@@ -40,7 +40,10 @@ def parse_line(line: bytes) -> Passage:
 
 
 def _fields(line: bytes) -> tuple[str, str]:
-    record = json.loads(line.removeprefix(_BOM))
+    try:
+        record = json.loads(line.removeprefix(_BOM))
+    except RecursionError:
+        raise ValueError("nested too deep") from None
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} where an object is needed")
     missing = [key for key in ("id", "contents") if key not in record]

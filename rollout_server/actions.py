@@ -62,7 +62,7 @@ _STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 @lru_cache
 def _action(tools: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"<({'|'.join(('search', 'answer', *tools))})>(.*?)</\1>", re.DOTALL)
+    return re.compile(rf"<({'|'.join(('search', 'answer', *tools))})>")
 
 
 def parse(text: str, *, box: bool = False, tools: tuple[str, ...] = ()) -> Action:
@@ -72,15 +72,23 @@ def parse(text: str, *, box: bool = False, tools: tuple[str, ...] = ()) -> Actio
     box    the answer is what stands in `boxed` between its tags (ReSearch)
     tools  tags of the enabled tools, which are actions too
     """
-    found = _action(tools).search(text)
-    if found is None:
-        return Invalid("no_action")
-    kind, body = found[1], found[2].strip()
+    unclosed: set[str] = set()  # no end of these tags follows: to look for one after every beginning takes for ever
+    for opened in _action(tools).finditer(text):
+        kind = opened[1]
+        end = -1 if kind in unclosed else text.find(f"</{kind}>", opened.end())
+        if end >= 0:
+            return _meaning(kind, text[opened.end() : end], box=box)
+        unclosed.add(kind)
+    return Invalid("no_action")
+
+
+def _meaning(kind: str, inside: str, *, box: bool) -> Action:
+    body = inside.strip()
     if kind == "answer":
         return Answer(boxed(body) if box else body)
     if kind == "search":
         return Search(body) if body else Invalid("empty_query")
-    return Call(kind, found[2]) if body else Invalid("empty_argument")
+    return Call(kind, inside) if body else Invalid("empty_argument")
 
 
 def boxed(text: str) -> str | None:
@@ -111,9 +119,10 @@ _INVISIBLE = re.compile(
 )
 
 
+# one way to match blanks without a slash: with two, a page of blanks after a `<` takes the square of its length
 @lru_cache
 def _tag(tools: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"<(?=\s*/?\s*(?:{'|'.join((*RESERVED, *tools))})\b)", re.IGNORECASE)
+    return re.compile(rf"<(?=\s*(?:/\s*)?(?:{'|'.join((*RESERVED, *tools))})\b)", re.IGNORECASE)
 
 
 def neutralise(text: str, tools: tuple[str, ...] = ()) -> str:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from protocol.messages import Name, Question, Sampling, Segment, Status, Text
 from rollout_server.engine.base import Generate
@@ -66,6 +66,14 @@ class EpisodesRequest(BaseModel):
     """Episodes in flight at once."""
     stream: bool = False
     """True: server-sent events, one for each episode as it ends."""
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> EpisodesRequest:
+        if len(self.questions) * self.n > EPISODE_LIMIT:
+            raise ValueError(
+                f"{len(self.questions)} questions times n = {self.n} are more than {EPISODE_LIMIT} episodes"
+            )
+        return self
 
 
 class Episodes:

@@ -151,7 +151,10 @@ class OpenAIEncoder:
             if widths != {self.dim}:
                 raise ValueError(f"vectors of {sorted(widths)} numbers, encoder.dim is {self.dim}")
             with np.errstate(over="ignore"):  # infinity is refused below, with the text it belongs to
-                return np.array(rows, dtype=np.float32)
+                vectors = np.array(rows, dtype=np.float32)
+            if vectors.shape != (count, self.dim):
+                raise ValueError(f"numbers of shape {vectors.shape}")
+            return vectors
         except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError) as error:
             self._close()
             raise EncoderUnavailable("garbage", f"{self._settings.url}: {type(error).__name__}: {error}") from error

@@ -9,6 +9,8 @@ import csv
 import gzip
 import io
 import json
+import re
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,6 +22,7 @@ _CHUNK = 1 << 20
 _MAX_RECORD = 1 << 26
 """Characters of one record of a JSON array beyond which it is taken for damaged."""
 _BLANK = " \t\r\n"
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 Where = tuple[int, Record]
 """Number of the record (of the line, where records are lines), from 1; and the record."""
@@ -47,7 +50,7 @@ class Records:
                 yield from self._text_records(binary, lambda: self._set_fraction(file.tell() / size))
         except UnicodeDecodeError as error:
             raise UserError(f"{self.path} is not UTF-8 text", why=str(error), todo="convert it to UTF-8") from None
-        except (OSError, EOFError, gzip.BadGzipFile) as error:
+        except (OSError, EOFError, zlib.error, csv.Error) as error:
             raise UserError(
                 f"cannot read the corpus {self.path}",
                 why=getattr(error, "strerror", None) or str(error),
@@ -89,7 +92,7 @@ class Records:
     def _object(self, line: str, number: int) -> Record:
         try:
             value: Any = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._bad(f"line {number}", str(error)) from None
         return self._mapping(value, f"line {number}")
 
@@ -103,25 +106,30 @@ class Records:
 
     def _array(self, head: str, text: IO[str], tick: Callable[[], None]) -> Iterator[Where]:
         decoder, number = json.JSONDecoder(), 1
-        buffer = head.lstrip(_BLANK)[1:]
+        buffer, at = head, head.index("[") + 1
         while True:
-            buffer = buffer.lstrip(_BLANK + ",")
-            if buffer.startswith("]"):
+            at = _BETWEEN.match(buffer, at).end()  # type: ignore[union-attr]
+            if buffer.startswith("]", at):
                 return
             try:
-                value, end = decoder.raw_decode(buffer)
+                value, end = decoder.raw_decode(buffer, at)
+            except RecursionError as error:
+                raise self._bad(f"record {number}", str(error)) from None
             except ValueError as error:
                 piece = text.read(_CHUNK)
-                if not piece or len(buffer) > _MAX_RECORD:
+                if not piece or len(buffer) - at > _MAX_RECORD:
                     raise self._bad(f"record {number}", str(error)) from None
-                buffer += piece
+                # only here: to cut off each record would copy all that follows it
+                buffer, at = buffer[at:] + piece, 0
                 tick()
                 continue
             yield number, self._mapping(value, f"record {number}")
-            number, buffer = number + 1, buffer[end:]
+            number, at = number + 1, end
 
     def _tsv(self, text: IO[str], tick: Callable[[], None]) -> Iterator[Where]:
         for number, row in enumerate(csv.DictReader(text, delimiter="\t"), start=2):
             if number % 1024 == 0:
                 tick()
+            if None in row:
+                raise self._bad(f"line {number}", "it has more fields than the header")
             yield number, row

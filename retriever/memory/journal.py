@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from protocol.errors import UserError
+from protocol.search import Passage
 from retriever.cache import Answer
 from retriever.memory.entry import Entry
 
@@ -60,7 +61,7 @@ class Journal:
             whole = _without_torn_line(path)
             try:
                 run = str(json.loads(whole[0])["run"])
-            except (LookupError, ValueError, TypeError):
+            except (LookupError, ValueError, TypeError, RecursionError):
                 log.warning("%s does not say which run it is of: deleted", path)
                 path.unlink()
                 continue
@@ -68,7 +69,7 @@ class Journal:
             for number, line in enumerate(whole[1:], start=2):
                 try:
                     entry = _read(line, self._dim)
-                except (LookupError, ValueError, TypeError, AttributeError) as error:
+                except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
                     log.warning("line %d of %s is skipped: %r", number, path, error)
                     continue
                 yield run, entry
@@ -160,4 +161,9 @@ def _read(line: bytes, dim: int) -> Entry:
     if vector.shape != (dim,):
         raise ValueError(f"a vector of {vector.shape}, where {dim} numbers are needed")
     documents = tuple(document.encode() for document in record["documents"])
-    return Entry(record["query"], record["k"], vector, Answer(documents, tuple(record["scores"])))
+    for document in documents:
+        Passage.model_validate_json(document)
+    query, k, scores = record["query"], record["k"], tuple(map(float, record["scores"]))
+    if not isinstance(query, str) or type(k) is not int or len(scores) != len(documents):
+        raise ValueError("not a query, a number of hits and as many scores as documents")
+    return Entry(query, k, vector, Answer(documents, scores))

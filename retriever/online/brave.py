@@ -60,4 +60,8 @@ def _boxes(reply: dict[str, Any]) -> list[Found]:
 
 def _plain(marked: str) -> str:
     """Without highlighting and character references, both of which occur in spite of `text_decorations`."""
-    return html.unescape(_MARKUP.sub("", marked))
+    bare = _MARKUP.sub("", marked)
+    try:
+        return html.unescape(bare)
+    except ValueError:  # a character reference of thousands of digits
+        return bare

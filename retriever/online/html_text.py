@@ -57,7 +57,7 @@ def page_of_html(content: str, max_chars: int) -> Page:
             reader.handle_data(html.unescape(reader.rawdata))
         elif len(reader.rawdata) <= _LEFTOVER:
             reader.close()
-    except AssertionError:
+    except (AssertionError, ValueError):  # a character reference of thousands of digits is a ValueError
         raise Failed("garbage", "HTML that cannot be parsed") from None
     return Page(" ".join("".join(reader.title).split())[:500], _tidy("".join(reader.parts), max_chars))
 
@@ -86,9 +86,11 @@ def decode(content: bytes, charset: str | None) -> str:
 def _is_text_encoding(name: str) -> bool:
     try:
         "".encode(name)  # refuses unknown names, and codecs that are no text encoding (zlib, base64)
+        # the codec's own name: blanks and hyphens in the given one mean nothing
+        known = codecs.lookup(name).name
     except (LookupError, UnicodeError, ValueError):
         return False
-    return name.lower().replace("_", "-") not in ("idna", "punycode", "unicode-escape", "raw-unicode-escape")
+    return known.replace("_", "-") not in ("idna", "punycode", "unicode-escape", "raw-unicode-escape")
 
 
 class _Reader(HTMLParser):

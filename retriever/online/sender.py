@@ -201,7 +201,7 @@ def _retry_after_s(value: str) -> float:
         return float(value[:9])
     try:
         date = parsedate_to_datetime(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0.0
     date = date if date.tzinfo is not None else date.replace(tzinfo=UTC)
     return max(0.0, (date - datetime.now(UTC)).total_seconds())

@@ -67,4 +67,4 @@ def problem(status: int, message: str) -> web.Response:
 
 
 def _matches(header: str, key: str) -> bool:
-    return secrets.compare_digest(header.encode(), f"Bearer {key}".encode())
+    return secrets.compare_digest(header.encode("utf-8", "replace"), f"Bearer {key}".encode())

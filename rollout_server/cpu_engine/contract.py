@@ -145,7 +145,10 @@ def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[lis
         texts = text if batched else [text]
         if not texts or not all(isinstance(t, str) for t in texts):
             raise BadRequest("text must be a string or a list of strings")
-        prompts = [tokenizer.encode(t) for t in texts]
+        try:
+            prompts = [tokenizer.encode(t.encode().decode()) for t in texts]
+        except UnicodeEncodeError:
+            raise BadRequest("text holds half a surrogate pair, which is no character") from None
     else:
         if not isinstance(ids, list) or not ids:
             raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")

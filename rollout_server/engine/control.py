@@ -94,7 +94,7 @@ class EngineControl:
         }
         try:
             out = {ours: float(sum(rank.get(theirs) or 0 for rank in ranks)) for ours, theirs in names.items()}
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, OverflowError) as error:
             raise EngineError("bad_output", self.name, f"/v1/loads: {error}") from None
         return out | {"token_usage": out["token_usage"] / len(ranks)}
 

@@ -84,7 +84,8 @@ class Received:
 
     def _finish(self, finish: dict[str, Any]) -> None:
         if finish["type"] == "abort":
-            cause = ABORT_CAUSE.get(finish.get("status_code") or 0, "aborted")
+            status = finish.get("status_code")
+            cause = ABORT_CAUSE.get(status if isinstance(status, int) else 0, "aborted")
             raise EngineError(cause, self.engine, str(finish.get("message", ""))[:200])
         self.finish_reason = finish["type"]
         matched = finish.get("matched")

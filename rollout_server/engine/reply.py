@@ -17,6 +17,11 @@ from rollout_server.engine.base import EngineError
 MAX_LOGPROB = 1e-3
 """A log-prob is at most 0; rounding in the engine's softmax may lift it by a little."""
 
+MIN_LOGPROB = -1e38
+"""They travel as float32, whose least number is -3.4e38."""
+MAX_VOCAB = 1 << 31
+"""Ids travel as int32."""
+
 Spans = tuple[tuple[PolicyVersion, int, int], ...]
 """(version, start, end) over the tokens of one request, without gaps."""
 
@@ -86,13 +91,13 @@ def check_tokens(chunk: Chunk, room: int, vocab_size: int | None) -> None:
         raise ValueError(f"{len(ids)} more tokens where {room} were allowed")
     if set(map(type, ids)) != {int}:
         raise ValueError("a token id is not an integer")
-    if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
+    if min(ids) < 0 or max(ids) >= (MAX_VOCAB if vocab_size is None else vocab_size):
         raise ValueError(f"a token id is outside the vocabulary of {vocab_size}")
     if not set(map(type, logprobs)) <= {float, int}:
         raise ValueError("a log-prob is not a number")
     # a sum is finite only where every one is; max says nothing of a NaN that is not the first
-    if not math.isfinite(sum(logprobs)) or max(logprobs) > MAX_LOGPROB:
-        raise ValueError("a log-prob is not finite or above zero")
+    if not math.isfinite(sum(logprobs)) or max(logprobs) > MAX_LOGPROB or min(logprobs) < MIN_LOGPROB:
+        raise ValueError("a log-prob is not finite as float32, or above zero")
 
 
 def _spans(given: Any, total: int) -> Spans:

@@ -43,7 +43,7 @@ def verify(update: WeightUpdate) -> Path:
         manifest = json.loads(_read(directory / MANIFEST))
         version, digest, files = str(manifest["version"]), str(manifest["digest"]), dict(manifest["files"])
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise WeightsCorrupt(f"{directory}: no usable manifest: {type(error).__name__}: {error}") from None
     if version != update.version.label or digest != update.digest:
         raise WeightsCorrupt(f"{directory}: the manifest is of {version} {digest[:12]}, wanted {update.version.label}")
