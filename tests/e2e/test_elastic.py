@@ -27,6 +27,7 @@ QUICK = ("engine.hang_s=2", "engine.probe_s=0.5", "engine.drain_s=10", "engine.h
 
 @pytest.mark.ring
 @pytest.mark.timeout(300)
+@pytest.mark.fault(5, 19)
 def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, tmp_path: Path) -> None:
     run_dir, began = tmp_path / "elastic", time.monotonic()
     small = (f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", f"run.max_lag={LAG}", "learner.checkpoint_every=5")

@@ -44,6 +44,7 @@ def test_tasks_carry_the_question_and_how_to_sample(issuer: Issuer, db: redis.Re
     assert {(t.group_size, t.attempt, t.sampling.temperature) for t in made} == {(4, 1, 0.7)}
 
 
+@pytest.mark.fault(48)
 def test_nothing_is_issued_without_credit_or_with_the_valve_closed(issuer: Issuer, db: redis.Redis) -> None:
     issuer.turn()
     assert issuer.turn() == 0

@@ -79,6 +79,7 @@ def test_numbers_reach_a_tracker_in_order_and_flat_and_finite(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("at", ["open", "log", "close"])
+@pytest.mark.fault(46)
 def test_a_tracker_that_fails_is_counted_said_once_and_stops_nothing(
     at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_tracker_that_fails_is_counted_said_once_and_stops_nothing(
     assert caplog.text.count("No space left") == 1
 
 
+@pytest.mark.fault(46)
 def test_a_tracker_that_hangs_delays_neither_training_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,6 +112,7 @@ def test_a_tracker_that_hangs_delays_neither_training_nor_the_end(
     hold.set()
 
 
+@pytest.mark.fault(46)
 def test_a_tracker_whose_service_comes_back_is_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fan, "REOPEN_S", 0.0)
     tracker = Broken(at="open")

@@ -81,6 +81,7 @@ def test_issue_never_repeats_a_seq_and_starts_above_the_ledger(run: redis.Redis)
     assert [int(e[1][b"seq"]) for e in run.xrange(KEYS.tasks)][-2:] == [6, 7]
 
 
+@pytest.mark.fault(32)
 def test_publishing_twice_gives_one_entry(run: redis.Redis) -> None:
     _, epoch = acquire(run, "a")
     issue(run, epoch, "a", 0, range(1, 2))
@@ -90,6 +91,7 @@ def test_publishing_twice_gives_one_entry(run: redis.Redis) -> None:
     assert run.xlen(KEYS.traj) == 1
 
 
+@pytest.mark.fault(3, 32)
 def test_a_zombie_whose_task_was_reclaimed_and_published_gets_dup(run: redis.Redis) -> None:
     _, epoch = acquire(run, "a")
     issue(run, epoch, "a", 0, range(1, 2))

@@ -83,6 +83,7 @@ def spans_of(done: Completion) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("kind", [{}, {"incremental": True}, {"exact": True}], ids=["sglang", "incremental", "exact"])
 @pytest.mark.parametrize("interval", [1, 4, 64])
+@pytest.mark.fault(5)
 async def test_an_engine_may_die_after_any_token(kind: dict[str, bool], interval: int) -> None:
     table, n = Table(), 20
     async with (
@@ -201,6 +202,7 @@ async def test_an_engine_that_loads_weights_may_be_silent_and_one_that_does_not_
     assert router.counts["engine_stalled"] == 1 and router.health.total == 1
 
 
+@pytest.mark.fault(6)
 async def test_a_frozen_engine_loses_the_turns_that_it_has_not_begun_together_with_those_that_it_has(
     until: Until,
 ) -> None:
@@ -370,6 +372,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize("name", [*FAULTS, "drips", "another tokenizer"])
+@pytest.mark.fault(5, 6, 20, 21, 22)
 async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -423,6 +426,7 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
         assert not any("engine good" in line for line in said)
 
 
+@pytest.mark.fault(21)
 async def test_what_a_babbler_said_before_is_not_believed_either() -> None:
     table = Table()
     async with (

@@ -118,6 +118,7 @@ async def test_a_group_of_one_needs_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "whole"), [("observe", True), ("mask", True), ("drop", False)])
+@pytest.mark.fault(36)
 async def test_a_failed_search_costs_what_the_setting_says(tmp_path: Path, policy: str, whole: bool) -> None:
     episode = make_episode(tmp_path, on_search_error=policy)
     engine = by_member(searches_then_answers(episode, "c"), *[answers(episode, "c")] * 3)

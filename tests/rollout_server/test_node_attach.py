@@ -92,6 +92,7 @@ async def test_a_key_that_does_not_open_the_control_routes_is_refused_at_once(wo
     assert "FORAY_ENGINE_API_KEY" in error.todo and "FORAY_ENGINE_ADMIN_KEY" in error.todo
 
 
+@pytest.mark.fault(22)
 async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_a_text(world, tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other", "bytes")
     async with FakeServer() as engine:

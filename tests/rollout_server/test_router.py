@@ -76,6 +76,7 @@ def expected(session: str, turns: int) -> list[int]:
     return ids
 
 
+@pytest.mark.fault(5)
 async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is_lost_or_doubled(until: Until) -> None:
     table = Table()
     async with (
@@ -113,6 +114,7 @@ async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is
     ],
     ids=["500", "dropped", "hangs", "aborts", "nan"],
 )
+@pytest.mark.fault(5, 6, 20, 21)
 async def test_a_faulty_engine_costs_one_turn_and_not_the_trajectory(fault: Fault) -> None:
     table = Table()
     async with FakeServer(version="1.5") as a, FakeServer(version="1.5") as b, routing(table, timeout_s=0.3) as router:
@@ -143,6 +145,7 @@ async def test_a_prompt_with_an_id_that_the_model_does_not_have_reaches_no_engin
         assert caught.value.fault == "request" and a.calls == []
 
 
+@pytest.mark.fault(21)
 async def test_babble_everywhere_ends_after_the_attempts_that_are_allowed() -> None:
     table = Table()
     async with FakeServer(version="1.5") as a, routing(table, attempts=2) as router:
@@ -202,6 +205,7 @@ async def test_a_late_engine_is_given_work_at_once(until: Until) -> None:
     ],
     ids=["too old", "old epoch", "loading", "quarantined", "draining", "evaluation", "tokenizer"],
 )
+@pytest.mark.fault(22)
 async def test_an_engine_that_is_not_routable_gets_no_training_traffic(unfit: dict) -> None:
     table = Table()
     async with (
@@ -259,6 +263,7 @@ async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
     assert completion.ids == next_ids([1, 2], 8) and router.counts["failovers"] >= 2
 
 
+@pytest.mark.fault(6)
 async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first(until: Until) -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.05) as a, routing(table) as router:
@@ -334,6 +339,7 @@ async def test_with_windows_full_an_evaluation_on_its_own_engine_need_not_wait()
         assert {c.engine for c in await asyncio.gather(*training)} == {"a"}
 
 
+@pytest.mark.fault(6, 20)
 def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:
     now = [0.0]
     health = Health(lambda: now[0])
@@ -352,6 +358,7 @@ def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:
     assert health.usable("a")
 
 
+@pytest.mark.fault(5)
 def test_an_unreachable_engine_is_tried_again_later_and_later_until_it_answers() -> None:
     now = [0.0]
     health = Health(lambda: now[0])

@@ -52,6 +52,7 @@ async def test_a_task_becomes_a_published_group_token_by_token(world, until: Unt
     assert world.pending() == 0
 
 
+@pytest.mark.fault(22)
 async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole) -> None:
     world.target(V5)
     async with whole.talker(tokens) as engine, whole.server(world, model) as (url, stop):
@@ -96,6 +97,7 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         await until(lambda: not world.sync.exists(world.keys.metrics("rollout", "r")), "it takes itself off the list")
 
 
+@pytest.mark.fault(5)
 async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
     world, until: Until, model: Path, tokens, whole
 ) -> None:
@@ -139,6 +141,7 @@ async def test_a_late_engine_takes_traffic(world, until: Until, model: Path, tok
         await until(lambda: len(b.requests) > 10, "the late one takes traffic", 3)
 
 
+@pytest.mark.fault(50)
 async def test_a_run_that_is_done_leases_nothing_until_a_learner_goes_on(
     world, until: Until, model: Path, tokens, whole
 ) -> None:
@@ -185,6 +188,7 @@ async def test_a_task_that_fails_every_time_is_given_up_after_its_attempts(
     assert len(engine.requests) == 0 and engine.calls.count("/generate") == 6 and world.pending() == 0
 
 
+@pytest.mark.fault(4, 23)
 async def test_a_redis_that_is_killed_costs_no_group(own_world, until: Until, model: Path, tokens, whole) -> None:
     world = own_world
     world.target(V5)
@@ -200,6 +204,7 @@ async def test_a_redis_that_is_killed_costs_no_group(own_world, until: Until, mo
     assert sorted(g.seq for g in world.published()) == [1, 2, 3, 4] and world.pending() == 0
 
 
+@pytest.mark.fault(2)
 async def test_sigterm_finishes_what_is_under_way_and_ends_with_status_0(
     world, until: Until, model: Path, tokens, tmp_path: Path, whole
 ) -> None:

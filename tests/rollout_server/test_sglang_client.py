@@ -80,12 +80,14 @@ def test_a_version_with_a_foreign_label_counts_as_none() -> None:
         "oops",
     ],
 )
+@pytest.mark.fault(21)
 def test_a_broken_reply_is_bad_output(broken: Any) -> None:
     with pytest.raises(EngineError) as caught:
         parse(broken)
     assert (caught.value.cause, caught.value.engine) == ("bad_output", "e")
 
 
+@pytest.mark.fault(21)
 def test_more_tokens_than_were_asked_for_are_bad_output() -> None:
     with pytest.raises(EngineError, match="where 2 were allowed") as caught:
         parse(reply(), limit=2)

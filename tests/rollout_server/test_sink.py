@@ -26,6 +26,7 @@ async def leased(world, seq: int = 1) -> tuple[Sink, Stats, str]:
     return Sink(redis, stats), stats, entry.decode()
 
 
+@pytest.mark.fault(32)
 async def test_a_second_publish_of_the_same_task_changes_nothing(world) -> None:
     sink, stats, entry = await leased(world)
     group = make_group(1, run=world.keys.run)
@@ -44,6 +45,7 @@ async def test_a_retry_takes_the_place_of_the_failed_attempt(world) -> None:
     assert fields[b"seq"] == b"1"
 
 
+@pytest.mark.fault(23)
 async def test_publishing_outlasts_a_redis_that_is_killed(own_world, until: Until) -> None:
     world = own_world
     sink, stats, entry = await leased(world)
@@ -55,6 +57,7 @@ async def test_publishing_outlasts_a_redis_that_is_killed(own_world, until: Unti
     assert [m.seq for m in world.published()] == [1] and world.pending() == 0
 
 
+@pytest.mark.fault(25)
 async def test_publishing_waits_while_redis_is_full(own_world, until: Until) -> None:
     world = own_world
     sink, stats, entry = await leased(world)
@@ -66,6 +69,7 @@ async def test_publishing_waits_while_redis_is_full(own_world, until: Until) -> 
     assert await asyncio.wait_for(publishing, 15) is True
 
 
+@pytest.mark.fault(24)
 async def test_publishing_waits_for_a_wiped_redis_and_then_gives_way(own_world, until: Until) -> None:
     """After a wipe the task is nobody's any more: its group is dropped, and the learner issues the seq again."""
     world = own_world
@@ -79,6 +83,7 @@ async def test_publishing_waits_for_a_wiped_redis_and_then_gives_way(own_world, 
     assert world.published() == []
 
 
+@pytest.mark.fault(34)
 async def test_a_group_beyond_the_size_limit_is_reported_as_failed(world, monkeypatch: pytest.MonkeyPatch) -> None:
     from protocol import codec
 

@@ -116,6 +116,7 @@ def test_a_chunk_that_was_put_off_is_checked_as_any_other() -> None:
         {"meta_info": None},
     ],
 )
+@pytest.mark.fault(21)
 def test_a_chunk_that_contradicts_the_one_before_or_itself_is_bad_output(second: dict[str, Any]) -> None:
     first, sound = chunks(IDS, 1)[1:3]
     meta = second.get("meta_info", {})
@@ -145,6 +146,7 @@ def test_no_bytes_at_all_can_do_more_than_raise_an_engine_error(data: bytes, cut
         max_leaves=12,
     )
 )
+@pytest.mark.fault(21)
 def test_no_json_at_all_can_do_more_than_raise_an_engine_error(value: Any) -> None:
     received = Received("e", 4)
     try:

@@ -64,6 +64,7 @@ class Server:
                 task.cancel()
 
 
+@pytest.mark.fault(48)
 async def test_no_more_tasks_are_leased_than_there_are_places(world, until: Callable[..., Awaitable[None]]) -> None:
     server = Server(world, "a", concurrency=2)
     world.issue(*(make_task(seq) for seq in range(1, 6)))
@@ -94,6 +95,7 @@ async def test_a_server_whose_turns_would_only_wait_leaves_tasks_to_the_others(
         await until(server.leasing.done, "a stop does not wait for them", 1.0)
 
 
+@pytest.mark.fault(1)
 async def test_a_dead_servers_tasks_are_taken_over(world, until: Callable[..., Awaitable[None]]) -> None:
     first, second = Server(world, "a"), Server(world, "b")
     world.issue(*(make_task(seq) for seq in (1, 2, 3)))
@@ -136,6 +138,7 @@ async def test_a_task_that_a_rolled_back_redis_hands_out_again_is_not_begun_twic
     assert server.begun == [1, 2] and world.pending() == 0
 
 
+@pytest.mark.fault(3)
 async def test_work_on_a_lost_lease_is_cancelled(world, until: Callable[..., Awaitable[None]]) -> None:
     slow, quick = Server(world, "a"), Server(world, "b")
     world.issue(make_task(1))
@@ -150,6 +153,7 @@ async def test_work_on_a_lost_lease_is_cancelled(world, until: Callable[..., Awa
     assert slow.stats.counts["leases_lost"] == 1 and len(world.published()) == 1
 
 
+@pytest.mark.fault(35)
 async def test_a_task_that_outlives_three_servers_is_given_up_as_poison(
     world, until: Callable[..., Awaitable[None]]
 ) -> None:
@@ -166,6 +170,7 @@ async def test_a_task_that_outlives_three_servers_is_given_up_as_poison(
     assert last.begun == [] and world.pending() == 0
 
 
+@pytest.mark.fault(30)
 async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
     world, until: Callable[..., Awaitable[None]]
 ) -> None:
@@ -184,6 +189,7 @@ async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
     assert [(f[b"seq"], f[b"b"]) for f in letters] == [(b"1", b"\xc1 not msgpack"), (b"0", b"")]
 
 
+@pytest.mark.fault(2)
 async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once(
     world, until: Callable[..., Awaitable[None]]
 ) -> None:

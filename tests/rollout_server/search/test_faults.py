@@ -76,6 +76,7 @@ async def roll(
 
 @pytest.mark.parametrize("setting", ["observe", "mask", "drop"])
 @pytest.mark.parametrize("cause", FAULTS)
+@pytest.mark.fault(36, 37)
 async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting_says(
     tmp_path: Path, retriever: FakeRetriever, cause: str, setting: str
 ) -> None:
@@ -104,6 +105,7 @@ async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting
 
 
 @pytest.mark.parametrize("way", ["killed", *FAULTS])
+@pytest.mark.fault(36)
 async def test_a_retriever_that_fails_for_everybody_is_unavailable_in_the_end_and_still_every_group_ends(
     tmp_path: Path, retriever: FakeRetriever, way: str
 ) -> None:

@@ -65,6 +65,7 @@ async def test_the_least_busy_of_the_healthy_is_asked(pair: tuple[FakeRetriever,
     [Fault(hang=True), Fault(500), HTML, Fault(cut=True), Fault(503)],
     ids=["hang", "500", "HTML", "cut", "503"],
 )
+@pytest.mark.fault(36)
 async def test_a_replica_that_fails_costs_no_search_is_put_aside_and_comes_back(
     pair: tuple[FakeRetriever, FakeRetriever], until: Until, fault: Fault
 ) -> None:
@@ -93,6 +94,7 @@ async def test_a_replica_that_wants_to_be_left_alone_binds_no_other(pair: tuple[
 
 
 @pytest.mark.parametrize("way", ["killed", "hung", "500", "HTML", "503", "no paths for probes"])
+@pytest.mark.fault(36)
 async def test_an_outage_of_all_costs_time_and_no_search(until: Until, way: str) -> None:
     async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=10) as client:
         faults = {"hung": Fault(hang=True), "500": Fault(500), "HTML": HTML, "503": Fault(503)}

@@ -51,6 +51,7 @@ async def test_the_other_dialect_and_a_memory_are_settings(retriever: FakeRetrie
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.fault(36)
 async def test_a_busy_or_broken_server_is_asked_again(
     retriever: FakeRetriever, search: HttpSearch, status: int
 ) -> None:
@@ -74,6 +75,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize(("cause", "fault"), [(cause, fault) for cause, faults in NAMED.items() for fault in faults])
+@pytest.mark.fault(37)
 async def test_an_answer_that_cannot_be_used_is_asked_for_again_and_then_has_a_name(
     retriever: FakeRetriever, search: HttpSearch, cause: str, fault: Fault
 ) -> None:
@@ -104,6 +106,7 @@ async def test_a_failure_that_would_come_again_is_not_asked_for(
     assert (result.passages, result.error, len(retriever.asked)) == ((), cause, 1)
 
 
+@pytest.mark.fault(37)
 async def test_a_body_is_not_read_beyond_its_cap(retriever: FakeRetriever) -> None:
     search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), max_bytes=2048))
     retriever.contents = lambda query, i: "x" * (100 if query == "short" else 3000)
@@ -113,6 +116,7 @@ async def test_a_body_is_not_read_beyond_its_cap(retriever: FakeRetriever) -> No
 
 
 @pytest.mark.parametrize(("fault", "cause"), [(Fault(429), "overloaded"), (Fault(hang=True), "timeout")])
+@pytest.mark.fault(36)
 async def test_the_deadline_holds_for_all_attempts_together(retriever: FakeRetriever, fault: Fault, cause: str) -> None:
     retriever.script = lambda query: fault if query == "emma" else None
     search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), deadline_s=0.5, attempt_s=0.25))
