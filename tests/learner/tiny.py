@@ -113,7 +113,7 @@ class Player:
     ) -> None:  # fmt: skip
         self._db = redis.Redis(**address, retry=Retry(NoBackoff(), 0), socket_timeout=10)
         self._run, self._keys = run, Keys(run)
-        self._spoil, self._fails, self._twice, self._name = spoil, fails or set(), twice, name
+        self._spoil, self.fails, self._twice, self._name = spoil, fails or set(), twice, name
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._play, daemon=True)
         self.replies: Counter[str] = Counter()
@@ -157,7 +157,7 @@ class Player:
                 self.replies["DUP" if answer == b"DUP" else "published"] += 1
 
     def _roll_out(self, task: Task) -> tuple[bytes, bytes]:
-        if task.seq in self._fails:
+        if task.seq in self.fails:
             self._tokens = 7
             return seal(GroupFailed(run=self._run, seq=task.seq, attempt=3, reason="engine", generated_tokens=7))
         raw = self._db.hget(self._keys.target, "b")
