@@ -103,7 +103,11 @@ def _engine_problems(seen: Observation, max_lag: int) -> list[Problem]:
     if not seen.engines:
         return [Problem("no engine is registered", "start one: python -m rollout_server.node --config ...")]
     found = [
-        Problem(f"engine {e.id} is {e.state}: {e.detail or 'no reason given'}", "see the log of its node")
+        Problem(
+            f"engine {e.id} is {e.state}: {e.detail or 'no reason given'}",
+            "it gets no requests; its node loads the target whole, or starts it anew, and only then it serves again. "
+            "If that does not help, the reason is in the log of the node and of the engine",
+        )
         for e in seen.engines
         if e.state in (NodeState.QUARANTINED, NodeState.SUSPECT)
     ]

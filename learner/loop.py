@@ -252,7 +252,7 @@ class TrainingLoop:
         self.parts.meter.say(checkpoint_error=str(error))
         if self._failed_checkpoints == FAILED_CHECKPOINTS:
             log.error(
-                "%d checkpoints failed: no more tasks are issued until one succeeds. Make room below %s, and it goes on",
+                "%d checkpoints failed: no more tasks are issued until one succeeds. Make room in %s: then it goes on",
                 self._failed_checkpoints, self.parts.run.dir,
             )  # fmt: skip
         if self._failed_checkpoints >= FAILED_CHECKPOINTS:

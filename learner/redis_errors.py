@@ -36,7 +36,8 @@ def translated() -> Iterator[None]:
     except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError) as error:
         raise RedisUnavailable(f"{type(error).__name__}: {_readable(error)}") from error
     except redis.exceptions.OutOfMemoryError as error:
-        raise RedisUnavailable(f"Redis is full (maxmemory): {_readable(error)}") from error
+        # by design nothing is lost: publishing and issuing are refused as a whole, reading and renewing go on
+        raise RedisUnavailable(f"Redis is full, all wait until maxmemory is raised: {_readable(error)}") from error
     except redis.ResponseError as error:
         text = _readable(error)
         if text.startswith("FENCED"):

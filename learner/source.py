@@ -159,7 +159,7 @@ class Source:
 
     def _refuse(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
         """A dead letter. Its tokens failed; its seq, where that is known, is due again or dead."""
-        log.warning("entry %s (seq %d) is unusable: %s", id_.decode(), bad.seq, bad)
+        log.warning("entry %s (seq %d) is unusable: %s; `foray dlq show %d`", id_.decode(), bad.seq, bad, bad.seq)
         self._evidence.keep(id_, fields, bad)
         self._history.tell("dead-letter", f"entry {id_.decode()}, seq {bad.seq or 'unknown'}: {bad}")
         tokens = read_tokens(fields)

@@ -58,8 +58,10 @@ class Patience:
         if self.skipped >= self._most:
             raise UserError(
                 f"{self.skipped} batches in a row were not trained: {reason}",
-                why="the policy has diverged or the data is broken; the last checkpoint is from before",
-                todo=f"look at {self._evidence}, lower learner.optim.lr, and start again",
+                why="the policy has diverged, or the data is broken. None of them has moved the weights: the last "
+                "checkpoint and the engines hold what was there before",
+                todo=f"look at {self._evidence}, where they are kept; lower learner.optim.lr, and start again: it goes "
+                "on from the last checkpoint",
             )
 
 
