@@ -56,12 +56,16 @@ class TokenLaw:
 
 
 def token_law(seen: Observation) -> TokenLaw | None:
-    """The law by the learner's own figures; None when no learner reports, or one that keeps no such books."""
-    values = seen.learner.values if seen.learner is not None else {}
-    if "tokens_generated_total" not in values:
-        return None
-    parts = {name: int(values.get(f"tokens_law_{name}", 0)) for name in BUCKETS}
-    return TokenLaw(int(values["tokens_generated_total"]), parts, seen.tokens.get("rejected", 0))
+    """The law by the learner's own figures, else by the last checkpoint; None where neither keeps such books."""
+    values, rejected = (seen.learner.values if seen.learner is not None else {}), seen.tokens.get("rejected", 0)
+    if "tokens_generated_total" in values:
+        parts = {name: int(values.get(f"tokens_law_{name}", 0)) for name in BUCKETS}
+        return TokenLaw(int(values["tokens_generated_total"]), parts, rejected)
+    if seen.learner is None and seen.books is not None and seen.books.tokens:
+        # what was not decided then is not in it: it comes again
+        parts = {name: seen.books.tokens.get(name, 0) for name in BUCKETS}
+        return TokenLaw(seen.books.tokens["generated"], parts, rejected)
+    return None
 
 
 def letters_line(seen: Observation) -> str:
@@ -85,7 +89,15 @@ def event_lines(seen: Observation) -> list[str]:
 
 def problems(seen: Observation) -> list[Problem]:
     """What is wrong with delivery, while the run goes on."""
-    return [*_of_letters(seen), *_of_learner(seen), *_of_spools(seen)]
+    return [*of_tokens(seen), *_of_letters(seen), *_of_learner(seen), *_of_spools(seen)]
+
+
+def of_tokens(seen: Observation) -> list[Problem]:
+    """Whether the law by token holds: also of a run that is over."""
+    law = token_law(seen)
+    if law is None or law.closes:
+        return []
+    return [Problem(f"tokens do not close: {law.line()}", "this is a bug: keep the run directory and report it")]
 
 
 def _of_letters(seen: Observation) -> list[Problem]:
@@ -117,9 +129,6 @@ def _of_learner(seen: Observation) -> list[Problem]:
                 "it takes it again when it reaches Redis; if this stays, it hangs: see its log",
             )
         )
-    law = token_law(seen)
-    if law is not None and not law.closes:
-        found.append(Problem(f"tokens do not close: {law.line()}", "this is a bug: keep the run directory, report it"))
     if failures := int(values.get("checkpoint_failures", 0)):
         found.append(
             Problem(

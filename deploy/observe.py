@@ -54,6 +54,8 @@ class Books:
     settled: int
     counts: dict[str, int]
     lineage: tuple[PolicyVersion, ...] = ()
+    tokens: dict[str, int] = field(default_factory=dict)
+    """The law by token of what was decided: "generated", and how many in each bucket. {}: no such books."""
 
     @property
     def closes(self) -> bool:
@@ -139,7 +141,9 @@ def read_books(run_dir: Path) -> Books | None:
     ledger = Ledger.from_state(manifest["ledger"])
     counts = {str(outcome): number for outcome, number in ledger.counts.items()}
     lineage = tuple(PolicyVersion(*pair) for pair in manifest.get("lineage", ()))
-    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage)
+    law = manifest.get("tokens") or {}
+    tokens = {"generated": int(law["generated"]), **law.get("buckets", {})} if "generated" in law else {}
+    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage, tokens)
 
 
 def read_ledger(run_dir: Path) -> Ledger | None:

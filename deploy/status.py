@@ -77,7 +77,7 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
     if seen.is_done:
         if not books.closes or books.in_flight:
             found.append(Problem(f"the run is over but {books.line()}", "start the learner again: it settles the rest"))
-        return found
+        return found + delivery.of_tokens(seen)
     if seen.learner is None:
         held = f"; its lease lasts {seen.lease_ms / 1000:.0f} s more" if seen.lease_ms else ""
         found.append(Problem(f"no learner reports{held}", "start it again: it goes on from its checkpoint"))

@@ -111,10 +111,8 @@ class Sink:
         """A task that cannot be read: evidence to the dead-letter stream, and its seq (if known) is given up."""
         reason = f"task_{error.reason}"
         log.error("task %s (seq %s) is unreadable: %s: %s", entry, seq, reason, error)
-        letter = {"id": entry, "seq": str(seq or 0), "reason": reason, "detail": str(error)[:1000]}
-        letter["from"] = self._stats.id
+        await self.keep_evidence(entry, seq, raw, reason, str(error))
         outage = Outage(f"burying task {entry}", self._stats.waits)
-        await insist(outage, lambda: self._dead_letter(letter, raw))
         if seq is not None:
             await self.publish(entry, GroupFailed(run=run, seq=seq, attempt=1, reason=reason, producer=self._stats.id))
         else:
@@ -130,6 +128,12 @@ class Sink:
         except (RedisDown, RedisFull, StateLost, UserError) as error:
             log.info("the event %r is not told: %s", kind, error)
             self._stats.counts["events_lost"] += 1
+
+    async def keep_evidence(self, entry: str, seq: int | None, raw: bytes, reason: str, detail: str) -> None:
+        """A dead letter (`deploy/dead_letters.py` has its fields): what the task at `entry` was, and what is wrong."""
+        letter = {"id": entry, "seq": str(seq or 0), "reason": reason, "detail": detail[:1000], "from": self._stats.id}
+        outage = Outage(f"keeping evidence of task {entry}", self._stats.waits)
+        await insist(outage, lambda: self._dead_letter(letter, raw))
 
     async def _dead_letter(self, letter: dict[str, str], raw: bytes) -> None:
         flat = [part for pair in letter.items() for part in pair]

@@ -225,6 +225,7 @@ class Tasks:
         if lease is not None:
             detail = f"delivered {deliveries} times without an outcome"
             log.error("seq %d is given up as poison: %s", lease.task.seq, detail)
+            await self._sink.keep_evidence(entry, lease.task.seq, fields[b"b"], "task_poison", detail)
             await self._sink.tell("poison", f"seq {lease.task.seq} is given up: {detail}")
             await self._sink.publish(entry, self.failed(lease.task, "poison", detail))
         return True

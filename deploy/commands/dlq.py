@@ -99,7 +99,7 @@ def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis, 
     if wanted:
         letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
     if args.json:
-        print(json.dumps(as_json(found.run.id, letters, fates, reason=args.reason)))
+        print(_json(as_json(found.run.id, letters, fates, reason=args.reason)))
     else:
         print("\n".join(listing(letters, fates, reason=args.reason)))
 
@@ -116,7 +116,7 @@ def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis, 
     if not letters and not booked:
         raise UserError(f"there is no letter of {', '.join(wanted)}", todo="foray dlq list shows what there is")
     if args.json:
-        print(json.dumps(as_json(found.run.id, letters, fates, bodies=True)))
+        print(_json(as_json(found.run.id, letters, fates, bodies=True)))
         return
     for seq in booked:
         print(f"seq {seq} is booked as {fates.of(seq)}: {harmless(fates.reopenable[seq])}")
@@ -138,7 +138,7 @@ def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redi
     if seqs:
         client.sadd(Keys(found.run.id).requeue, *map(str, seqs))
     if args.json:
-        print(json.dumps({"run": found.run.id, "requeued": seqs}))
+        print(_json({"run": found.run.id, "requeued": seqs}))
     else:
         print(outlook(seen, seqs))
 
@@ -161,7 +161,7 @@ def _purge(args: argparse.Namespace, found: locate.Located, client: redis.Redis,
     removed = purge_stream(client, found.run.id, letters)
     lines = purge_file(found.directory, letters) if args.files else 0
     if args.json:
-        print(json.dumps({"run": found.run.id, "removed": removed, "removed_lines": lines}))
+        print(_json({"run": found.run.id, "removed": removed, "removed_lines": lines}))
     else:
         kept = "" if args.files else f"; the learner's file keeps {held[1]}"
         print(f"{removed} letters removed from Redis" + (f", {lines} from the file" if args.files else kept))
@@ -172,6 +172,11 @@ def _confirm(question: str) -> None:
         raise UserError("nobody can be asked whether to purge", todo="add --yes")
     if input(question).strip().lower() not in ("y", "yes"):
         raise UserError("nothing was purged")
+
+
+def _json(told: dict[str, Any]) -> str:
+    """One line of printable ASCII: json escapes all of a stranger's control characters but DEL."""
+    return json.dumps(told).replace("\x7f", "\\u007f")
 
 
 _ACTIONS = {"list": _list, "show": _show, "requeue": _requeue, "purge": _purge}

@@ -23,7 +23,7 @@ from rollout_server.redis_client import RedisClient
 from rollout_server.sink import Sink
 
 KEYS = Keys("test")
-HOSTILE = "\x1b]0;gotcha\x07\x1b[2J\u202egnp.exe\r\n\x9b31m"
+HOSTILE = "\x1b]0;gotcha\x07\x1b[2J\u202egnp.exe\r\n\x9b31m\x7f"
 """Sets a terminal's title, clears it, turns the direction of writing, starts a new line, and an 8-bit CSI."""
 
 
@@ -109,7 +109,7 @@ def test_a_hostile_letter_is_shown_and_does_nothing_to_the_terminal(
     assert r"\x1b]0;gotcha\x07" in told(capsys)
     assert run.foray("show", "7") == 0
     page = told(capsys)
-    assert r"\x1b[2J\u202egnp.exe\x0d\x0a\x9b31m" in page and "header    seq = 7" in page
+    assert r"\x1b[2J\u202egnp.exe\x0d\x0a\x9b31m\x7f" in page and "header    seq = 7" in page
     assert "checked   corrupt: seq 7: the checksum" in page and "|" in page
     assert run.foray("show", "8", "--bytes", "4") == 0
     page = told(capsys)

@@ -157,6 +157,22 @@ def test_without_a_learner_the_checkpoint_keeps_the_books(
     assert (books.issued, books.trained, books.dead, books.in_flight) == (20, 3, 1, 16)
 
 
+def test_without_a_learner_the_law_by_token_is_the_checkpoints(
+    client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], Observation]
+) -> None:
+    write_checkpoint(tmp_path, Ledger())
+    path = tmp_path / "checkpoints" / "step_9.e1" / "manifest.json"
+    law = {"generated": 30, "received": 30, "buckets": {"trained": 20, "stale": 10}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": law}))
+    client.zrem(KEYS.processes, "learner:l")
+    client.hset(KEYS.target, "state", "done")
+    line = "generated 30 = trained 20 + untrained 0 + filtered 0 + stale 10 + failed 0 + duplicate 0 + in flight 0"
+    assert f"{line} (closes)" in render(look(), max_lag=2)
+    law["buckets"]["stale"] = 11
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": law}))
+    assert any("tokens do not close" in p.what and "1 too many" in p.what for p in problems(look(), max_lag=2))
+
+
 def test_a_broken_manifest_is_an_error_and_a_missing_one_is_none(tmp_path: Path) -> None:
     assert read_books(tmp_path) is None
     write_checkpoint(tmp_path, Ledger())

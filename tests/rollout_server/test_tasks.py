@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from protocol.codec import encode
 from protocol.messages import GroupFailed
 from protocol.testing import make_group, make_task
 from rollout_server import tasks as tasks_module
@@ -151,6 +152,8 @@ async def test_work_on_a_lost_lease_is_cancelled(world, until: Callable[..., Awa
         await slow.tasks._beat()
         await until(lambda: slow.cancelled == [1], "the slow one learns of it")
     assert slow.stats.counts["leases_lost"] == 1 and len(world.published()) == 1
+    ((_, event),) = world.sync.xrange(world.keys.events)
+    assert (event[b"kind"], event[b"id"]) == (b"lease-lost", b"a") and b"seq 1" in event[b"text"]
 
 
 @pytest.mark.fault(35)
@@ -168,6 +171,11 @@ async def test_a_task_that_outlives_three_servers_is_given_up_as_poison(
     (message,) = world.published()
     assert isinstance(message, GroupFailed) and (message.seq, message.reason) == (7, "poison")
     assert last.begun == [] and world.pending() == 0
+    ((_, letter),) = world.sync.xrange(world.keys.dlq)
+    assert (letter[b"seq"], letter[b"reason"], letter[b"from"]) == (b"7", b"task_poison", b"d")
+    assert letter[b"b"] == encode(make_task(7)) and b"delivered 4 times" in letter[b"detail"]
+    ((_, event),) = world.sync.xrange(world.keys.events)
+    assert (event[b"kind"], event[b"id"]) == (b"poison", b"d")
 
 
 @pytest.mark.fault(30)
