@@ -153,9 +153,18 @@ def _books(ledger: dict[str, Any], trained: set[int], issued: int, verdict: Verd
 def _tokens(manifest: dict[str, Any], living: Sequence[Frame], verdict: Verdict) -> None:
     sampled = sum(frame.sampled for frame in living)
     booked = int(manifest.get("tally", {}).get("tokens_sampled", sampled))
-    verdict.tokens = {"trained, by the journal": sampled, "trained, by the books": booked}
+    verdict.tokens = {"in trained groups, by the journal": sampled, "in trained groups, by the books": booked}
     if sampled != booked:
         verdict.problems.append(f"tokens: the journal has {sampled}, the books {booked}")
+    law = manifest.get("tokens")
+    if law is not None:
+        ended = {str(name): int(tokens) for name, tokens in law["buckets"].items()}
+        verdict.tokens |= {"that arrived, by the books": int(law["generated"]), **ended}
+        if sum(ended.values()) != int(law["generated"]):
+            verdict.problems.append(f"tokens: {law['generated']} arrived, {sum(ended.values())} ended somewhere")
+        if ended["trained"] + ended["untrained"] != sampled:
+            both = f"{ended['trained']} trained + {ended['untrained']} untrained"
+            verdict.problems.append(f"tokens: {both} by the books, {sampled} by the journal")
 
 
 def _checkpoints(folder: Path, current: str, spoiled: Collection[str], verdict: Verdict) -> None:

@@ -42,29 +42,24 @@ def ack_on_receive() -> None:
 
 def no_ledger() -> None:
     from learner.books import Books
-    from learner.filtering import GroupFilter
     from learner.source import Source
     from protocol.messages import TrajectoryGroup
 
     admit, settle = Source._admit, Books.settle
 
-    def credulous(self: Source, entry: Any) -> None:
-        if isinstance(entry.message, TrajectoryGroup):
-            self._books.held.add(entry.seq)
+    def credulous(self: Source, entry: Any, *more: Any) -> None:
+        books = self._books
+        if isinstance(entry.message, TrajectoryGroup) and (entry.seq in books.ledger or entry.seq in books.held):
             self._buffer.append(entry)
             self._changed.notify_all()
         else:
-            admit(self, entry)
+            admit(self, entry, *more)
 
-    def forgetful(self: Books, seqs: Any, outcome: Any, reason: str = "") -> None:
-        seqs = list(seqs)
-        fresh = [seq for seq in dict.fromkeys(seqs) if seq not in self.ledger]
-        settle(self, fresh, outcome, reason)
-        self.held.difference_update(seqs)
+    def forgetful(self: Books, seqs: Any, *rest: Any, **more: Any) -> None:
+        settle(self, [seq for seq in dict.fromkeys(seqs) if seq not in self.ledger], *rest, **more)
 
     Source._admit = credulous  # type: ignore[method-assign]
     Books.settle = forgetful  # type: ignore[method-assign]
-    GroupFilter.refuses = lambda *_: False  # type: ignore[method-assign]
 
 
 def no_reconciler() -> None:

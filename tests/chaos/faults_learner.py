@@ -71,7 +71,13 @@ class SecondLearner(_Rival):
 
     name = "second learner"
     weight = 2.0
+
     recovery = ("second learner refused",)
+
+    @property
+    def held(self) -> frozenset[str]:
+        # while the first cannot renew its lease, the second may rightly take it
+        return frozenset({"learner", "link learner", "redis"})
 
     def inject(self) -> bool:
         ward = self.ring.wards["learner"]

@@ -18,13 +18,13 @@ SCRIPT = (
     Planned(4.6, "kill", "engine-1", 0.0, 4),
     Planned(5.4, "flushall", "redis", 0.0, 1),
     Planned(6.2, "takeover", "learner", 10.0, 1),
-    Planned(8.0, "second learner", "learner", 10.0, 1),
     Planned(8.6, "kill", "rollout-1", 0.0, 1),
     Planned(9.0, "partition", "engine-2", 2.0, 1),
     Planned(9.4, "stop", "redis", 2.0, 1),
     Planned(12.0, "wipe redis", "redis", 0.0, 1),
+    Planned(14.0, "second learner", "learner", 10.0, 1),
 )
-SECONDS = 13.0
+SECONDS = 15.0
 
 
 def fought(result: Result, told: list[str]) -> str:
