@@ -8,7 +8,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
 
-.PHONY: setup demo test sglang-env test-sglang reliability lint format clean chaos
+.PHONY: setup demo test sglang-env test-sglang reliability lint format lock sbom clean chaos
 
 setup: $(STAMP)
 
@@ -64,6 +64,20 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The hash-pinned lock of the versions in the constraints, and from it the list of parts. Needs uv, wherever it is.
+UV ?= uv
+lock: setup
+	@command -v $(UV) > /dev/null || { echo "no uv: pip install uv in an environment of its own, then make lock UV=path/to/uv"; exit 1; }
+	$(UV) pip compile --quiet pyproject.toml --extra cpu --extra dev -c deploy/constraints/cpu.txt --python-version 3.11 \
+	  --python-platform x86_64-manylinux_2_28 $(UV_ARGS) --no-header --format pylock.toml -o $(VENV)/pylock.toml
+	$(BIN)/python -m deploy.supply_chain lock $(VENV)/pylock.toml > $(VENV)/cpu.lock
+	mv $(VENV)/cpu.lock deploy/constraints/cpu.lock
+	$(MAKE) sbom
+
+sbom: setup
+	$(BIN)/python -m deploy.supply_chain sbom > $(VENV)/sbom.json
+	mv $(VENV)/sbom.json deploy/sbom/foray.cdx.json
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
