@@ -50,8 +50,10 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
     if addresses.server is not None:
         # so that `foray up` of the resolved file starts it again
         launch["redis"] = "own"
-    if addresses.server is not None and config.launch.secrets is None:
-        # with users, each process has a URL of its own, which a setting would overrule
+    if config.launch.secrets is not None:
+        # each process has a URL of its own, with its login: a setting would overrule it
+        update["run"] = config.run.model_copy(update={"redis_url": ""})
+    elif addresses.server is not None:
         update["run"] = config.run.model_copy(update={"redis_url": addresses.redis_url})
     if addresses.retrievers:
         port = int(addresses.retrievers[0].rpartition(":")[2])
@@ -68,18 +70,29 @@ def seen_from_here(config: RunConfig, place: str) -> str:
     return redis_url_for(config.launch.secrets, "viewer", place) if config.launch.secrets else place
 
 
-def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | None]:
-    wanted, url = config.launch.redis, config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
-    if wanted == "configured" and not url and config.launch.secrets:
-        # each role's file says where; the login is that of the file, too
-        return place_of(redis_url_for(config.launch.secrets, "viewer", "")), None
+def choose_redis(config: RunConfig, environ: Mapping[str, str]) -> str:
+    """The URL of a Redis that somebody else runs; "" where `foray up` starts its own. Raises UserError without one.
+
+    With `launch.secrets` it is a place, without a login: each role has its own.
+    """
+    wanted, secrets = config.launch.redis, config.launch.secrets
+    url = config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
+    if wanted == "configured" and not url and secrets:
+        url = redis_url_for(secrets, "viewer", "")
     if wanted == "configured" and not url:
         raise UserError(
             "launch.redis is `configured`, but no Redis is configured",
             todo=f"set run.redis_url or the environment variable {REDIS_URL_VARIABLE}, or launch.redis=auto",
         )
-    if url and wanted != "own":
-        return place_of(url) if config.launch.secrets else url, None
+    if wanted == "own" or not url:
+        return ""
+    return place_of(url) if secrets else url
+
+
+def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | None]:
+    url = choose_redis(config, environ)
+    if url:
+        return url, None
     directory = config.run.dir / "redis"
     directory.mkdir(parents=True, exist_ok=True)
     server = find_server()

@@ -6,8 +6,10 @@ below the range that the kernel hands out to outgoing connections: one of those 
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import UserError
@@ -45,3 +47,49 @@ def _highest() -> int:
         return DEFAULT_HIGHEST
     # Where the kernel's range leaves us no room, the race is the lesser evil.
     return lowest_outgoing - 1 if lowest_outgoing > LOWEST + 1000 else DEFAULT_HIGHEST
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a socket, as /proc shows it. `stopped`: by SIGSTOP or a debugger, so it answers nobody."""
+
+    pid: int
+    name: str
+    stopped: bool
+
+
+def holder(port: int) -> Holder | None:
+    """Who listens on TCP `port` of this machine; None where nobody does, or /proc does not show it to us."""
+    inodes: set[str] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for words in _rows(table):
+            # local address, state 0A (LISTEN), inode
+            if len(words) > 9 and words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
+                inodes.add(words[9])
+    return _owner(inodes)
+
+
+def socket_holder(path: str) -> Holder | None:
+    """Who listens on the unix socket at `path`; None as above."""
+    # flags 00010000: it accepts connections; others at the same path are connections themselves
+    rows = (words for words in _rows("/proc/net/unix") if len(words) > 7 and words[7] == path)
+    return _owner({words[6] for words in rows if words[3] == "00010000"})
+
+
+def _rows(table: str) -> list[list[str]]:
+    try:
+        return [line.split() for line in Path(table).read_text().splitlines()[1:]]
+    except OSError:
+        return []
+
+
+def _owner(inodes: set[str]) -> Holder | None:
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for process in Path("/proc").glob("[0-9]*") if wanted else ():
+        try:
+            if any(os.readlink(descriptor) in wanted for descriptor in (process / "fd").iterdir()):
+                name, _, rest = (process / "stat").read_text().rpartition(")")
+                return Holder(int(process.name), name.partition("(")[2], rest.split()[0] in ("T", "t"))
+        except OSError:
+            continue  # it ended meanwhile, or belongs to somebody else
+    return None

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     from deploy.config import load
     from deploy.doctor import examine
 
-    findings = examine(load(args.config, args.overrides) if args.config else None)
+    findings = examine(load(args.config, args.overrides) if args.config else None, args.config)
     failed = any(f.verdict == "fail" for f in findings)
     if args.json:
         print(json.dumps({"healthy": not failed, "findings": [asdict(f) for f in findings]}))

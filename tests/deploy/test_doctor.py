@@ -16,6 +16,7 @@ from deploy.doctor import Finding, examine, memory_needed
 
 
 def findings(tmp_path: Path, *overrides: str) -> dict[str, Finding]:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     for name in ("config.json", "corpus.jsonl", "questions.jsonl"):
         (tmp_path / name).write_text("{}")
     files = (f"run.model={tmp_path}", f"retriever.corpus={tmp_path}/corpus.jsonl", f"run.dir={tmp_path}/run")

@@ -1,0 +1,126 @@
+"""This machine: what is installed, which ports are taken and by whom, whether the disk holds the checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from deploy.config import RunConfig
+from deploy.doctor_finding import Finding, Verdict
+from deploy.inputs import missing
+from deploy.ports import holder, is_free
+
+NEEDED = {
+    "protocol": ("pydantic", "msgpack", "numpy", "yaml", "redis"),
+    "rollout server": ("aiohttp", "tokenizers", "prometheus_client"),
+    "learner": ("torch", "transformers", "deepspeed", "safetensors"),
+    "retriever": ("aiohttp", "bm25s", "faiss", "prometheus_client"),
+}
+EXTRAS = {"protocol": "", "rollout server": "[rollout]", "learner": "[learner]", "retriever": "[retriever]"}
+SPARE_DISK = 2.0
+"""The weights being written, and one more version, beyond what is kept."""
+
+
+def packages() -> Iterator[Finding]:
+    """Which processes can run in this environment."""
+    for process, names in NEEDED.items():
+        absent = [name for name in names if importlib.util.find_spec(name) is None]
+        if absent:
+            # The processes may live in separate environments, so only what everything needs is a failure.
+            verdict: Verdict = "fail" if process == "protocol" else "warn"
+            mend = f"pip install 'foray{EXTRAS[process]}' in the environment that runs it"
+            yield Finding(f"packages of the {process}", verdict, f"not installed: {', '.join(absent)}", mend)
+        else:
+            yield Finding(f"packages of the {process}", "ok", ", ".join(names))
+
+
+def machine() -> Iterator[Finding]:
+    """For a bug report."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    yield Finding("machine", "ok", f"Python {python}, {cores} cores, {memory:.0f} GiB of memory")
+
+
+def files(config: RunConfig) -> Iterator[Finding]:
+    """Model, corpus and questions."""
+    gaps = missing(config)
+    for gap in gaps:
+        if gap.setting == "run.model" and config.launch.prepare:
+            yield Finding("run.model", "ok", f"{gap.path} will be made by launch.prepare")
+        else:
+            yield Finding(gap.setting, "fail", f"{gap.path} is not there", gap.todo)
+    if not gaps:
+        yield Finding("files", "ok", "model, corpus and questions are there")
+
+
+def ports(config: RunConfig) -> Iterator[Finding]:
+    """Ports that were asked for, with who holds those that are taken."""
+    wanted = {"rollout.port": (config.rollout.host, config.rollout.port)}
+    if config.num_retrievers and "port" in config.retriever.model_fields_set:
+        wanted["retriever.port"] = (config.retriever.host, config.retriever.port)
+    if "port" in config.engine.model_fields_set:
+        wanted["engine.port"] = (config.engine.host, config.engine.port)
+    wanted["learner.metrics_port"] = (config.learner.metrics_host, config.learner.metrics_port)
+    taken = {name: (host, port) for name, (host, port) in wanted.items() if port and not is_free(host, port)}
+    if not taken:
+        yield Finding("ports", "ok", "free")
+        return
+    told, mends = [], []
+    for name, (host, port) in taken.items():
+        found = holder(port)
+        told.append(f"{name} = {port}" + (f" by process {found.pid} ({found.name})" if found else f" on {host}"))
+        mends.append(
+            (f"kill {found.pid}, or " if found else "stop what listens there, or ") + f"{name}=0 (a free port)"
+        )
+    yield Finding("ports", "fail", f"taken: {', '.join(told)}", "; ".join(mends))
+
+
+def disk(config: RunConfig) -> Iterator[Finding]:
+    """Room for the checkpoints that are kept, the one being written, and the published versions."""
+    place = config.run.dir.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    weights = sum(path.stat().st_size for path in config.run.model.glob("*.safetensors"))
+    kept = config.learner.keep_checkpoints
+    # float32 weights and two moments in each checkpoint, and the one that is being written
+    versions = config.learner.publish.keep_versions + SPARE_DISK + 3 * (kept + 1)
+    needed = int(weights * versions) + (1 << 28)
+    detail = f"{_gib(free)} free at {place}, about {_gib(needed)} needed for weights and {kept} + 1 checkpoints"
+    if free < needed:
+        mend = f"free {_gib(needed - free)}, move run.dir, or lower learner.keep_checkpoints (now {kept})"
+        yield Finding("disk", "fail", detail, mend)
+    else:
+        yield Finding("disk", "ok", detail)
+
+
+def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:
+    """Whether files with secrets in them are for their owner only. `path`: the configuration file, if there is one."""
+    directory = config.launch.secrets
+    if directory is not None and directory.is_dir():
+        open_ = [p for p in (directory, *sorted(directory.iterdir())) if p.stat().st_mode & 0o077]
+        if open_:
+            names = ", ".join(str(p) for p in open_[:4]) + (" ..." if len(open_) > 4 else "")
+            yield Finding("secrets", "fail", f"others may read {names}", f"chmod -R go= {directory}")
+        else:
+            yield Finding("secrets", "ok", f"{directory} is for its owner only")
+    elif directory is not None:
+        mend = "foray init run.yaml --secure, or leave launch.secrets out"
+        yield Finding("secrets", "fail", f"launch.secrets = {directory} is no directory", mend)
+    from protocol.redis_url import parse
+
+    if config.run.redis_url and parse(config.run.redis_url).password:
+        where = f" in {path}" if path else ""
+        mend = "export FORAY_REDIS_URL=... in the environment of each process, and leave run.redis_url empty"
+        yield Finding(
+            "redis password", "warn", f"run.redis_url{where} holds a password, and is copied to run.dir", mend
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.0f} MiB"
