@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.durable import flush, sha256, write_text
+from learner.durable import flush, locked, sha256, write_text
 from learner.run_key import SIGNATURE, RunKey
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.versions import PolicyVersion
@@ -126,12 +126,14 @@ class Checkpoints:
             for path in [*files.values(), *(p for p in part.rglob("*") if p.is_dir()), part]:
                 flush(path)
             confirm()
-            if self.current_epoch() > epoch:
-                raise Fenced(f"epoch {self.current_epoch()} has committed a checkpoint, this learner is epoch {epoch}")
-            shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier try that could not move CURRENT
-            part.rename(final)
-            flush(self._folder)
-            write_text(self._folder / CURRENT, name + "\n")
+            # A learner that sleeps between looking and moving must not undo what its successor commits meanwhile.
+            with locked(self._folder):
+                if (newest := self.current_epoch()) > epoch:
+                    raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
+                shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier try that could not move CURRENT
+                part.rename(final)
+                flush(self._folder)
+                write_text(self._folder / CURRENT, name + "\n")
         # torch reports a full disk as RuntimeError
         except (OSError, RuntimeError) as error:
             shutil.rmtree(part, ignore_errors=True)
@@ -139,7 +141,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        self._collect(name)
+        self._collect(name, epoch)
         return final
 
     def committed(self, step: int, epoch: int) -> bool:
@@ -184,14 +186,16 @@ class Checkpoints:
             todo="restore the file" + (older if others else ""),
         )
 
-    def _collect(self, current: str) -> None:
+    def _collect(self, current: str, epoch: int) -> None:
         found = [(int(m[2]), int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.match(p.name))]
         newest = {p for _, _, p in sorted(found)[-self._keep :]}
         for _, _, path in found:
             if path not in newest and path.name != current:
                 shutil.rmtree(path, ignore_errors=True)
         for left in self._folder.glob(".step_*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
+            # a successor's is not litter: it is being written
+            if (m := _NAME.match(left.name[1:-4])) and int(m[2]) <= epoch:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _facts(found: Any) -> dict[str, Any]:

@@ -1,10 +1,50 @@
-"""Files that survive a power cut: flush, rename, flush the folder."""
+"""Files that survive a power cut: flush, rename, flush the folder. And a lock for what takes more than one rename."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+LOCK_PATIENCE_S = 20.0
+LOCK_POLL_S = 0.05
+_NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps every other process out that locks this folder; the lock of a process that dies is free at once.
+
+    Raises TimeoutError (an OSError) after LOCK_PATIENCE_S: its holder stands still. A file system without locks is
+    worked on without.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process has held {folder} for {LOCK_PATIENCE_S:.0f} s") from None
+                time.sleep(LOCK_POLL_S)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                log.warning("%s cannot be locked: %s", folder, error)
+                break
+        yield
+    finally:
+        os.close(handle)
 
 
 def flush(path: Path) -> None:

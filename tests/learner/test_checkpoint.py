@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -11,6 +12,7 @@ from unittest.mock import ANY
 import pytest
 
 from learner import checkpoint as module
+from learner import durable
 from learner.books import Books
 from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.run_key import RunKey, run_key
@@ -223,6 +225,40 @@ def test_a_learner_that_slept_between_its_lease_check_and_its_rename_moves_no_po
         write(checkpoints, 8, confirm=sleep_while_a_successor_commits)
     assert checkpoints.load().facts["step"] == 5
     assert not list((tmp_path / "c").glob(".*.tmp"))
+
+
+@pytest.mark.fault(11)
+def test_a_learner_that_sleeps_before_it_moves_the_pointer_keeps_its_successor_waiting(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    successor = threading.Thread(target=lambda: write(Checkpoints(tmp_path / "c", keep=2), 5, epoch=3))
+    moves: list[str] = []
+
+    def sleeping(path: Path, text: str) -> None:
+        if path.name == "CURRENT" and not moves:
+            successor.start()
+            successor.join(0.3)
+            assert successor.is_alive() and not moves, "its own commit waits"
+        if path.name == "CURRENT":
+            moves.append(text)
+        write_text(path, text)
+
+    write_text = module.write_text
+    monkeypatch.setattr(module, "write_text", sleeping)
+    write(checkpoints, 8)
+    successor.join(10)
+    assert moves == ["step_8.e2\n", "step_5.e3\n"] and checkpoints.load().facts["step"] == 5
+
+
+def test_a_folder_that_another_process_holds_is_waited_for_and_then_told(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(checkpoints, 4)
+    monkeypatch.setattr(durable, "LOCK_PATIENCE_S", 0.1)
+    with durable.locked(tmp_path / "c"), pytest.raises(CheckpointFailed, match="another process has held"):
+        write(checkpoints, 8)
+    assert checkpoints.load().facts["step"] == 4
+    write(checkpoints, 8)
 
 
 def test_the_runs_key_is_made_once_and_only_we_can_read_it(tmp_path: Path) -> None:

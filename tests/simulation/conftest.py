@@ -1,0 +1,8 @@
+"""The folder `sim` beside this file is on the path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

@@ -1,0 +1,171 @@
+"""protocol/functions.lua in Python, line by line, over the model. The contract test compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from redis import exceptions
+from sim.sim_redis import SimRedis
+from sim.streams import text_of
+
+Call = Callable[[SimRedis, list[str], list[bytes]], Any]
+FUNCTIONS: dict[str, tuple[Call, bool]] = {}
+"""name -> (function, whether it works when Redis is full)"""
+
+
+def function(name: str, *, oom: bool = False) -> Callable[[Call], Call]:
+    """Registers; `oom`: it carries the flag allow-oom."""
+
+    def register(call: Call) -> Call:
+        FUNCTIONS[name] = (call, oom)
+        return call
+
+    return register
+
+
+def own(r: SimRedis, lease: str, epoch: bytes, token: bytes) -> bool:
+    """Whether this learner holds the lease."""
+    return r.hget(lease, "epoch") == epoch and r.hget(lease, "token") == token
+
+
+def fenced() -> Exception:
+    return exceptions.ResponseError("FENCED this learner no longer holds the lease")
+
+
+def lost(stream: str) -> Exception:
+    return exceptions.ResponseError(f"NOSTREAM {stream} is gone: state lost")
+
+
+def trim(r: SimRedis, stream: str, group: str) -> None:
+    """Everything below the floor has been delivered and acknowledged."""
+    _, facts = r.group(stream, group)
+    ids = facts.ids()
+    r.trim_below(stream, text_of(ids[0] if ids else (facts.last[0], facts.last[1] + 1)))
+
+
+@function("foray_acquire")
+def acquire(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    holder = r.hget(k[0], "token")
+    if holder is not None and holder != a[0] and a[3] != b"1":
+        return [0, int(r.hget(k[0], "epoch") or 0), r.pttl(k[0]), holder]
+    epoch = max(int(r.get(k[1]) or 0), int(a[1])) + 1
+    r.set(k[1], epoch)
+    r.delete(k[0])
+    r.hset(k[0], mapping={"epoch": epoch, "token": a[0], "ttl": a[2], "since": r.time()[0]})
+    r.pexpire(k[0], a[2])
+    return [1, epoch]
+
+
+@function("foray_renew", oom=True)
+def renew(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    return int(r.pexpire(k[0], a[2])) if own(r, k[0], a[0], a[1]) else 0
+
+
+@function("foray_release", oom=True)
+def release(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    return r.delete(k[0]) if own(r, k[0], a[0], a[1]) else 0
+
+
+@function("foray_issue")
+def issue(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if not own(r, k[0], a[0], a[1]):
+        raise fenced()
+    if not r.exists(k[2]):
+        raise lost(k[2])
+    issued = max(int(r.get(k[1]) or 0), int(a[2]))
+    for seq, body in zip(a[3::2], a[4::2], strict=True):
+        if int(seq) > issued:
+            r.xadd(k[2], {"seq": seq, "b": body})
+            issued = int(seq)
+    r.set(k[1], issued)
+    trim(r, k[2], "rollout")
+    return issued
+
+
+@function("foray_reissue")
+def reissue(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if not own(r, k[0], a[0], a[1]):
+        raise fenced()
+    if not r.exists(k[1]):
+        raise lost(k[1])
+    for seq, body in zip(a[2::2], a[3::2], strict=True):
+        r.xadd(k[1], {"seq": seq, "b": body})
+    return (len(a) - 2) // 2
+
+
+@function("foray_beat", oom=True)
+def beat(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    mine = []
+    for id_ in a[1:]:
+        if r.xpending_range(k[0], "rollout", id_, id_, 1, a[0]):
+            r.xclaim(k[0], "rollout", a[0], 0, [id_], justid=True)
+            mine.append(id_)
+    return mine
+
+
+def count(r: SimRedis, keys: list[str], place: int, field: str, args: list[bytes], number: int) -> None:
+    """Tokens of an attempt that ended."""
+    if len(keys) > place and len(args) > number and int(args[number]) > 0:
+        r.hincrby(keys[place], field, int(args[number]))
+
+
+@function("foray_publish")
+def publish(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if not r.exists(k[1]):
+        raise lost(k[1])
+    if r.xack(k[0], "rollout", a[0]) == 0:
+        return b"DUP"
+    count(r, k, 2, "published", a, 4)
+    fields = {"seq": a[1], "h": a[2], "b": a[3], "t": a[4] if len(a) > 4 else b"0"}
+    return r.xadd(k[1], fields, nomkstream=True)
+
+
+@function("foray_retry")
+def retry(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if r.xack(k[0], "rollout", a[0]) == 0:
+        return b"DUP"
+    count(r, k, 1, "rejected", a, 3)
+    return r.xadd(k[0], {"seq": a[1], "b": a[2]}, nomkstream=True)
+
+
+@function("foray_ack", oom=True)
+def ack(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if not own(r, k[0], a[0], a[1]):
+        raise fenced()
+    done = sum(r.xack(k[1], "learner", id_) for id_ in a[2:])
+    trim(r, k[1], "learner")
+    return done
+
+
+@function("foray_target")
+def target(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if not own(r, k[0], a[0], a[1]):
+        raise fenced()
+    r.hset(k[1], mapping={"b": a[2], "state": a[3]})
+    return 1
+
+
+@function("foray_view")
+def view(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if not own(r, k[0], a[0], a[1]):
+        raise fenced()
+    r.set(k[1], a[2], px=int(a[3]))
+    return 1
+
+
+@function("foray_census", oom=True)
+def census(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    stream = r.stream(k[0])
+    if stream is None:
+        raise lost(k[0])
+    group = r.group(k[0], "learner")[1]
+    counts = [part for pair in r.hgetall(k[1]).items() for part in pair]
+    unread = [part for id_ in stream.after(group.last) for part in (text_of(id_), stream.entries[id_].get(b"t", b"0"))]
+    return [counts, text_of(stream.last), [text_of(id_) for id_ in group.ids()], unread]
+
+
+@function("foray_tokens_of", oom=True)
+def tokens_of(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    found = (r.xrange(k[0], id_, id_) for id_ in a)
+    return [entry[0][1].get(b"t", b"0") if entry else b"0" for entry in found]

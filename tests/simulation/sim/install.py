@@ -1,0 +1,164 @@
+"""Product code in the simulation: its modules get virtual time, threads, connections and a disk with crash points.
+
+What is replaced is named here, all of it. Everything else is the product's own code, unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from sim.clock import Clock, Process
+from sim.engine import SimBatch
+from sim.threads import Random, RLock, Threading, Time
+
+from learner.questions import QuestionSet, fingerprint
+from protocol.testing import make_question
+
+TIME, THREADING, RANDOM = Time(), Threading(), Random()
+"""One of each for the life of the process: modules keep them, `clock` is set for each schedule."""
+
+PRODUCT = ("learner.", "rollout_server.", "protocol.")
+BORROWED = {"time": (time, TIME), "threading": (threading, THREADING), "random": (random, RANDOM)}
+QUESTIONS = tuple(make_question(n) for n in range(1, 8))
+QUESTION_SET = QuestionSet(QUESTIONS, fingerprint(QUESTIONS))
+
+
+class World(Protocol):
+    """What replaced parts need of the present schedule."""
+
+    clock: Clock
+
+    def sync_client(self, timeout_s: float) -> Any: ...
+    def async_client(self) -> Any: ...
+    def disk(self, path: Path) -> None: ...
+    def committed(self, process: Process, folder: Path) -> None: ...
+    def reissues(self, again: list[int]) -> None: ...
+
+
+class _Quiet:
+    """In place of metrics.jsonl, of the trackers and of the lines on the terminal."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def append(self, *_: object, **__: object) -> None: ...
+    def log(self, *_: object, **__: object) -> None: ...
+    def step(self, *_: object, **__: object) -> None: ...
+    def close(self) -> None: ...
+
+
+world: Any = None
+"""The present schedule."""
+
+
+def _books(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*args: Any, **more: Any) -> Any:
+        books = make(*args, lock=RLock(world.clock), **more)
+        world.clock.current.books = books
+        return books
+
+    return made
+
+
+def _write_text(path: Path, text: str) -> None:
+    """learner.durable.write_text; a crash may come before and after, and never in between: rename is atomic."""
+    part = path.with_name(f".{path.name}.{random.getrandbits(40):x}.tmp")
+    world.disk(path)
+    part.write_text(text)
+    part.replace(path)
+    if path.name == "CURRENT":
+        world.committed(world.clock.current, path.parent / text.strip())
+    world.disk(path)
+
+
+class _Disk:
+    """In place of shutil: the dead tidy nothing up."""
+
+    def rmtree(self, path: Path, ignore_errors: bool = False) -> None:
+        if world.clock.current.alive:
+            shutil.rmtree(path, ignore_errors=ignore_errors)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Any]:
+    yield world.clock.current.stop
+
+
+def _reconciler_turn(turn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def watched(self: Any) -> Any:
+        again = turn(self)
+        world.reissues(list(again))
+        return again
+
+    return watched
+
+
+def replacements() -> dict[str, Any]:
+    """module.name[.name] -> what stands there during a simulation."""
+    from learner.books import Books
+    from learner.reconcile import Reconciler
+
+    return {
+        "learner.redis_client.connect": lambda url, run="", timeout_s=10.0: world.sync_client(timeout_s),
+        "rollout_server.redis_client.connect": lambda url, run="": world.async_client(),
+        "learner.serve.load_questions": lambda path: QUESTION_SET,
+        "learner.serve.stop_signals": _stop_signals,
+        "learner.serve.Books": _books(Books),
+        "learner.serve.StepLog": _Quiet,
+        "learner.serve.Teller": _Quiet,
+        "learner.serve.open_trackers": _Quiet,
+        "learner.loop.batch_under": lambda conditions, groups, *_, **__: SimBatch(groups),
+        "learner.checkpoint.flush": lambda path: world.disk(path),
+        "learner.checkpoint.write_text": _write_text,
+        "learner.checkpoint.shutil": _Disk(),
+        "rollout_server.sink.seal": lambda message: world.seal(message),
+        "learner.lease._is_dead": lambda token: world.is_dead(token),
+        "learner.reconcile.Reconciler.turn": _reconciler_turn(Reconciler.turn),
+    }
+
+
+@contextmanager
+def installed(more: dict[str, Any] | None = None) -> Iterator[None]:
+    """Everything replaced for the time of the block. more: mutations, applied first, as `replacements` are."""
+    undo: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        undo.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+    try:
+        for dotted, value in (more or {}).items():
+            put(*_place(dotted), value)
+        for dotted, value in replacements().items():
+            put(*_place(dotted), value)
+        for module in [m for n, m in sorted(sys.modules.items()) if n.startswith(PRODUCT)]:
+            for name, (real, ours) in BORROWED.items():
+                if module.__dict__.get(name) is real:
+                    put(module, name, ours)
+        yield
+    finally:
+        for owner, name, value in reversed(undo):
+            setattr(owner, name, value)
+
+
+def _place(dotted: str) -> tuple[Any, str]:
+    parts = dotted.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:cut]))
+        if module is None:
+            try:
+                module = importlib.import_module(".".join(parts[:cut]))
+            except ModuleNotFoundError:
+                continue
+        owner: Any = module
+        for part in parts[cut:-1]:
+            owner = getattr(owner, part)
+        return owner, parts[-1]
+    raise LookupError(dotted)

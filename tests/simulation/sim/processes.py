@@ -1,0 +1,139 @@
+"""The simulated processes: a learner is `learner.serve` whole, a rollout server its tasks, sink, work and fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from sim.clock import Clock, Fiber, Process
+from sim.engine import SimEngine
+from sim.loop import VirtualLoop
+
+from learner.config import LearnerSettings
+from protocol.errors import Fenced, ForayError, UserError
+from protocol.keys import Keys
+from protocol.messages import Task, TrajectoryGroup
+from protocol.settings import RunSettings
+from rollout_server.fleet import Fleet
+from rollout_server.group import GroupRejected
+from rollout_server.metrics import Stats
+from rollout_server.redis_client import BLOCK_MS, RedisClient, RedisDown
+from rollout_server.sink import Sink
+from rollout_server.tasks import Tasks
+from rollout_server.work import Work
+
+URL = "redis://127.0.0.1:1/0"
+
+
+class Stop:
+    """learner.signals.Stop, told by the fault plan."""
+
+    def __init__(self) -> None:
+        self.training = self.told = False
+
+    def is_set(self) -> bool:
+        return self.told
+
+
+class Learner(Process):
+    """One life of a learner process. `outcome`: "" while it runs, then how it ended."""
+
+    def __init__(self, clock: Clock, name: str, **clocks: float) -> None:
+        super().__init__(name, **clocks)
+        self.clock, self.stop = clock, Stop()
+        self.outcome = ""
+        self.books: Any = None
+        self.token = ""
+
+    def start(
+        self, run: RunSettings, settings: LearnerSettings, make_engine: Callable[[], SimEngine], *, takeover: bool
+    ) -> None:
+        """Begins; the first move is the scheduler's."""
+        import learner.serve as service
+
+        def live() -> None:
+            try:
+                code = service.serve(run, settings, takeover=takeover, make_engine=lambda *_: make_engine())  # type: ignore[arg-type,return-value]
+                self.outcome = "stopped" if self.stop.told else "done" if code == 0 else f"code {code}"
+            except Fenced as error:
+                self.outcome = f"fenced: {error}"
+            except UserError as error:
+                self.outcome = f"refused: {error}"
+            except ForayError as error:
+                self.outcome = f"failed: {type(error).__name__}: {error}"
+            except Exception as error:
+                self.outcome = f"broke: {type(error).__name__}: {error}"
+                raise
+            finally:
+                self.clock.tell(f"ends: {self.outcome or 'killed'}")
+
+        Fiber(self.clock, self, live, "train")
+
+
+Roll = Callable[[Task, Fleet], Any]
+
+
+class Rollouts(Process):
+    """One life of a rollout server, on an event loop of its own."""
+
+    def __init__(self, clock: Clock, name: str, run: RunSettings, roll: Roll, idle_ms: int, **clocks: float) -> None:
+        super().__init__(name, **clocks)
+        self.clock, self.loop = clock, VirtualLoop(clock, self)
+        self._run, self._roll, self._idle_ms = run, roll, idle_ms
+        self._asked = asyncio.Event()
+        clock.current = self
+        try:
+            self._main = self.loop.create_task(self._live())
+        finally:
+            clock.current = None
+        clock.movers.append(self.loop)
+
+    @property
+    def ended(self) -> bool:
+        return self._main.done()
+
+    def ask(self) -> None:
+        """SIGTERM."""
+        self._asked.set()
+
+    async def _live(self) -> None:
+        stats = Stats("rollout", self.name)
+        redis = RedisClient(URL, Keys(self._run.id))
+        fleet, sink = Fleet(redis, stats.waits, poll_s=2.0), Sink(redis, stats)
+        serial = f"{self.clock.rng.getrandbits(24):x}"
+        tasks = Tasks(
+            redis,
+            sink,
+            stats,
+            consumer=f"{self.name}-{serial}",
+            concurrency=4,
+            idle_ms=self._idle_ms,
+            held_up=lambda: "engine" if fleet.table.target is None or sink.spool_full else "",
+        )
+
+        async def roll(task: Task, *_: object) -> TrajectoryGroup | GroupRejected:
+            found: TrajectoryGroup | GroupRejected = await self._roll(task, fleet)
+            return found
+
+        work = Work(tasks, roll, sink, fleet, stats, max_lag=self._run.max_lag, max_attempts=3)
+        async with asyncio.TaskGroup() as group:
+            loops = [group.create_task(fleet.follow()), group.create_task(tasks.beat_loop())]
+            leasing = group.create_task(tasks.lease_loop(group, work))
+            await self._asked.wait()
+            tasks.stop()
+            await asyncio.wait({leasing}, timeout=2 * BLOCK_MS / 1000)
+            leasing.cancel()
+            await tasks.drain(3.0, asyncio.Event())
+            for loop in loops:
+                loop.cancel()
+            try:
+                await tasks.leave()
+            except (RedisDown, ForayError):
+                pass  # as serve.py does: its consumer's name stays behind
+
+    def problem(self) -> str:
+        """What broke in it, if anything."""
+        if self._main.done() and not self._main.cancelled() and self._main.exception() is not None:
+            return repr(self._main.exception())
+        return "; ".join(str(c.get("exception") or c.get("message")) for c in self.loop.errors)
