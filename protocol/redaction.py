@@ -73,8 +73,18 @@ def start_logging(environ: Mapping[str, str], line: str, *, level: str = "INFO",
     remember_environment(environ)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(RedactingFormatter(line))
+    handler.addFilter(without_trace_of_clients)
     logging.basicConfig(level=level, handlers=[handler])
     sys.excepthook = _print_redacted
+
+
+def without_trace_of_clients(record: logging.LogRecord) -> bool:
+    """A filter: bytes that are no HTTP, which anybody may send, are one line at most, not a traceback of forty."""
+    error = record.exc_info[1] if record.exc_info else None
+    if record.name == "aiohttp.server" and type(error).__module__ == "aiohttp.http_exceptions":
+        record.msg, record.args = f"{record.getMessage()}: {str(error).split(chr(10))[0][:80]}", ()
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

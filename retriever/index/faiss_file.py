@@ -5,6 +5,8 @@ A file is refused, in words, unless it ranks by inner product and its rows are 0
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,18 @@ from retriever.config_index_base import DenseBase
 from retriever.index.base import Source
 from retriever.index.dense import Stored
 
+_READ = """
+import os, resource, sys
+import faiss
+path = sys.argv[1]
+if os.path.exists("/proc/self/statm"):
+    held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    most = held + 2 * os.path.getsize(path) + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+faiss.read_index(path, faiss.IO_FLAG_MMAP_IFC)
+"""
+"""A file is mapped, and what is read from it is no longer than it."""
 _ALL_THREADS: int = faiss.omp_get_max_threads()
 
 
@@ -24,11 +38,28 @@ def use_threads(threads: int) -> None:
     faiss.omp_set_num_threads(threads or _ALL_THREADS)
 
 
+def check_survives(path: Path) -> None:
+    """UserError where FAISS dies of a file: it believes what it maps, so a download that was cut short would end this
+    process, and a damaged length would take all memory.
+
+    Read once in a process of its own (a quarter of a second), before somebody else's file is taken for an index.
+    """
+    # not in the working directory: what lies there must not be imported
+    done = subprocess.run([sys.executable, "-I", "-c", _READ, str(path.absolute())], capture_output=True, cwd="/")
+    if done.returncode:
+        told = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        raise UserError(
+            f"cannot read {path} as a FAISS index",
+            why=told if done.returncode > 0 else f"FAISS dies of it (signal {-done.returncode}): it is cut short",
+            todo="give index.file a file that faiss.write_index wrote, and compare its size with that of its source",
+        )
+
+
 def open_file(path: Path, kind: type[Any] | tuple[type[Any], ...], wanted: str) -> Any:
     """The FAISS index in `path`, downcast. UserError unless it is of the FAISS class `kind`, in words `wanted`."""
     try:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise UserError(
             f"cannot read {path} as a FAISS index",
             why=str(error).strip().rpartition("\n")[2][:300],

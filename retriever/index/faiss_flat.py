@@ -16,7 +16,7 @@ from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Hits, Rows, Scores, Source
 from retriever.index.dense import Stored, search_candidates
-from retriever.index.faiss_file import check_fits, open_file, stored_vectors, use_threads
+from retriever.index.faiss_file import check_fits, check_survives, open_file, stored_vectors, use_threads
 from retriever.index.lengths import longest
 
 SPARE = 8
@@ -35,6 +35,7 @@ def build(settings: FileBase, source: Source, directory: Path) -> None:
     if settings.file is None:
         source.vectors(settings.encoder, settings.dtype, directory)
         return
+    check_survives(settings.file)
     check_fits(settings.file, open_flat_file(settings.file).shape, settings, source)
 
 

@@ -15,7 +15,7 @@ from retriever.index import store
 from retriever.index.approximate import ApproximateVectors
 from retriever.index.base import Rows, Scores, Source, VectorIndex
 from retriever.index.dense import Stored
-from retriever.index.faiss_file import check_fits, open_file, stored_vectors, use_threads
+from retriever.index.faiss_file import check_fits, check_survives, open_file, stored_vectors, use_threads
 from retriever.index.faiss_flat import FaissFlatVectors
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ _ADD_BYTES = 256 << 20
 def build(settings: FaissHnswSettings, source: Source, directory: Path) -> None:
     """Encode and link, or look at the file that is there already. Below `exact_below` the vectors are all there is."""
     if settings.file is not None:
+        check_survives(settings.file)
         index = open_file(settings.file, faiss.IndexHNSW, "a graph (HNSW)")
         check_fits(settings.file, (index.ntotal, index.d), settings, source)
         return

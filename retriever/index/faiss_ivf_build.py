@@ -16,7 +16,7 @@ from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Source
 from retriever.index.dense import Stored
-from retriever.index.faiss_file import check_fits, open_file, use_threads
+from retriever.index.faiss_file import check_fits, check_survives, open_file, use_threads
 from retriever.index.faiss_ivf_lists import write_filled
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def exact_instead(settings: IvfSettings, ntotal: int) -> bool:
 def build(settings: IvfSettings, source: Source, directory: Path) -> None:
     """Encode, train and fill, or look at the file that is there already."""
     if settings.file is not None:
+        check_survives(settings.file)
         found = open_file(settings.file, KINDS, "an inverted file (IVF)")
         check_fits(settings.file, (found.ntotal, found.d), settings, source)
         return
