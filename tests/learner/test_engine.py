@@ -120,6 +120,7 @@ def test_clipping_acts(stage):
     ("stage", "dtype", "offload"),
     [(0, "float32", False), *itertools.product(STAGES[1:], ("float32", "bfloat16"), (False, True))],
 )
+@pytest.mark.fault(39)
 @pytest.mark.parametrize("spoil", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(stage, dtype, offload, spoil):
     engine, untouched = [start(stage, dtype, {"offload_optimizer": offload}) for _ in range(2)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -106,6 +108,26 @@ def test_a_failed_write_leaves_nothing_that_looks_published(
     with pytest.raises(OSError, match="No space"):
         publisher.publish(PolicyVersion(1, 1), weights())
     assert list(run.weights_dir.iterdir()) == []
+
+
+@pytest.mark.fault(42)
+def test_a_learner_that_is_killed_between_two_files_has_published_nothing(
+    run: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            monkeypatch.setattr(module, "_place", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            publisher = DiskPublishSettings().build(run, sorted(run.model.iterdir()), Told())
+            publisher.publish(PolicyVersion(1, 1), weights())
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = run.weights_dir.iterdir()
+    assert left.name == f".v1.1.{child}.tmp" and [p.name for p in left.iterdir()] == ["model.safetensors"]
+    publisher = DiskPublishSettings().build(run, sorted(run.model.iterdir()), Told())
+    assert list(run.weights_dir.iterdir()) == [], "the next start removes it"
+    publisher.publish(PolicyVersion(2, 1), weights())
+    assert [p.name for p in run.weights_dir.iterdir()] == ["v2.1"]
 
 
 @pytest.mark.fault(42)

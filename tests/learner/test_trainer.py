@@ -154,6 +154,7 @@ def test_a_batch_without_tokens_is_skipped_with_its_reason(start):
     assert trainer.updates == 0
 
 
+@pytest.mark.fault(39)
 def test_a_batch_that_is_not_finite_is_skipped_with_its_reason(start):
     trainer = start()
     batch = batch_of(trainer, micro_batch_tokens=1)

@@ -72,30 +72,54 @@ def node_process(world: Any, tmp_path: Path, url: str) -> Iterator[subprocess.Po
         process.wait(10)
 
 
-@pytest.mark.fault(3, 17)
-async def test_a_node_that_slept_through_a_change_of_epoch_never_offers_its_engine_at_the_old_one(
+ENGINE = """
+import asyncio
+from rollout_server.engine.fake_server import FakeServer
+async def main():
+    async with FakeServer() as engine:
+        print(engine.url, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def engine_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A scripted engine in a process of its own, and its URL."""
+    process = subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+@pytest.mark.fault(11, 17)
+async def test_a_node_that_slept_with_its_engine_through_a_change_of_epoch_never_offers_it_at_the_old_one(
     world, until: Until, tmp_path: Path
 ) -> None:
     world.publish_weights(tmp_path / "weights", V1)
-    async with FakeServer() as engine:
-        with node_process(world, tmp_path, engine.url) as node:
-            await until(stands(world, NodeState.READY, V1), "READY", 30)
-            node.send_signal(signal.SIGSTOP)  # and its engine with it: it is in this process, and nobody asks it
-            await until(lambda: world.registered("e") is None, "the registration lapses", 15)
-            world.publish_weights(tmp_path / "weights", V2)
-            node.send_signal(signal.SIGCONT)
-            seen: list[tuple[NodeState, PolicyVersion]] = []
+    with engine_process() as (engine, url), node_process(world, tmp_path, url) as node:
+        await until(stands(world, NodeState.READY, V1), "READY", 30)
+        for process in (engine, node):
+            process.send_signal(signal.SIGSTOP)
+        await until(lambda: world.registered("e") is None, "the registration lapses", 15)
+        world.publish_weights(tmp_path / "weights", V2)
+        for process in (engine, node):
+            process.send_signal(signal.SIGCONT)
+        seen: list[tuple[NodeState, PolicyVersion]] = []
 
-            def back() -> bool:
-                info = world.registered("e")
-                if info is not None and (not seen or seen[-1] != (info.state, info.version)):
-                    seen.append((info.state, info.version))
-                return bool(seen) and seen[-1] == (NodeState.READY, V2)
+        def back() -> bool:
+            info = world.registered("e")
+            if info is not None and (not seen or seen[-1] != (info.state, info.version)):
+                seen.append((info.state, info.version))
+            return bool(seen) and seen[-1] == (NodeState.READY, V2)
 
-            await until(back, "READY at the new epoch's version", 20)
-            assert (NodeState.READY, V1) not in seen, seen
-            assert engine.version == "2.0"
-            await until(lambda: counts(world).get("rechecks") == 1.0, "it was asked what it holds")
+        await until(back, "READY at the new epoch's version", 20)
+        assert (NodeState.READY, V1) not in seen, seen
+        await until(lambda: counts(world).get("rechecks", 0.0) >= 1.0, "it was asked what it holds")
 
 
 @pytest.mark.fault(17)

@@ -1,0 +1,88 @@
+"""A learner goes on from a checkpoint of its own run only, unless a person says where it is from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import redis
+
+from deploy.observe import read_books
+from learner.checkpoint import Checkpoints
+from learner.config import LearnerSettings
+from learner.replay import replay
+from learner.run_key import KEY_FILE
+from learner.serve import serve as real
+from protocol.errors import UserError
+from protocol.keys import Keys
+from protocol.settings import RunSettings
+
+
+@pytest.fixture
+def trained(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any]
+) -> RunSettings:
+    """A finished run, made longer: its settings for going on."""
+    with tiny.Player(address, run.id):
+        serve(run, settings)
+    return run.model_copy(update={"steps": run.steps + 2})
+
+
+def manifest_of(run: RunSettings) -> Path:
+    current = (run.checkpoint_dir / "CURRENT").read_text().strip()
+    return run.checkpoint_dir / current / "manifest.json"
+
+
+def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
+    trained: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType,
+    address: dict[str, Any], db: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert (trained.dir / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    shutil.move(trained.dir / KEY_FILE, trained.dir / "kept")  # as of a checkpoint that was copied from another run
+    with pytest.raises(UserError, match="is not trusted: it is signed with another key") as caught:
+        serve(trained, settings)
+    assert "--trust-checkpoint" in caught.value.todo
+    assert not db.exists(Keys(trained.id).lease), "a refused start leaves no lease behind"
+
+    def make(run: RunSettings, settings: LearnerSettings) -> Any:
+        return tiny.TinyEngine(run, settings)
+
+    with tiny.Player(address, trained.id), caplog.at_level(logging.WARNING):
+        assert real(trained, settings, trust_checkpoint=True, make_engine=make) == 0
+    assert "--trust-checkpoint: going on" in caplog.text
+    assert serve(trained, settings) == 0, "what it has written since is signed with the new key"
+    # The key that the environment gives goes before the file.
+    monkeypatch.setenv("FORAY_RUN_KEY", "e" * 32)
+    with pytest.raises(UserError, match="from FORAY_RUN_KEY"):
+        serve(trained, settings)
+
+
+def test_books_that_were_changed_by_hand_are_refused_and_those_who_only_look_still_read_them(
+    trained: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, tmp_path: Path
+) -> None:
+    path = manifest_of(trained)
+    manifest = json.loads(path.read_text())
+    manifest["ledger"]["notes"] = [[1, "dead", "corrupt"]]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="its signature does not fit"):
+        serve(trained, settings)
+    books = read_books(trained.dir)
+    assert books and books.step == 8
+    assert Checkpoints(trained.checkpoint_dir, 2).load()
+    again = trained.model_copy(update={"dir": tmp_path / "replay", "redis_url": ""})
+
+    def make(run: RunSettings, settings: LearnerSettings) -> Any:
+        return tiny.TinyEngine(run, settings)
+
+    assert replay(again, settings, trained.dir, make_engine=make) == 0, "a journal is evidence, and needs no key"
+    assert "signature" in json.loads(manifest_of(again).read_text()), "its own checkpoints are signed"
+    (again.dir / KEY_FILE).unlink()
+    with pytest.raises(UserError, match="is not trusted"):
+        replay(again, settings, trained.dir, make_engine=make)
+    assert replay(again, settings, trained.dir, trust_checkpoint=True, make_engine=make) == 0
