@@ -5,6 +5,7 @@ Every error is JSON with at least {"error": "what happened"}; dialects may add t
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -29,6 +30,8 @@ NOT_OPEN = "the index is not open"
 OUR_FAULTS = frozenset({"index", "rerank", "internal"})
 """Causes that are this service's own (500); others are a provider's (502)."""
 
+BODY_S = 30.0
+"""Longest wait for a body in seconds: one that drips in would hold the memory that others wait for."""
 _SMALL, _BODIES = 1 << 16, 4
 """Bodies up to so many bytes are not counted; of the others so many of the largest size are held at once."""
 
@@ -105,7 +108,11 @@ async def read_body(kind: type[Body], request: web.Request) -> Body:
     try:
         # a body of unknown length may become as long as any
         async with service.holding(int(service.settings.max_body_mb * 2**20) if size is None else size):
-            return kind.model_validate_json(await request.read())
+            async with asyncio.timeout(BODY_S):
+                raw = await request.read()
+            return kind.model_validate_json(raw)
+    except TimeoutError:
+        raise Refusal(408, f"the body did not come within {BODY_S:g} s") from None
     except web.RequestPayloadError:
         raise Refusal(400, "the body is not what its headers say") from None
     except ValidationError as error:

@@ -10,6 +10,7 @@ POST /v1/episodes  see `rollout_server.episodes`
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 """Ten thousand questions of a few kilobytes."""
+BODY_S = 60.0
+"""Longest wait for a body in seconds."""
 REDIS_SILENT_S = 5.0
 """Without an answer from Redis for so long the server is not ready."""
 
@@ -125,7 +128,11 @@ async def _metrics(request: web.Request) -> web.Response:
 async def _episodes(request: web.Request) -> web.StreamResponse:
     served = request.app[SERVED]
     try:
-        wanted = EpisodesRequest.model_validate_json(await request.read())
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+        wanted = EpisodesRequest.model_validate_json(raw)
+    except TimeoutError:
+        return web.json_response({"error": f"the body did not come within {BODY_S:g} s"}, status=408)
     except web.RequestPayloadError:
         return web.json_response({"error": "the body is not what its headers say"}, status=400)
     except ValidationError as error:
