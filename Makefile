@@ -46,7 +46,7 @@ test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 reliability: setup
 	$(BIN)/python tests/faults/report.py $(ARGS)
 
-# Real processes under faults, at random, for MINUTES; then the control, which must fail in the same harness.
+# Real processes under faults, at random, for MINUTES. CONTROL=1: without the delivery rules, which the judge must see.
 MINUTES ?= 10
 SEED ?= 1
 PERSISTENCE ?= aof

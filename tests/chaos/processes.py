@@ -68,7 +68,13 @@ class Zygote:
         self._ready = False
 
     def __enter__(self) -> Zygote:
-        env = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")}
+        scratch = self._log.parent / "tmp"  # what killed nodes leave behind goes with the rest
+        scratch.mkdir(exist_ok=True)
+        env = {
+            **os.environ,
+            "TMPDIR": str(scratch),
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+        }
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).parent / "zygote.py")],
