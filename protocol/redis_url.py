@@ -80,15 +80,19 @@ def parse(url: str) -> RedisUrl:
 def redacted(url: str) -> str:
     """`url` as it may be shown: user and place, no password (of the servers or the Sentinels)."""
     place, mark, query = url.partition("?")
-    # the last "@" before the path: a password that somebody forgot to quote may hold others, and slashes too
+    parts = query.split("&") if query else []
+    if any("@" in part and "password" not in part.partition("=")[0].lower() for part in parts) or (
+        "@" in query and "@" not in place
+    ):
+        # a password that somebody forgot to quote: nobody knows where it ends
+        return f"{url.partition('://')[0]}://{SHOWN}"
+    # the last "@": such a password may hold others, and slashes too
     scheme, colons, rest = place.partition("://")
     login, at, where = rest.rpartition("@")
     if at:
         user, colon, _ = login.partition(":")
         place = f"{scheme}{colons}{user}{f':{SHOWN}' if colon else ''}@{where}"
-    shown = [
-        part if "password" not in part.lower() else f"{part.partition('=')[0]}={SHOWN}" for part in query.split("&")
-    ]
+    shown = [part if "password" not in part.lower() else f"{part.partition('=')[0]}={SHOWN}" for part in parts]
     return place + mark + "&".join(shown)
 
 
