@@ -104,10 +104,12 @@ async def read_body(kind: type[Body], request: web.Request) -> Body:
     """The request's body, checked. Raises Refusal 400 with the first fault in words: a body with thousands of bad
     queries needs no longer answer."""
     service = request.app[SERVICE]
-    size = request.content_length
+    size, most = request.content_length, int(service.settings.max_body_mb * 2**20)
+    if size is not None and size > most:  # before it takes the room of others
+        raise web.HTTPRequestEntityTooLarge(most, size)
     try:
         # a body of unknown length may become as long as any
-        async with service.holding(int(service.settings.max_body_mb * 2**20) if size is None else size):
+        async with service.holding(most if size is None else size):
             async with asyncio.timeout(BODY_S):
                 raw = await request.read()
             return kind.model_validate_json(raw)

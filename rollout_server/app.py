@@ -127,6 +127,8 @@ async def _metrics(request: web.Request) -> web.Response:
 
 async def _episodes(request: web.Request) -> web.StreamResponse:
     served = request.app[SERVED]
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
     try:
         async with asyncio.timeout(BODY_S):
             raw = await request.read()
