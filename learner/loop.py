@@ -126,9 +126,13 @@ class TrainingLoop:
         """The next batch of groups; [] when the run was told to stop. Mends what the I/O threads report meanwhile."""
         p, run = self.parts, self.parts.run
         max_lag = run.max_lag if p.settings.on_stale == "drop" else None
+        looked = time.monotonic()
         with p.meter.waiting("data"):
             while not self.stopping():
                 self._mend_if_alarmed()
+                if time.monotonic() > looked + p.settings.reconcile_s:
+                    looked = time.monotonic()
+                    self.surely(self._remind)
                 entries = p.source.take(run.groups_per_step, self.policy_step, max_lag=max_lag, timeout_s=POLL_S)
                 if entries:
                     return entries
@@ -171,6 +175,7 @@ class TrainingLoop:
                 self._update = p.publisher.publish(version, p.engine.iter_weights(p.publisher.device))
             p.publisher.announce(self._update, state)
         except BadWeights as error:
+            p.history.tell("weights-refused", f"{version.label} was not published: {error}")
             raise UserError(
                 f"the weights of version {version.label} were not published: {error}",
                 why="engines would answer with noise, and the run would learn from it; they stay at the version before",
@@ -178,6 +183,7 @@ class TrainingLoop:
                 "lower learner.optim.lr (a jump that is meant: raise learner.publish.max_norm_jump)",
             ) from error
         except OSError as error:
+            p.history.tell("weights-refused", f"{version.label} could not be written: {error}")
             raise UserError(
                 f"the weights of version {version.label} could not be written: {error}",
                 why="engines were not told of it and stay at the version before, which is whole",
@@ -185,6 +191,11 @@ class TrainingLoop:
             ) from error
         self._announced = True
         p.publisher.collect(in_use(p.store.engines()))
+
+    def _remind(self) -> None:
+        """A Redis that lost its last second may have forgotten the target and nothing else: no engine would begin."""
+        if self._update is not None and self.parts.store.announced() != self._update.version:
+            self.announce()
 
     # --- checkpoints ---
 

@@ -23,6 +23,7 @@ from protocol.errors import ProtocolError, StateLost, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
 from protocol.redis_url import redacted
+from protocol.versions import PolicyVersion
 
 BLOCK_MS = 500
 METRICS_TTL_MS = 10_000
@@ -250,6 +251,13 @@ class RunStore(Accounts):
     def target(self, update: WeightUpdate, state: str) -> None:
         """Announces the version that engines must load; `state` is "ready" or "done"."""
         self._call(functions.TARGET, (self.keys.lease, self.keys.target), *self._owner, encode(update), state)
+
+    def announced(self) -> PolicyVersion | None:
+        """The version that engines must load, as far as Redis knows."""
+        with translated():
+            raw = self._db.hget(self.keys.target, "b")
+        update = _decoded(WeightUpdate, cast(bytes, raw)) if raw else None
+        return update.version if update else None
 
     def view(self, view: WeightView, ttl_s: float) -> None:
         """Writes where a transfer stands; Redis forgets it after `ttl_s`."""

@@ -23,6 +23,7 @@ from learner.checkpoint import Checkpoints
 from learner.config import LearnerSettings
 from learner.journal import read_journal
 from learner.redis_client import RunStore
+from protocol import events
 from protocol.codec import decode_as
 from protocol.errors import Fenced, UserError
 from protocol.header import seal
@@ -52,9 +53,12 @@ def assert_exactly_once(tiny: ModuleType, run: RunSettings, extra: int = 0) -> d
     assert facts["ledger"]["counts"]["trained"] == len(seqs)
     assert (facts["ledger"]["watermark"], facts["ledger"]["above"]) == (total, [])
     assert {seq for seq, _, _ in facts["ledger"]["notes"]} == set(range(1, total + 1)) - set(seqs)
+    tokens = facts["tokens"]
+    assert tokens["generated"] == sum(tokens["buckets"].values()) >= facts["tally"]["tokens_sampled"]
     return facts
 
 
+@pytest.mark.fault(50)
 def test_a_run_ends_with_every_seq_trained_once_and_nothing_in_flight(
     run: RunSettings,
     settings: LearnerSettings,
@@ -83,6 +87,7 @@ def test_a_run_ends_with_every_seq_trained_once_and_nothing_in_flight(
     assert {"wait", "compute", "publish", "checkpoint"} <= set(line["seconds"])
 
 
+@pytest.mark.fault(7)
 def test_a_crash_between_step_and_checkpoint_rolls_back_and_trains_nothing_twice(
     run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
 ) -> None:
@@ -152,6 +157,7 @@ def test_tokens_of_steps_that_a_crash_undid_are_trained_or_masked(
     assert bool(masked or stale) == (choice == "mask")
 
 
+@pytest.mark.fault(10)
 def test_a_signal_before_training_ends_it_at_once(
     run: RunSettings, settings: LearnerSettings, tiny: ModuleType, db: redis.Redis
 ) -> None:
@@ -167,6 +173,7 @@ def test_a_signal_before_training_ends_it_at_once(
     assert caught.value.code == 0 and not db.exists(Keys(run.id).lease)
 
 
+@pytest.mark.fault(32)
 def test_publishing_twice_and_redelivery_are_suppressed(
     run: RunSettings,
     settings: LearnerSettings,
@@ -188,6 +195,7 @@ def test_publishing_twice_and_redelivery_are_suppressed(
     assert facts["tally"]["duplicates"] > 8
 
 
+@pytest.mark.fault(30, 51)
 def test_groups_that_arrive_corrupt_are_generated_again_and_dead_after_three_attempts(
     run: RunSettings,
     settings: LearnerSettings,
@@ -227,6 +235,7 @@ def test_failed_groups_are_dead_and_make_room_for_others(
     assert sorted(facts["ledger"]["notes"]) == [[s, "dead", "engine"] for s in (2, 9, 10)]
 
 
+@pytest.mark.fault(29)
 def test_flushing_redis_in_the_middle_costs_only_rollouts(
     run: RunSettings,
     settings: LearnerSettings,
@@ -244,8 +253,14 @@ def test_flushing_redis_in_the_middle_costs_only_rollouts(
         serve(run, settings, before=wipe, pace_s=0.05)
     facts = assert_exactly_once(tiny, run)
     assert [epoch for epoch, _ in facts["lineage"]] == [1, 2, 3], "a lapsed lease is taken again with a new epoch"
+    assert (facts["tally"]["state_lost"], facts["tally"]["lease_lapsed"]) == (2, 2)
+    assert facts["redis"]["lost"] < 0, "what was received, and Redis has forgotten, is told"
+    keys, kinds = Keys(run.id), [events.parse(e)["kind"] for _, e in db.xrange(Keys(run.id).events)]
+    assert "state-lost" in kinds and "redis-lost" in kinds and kinds[-1] == "done"
+    assert db.hget(keys.meta, "schema") and db.hget(keys.tokens, "life"), "meta and the counts are there again"
 
 
+@pytest.mark.fault(29)
 def test_flushing_redis_while_the_learner_waits_is_mended_at_once(
     run: RunSettings,
     settings: LearnerSettings,
@@ -264,6 +279,36 @@ def test_flushing_redis_while_the_learner_waits_is_mended_at_once(
                 player.paused.clear()
 
         serve(run, settings, before=wipe)
+    assert_exactly_once(tiny, run)
+
+
+@pytest.mark.fault(7, 29)
+@pytest.mark.fault(23, 27)
+def test_a_target_that_redis_has_forgotten_is_announced_again(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    target, forgotten = Keys(run.id).target, []
+    with tiny.Player(address, run.id) as player:
+
+        def forget() -> None:
+            while db.hget(target, "state") is None or not player.resting.wait(0.01):
+                pass
+            time.sleep(0.3)  # the step is announced, and the learner waits for groups that nobody begins
+            forgotten.append(db.delete(target))
+            player.paused.clear()
+
+        def lose(updates: int) -> None:
+            if updates == 2:
+                player.paused.set()
+                threading.Thread(target=forget, daemon=True).start()
+
+        serve(run, settings.model_copy(update={"reconcile_s": 0.2}), before=lose)
+    assert forgotten == [1]
     assert_exactly_once(tiny, run)
 
 
@@ -288,6 +333,7 @@ def test_losing_redis_and_the_learner_at_once_costs_only_the_steps_since_the_che
     assert facts["lineage"] == [[1, 0], [2, 3]], "the epoch does not run backwards with Redis"
 
 
+@pytest.mark.fault(23, 24)
 def test_a_redis_that_is_killed_and_comes_back_is_waited_for(
     run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, mortal_redis: Any
 ) -> None:
@@ -306,6 +352,7 @@ def test_a_redis_that_is_killed_and_comes_back_is_waited_for(
     assert_exactly_once(tiny, run)
 
 
+@pytest.mark.fault(25)
 def test_a_full_redis_is_waited_for(
     run: RunSettings,
     settings: LearnerSettings,
@@ -524,6 +571,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.fault(7, 10)
 def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(
     launch: Callable[[int], subprocess.Popen[str]], run: RunSettings, tiny: ModuleType, address: dict[str, Any]
 ) -> None:
