@@ -140,11 +140,10 @@ class RolloutServer:
             tokenizer=episode.tokens.fingerprint,
             counts=stats.counts,
         )
-        sink = Sink(redis, stats, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20)
-        self._sink = sink
+        self._sink = Sink(redis, stats, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20)
         self._tasks = Tasks(
             redis,
-            sink,
+            self._sink,
             stats,
             consumer=f"{stats.id}-{secrets.token_hex(4)}",
             concurrency=settings.concurrency_groups,
@@ -154,13 +153,16 @@ class RolloutServer:
         self._work = Work(
             self._tasks,
             self._roll,
-            sink,
+            self._sink,
             self._fleet,
             stats,
             max_lag=run.max_lag,
             max_attempts=settings.max_attempts,
         )
-        stats.gauges |= {
+        stats.gauges |= self._gauges()
+
+    def _gauges(self) -> dict[str, Callable[[], float]]:
+        return {
             "groups_in_flight": lambda: len(self._tasks.in_flight),
             "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
             "turns_waiting": lambda: self._router.waiting,
