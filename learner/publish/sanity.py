@@ -89,5 +89,5 @@ def norm_of(tensor: torch.Tensor) -> float:
     """Euclidean norm; not finite when an element is not, or when it is so large that its square is not in float32."""
     flat = tensor.detach().reshape(-1)
     wide = torch.promote_types(flat.dtype, torch.float32)
-    squares = [torch.linalg.vector_norm(part, dtype=wide).double() ** 2 for part in flat.split(CHUNK)]
+    squares = [torch.linalg.vector_norm(part, dtype=wide).double() ** 2 for part in torch.split(flat, CHUNK)]
     return float(torch.stack(squares).sum().sqrt())

@@ -138,6 +138,8 @@ def test_the_learner_stops_and_says_why_and_the_engines_keep_the_last_good_versi
     assert not (run.weights_dir / "v1.5").exists()
     found = Checkpoints(run.checkpoint_dir, 2).load()
     assert found and found.facts["step"] == 3, "no checkpoint holds them either"
+    kinds = [fields[b"kind"] for _, fields in db.xrange(Keys(run.id).events)]
+    assert b"weights-refused" in kinds, "and it is in the run's history"
     monkeypatch.undo()
     with tiny.Player(address, run.id):
         assert serve(run, settings) == 0, "the same command goes on"
