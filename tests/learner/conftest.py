@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,23 +58,6 @@ def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield str(folder / "s")
 
 
-@pytest.fixture(params=["persistent", "forgetful"])
-def mortal_redis(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """(socket, kill_and_restart) of a Redis of the test's own, with an append-only file or without one."""
-    folder = tmp_path_factory.mktemp("m")
-    options = ["--appendonly", "yes"] if request.param == "persistent" else []
-    with ExitStack() as stack:
-        children = [stack.enter_context(redis_at(folder, *options))]
-
-        def kill_and_restart(away_s: float) -> None:
-            children[-1].kill()
-            children[-1].wait(10)
-            time.sleep(away_s)
-            children.append(stack.enter_context(redis_at(folder, *options)))
-
-        yield str(folder / "s"), kill_and_restart
-
-
 @pytest.fixture
 def address(redis_socket: str) -> dict[str, Any]:
     return {"unix_socket_path": redis_socket}
@@ -100,6 +83,16 @@ def tiny() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def wire() -> Any:
+    """The class `Wire` of `wire.py` beside this file."""
+    spec = importlib.util.spec_from_file_location("foray_tests_wire", Path(__file__).parent / "wire.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Wire
 
 
 @pytest.fixture

@@ -333,48 +333,6 @@ def test_losing_redis_and_the_learner_at_once_costs_only_the_steps_since_the_che
     assert facts["lineage"] == [[1, 0], [2, 3]], "the epoch does not run backwards with Redis"
 
 
-@pytest.mark.fault(23, 24)
-def test_a_redis_that_is_killed_and_comes_back_is_waited_for(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, mortal_redis: Any
-) -> None:
-    socket, kill_and_restart = mortal_redis
-    restart = threading.Thread(target=kill_and_restart, args=(0.5,))
-
-    def kill(updates: int) -> None:
-        if updates == 3:
-            restart.start()
-            time.sleep(0.1)
-
-    run = run.model_copy(update={"redis_url": f"unix://{socket}"})
-    with tiny.Player({"unix_socket_path": socket}, run.id):
-        serve(run, settings, before=kill)
-    restart.join()
-    assert_exactly_once(tiny, run)
-
-
-@pytest.mark.fault(25)
-def test_a_full_redis_is_waited_for(
-    run: RunSettings,
-    settings: LearnerSettings,
-    serve: Serve,
-    tiny: ModuleType,
-    address: dict[str, Any],
-    db: redis.Redis,
-) -> None:
-    relief = threading.Timer(1.5, lambda: db.config_set("maxmemory", 0))
-
-    def fill(updates: int) -> None:
-        if updates == 2:
-            db.config_set("maxmemory", "1mb")
-            relief.start()
-
-    with tiny.Player(address, run.id):
-        serve(run, settings, before=fill)
-    relief.join()
-    facts = assert_exactly_once(tiny, run)
-    assert facts["lineage"] == [[1, 0]], "the lease is renewed while Redis refuses writes"
-
-
 @pytest.mark.fault(11, 13)
 def test_a_second_learner_fences_the_first(
     run: RunSettings,

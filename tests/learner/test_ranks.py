@@ -245,6 +245,7 @@ def role_mortal(folder: Path) -> None:
         (folder / f"lost{ranks.rank}").write_text(str(error))
 
 
+@pytest.mark.fault(12)
 @pytest.mark.parametrize(("size", "die"), [(2, 0), (3, 1)])
 def test_a_rank_that_dies_takes_the_others_down_at_once(size: int, die: int, tmp_path: Path) -> None:
     with mortals(tmp_path, size, die) as processes:

@@ -139,6 +139,7 @@ def test_a_crash_before_the_checkpoint_honours_the_request_again_and_once(
     assert facts(run)["tally"]["requeued"] == 1 and db.smembers(KEYS.requeue) == set()
 
 
+@pytest.mark.fault(50)
 def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
     run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
     db: redis.Redis,
@@ -154,6 +155,10 @@ def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
     assert made["step"] == run.steps and [5, "filtered", "surplus"] in made["ledger"]["notes"]
+    assert made["tally"]["surplus"] >= 1 and made["ledger"]["reopened"] == []
+    in_flight = {fields[b"seq"] for _, fields in db.xrange(KEYS.tasks)}
+    assert b"5" in in_flight, "its task was there, and nobody waited for it"
+    assert db.hget(KEYS.target, "state") == b"done" and told(db, "done")
 
 
 @pytest.mark.fault(29)
