@@ -9,11 +9,11 @@ from typing import Any
 
 from deploy.config import RunConfig
 from deploy.plan import Addresses
-from deploy.ports import free_port
+from deploy.ports import free_port, require_free
 from deploy.redis_child import child_url, find_server
 from deploy.secrets_env import redis_url_for
 from protocol.errors import UserError
-from protocol.redis_url import place_of
+from protocol.redis_url import parse, place_of
 from protocol.settings import REDIS_URL_VARIABLE, Settings
 
 ANY = ("0.0.0.0", "::", "")
@@ -26,6 +26,12 @@ def choose(
     """Where the processes of `config` shall listen; `port` gives a free one. Raises UserError without a Redis."""
     url, server = _redis(config, environ)
     first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
+    for service, count, given in (
+        ("retriever", config.num_retrievers, first),
+        ("rollout", config.launch.rollouts, config.rollout.port),
+    ):
+        if count and given:
+            require_free(getattr(config, service).host, given, f"{service}.port")
     retrievers = _urls(config.retriever.host, first, config.num_retrievers, port)
     rollouts = _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, port)
     return Addresses(url, server, retrievers, rollouts)
@@ -50,8 +56,8 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
     if addresses.server is not None:
         # so that `foray up` of the resolved file starts it again
         launch["redis"] = "own"
-    if config.launch.secrets is not None:
-        # each process has a URL of its own, with its login: a setting would overrule it
+    if config.launch.secrets is not None or _holds_password(config.run.redis_url):
+        # each process has the URL with its login from the environment: a setting would overrule it, and be written down
         update["run"] = config.run.model_copy(update={"redis_url": ""})
     elif addresses.server is not None:
         update["run"] = config.run.model_copy(update={"redis_url": addresses.redis_url})
@@ -63,6 +69,11 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
             update["rollout"] = config.rollout.model_copy(update={"search": search})
     update["launch"] = config.launch.model_copy(update=launch)
     return config.model_copy(update=update)
+
+
+def _holds_password(url: str) -> bool:
+    found = parse(url) if url else None
+    return found is not None and bool(found.password or found.sentinel_password)
 
 
 def seen_from_here(config: RunConfig, place: str) -> str:

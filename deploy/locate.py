@@ -10,7 +10,7 @@ from typing import Any
 
 from deploy.config import expand
 from deploy.rundir import RESOLVED, read_record, require
-from deploy.secrets_env import redis_url_for
+from deploy.secrets_env import login_at, redis_url_for
 from protocol.errors import UserError
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings, read_tree, section
 
@@ -44,7 +44,7 @@ def locate(args: Namespace) -> Located:
     tree = expand(read_tree(path), os.environ)
     run = section(tree, "run", RunSettings)
     directory = run.dir if args.config is not None else path.parent
-    url = run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "") or _by_secrets(tree, directory)
+    url = _by_secrets(tree, directory) or run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
     if not url:
         raise UserError(
             f"it is not known where the Redis of run {run.id} is",
@@ -55,7 +55,12 @@ def locate(args: Namespace) -> Located:
 
 
 def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
-    """As the viewer, where `foray up` noted that the Redis is; "" for a run without `launch.secrets`."""
+    """Where `foray up` noted that the Redis is, by the login of FORAY_REDIS_URL, or else as the viewer.
+
+    "" for a run without `launch.secrets`. The place in a role's file may be another: that of a Redis yet to be.
+    """
     secrets = (tree.get("launch") or {}).get("secrets")
-    place = read_record(directory).get("redis_url", "")
-    return redis_url_for(Path(secrets), "viewer", place) if secrets else ""
+    place, given = read_record(directory).get("redis_url", ""), os.environ.get(REDIS_URL_VARIABLE, "")
+    if not secrets or (given and not place):
+        return ""
+    return login_at(place, given) if given else redis_url_for(Path(secrets), "viewer", place)

@@ -40,6 +40,16 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def require_free(host: str, port: int, setting: str) -> None:
+    """Raises UserError, with the name of the holder where it can be seen, when `port` cannot be bound."""
+    if is_free(host, port):
+        return
+    found = holder(port)
+    by = f" by process {found.pid} ({found.name})" if found else f" on {host}"
+    stop = f"stop it (kill {found.pid})" if found else "stop what listens there"
+    raise UserError(f"{setting} = {port} is taken{by}", todo=f"{stop}, or choose another port (0: a free one)")
+
+
 def _highest() -> int:
     try:
         lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

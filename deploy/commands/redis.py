@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-from deploy.ports import is_free
+from deploy.ports import require_free
 from deploy.redis_child import find_server, redis_argv
 from protocol.errors import UserError
 
@@ -20,17 +19,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray redis`."""
     parser.add_argument("--port", type=int, default=6390, help="port on 127.0.0.1 (default: 6390)")
     parser.add_argument("--dir", type=Path, required=True, help="directory of its append-only file")
+    parser.add_argument("--secrets", type=Path, help="directory of `foray init --secure`: the users in its users.acl")
     parser.add_argument("--maxmemory-mb", type=int, default=1024, help="memory limit in MiB (default: 1024)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Does not return when all is well: the server takes the place of this process."""
-    if not is_free("127.0.0.1", args.port):
-        raise UserError(f"port {args.port} is taken", todo="another --port, or use the Redis that listens there")
+    require_free("127.0.0.1", args.port, "--port")
+    acl = args.secrets / "users.acl" if args.secrets else None
+    if acl is not None and not acl.is_file():
+        raise UserError(f"{acl} is not there", todo="`foray init run.yaml --secure` writes it")
     server = find_server()
     args.dir.mkdir(parents=True, exist_ok=True)
     url = f"redis://127.0.0.1:{args.port}/0"
     print(f"{server.path} {server.version} ({server.origin})\nexport FORAY_REDIS_URL={url}", flush=True)
-    argv = redis_argv(server.path, args.dir.absolute(), url, maxmemory_mb=args.maxmemory_mb)
-    sys.stdout.flush()
+    if acl is not None:
+        print(f"with the user and password of {args.secrets}/ROLE.env; without them nobody gets in", flush=True)
+    argv = redis_argv(server.path, args.dir.absolute(), url, maxmemory_mb=args.maxmemory_mb, acl=acl)
     os.execv(argv[0], argv)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,13 @@ def test_several_ranks_of_the_learner_are_started_by_torchrun() -> None:
     assert argv[:6] == ("py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert argv[6:8] == ("-m", "learner")
     assert named(planned(), "learner").argv[:3] == ("py", "-m", "learner")
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("setting", ["rollout.port", "retriever.port"])
+def test_a_port_that_is_taken_is_refused_before_anything_starts_and_its_holder_named(setting: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(UserError, match=f"{setting} = {port} is taken by process {os.getpid()}") as caught:
+            choose(load(None, ["run.dir=/r", f"{setting}={port}", "run.redis_url=redis://db"]), environ={})
+    assert f"kill {os.getpid()}" in caught.value.todo

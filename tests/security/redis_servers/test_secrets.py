@@ -8,6 +8,7 @@ import re
 import ssl
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from deploy.addresses import choose, preview, settle
 from deploy.cli import main
 from deploy.config import load
 from deploy.launcher import Launcher
+from deploy.locate import locate
 from deploy.observe import observe
 from deploy.plan import Addresses, plan
 from deploy.redis_child import ping
@@ -220,6 +222,10 @@ def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
         launcher.start()
         launcher.wait()
         assert main(["status", str(tmp_path / "run")]) in (0, 1), "status finds the viewer's login by itself"
+        monkeypatch.setenv("FORAY_REDIS_URL", read_env(written, "operator")["FORAY_REDIS_URL"])
+        found = locate(Namespace(config=None, run_dir=tmp_path / "run")).redis_url
+        assert parse(found).username == "operator" and not ping(found), "an operator's login, where this Redis is"
+        monkeypatch.delenv("FORAY_REDIS_URL")
     assert "redis " in capsys.readouterr().out
     learner = json.loads((out / "learner").read_text())
     assert set(learner) == set(read_env(written, "learner")) and parse(learner["FORAY_REDIS_URL"]).username == "learner"
