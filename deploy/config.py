@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from learner.config import LearnerSettings
 from protocol.errors import UserError
-from protocol.settings import RunSettings, Settings, read_tree, section
+from protocol.redaction import is_secret_name
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings, read_tree, section
 from retriever.config import RetrieverSettings
 from rollout_server.config import RolloutSettings
 from rollout_server.node.config import NodeSettings
@@ -61,6 +62,14 @@ class LaunchSettings(Settings):
     prepare: tuple[tuple[str, ...], ...] = ()
     """Commands run one after the other before anything is started, only where `run.model` does not exist yet.
     `{python}`, `{model}` and `{config}` (the resolved file) are replaced."""
+
+    @field_validator("env")
+    @classmethod
+    def _no_secrets(cls, env: dict[str, str]) -> dict[str, str]:
+        secret = sorted(name for name in env if is_secret_name(name) or name == REDIS_URL_VARIABLE)
+        if secret:
+            raise ValueError(f"{secret[0]} looks like a secret: export it before `foray up`, every process inherits it")
+        return env
 
 
 class RunConfig(Settings):

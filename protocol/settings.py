@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import UserError
+from protocol.redaction import SHOWN
 
 SECTIONS = ("run", "rollout", "engine", "learner", "retriever", "demo", "launch")
 """Top-level names of the tree. A process ignores the sections of the others; `foray` checks them all."""
@@ -27,6 +28,8 @@ REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
 
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
 """What PyYAML raises: dates such as 2026-99-99 and numbers such as 0b2 are ValueErrors there."""
+
+_MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 
@@ -191,7 +194,14 @@ def _explain(error: ValidationError, name: str, kind: type[Settings]) -> Iterato
             yield f"{where} does not say what it is: add {where}.type = one of {known}"
         else:
             # a few lines of YAML can spell a value of gigabytes, by aliases of aliases
-            yield f"{where} = {_SHORT.repr(item['input'])}: {item['msg']}"
+            yield f"{where} = {_SHORT.repr(_shown(where, item['input']))}: {item['msg']}"
+
+
+def _shown(name: str, value: Any) -> Any:
+    """`value` without what may be a secret: somebody may have written the key where its variable's name belongs."""
+    if isinstance(value, Mapping):
+        return {key: SHOWN if _MAY_BE_SECRET.search(str(key)) else inner for key, inner in value.items()}
+    return SHOWN if isinstance(value, str) and _MAY_BE_SECRET.search(name) else value
 
 
 def _legal_tags(kind: type[Settings], path: Sequence[str]) -> list[str]:

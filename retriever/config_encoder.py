@@ -155,7 +155,7 @@ class OpenAIEncoderSettings(EncoderBase):
     backoff_s: float = Field(default=0.5, ge=0)
     """First pause before another attempt; doubled each time up to 30 s, times a random number from 0.5 to 1.
     A longer Retry-After of the service is obeyed, up to 60 s."""
-    api_key_variable: str = ""
+    api_key_variable: str = Field(default="", pattern=r"^([A-Z_][A-Z0-9_]*)?$")
     """NAME of the environment variable that holds the key (sent as a bearer token). Empty: no key."""
 
     def identity(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ setting holds the name of the environment variable that does.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -114,6 +115,15 @@ class OnlineBase(Settings):
     """The document of an id is the page's text, fetched when it is asked for, instead of the snippet."""
     pages: PageSettings = PageSettings()
     """How pages are fetched."""
+
+    @field_validator("key_env", "proxy_env")
+    @classmethod
+    def _names_a_variable(cls, value: str) -> str:
+        if value and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
+            raise ValueError(
+                "is not the name of an environment variable in capitals: the key itself stays out of files"
+            )
+        return value
 
     @field_validator("base_url")
     @classmethod
