@@ -145,6 +145,34 @@ async def test_the_engines_control_routes_take_no_deep_nesting() -> None:
         await runner.cleanup()
 
 
+async def test_nothing_that_is_asked_makes_a_new_series_of_metrics(retriever: str) -> None:
+    async def series() -> set[str]:
+        async with aiohttp.ClientSession() as session, session.get(retriever + "/metrics") as response:
+            return {line.rpartition(" ")[0] for line in (await response.text()).splitlines() if line[:1] != "#"}
+
+    async def ask(n: int) -> None:
+        await _post(retriever + "/retrieve", json.dumps({"queries": [f"query {n}"], "run": f"run-{n}"}).encode())
+        await _post(f"{retriever}/no/such/{n}", b"{}")
+        await _post(f"{retriever}/retrieve?x={n}", b"[]")
+        async with aiohttp.ClientSession() as session, session.get(f"{retriever}/passages/{n + 100}"):
+            pass
+
+    await ask(0)
+    before = await series()
+    for n in range(1, 15):
+        await ask(n)
+    assert await series() == before and len(before) < 400
+
+
+async def test_no_answer_is_a_page(retriever: str) -> None:
+    """Texts of strangers come back as JSON only: a browser that is led here has nothing to run."""
+    async with aiohttp.ClientSession() as session:
+        for method in ("GET", "POST"):
+            for path in ("/", "/info", "/metrics", "/passages/1", "/retrieve", "/<script>alert(1)</script>", "/health"):
+                async with session.request(method, retriever + path) as response:
+                    assert response.content_type in ("application/json", "text/plain"), path
+
+
 EVIL = ("../x", "/etc/passwd", "a/b", "..", ".", "a\\b", "a\0b", "a\nb", "{run}", "a b", "A" * 300)
 
 

@@ -36,6 +36,7 @@ ALLOWED = {
     ("rollout_server/tools/jail/program.py", "compile"): "the same",
     ("rollout_server/reward/custom.py", "importlib.import_module"): "a reward that a person names in the settings",
     ("learner/trackers/base.py", "importlib.import_module"): "a tracker's library, by a name that is a constant",
+    ("deploy/doctor_model.py", "trust_remote_code"): "the doctor looks for the flag, and warns",
     ("deploy/cli.py", "importlib.import_module"): "a verb's module, from a constant table",
 }
 
@@ -118,6 +119,24 @@ def test_the_walk_sees(source: str, what: str) -> None:
 )
 def test_the_walk_leaves_alone(source: str) -> None:
     assert not list(_findings(ast.parse(source)))
+
+
+UNSPOKEN = (
+    "update_weights_from_tensor",
+    "load_lora_adapter_from_tensors",
+    "serialized_named_tensors",
+    "send_to_worker",
+)
+"""Routes and fields of SGLang's that unpickle what they are sent (CVE-2025-10164, CVE-2026-15969, CVE-2026-7304)."""
+
+
+def test_engines_are_never_sent_what_they_would_unpickle() -> None:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text()
+            assert not [name for name in UNSPOKEN if name in text], path
+            # the embedded engine lists it among what it refuses
+            assert "custom_logit_processor" not in text or path.name == "contract.py", path
 
 
 class _Trap:
