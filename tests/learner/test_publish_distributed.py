@@ -60,7 +60,14 @@ class Fleet:
 
     def learner(self, **settings: Any) -> tuple[RunStore, Publisher, int]:
         """The next learner: its store, its publisher, its epoch. The one before is fenced."""
-        given = {"fsync": False, "bucket_mb": 1, "prepare_s": 10.0, "transfer_s": 10.0, "patience_s": 0.0} | settings
+        given = {
+            "fsync": False,
+            "max_norm_jump": 0.0,
+            "bucket_mb": 1,
+            "prepare_s": 10.0,
+            "transfer_s": 10.0,
+            "patience_s": 0.0,
+        } | settings
         return self.learner_of(DistributedPublishSettings(**given))
 
     def learner_of(
@@ -330,7 +337,7 @@ class Liar:
 def test_members_that_hold_different_weights_are_quarantined_and_load_files_in_place(fleet: Fleet) -> None:
     store, publisher, epoch = fleet.learner()
     publisher.close()
-    settings = DistributedPublishSettings(fsync=False, bucket_mb=1)
+    settings = DistributedPublishSettings(fsync=False, bucket_mb=1, max_norm_jump=0)
     publisher = settings.build(fleet.run, sorted(fleet.run.model.glob("*.json")), Liar(store))
     fleet.publishers.append(publisher)
     v = [PolicyVersion(epoch, n) for n in range(2)]
@@ -406,13 +413,14 @@ def test_a_fenced_learner_can_neither_call_a_view_nor_announce(fleet: Fleet) -> 
 
 
 @pytest.mark.fault(40)
-def test_weights_that_are_not_finite_end_the_view(fleet: Fleet) -> None:
-    _, publisher, epoch = fleet.learner()
+@pytest.mark.parametrize("wrong", ["not finite", "grown"])
+def test_weights_that_are_no_policys_end_the_view(fleet: Fleet, wrong: str) -> None:
+    _, publisher, epoch = fleet.learner(max_norm_jump=4.0)
     v0 = step(publisher, PolicyVersion(epoch, 0), fleet.weights).version
     fleet.ready("a", "b", at=v0)
-    bad = fleet.shifted(0.5)
-    list(bad.values())[-1].view(-1)[3] = float("nan")
-    with pytest.raises(BadWeights):
+    bad = fleet.shifted(1e-3)
+    list(bad.values())[-1].view(-1)[3] = float("nan") if wrong == "not finite" else 1e6
+    with pytest.raises(BadWeights, match=wrong if wrong == "not finite" else "the norm of all weights is at least"):
         publisher.publish(PolicyVersion(epoch, 1), bad.items())
     assert fleet.view().phase == "abort"
     fleet.ready("a", "b", at=v0)
