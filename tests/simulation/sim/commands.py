@@ -15,7 +15,8 @@ def _xautoclaim(r: SimRedis, key: Any, group: Any, who: Any, idle: Any, start: A
     just = "JUSTID" in words
     cursor, ids, gone = r.claimable(key, group, who, int(idle), start, count, just)
     stream, _ = r.group(key, group)
-    return [cursor, [text_of(i) if just else (text_of(i), dict(stream.entries[i])) for i in ids], gone]
+    flat = {i: [part for pair in stream.entries[i].items() for part in pair] for i in ids}
+    return [cursor, [text_of(i) if just else [text_of(i), flat[i]] for i in ids], gone]
 
 
 def _xadd(r: SimRedis, key: Any, *words: Any) -> Any:

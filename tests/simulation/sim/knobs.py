@@ -93,4 +93,9 @@ def draw(seed: int) -> Knobs:
     )
     for kind in rng.choices(KINDS, k=rng.choice((0, 1, 2, 3, 4, 6))):
         knobs.faults[kind] = knobs.faults.get(kind, 0) + 1
+    if "clock back" in knobs.faults:
+        # Entries that are lost, then a clock that stands before them: Redis gives their ids to other entries. The
+        # learner cannot tell them apart; what it misses is generated again, and the books by token say so.
+        knobs.faults.pop("redis rolled back", None)
+        knobs.faults.pop("redis wiped", None)
     return knobs

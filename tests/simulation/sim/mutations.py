@@ -1,0 +1,161 @@
+"""The product, broken in known ways: each must be found by some schedule, or the laws are blind.
+
+A mutation replaces names as `install.replacements` does. They are the classic mistakes of such a system, one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sim import functions
+from sim.sim_redis import SimRedis
+
+from learner.books import Books
+from learner.loop import TrainingLoop
+from learner.reconcile import Reconciler
+from learner.source import Source
+from protocol.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """name.of.what -> what stands there instead; `laws`: words of which the finding must contain one."""
+
+    replaced: Callable[[], dict[str, Any]]
+    laws: tuple[str, ...]
+
+
+def ack_before_commit() -> dict[str, Any]:
+    """Entries are acknowledged when their step is done, not when a checkpoint has it."""
+    train = TrainingLoop._train
+
+    def broken(self: TrainingLoop, entries: list[Any]) -> bool:
+        done = train(self, entries)
+        self.surely(lambda: self.parts.store.ack([e.id for e in entries]))
+        return done
+
+    return {"learner.loop.TrainingLoop._train": broken}
+
+
+def ack_before_the_disk() -> dict[str, Any]:
+    """The checkpoint is acknowledged first and written then."""
+    checkpoint = TrainingLoop.checkpoint
+
+    def broken(self: TrainingLoop) -> bool:
+        ids = [name.encode() for name in self.parts.books.to_state()["entries"]]
+        self.surely(lambda: self.parts.store.ack(ids))
+        return checkpoint(self)
+
+    return {"learner.loop.TrainingLoop.checkpoint": broken}
+
+
+class _Forgetful(Ledger):
+    """A ledger that says of every seq that it is new, and books it again."""
+
+    def __contains__(self, seq: int) -> bool:
+        return False
+
+
+def no_ledger_check() -> dict[str, Any]:
+    """What was trained is trained again when it comes again: nobody asks the ledger, coming or booking."""
+    admit, settle = Source._admit, Books.settle
+
+    def admits(self: Source, *rest: Any) -> None:
+        books = self._books
+        truth, books.ledger = books.ledger, _Forgetful()
+        try:
+            admit(self, *rest)
+        finally:
+            books.ledger = truth
+
+    def settles(self: Books, seqs: Any, *rest: Any, **more: Any) -> None:
+        settle(self, [seq for seq in seqs if seq not in self.ledger], *rest, **more)
+
+    return {"learner.source.Source._admit": admits, "learner.books.Books.settle": settles}
+
+
+def not_fenced() -> dict[str, Any]:
+    """Redis asks nobody for the lease any more."""
+    return {"sim.functions.own": lambda *_: True}
+
+
+def one_look() -> dict[str, Any]:
+    """The reconciler issues again what it missed once."""
+    turn = Reconciler.turn
+
+    def broken(self: Reconciler) -> list[int]:
+        self._suspects = frozenset(range(1, 1000))
+        return turn(self)
+
+    return {"learner.reconcile.Reconciler.turn": broken}
+
+
+def no_reconciler() -> dict[str, Any]:
+    """Nobody looks for what is found nowhere."""
+    return {"learner.reconcile.Reconciler.turn": lambda self: []}
+
+
+def unguarded_publish() -> dict[str, Any]:
+    """A group is added whether or not its task was still to be done."""
+
+    def publish(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+        r.xack(k[0], "rollout", a[0])
+        return r.xadd(k[1], {"seq": a[1], "h": a[2], "b": a[3], "t": a[4]})
+
+    return {"sim.functions.FUNCTIONS": functions.FUNCTIONS | {"foray_publish": (publish, False)}}
+
+
+def gate_without_watermark() -> dict[str, Any]:
+    """Credit looks at what is settled only: one straggler, and the rest runs away from it."""
+
+    def limit(*, settled: int, watermark: int, max_lag: int, groups_per_step: int) -> int:
+        return settled + (max_lag + 1) * groups_per_step
+
+    return {"learner.books.issue_limit": limit}
+
+
+def stuck_gate() -> dict[str, Any]:
+    """The credit gate as it was before the simulation found that it can lock itself."""
+
+    def limit(*, settled: int, watermark: int, max_lag: int, groups_per_step: int) -> int:
+        window = (max_lag + 1) * groups_per_step
+        return min(settled + window, watermark + 4 * window)
+
+    return {"learner.books.issue_limit": limit}
+
+
+def nothing_taken_over() -> dict[str, Any]:
+    """A learner does not ask for what its predecessor was given."""
+    return {"learner.redis_client.RunStore.claim": lambda self: []}
+
+
+def no_reclaim() -> dict[str, Any]:
+    """A rollout server leaves the tasks of the dead where they are."""
+
+    async def broken(self: Any) -> list[Any]:
+        return []
+
+    return {"rollout_server.tasks.Tasks._reclaim": broken}
+
+
+def no_reminder() -> dict[str, Any]:
+    """A target that a rolled-back Redis forgot is not announced again."""
+    return {"learner.loop.TrainingLoop._remind": lambda self: None}
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
+    "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
+    "no ledger check": Mutation(no_ledger_check, ("trained once", "books")),
+    "not fenced": Mutation(not_fenced, ("fenced",)),
+    "reissue after one look": Mutation(one_look, ("missing twice",)),
+    "no reconciler": Mutation(no_reconciler, ("did not end", "no end")),
+    "publish without its task": Mutation(unguarded_publish, ("published once",)),
+    "gate without watermark": Mutation(gate_without_watermark, ("credit",)),
+    "gate that locks itself": Mutation(stuck_gate, ("did not end", "no end")),
+    "nothing taken over": Mutation(nothing_taken_over, ("did not end", "no end", "not settled", "books do not close")),
+    "tasks of the dead stay": Mutation(no_reclaim, ("did not end", "no end")),
+    "no reminder of the target": Mutation(no_reminder, ("did not end", "no end")),
+}
