@@ -29,6 +29,7 @@ from deploy.progress import StepTail, format_step
 from deploy.readiness import Readiness
 from deploy.redis_child import check_server
 from deploy.rundir import RESOLVED, hold, write_atomically, write_record
+from deploy.secrets_env import SECRET_VARIABLES
 from deploy.supervisor import POLL_S, Say, Supervisor
 from protocol.errors import ForayError
 from protocol.redis_url import redacted
@@ -190,7 +191,8 @@ class Launcher:
             name = f"prepare-{number}"
             self._say(f"{name}: {self.config.run.model} does not exist, running {' '.join(argv)}")
             log = self.directory / "logs" / f"{name}.log"
-            child = Child(ProcessSpec(name, "prepare", argv, log, Ready.RUNNING))
+            hidden = SECRET_VARIABLES if self.config.launch.secrets else ()
+            child = Child(ProcessSpec(name, "prepare", argv, log, Ready.RUNNING, hidden=hidden))
             try:
                 while child.poll() is None:
                     self._raise_if_stopped()

@@ -12,6 +12,7 @@ wait, and the next connection finds the new place.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ from protocol.keys import Keys
 from protocol.redis_url import RedisUrl, parse
 
 CONNECT_S = 3.0
+FIND_S = 3.0
+"""Longest wait for a Sentinel's or a node's answer about where the primary is."""
 MOVED = (ReadOnlyError, AskError, ClusterDownError, TryAgainError)
 """Answers of a server that does not serve the run (any more). MOVED is an AskError."""
 
@@ -73,18 +76,21 @@ class Finder:
     """Where the primary of a run is now. `moved` is called when that is not where it was before."""
 
     def __init__(self, where: RedisUrl, run: str, common: dict[str, Any]) -> None:
-        self._where, self._common = where, common | (where.tls or {}) | {"ssl": where.tls is not None}
+        asked = {"ssl": where.tls is not None, "socket_timeout": min(FIND_S, common["socket_timeout"])}
+        self._where, self._common = where, common | (where.tls or {}) | asked
         self._slot = key_slot(Keys(run).tasks.encode()) if run else 0
         self._last: Address | None = None
+        self._finding = threading.Lock()
         self._asked = deque(where.hosts)
         self.moved: Callable[[], None] = lambda: None
 
     def find(self) -> Address:
         """The address; raises redis.ConnectionError when nobody can say."""
-        address = self._by_sentinels() if self._where.kind == "sentinel" else self._in_cluster()
-        if self._last not in (None, address):
+        with self._finding:
+            address = self._by_sentinels() if self._where.kind == "sentinel" else self._in_cluster()
+            before, self._last = self._last, address
+        if before not in (None, address):
             self.moved()
-        self._last = address
         return address
 
     def _by_sentinels(self) -> Address:
@@ -114,12 +120,16 @@ class Finder:
             except (redis.ConnectionError, redis.TimeoutError) as error:
                 said.append(f"{host}:{port}: {error}")
                 continue
-            # [first slot, last slot, [address of the primary ("" or nothing: the one asked), port, ...], replicas ...]
-            owners = [(first, last, (_text(node[0]) or host, int(node[1]))) for first, last, node, *_ in slots]
-            self._asked.extend({owner for *_, owner in owners} - {*self._asked})
-            for first, last, owner in owners:
-                if first <= self._slot <= last:
-                    return owner
+            # [first slot, last slot, primary, replicas ...], each [address ("" or nothing: the one asked), port, ...]
+            served: dict[range, list[Address]] = {
+                range(first, last + 1): [(_text(node[0]) or host, int(node[1])) for node in nodes]
+                for first, last, *nodes in slots
+            }
+            known = {place for places in served.values() for place in places}
+            self._asked.extend(known - {*self._asked})
+            for range_, places in served.items():
+                if self._slot in range_:
+                    return places[0]
             said.append(f"{host}:{port}: nobody serves slot {self._slot}")
         raise redis.ConnectionError("no node of the Cluster says where the run is: " + "; ".join(said))
 

@@ -119,12 +119,16 @@ class Finder:
             except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
                 said.append(f"{host}:{port}: {error}")
                 continue
-            # [first slot, last slot, [address of the primary ("" or nothing: the one asked), port, ...], replicas ...]
-            owners = [(first, last, (_text(node[0]) or host, int(node[1]))) for first, last, node, *_ in slots]
-            self._asked.extend({owner for *_, owner in owners} - {*self._asked})
-            for first, last, owner in owners:
-                if first <= self._slot <= last:
-                    return owner
+            # [first slot, last slot, primary, replicas ...], each [address ("" or nothing: the one asked), port, ...]
+            served: dict[range, list[Address]] = {
+                range(first, last + 1): [(_text(node[0]) or host, int(node[1])) for node in nodes]
+                for first, last, *nodes in slots
+            }
+            known = {place for places in served.values() for place in places}
+            self._asked.extend(known - {*self._asked})
+            for range_, places in served.items():
+                if self._slot in range_:
+                    return places[0]
             said.append(f"{host}:{port}: nobody serves slot {self._slot}")
         raise exceptions.ConnectionError("no node of the Cluster says where the run is: " + "; ".join(said))
 

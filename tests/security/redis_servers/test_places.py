@@ -182,12 +182,12 @@ def test_a_failover_to_a_replica_that_lags_costs_rollouts_and_repeats_no_epoch(
     assert books.epochs[0] == 1 and books.epochs == sorted(set(books.epochs)) and len(books.epochs) >= 2
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, server_at: Any, until: Any) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, server_at: Any, until: Any) -> Iterator[Any]:
     """(URL, nodes): two nodes, each with half of the slots."""
     with ExitStack() as stack:
         options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
-        nodes = [stack.enter_context(server_at(tmp_path / name, *options)) for name in ("a", "b")]
+        nodes = [stack.enter_context(server_at(tmp_path_factory.mktemp("node"), *options)) for _ in range(2)]
         for node, (first, last) in zip(nodes, ((0, SLOTS // 2 - 1), (SLOTS // 2, SLOTS - 1)), strict=True):
             node.admin.execute_command("CLUSTER ADDSLOTSRANGE", first, last)
         nodes[0].admin.execute_command("CLUSTER MEET", "127.0.0.1", nodes[1].port)
@@ -240,7 +240,7 @@ def test_a_run_follows_its_slot_through_a_cluster(
 
 async def test_both_clients_read_write_and_wait_in_a_cluster(cluster: Any) -> None:
     url, nodes = cluster
-    store, client = RunStore(url, "t1"), RedisClient(url, Keys("t1"))
+    store, client = RunStore(url, "t2"), RedisClient(url, Keys("t2"))
     store.prepare()
     assert store.acquire("me", 0, 60_000, takeover=False) == 1
     store.own(1, "me")
