@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from protocol import events
 from protocol.codec import encode
@@ -48,7 +50,7 @@ class Sink:
 
     @property
     def spooled(self) -> int:
-        """Groups that are sealed and not published."""
+        """Groups that have ended and wait to be published, or for their task to be put back."""
         return len(self._spool)
 
     @property
@@ -78,11 +80,8 @@ class Sink:
             message = _too_large(message, error)
             header, body = seal(message)
         tokens, failed = tokens_of(message), isinstance(message, GroupFailed)
-        self._spool[entry] = (time.monotonic(), len(header) + len(body))
-        try:
+        with self._spooling(entry, len(header) + len(body)):
             reply = await self._send(entry, message.seq, header, body, tokens)
-        finally:
-            del self._spool[entry]
         if reply == b"DUP":
             self._stats.counts["duplicates"] += 1
             return False
@@ -104,8 +103,17 @@ class Sink:
         """
         outage = Outage(f"replacing the task of seq {task.seq}", self._stats.waits)
         keys, body = [self._redis.keys.tasks, self._redis.keys.tokens], encode(task)
-        reply = await insist(outage, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens))
+        with self._spooling(entry, len(body)):
+            reply = await insist(outage, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens))
         return bool(reply != b"DUP")
+
+    @contextmanager
+    def _spooling(self, entry: str, size: int) -> Iterator[None]:
+        self._spool[entry] = (time.monotonic(), size)
+        try:
+            yield
+        finally:
+            self._spool.pop(entry, None)
 
     async def bury(self, entry: str, seq: int | None, raw: bytes, error: ProtocolError, run: str) -> None:
         """A task that cannot be read: evidence to the dead-letter stream, and its seq (if known) is given up."""

@@ -176,6 +176,20 @@ async def test_a_full_redis_is_given_a_bounded_number_of_groups_to_wait_for(
     assert sorted(g.seq for g in world.published()) == list(range(1, 7)) and world.pending() == 0
 
 
+async def test_a_task_that_waits_to_be_put_back_is_in_the_spool_too(own_world, until: Until) -> None:
+    world = own_world
+    redis, stats = world.client(), Stats("rollout", "me")
+    sink = Sink(redis, stats, spool_groups=1)
+    world.issue(make_task(1))
+    ((entry, _),) = await redis.read(world.keys.tasks, TASK_GROUP, "me", 1)
+    world.sync.config_set("maxmemory", "1")
+    replacing = asyncio.create_task(sink.replace(entry.decode(), make_task(1, attempt=2)))
+    await until(lambda: stats.waits.seconds().get("redis", 0) > 0.1, "it waits for Redis")
+    assert sink.spool_full
+    world.sync.config_set("maxmemory", "0")
+    assert await asyncio.wait_for(replacing, 15) is True and not sink.spool_full
+
+
 async def test_the_spool_is_bounded_in_bytes_too(own_world, until: Until) -> None:
     world = own_world
     redis, stats = world.client(), Stats("rollout", "me")
