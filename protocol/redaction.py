@@ -79,10 +79,12 @@ def start_logging(environ: Mapping[str, str], line: str, *, level: str = "INFO",
 
 
 def without_trace_of_clients(record: logging.LogRecord) -> bool:
-    """A filter: bytes that are no HTTP, which anybody may send, are one line at most, not a traceback of forty."""
+    """A filter: bytes that are no HTTP, which anybody may send, and clients that leave, are one line and no traceback
+    of forty."""
     error = record.exc_info[1] if record.exc_info else None
-    if record.name == "aiohttp.server" and type(error).__module__ == "aiohttp.http_exceptions":
-        record.msg, record.args = f"{record.getMessage()}: {str(error).split(chr(10))[0][:80]}", ()
+    theirs = type(error).__module__ == "aiohttp.http_exceptions" or type(error).__name__ == "RequestPayloadError"
+    if record.name == "aiohttp.server" and (theirs or isinstance(error, ConnectionError)):
+        record.msg, record.args = f"{record.getMessage()}: {' '.join(str(error).split())[:120]}", ()
         record.exc_info = record.exc_text = None
     return True
 

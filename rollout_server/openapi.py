@@ -59,7 +59,7 @@ def describe() -> Object:
     schemas = body.pop("$defs", {}) | {"EpisodesRequest": body}
     asked = {"required": True, "content": {JSON: {"schema": {"$ref": "#/components/schemas/EpisodesRequest"}}}}
     refusals = {"401": _answer("no token", ERROR), "403": _answer("a token of another role", ERROR)}
-    finished = {JSON: {"schema": EPISODES}, EVENTS: {"schema": {"type": "string"}}}
+    finished = {JSON: {"schema": EPISODES}, EVENTS: {}}
     episodes = {
         "200": {"description": "finished episodes; server-sent events where `stream` was true", "content": finished},
         "400": _answer("what is wrong with the body", ERROR),

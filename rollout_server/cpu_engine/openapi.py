@@ -166,8 +166,7 @@ def _kind_of(path: str) -> str | None:
 
 
 def _content(kind: str | None) -> Object:
-    schema: Object = STRING if kind in (TEXT, EVENTS) else {}
-    return {} if kind is None else {kind: {"schema": schema}}
+    return {} if kind is None else {kind: {"schema": STRING} if kind == TEXT else {}}
 
 
 def _operation(path: str, content: Object) -> Object:
