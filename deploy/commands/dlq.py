@@ -137,6 +137,7 @@ def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redi
     seqs = choose(seen, _fates(found, client), [int(text) for text in wanted], reason=args.reason)
     if seqs:
         client.sadd(Keys(found.run.id).requeue, *map(str, seqs))
+        _tell(client, found, "requeue-asked", f"{len(seqs)} seqs: {', '.join(map(str, seqs[:20]))}")
     if args.json:
         print(_json({"run": found.run.id, "requeued": seqs}))
     else:
@@ -160,11 +161,24 @@ def _purge(args: argparse.Namespace, found: locate.Located, client: redis.Redis,
         _confirm(f"forget {told}? The ledger is not touched. [yes/no] ")
     removed = purge_stream(client, found.run.id, letters)
     lines = purge_file(found.directory, letters) if args.files else 0
+    _tell(client, found, "purged", f"{removed} dead letters in Redis, {lines} in the learner's file")
     if args.json:
         print(_json({"run": found.run.id, "removed": removed, "removed_lines": lines}))
     else:
         kept = "" if args.files else f"; the learner's file keeps {held[1]}"
         print(f"{removed} letters removed from Redis" + (f", {lines} from the file" if args.files else kept))
+
+
+def _tell(client: redis.Redis, found: locate.Located, kind: str, text: str) -> None:
+    """What a person did is part of the run's history."""
+    from getpass import getuser
+    from socket import gethostname
+
+    from protocol import events
+    from protocol.keys import Keys
+
+    told: Any = events.fields("operator", f"{getuser()}@{gethostname()}", kind, text)
+    client.xadd(Keys(found.run.id).events, told, maxlen=events.MOST, approximate=True)
 
 
 def _confirm(question: str) -> None:

@@ -144,6 +144,8 @@ def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pyt
     assert run.foray("requeue", "4") == 0
     assert "1 seqs requeued: 4" in (text := told(capsys)) and "No learner reports" in text
     assert run.client.smembers(KEYS.requeue) == {b"4"}
+    ((_, event),) = run.client.xrange(KEYS.events)
+    assert (event[b"process"], event[b"kind"], event[b"text"]) == (b"operator", b"requeue-asked", b"1 seqs: 4")
     assert run.foray("list") == 0 and "4    requeued" in told(capsys)
     assert run.foray("requeue", "--reason", "poison", "--json") == 0
     assert json.loads(told(capsys))["requeued"] == [9]
