@@ -6,6 +6,7 @@ Nothing heavy is imported before the settings have been read: `--help` and a mis
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ForayError as error:
         print(redact(f"{prefix}error: {error}"), file=sys.stderr)
         return EXIT_BROKEN
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        full = UserError(f"the disk is full: {error}", todo="make room below run.dir and start again: nothing is lost")
+        print(prefix + full.render(), file=sys.stderr)
+        return EXIT_USER
 
 
 def fenced(error: Fenced) -> UserError:

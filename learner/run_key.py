@@ -11,6 +11,7 @@ the run directory but does not know the key. With the key in the run directory n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -94,17 +95,15 @@ def _make(path: Path) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
     try:
-        os.link(part, path)  # unlike rename, it does not replace
-    except FileExistsError:
-        pass
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)  # unlike rename, it does not replace
     finally:
-        part.unlink()
+        part.unlink(missing_ok=True)
 
 
 def _canonical(manifest: Mapping[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+"""Names that nodes take, and endings that they do not (`rollout_server.node.manifest`)."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -51,7 +55,7 @@ class DiskPublisher:
             shutil.rmtree(left, ignore_errors=True)
         if any(p.name == self.weights_file for p in model_files):
             raise ValueError("weights among the model's files would replace those that are published")
-        self._files = {p.name: (p, p.stat().st_size, sha256(p)) for p in model_files}
+        self._files = {p.name: (p, p.stat().st_size, sha256(p)) for p in model_files if _travels(p)}
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Writes the version and returns what to announce. Raises BadWeights and OSError; neither leaves a trace."""
@@ -140,6 +144,14 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: Inspection
     for name in sorted(tensors):
         digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return tensors, digest.hexdigest()
+
+
+def _travels(path: Path) -> bool:
+    """Whether a file beside the model goes into every version: nodes take plain names only, and no pickles."""
+    plain = PLAIN.fullmatch(path.name) is not None and not path.name.endswith(PICKLES)
+    if not plain and not path.name.startswith("."):
+        log.warning("%s is not published with the weights: engines would refuse it", path)
+    return plain
 
 
 def _save(tensors: Tensors, path: Path) -> None:

@@ -4,6 +4,7 @@ is said, and that nothing half-written is left."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 import redis
 import torch
+import yaml
 
-from learner import loop
+from learner import cli, loop
 from learner.checkpoint import Checkpoints
 from learner.config import LearnerSettings
 from learner.journal import read_journal
@@ -217,3 +219,21 @@ def test_without_room_for_evidence_training_goes_on(
     with tiny.Player(address, run.id):
         assert serve(run, settings, verdict=verdict) == 0
     assert "the skipped batch could not be kept" in caplog.text
+
+
+@pytest.mark.fault(41)
+def test_without_room_at_the_start_it_says_so_and_leaves_nothing(
+    run: RunSettings, settings: LearnerSettings, disk: Callable[[Path], Disk], db: redis.Redis, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    full = disk(run.dir)
+    if not full.mounted:
+        pytest.skip("the key of a run is smaller than any limit on files: it needs a file system of its own")
+    full.fill()
+    tree = {"run": json.loads(run.model_dump_json()), "learner": {"questions": str(settings.questions)}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    assert cli.main(["--config", str(tmp_path / "c.yaml")]) == cli.EXIT_USER
+    said = capsys.readouterr().err
+    assert "error: the disk is full: [Errno 28] No space left on device" in said and "do: make room" in said
+    assert [p.name for p in run.dir.iterdir() if p.name != ".filler"] == []
+    assert not db.exists(Keys(run.id).lease)

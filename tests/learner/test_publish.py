@@ -149,6 +149,21 @@ def test_the_newest_and_those_in_use_are_kept(run: RunSettings) -> None:
     assert {p.name for p in run.weights_dir.iterdir()} == {"v1.10", "v2.6", "v2.7", "vendor"}
 
 
+def test_what_nodes_would_refuse_beside_a_model_does_not_travel(
+    run: RunSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (".gitattributes", "training_args.bin", "a note (1).md", "merges.txt"):
+        (run.model / name).write_text("x")
+    update = (
+        DiskPublishSettings(fsync=False)
+        .build(run, sorted(run.model.iterdir()), Told())
+        .publish(PolicyVersion(1, 0), weights())
+    )
+    names = {p.name for p in Path(update.path).iterdir()}
+    assert names == {"config.json", "manifest.json", "merges.txt", "model.safetensors", "tokenizer.json"}
+    assert "a note (1).md is not published" in caplog.text and ".gitattributes" not in caplog.text
+
+
 def test_publishing_a_small_model_takes_no_time(run: RunSettings) -> None:
     publisher = DiskPublishSettings(fsync=False).build(run, sorted(run.model.iterdir()), Told())
     tensors = [(f"t{i}", torch.ones(100, 100)) for i in range(20)]
