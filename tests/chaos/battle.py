@@ -44,22 +44,22 @@ class Battle:
     say: Say
     injected: list[Injected] = field(default_factory=list)
     left_out: list[Planned] = field(default_factory=list)
+    late_s: float = LATE_S
 
     def run(self, planned: Sequence[Planned], seconds: float) -> None:
         """Consumes the schedule until `seconds` have passed since the ring's beginning; produces faults."""
         waiting = list(planned)
-        while self.ring.now < seconds or any(not item.healed for item in self.injected):
+        while self.ring.now < seconds or waiting or any(not item.healed for item in self.injected):
             self.ring.supervise()
             now = self.ring.now
-            for item in [p for p in waiting if p.at <= now < seconds]:
+            for item in [p for p in waiting if p.at <= now]:
                 if self._try(item):
                     waiting.remove(item)
-                elif now > item.at + LATE_S:
+                elif now > item.at + self.late_s:
                     waiting.remove(item)
                     self.left_out.append(item)
-            self._look(force=now >= seconds + 20)
+            self._look(force=now >= seconds + max(20.0, self.late_s))
             time.sleep(TICK_S)
-        self.left_out += waiting
 
     def settle(self, seconds: float) -> None:
         """Gives evidence that is slow to show (an exit status, a line in a log) time to do so."""

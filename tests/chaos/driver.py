@@ -10,6 +10,7 @@ process ended without a fault. With --control the ring has no delivery rules, an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from battle import Battle, Say
+from battle import LATE_S, Battle, Say
 from checker import Verdict, check
 from control import EVERYTHING
 from recoveries import Observer, from_logs
@@ -36,6 +37,8 @@ LAST_STEPS = 8
 HOLES_S, END_S = 150.0, 120.0
 """How long recovery and the end of the run may take, on a busy machine."""
 BEGIN_S = 90.0
+LOOSE = re.compile(r".*(?:was never retrieved|was never awaited|Unclosed ).*")
+"""Words of asyncio for what somebody forgot."""
 
 
 @dataclass
@@ -100,9 +103,30 @@ def fight(
     seconds: float,
     persistence: bool,
     control: bool = False,
+    late_s: float = LATE_S,
     say: Say = print,
 ) -> Result:
-    """A ring, the schedule, recovery, the end of the run, and what the checker says of it."""
+    """A ring, the schedule, recovery, the end of the run, and what the checker says of it.
+
+    late_s  how long a fault may wait for its victim before it is left out
+    """
+    result = _fight(directory, model, planned, seed, seconds, persistence, control, late_s, say)
+    if left := engines_of(directory):
+        result.failures.append(f"processes are left: {left}")
+    return result
+
+
+def _fight(
+    directory: Path,
+    model: Path,
+    planned: Sequence[Planned],
+    seed: int,
+    seconds: float,
+    persistence: bool,
+    control: bool,
+    late_s: float,
+    say: Say,
+) -> Result:
     wrong = EVERYTHING if control else ()
     holes_s = 8.0 if control else HOLES_S
     with open_ring(directory, model, persistence=persistence, wrong=wrong) as ring:
@@ -114,7 +138,7 @@ def fight(
         ring.began = time.time()
         failures: list[str] = []
         with Observer(ring) as observer:
-            battle = Battle(ring, say)
+            battle = Battle(ring, say, late_s=late_s)
             battle.run(planned, seconds)
             healed = ring.now
             say(f"{healed:7.2f} s  the last fault is over: {sum(battle.done.values())} of them")
@@ -140,6 +164,9 @@ def recover(ring: Ring, observer: Observer, holes_s: float, say: Say) -> list[st
     issued = observer.issued
     if not ring.until(lambda: all(ward.alive for ward in ring.wards.values()), 30):
         return [f"not running: {[name for name, ward in ring.wards.items() if not ward.alive]}"]
+    nodes = [name for name in ring.wards if name.startswith("engine")]
+    if not ring.until(lambda: len(engines_of(ring.directory)) == len(nodes), 30):
+        return [f"{len(nodes)} nodes run, and {len(engines_of(ring.directory))} engines"]
     if ring.until(lambda: ring.manifest()["ledger"]["watermark"] >= issued, holes_s):
         say(f"{ring.now:7.2f} s  every one of the {issued} seqs issued under fire is settled")
         return []
@@ -183,7 +210,21 @@ def tracebacks(ring: Ring) -> list[str]:
         for part in path.read_text(errors="replace").split("Traceback (most recent call last):")[1:]:
             lines = [line for line in part.splitlines() if line and not line.startswith((" ", "\t"))]
             found[f"{path.name.partition('.')[0]}: {lines[0][:200] if lines else 'a traceback without an end'}"] += 1
+        for match in LOOSE.finditer(path.read_text(errors="replace")):
+            found[f"{path.name.partition('.')[0]}: {match[0][:200]}"] += 1
     return [f"traceback, {n} times: {what}" for what, n in found.items()]
+
+
+def engines_of(directory: Path) -> list[int]:
+    """Living processes whose command line names this run's folder: engines, whoever started them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes()
+                if b"rollout_server.cpu_engine" in words and b"guard.py" not in words and bytes(directory) in words:
+                    found.append(int(entry.name))
+    return found
 
 
 def a_model(directory: Path, given: Path | None, say: Say) -> Path:
