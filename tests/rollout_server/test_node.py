@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from learner.publish.base import in_use
 from protocol.errors import UserError
 from protocol.messages import NodeState, Sampling
 from protocol.settings import RunSettings
@@ -132,7 +133,7 @@ async def test_an_engine_of_a_replaced_epoch_is_not_ready_before_it_holds_the_ta
 async def test_corrupt_weights_leave_the_engine_as_it_was_and_then_quarantine_it(
     world, until: Until, tmp_path: Path
 ) -> None:
-    async with FakeServer() as engine, node(world, engine, tmp_path, verify_attempts=2):
+    async with FakeServer() as engine, node(world, engine, tmp_path):
         await until(stands(world, NodeState.READY), "READY")
         world.publish_weights(tmp_path / "weights", V1, spoil=True)
         await until(lambda: "sha256" in world.registered("e").detail, "it says why")
@@ -141,6 +142,19 @@ async def test_corrupt_weights_leave_the_engine_as_it_was_and_then_quarantine_it
         assert "/pause_generation" not in engine.calls, "the engine never saw the corrupt files"
         world.publish_weights(tmp_path / "weights", V2)
         await until(stands(world, NodeState.READY, V2), "a sound version mends it")
+
+
+@pytest.mark.fault(42)
+async def test_the_learner_sees_which_version_is_being_read_and_does_not_remove_it(
+    world, until: Until, tmp_path: Path
+) -> None:
+    async with FakeServer() as engine, node(world, engine, tmp_path, update_timeout_s=0.5):
+        await until(stands(world, NodeState.READY), "READY")
+        engine.faults["/update_weights_from_disk"] = Fault(hang=True, times=1)
+        world.publish_weights(tmp_path / "weights", V1)
+        await until(lambda: "/update_weights_from_disk" in engine.calls, "it is being read")
+        await until(lambda: V1 in in_use([world.registered("e")]), "and the learner sees it")
+        assert V0 in in_use([world.registered("e")])
 
 
 @pytest.mark.fault(42)
