@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -171,13 +172,12 @@ def _purge(args: argparse.Namespace, found: locate.Located, client: redis.Redis,
 
 def _tell(client: redis.Redis, found: locate.Located, kind: str, text: str) -> None:
     """What a person did is part of the run's history."""
-    from getpass import getuser
     from socket import gethostname
 
     from protocol import events
     from protocol.keys import Keys
 
-    told: Any = events.fields("operator", f"{getuser()}@{gethostname()}", kind, text)
+    told: Any = events.fields("operator", f"{os.environ.get('USER', os.getuid())}@{gethostname()}", kind, text)
     client.xadd(Keys(found.run.id).events, told, maxlen=events.MOST, approximate=True)
 
 
