@@ -154,11 +154,16 @@ class Source:
         self._changed.notify_all()
 
     def _refuse_unissued(self, entry: Entry) -> None:
-        if entry.seq > self._books.issued and entry.seq > self._store.issued():
+        if self._unissued(entry.seq):
             raise BadEntry("not_issued", f"seq {entry.seq} was never issued", 0)
 
+    def _unissued(self, seq: int) -> bool:
+        return seq > self._books.issued and seq > self._store.issued()
+
     def _refuse(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
-        """A dead letter. Its tokens failed; its seq, where that is known, is due again or dead."""
+        """A dead letter. Its tokens failed; its seq, where that is known and one of ours, is due again or dead."""
+        if self._unissued(bad.seq):
+            bad = BadEntry(bad.reason, f"{bad.detail}; seq {bad.seq} was never issued", 0, bad.attempt)
         log.warning("entry %s (seq %d) is unusable: %s; `foray dlq show %d`", id_.decode(), bad.seq, bad, bad.seq)
         self._evidence.keep(id_, fields, bad)
         self._history.tell("dead-letter", f"entry {id_.decode()}, seq {bad.seq or 'unknown'}: {bad}")

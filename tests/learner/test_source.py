@@ -150,6 +150,18 @@ def test_unusable_entries_leave_evidence_and_are_due_again(source: Source, db: r
     assert source._books.due == {2, 3, 4}, "a good group has come meanwhile"
 
 
+def test_an_unusable_entry_cannot_bring_a_seq_into_the_books_that_was_never_issued(
+    source: Source, db: redis.Redis, tmp_path: Path
+) -> None:
+    header, body = seal(make_group(10**6, run="somebody-else"))
+    for _ in range(3):
+        db.xadd(KEYS.traj, {"seq": 10**6, "h": header, "b": body})
+        source.turn()
+    books = source._books
+    assert books.tally.dead_letters == 3 and not books.due and books.ledger.settled == 0 and books.attempts == {}
+    assert "never issued" in (tmp_path / "dead.jsonl").read_text()
+
+
 @hypothesis_settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.data())
 def test_no_bytes_whatever_make_reading_fail_otherwise(data: st.DataObject) -> None:
