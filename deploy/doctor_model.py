@@ -65,8 +65,9 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
         return  # whether it answers, and whom, is said elsewhere
     finally:
         client.close()
-    ours, mend = _fingerprint(config.run.model), "give all processes of a run the same run.model"
-    for engine in _engines(raws):
+    engines, mend = list(_engines(raws)), "give all processes of a run the same run.model"
+    ours = _fingerprint(config.run.model) if engines else ""
+    for engine in engines:
         if ours and engine.tokenizer and engine.tokenizer != ours:
             detail = f"engine {engine.id} has {engine.tokenizer[:12]}, run.model {ours[:12]}: it gets no traffic"
             yield Finding("tokenizer of the engines", "fail", detail, mend)
