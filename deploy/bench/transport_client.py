@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from deploy.bench.transport_redis import RUN, a_group
@@ -20,7 +21,7 @@ from rollout_server.metrics import Stats
 from rollout_server.redis_client import RedisClient
 from rollout_server.sink import Sink
 
-TICK_S = 0.01
+TICK_S, BIN_S, BINS = 0.01, 0.0001, 100_000
 
 
 async def client(url: str, number: int, message: Any, stats: Stats) -> None:
@@ -36,35 +37,52 @@ async def client(url: str, number: int, message: Any, stats: Stats) -> None:
         await redis.aclose()
 
 
-async def ticker(late: list[float]) -> None:
-    """How late the event loop wakes a sleeper (seconds), every TICK_S; ended by cancellation."""
-    while True:
-        due = time.perf_counter() + TICK_S
-        await asyncio.sleep(TICK_S)
-        late.append(time.perf_counter() - due)
+class Lateness:
+    """How late a sleeper is woken, counted in bins of BIN_S: hours of it take no more room than a minute."""
+
+    def __init__(self) -> None:
+        self._bins: Counter[int] = Counter()
+        self.most_s = 0.0
+
+    async def watch(self) -> None:
+        """Looks every TICK_S; ended by cancellation."""
+        while True:
+            due = time.perf_counter() + TICK_S
+            await asyncio.sleep(TICK_S)
+            late = max(0.0, time.perf_counter() - due)
+            self._bins[min(BINS, int(late / BIN_S))] += 1
+            self.most_s = max(self.most_s, late)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that `share` of the looks were not later than, to a bin."""
+        left = share * self._bins.total()
+        for number in sorted(self._bins):
+            left -= self._bins[number]
+            if left <= 0:
+                return (number + 1) * BIN_S
+        return 0.0
 
 
 async def main(url: str, clients: int, group_size: int, tokens: int, first: int) -> None:
-    stats, late = Stats("rollout", f"bench-{first}"), list[float]()
+    stats, late = Stats("rollout", f"bench-{first}"), Lateness()
     message = a_group(group_size, tokens)
     over = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
     running = [asyncio.create_task(client(url, first + i, message, stats)) for i in range(clients)]
-    running.append(asyncio.create_task(ticker(late)))
+    running.append(asyncio.create_task(late.watch()))
     stopping = asyncio.create_task(over.wait())
     await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
     for task in (stopping, *running):
         task.cancel()
     ended = await asyncio.gather(*running, return_exceptions=True)
     broken = [repr(error) for error in ended if not isinstance(error, asyncio.CancelledError)]
-    late.sort()
     told = {
         "published": stats.counts["groups_published"],
         "duplicates": stats.counts["duplicates"],
         "waited_for_redis_s": stats.waits.seconds().get("redis", 0.0),
-        "loop_lag_p50_s": late[len(late) // 2] if late else 0.0,
-        "loop_lag_p99_s": late[len(late) * 99 // 100] if late else 0.0,
-        "loop_lag_max_s": late[-1] if late else 0.0,
+        "loop_lag_p50_s": late.quantile(0.5),
+        "loop_lag_p99_s": late.quantile(0.99),
+        "loop_lag_max_s": late.most_s,
         "rss_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "broken": broken,
     }
