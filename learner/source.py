@@ -108,6 +108,7 @@ class Source:
                 else:
                     self.ingest(id_, fields)
                     self._store.got_through(id_)
+            del self._tries[id_]
             self._backlog.popleft()
 
     def _poisoned(self, id_: bytes, fields: Fields, lives: int) -> None:
