@@ -189,5 +189,6 @@ def _away(url: str, error: Exception) -> Finding:
         detail = f"{redacted(url)} takes connections and does not answer within {ANSWER_S:g} s: stopped, or very busy"
         mend = f"kill -CONT {found.pid}, or start it again" if found else "look at its host: kill -CONT its process"
         return Finding("redis", "fail", detail, mend)
-    mend = "start it (redis-server secrets/redis.conf, or foray redis --dir DIR), correct run.redis_url or FORAY_REDIS_URL, or leave both empty"
+    start = "start it (redis-server secrets/redis.conf, or foray redis --dir DIR)"
+    mend = f"{start}, correct run.redis_url or FORAY_REDIS_URL, or leave both empty"
     return Finding("redis", "fail", f"no Redis answers at {redacted(url)}: {told}", mend)

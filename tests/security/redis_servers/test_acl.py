@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from deploy.observe import observe
+from deploy.redis_child import check_server, ping
 from deploy.secrets_acl import REDIS_ROLES, rules
 from deploy.secrets_env import login_at, read_env
 from deploy.secrets_files import Place, write_secrets
@@ -275,6 +276,11 @@ def test_a_learner_with_a_viewers_password_is_told_so(urls: dict[str, str]) -> N
         store.prepare()
     assert "function" in caught.value.why.lower() and "FORAY_REDIS_URL" in caught.value.todo
     store.close()
+
+
+def test_the_launcher_may_look_as_the_viewer(urls: dict[str, str]) -> None:
+    assert check_server(urls["viewer"]).startswith(("Redis", "Valkey"))
+    assert ping(urls["viewer"]) == ""
 
 
 def test_the_rules_of_a_run_name_no_other() -> None:
