@@ -8,7 +8,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
 
-.PHONY: setup demo test sglang-env test-sglang reliability lint format lock sbom clean chaos
+.PHONY: setup demo test sglang-env test-sglang reliability lint format lock sbom clean chaos fuzz
 
 setup: $(STAMP)
 
@@ -54,6 +54,14 @@ CHAOS := $(BIN)/python tests/chaos/driver.py --seed $(SEED) --persistence $(PERS
 
 chaos: setup
 	$(CHAOS) $(if $(CONTROL),--control) --minutes $(MINUTES) $(ARGS)
+
+# Malformed input for every decoder and every HTTP route: a table, and an exit code of 1 where anything was found.
+# ARGS=--json prints one JSON object; ARGS="--only codec.decode" takes one decoder.
+INPUTS ?= 1000000
+REQUESTS ?= 20000
+fuzz: setup
+	@$(BIN)/python -c 'import atheris, schemathesis' 2>/dev/null || $(BIN)/python -m pip install --quiet -c deploy/constraints/cpu.txt -e ".[fuzz]"
+	$(BIN)/python tests/fuzz/fuzz_run.py --inputs $(INPUTS) --requests $(REQUESTS) --seed $(or $(SEED),0) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

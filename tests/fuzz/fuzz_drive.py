@@ -74,20 +74,27 @@ def run_decoders(
     """
     keep = keep or Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
     keep.mkdir(parents=True, exist_ok=True)
-    shares = {d.name: d.share for part in parts for d in load(part) if not names or d.name in names}
-    if not shares:
+    shares = _shares(parts, names)
+    whole = sum(share for given in shares.values() for share in given.values())
+    if not whole:
         raise SystemExit(f"no decoder of these names: {', '.join(names)}")
-    whole = sum(shares.values())
-    plan = {name: max(1, round(inputs * share / whole)) for name, share in shares.items()}
     results: list[Result] = []
-    for part in parts:
-        wanted = {d.name: plan[d.name] for d in load(part) if d.name in plan}
+    for part, given in shares.items():
+        wanted = {name: max(1, round(inputs * share / whole)) for name, share in given.items()}
         while wanted:
             done = _child(part, wanted, seed, keep)
             results += done
             for result in done:
                 del wanted[result.name]
     return results
+
+
+def _shares(parts: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Part -> decoder -> its weight. Asked of a child: a process begins with its parent's peak of memory, and what is
+    imported here would hide what an input takes there."""
+    done = subprocess.run([sys.executable, __file__, ",".join(parts)], stdout=subprocess.PIPE, check=True)
+    found: dict[str, dict[str, float]] = json.loads(done.stdout)
+    return {part: {n: s for n, s in given.items() if not names or n in names} for part, given in found.items()}
 
 
 def _child(part: str, wanted: dict[str, int], seed: int, keep: Path) -> list[Result]:
@@ -187,9 +194,13 @@ def _hang(_: int, __: FrameType | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("part", "wanted", "seed", "keep", "slot"):
-        parser.add_argument(name)
+    parser.add_argument("part")
+    for name in ("wanted", "seed", "keep", "slot"):
+        parser.add_argument(name, nargs="?")
     args = parser.parse_args()
+    if args.wanted is None:
+        print(json.dumps({part: {d.name: d.share for d in load(part)} for part in args.part.split(",")}))
+        return
     wanted: dict[str, int] = json.loads(args.wanted)
     decoders = [d for d in load(args.part) if d.name in wanted]
     size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE

@@ -1,8 +1,8 @@
 """HTTP requests that no client library would send: drawn from a service's description, then hurt in every layer.
 
 Bodies (trees, bytes, deep nesting, NaN, huge numbers, doubled keys, wrong encodings), heads (methods, paths, types,
-lengths, huge or broken headers), framing (chunked nonsense, truncation, pipelining) and pace (piece by piece, gone before
-the end). Each goes over a socket of its own; the answer is read as far as there is one.
+lengths, huge or broken headers), framing (chunked nonsense, truncation, pipelining) and pace (piece by piece, gone too
+early). Each goes over a socket of its own; the answer is read as far as there is one.
 """
 
 from __future__ import annotations
@@ -47,24 +47,72 @@ MORE: dict[str, tuple[Any, ...]] = {
     "/generate": (
         {"text": "a b c", "stream": True, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True},
         {"text": ["a", "b"], "sampling_params": [{"n": 2}, {}], "rid": ["x", "y"], "top_logprobs_num": 2},
-        {"input_ids": [3], "sampling_params": {"temperature": 0.5, "top_p": 0.5, "sampling_seed": 3, "max_new_tokens": 2}},
+        {
+            "input_ids": [3],
+            "sampling_params": {"temperature": 0.5, "top_p": 0.5, "sampling_seed": 3, "max_new_tokens": 2},
+        },
     ),
     "/v1/episodes": ({"questions": [{"id": "q", "text": "a ?"}], "n": 3, "stream": True, "temperature": 0},),
 }
-METHODS = (b"GET", b"POST", b"PUT", b"DELETE", b"PATCH", b"HEAD", b"OPTIONS", b"TRACE", b"CONNECT", b"get", b"FUZZ", b"G\x00T", b"")
+METHODS = (
+    b"GET",
+    b"POST",
+    b"PUT",
+    b"DELETE",
+    b"PATCH",
+    b"HEAD",
+    b"OPTIONS",
+    b"TRACE",
+    b"CONNECT",
+    b"get",
+    b"FUZZ",
+    b"G\x00T",
+    b"",
+)
 PATHS = (
-    *(b"/", b"//", b"/..", b"/%2e%2e/etc/passwd", b"/%00", b"/%ff", b"/\xff", b"/passages?id=%00", b"/passages/%ed%a0%80"),
-    *(b"*", b"http://[::1", b"//[", b"/?" + b"a=b&" * 500, b"/" + b"a" * 9000, b"/#", b"/health?x[]=1", b"http://x:99999/health"),
+    *(
+        b"/",
+        b"//",
+        b"/..",
+        b"/%2e%2e/etc/passwd",
+        b"/%00",
+        b"/%ff",
+        b"/\xff",
+        b"/passages?id=%00",
+        b"/passages/%ed%a0%80",
+    ),
+    *(
+        b"*",
+        b"http://[::1",
+        b"//[",
+        b"/?" + b"a=b&" * 500,
+        b"/" + b"a" * 9000,
+        b"/#",
+        b"/health?x[]=1",
+        b"http://x:99999/health",
+    ),
 )
 HEADERS = (
     *(b"Host: [", b"Host: evil.example", b"Host: \xff", b"Authorization: Bearer \xff\xfe", b"Authorization: Basic ="),
     *(b"Content-Type: text/plain", b"Content-Type: \xff", b"Content-Type: application/json; charset=nonsense"),
-    *(b"Content-Type: application/json; charset=utf-16", b"Content-Type: multipart/form-data", b"Content-Encoding: gzip"),
+    *(
+        b"Content-Type: application/json; charset=utf-16",
+        b"Content-Type: multipart/form-data",
+        b"Content-Encoding: gzip",
+    ),
     *(b"Content-Encoding: deflate", b"Content-Encoding: br", b"Content-Encoding: zstd", b"Content-Encoding: fuzz"),
     *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"Expect: 100-continue", b"Expect: fuzz"),
     *(b"Content-Length: -1", b"Content-Length: 99999999999999999999", b"Content-Length: a", b"Content-Length: 3"),
     *(b"Upgrade: websocket", b"Connection: upgrade, keep-alive, close", b"Range: bytes=9-1", b"X: " + b"a" * 9000),
-    *(b"Cookie: " + b"a=b;" * 500, b"NoColon", b": empty", b"Na me: x", b"X\x00: y", b" folded", b"If-Modified-Since: 99"),
+    *(
+        b"Cookie: " + b"a=b;" * 500,
+        b"NoColon",
+        b": empty",
+        b"Na me: x",
+        b"X\x00: y",
+        b" folded",
+        b"If-Modified-Since: 99",
+    ),
 )
 
 
@@ -105,7 +153,9 @@ class Requests:
         self._rng = rng
         self._routes = [(path, method) for path, methods in document["paths"].items() for method in methods]
         self._bodies = {
-            path: Mutator(rng, "json", [json.dumps(body).encode() for body in (EXAMPLES.get(path, {}), *MORE.get(path, ()))])
+            path: Mutator(
+                rng, "json", [json.dumps(body).encode() for body in (EXAMPLES.get(path, {}), *MORE.get(path, ()))]
+            )
             for path, _ in self._routes
         }
 
@@ -150,7 +200,9 @@ class Requests:
             key = rng.choice(re.findall(rb'"(\w+)":', body) or [b"a"])
             return body[:-1] + b',"' + key + b'":' + json.dumps(rng.choice(TEXTS + NUMBERS)).encode() + b"}"
         if chance < 0.95:
-            return re.sub(rb"\d+|true|false", lambda m: rng.choice((b"NaN", b"-Infinity", b"1e999", b"1" * 5000, m[0])), body)
+            return re.sub(
+                rb"\d+|true|false", lambda m: rng.choice((b"NaN", b"-Infinity", b"1e999", b"1" * 5000, m[0])), body
+            )
         return b"[" * rng.choice((10, 1000, 100_000)) + b"]"
 
     def _line(self, path: str, method: str) -> bytes:
@@ -161,7 +213,11 @@ class Requests:
         if rng.random() < 0.03:
             target = rng.choice(PATHS)
         verb = rng.choice(METHODS) if rng.random() < 0.04 else method.upper().encode()
-        version = b"HTTP/1.1" if rng.random() < 0.97 else rng.choice((b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b"", b"HTTP/1.1 x"))
+        version = (
+            b"HTTP/1.1"
+            if rng.random() < 0.97
+            else rng.choice((b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b"", b"HTTP/1.1 x"))
+        )
         return verb + b" " + target + b" " + version
 
     def _headers(self) -> list[bytes]:

@@ -20,7 +20,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from protocol.redaction import start_logging
 
@@ -78,7 +77,9 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
     socket, port, model = scratch / "redis.sock", scratch / "port", write_tokenizer(scratch / "model", "words")
     tokens, keys = load_tokens(model), Keys("fuzz")
     argv = [str(find_server().path), "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(scratch)]
-    store = await asyncio.create_subprocess_exec(*argv, "--maxmemory-policy", "noeviction", stdout=asyncio.subprocess.DEVNULL)
+    store = await asyncio.create_subprocess_exec(
+        *argv, "--maxmemory-policy", "noeviction", stdout=asyncio.subprocess.DEVNULL
+    )
     try:
         while not socket.exists():
             assert store.returncode is None, "Redis did not start"
@@ -118,11 +119,18 @@ async def engine(scratch: Path) -> AsyncIterator[Running]:
     model = write_tokenizer(scratch / "model", "words")
     vocab = len(json.loads((model / "tokenizer.json").read_text())["model"]["vocab"])
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = {"model_type": "qwen2", "vocab_size": vocab, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True}
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": vocab,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+    }
     (model / "config.json").write_text(json.dumps(config | sizes))
     weights = Weights(read_model_config(model), torch.float32)
     torch.manual_seed(0)
-    save_file({name: torch.randn(place.view.shape) for name, place in weights.places.items()}, model / "model.safetensors")
+    save_file(
+        {name: torch.randn(place.view.shape) for name, place in weights.places.items()}, model / "model.safetensors"
+    )
     settings = EngineSettings(
         model_path=model, port=0, max_running=512, max_total_tokens=1 << 14, update_timeout_s=0.3, log_level="warning"
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from fuzz_mutate import Shape
 
 PARTS = ("protocol", "learner", "rollout", "retriever", "native")
-"""One child process each; `native` holds those whose parser is not Python's, so that a crash of theirs costs no other."""
+"""One child process each; `native` holds those whose parser is a library's machine code."""
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,10 @@ def load(part: str) -> tuple[Decoder, ...]:
     """The decoders of one part, in order."""
     decoders: tuple[Decoder, ...] = importlib.import_module(f"fuzz_targets_{part}").decoders()
     return decoders
+
+
+def scratch() -> Path:
+    """A folder for as long as the process lives."""
+    folder = tempfile.TemporaryDirectory(prefix="foray-fuzz-", ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    return Path(folder.name)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import zlib
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
-from fuzz_targets import Decoder
+from fuzz_targets import Decoder, scratch
 from fuzz_targets_protocol import entries, resealed
 
 from learner import share_codec
@@ -51,9 +49,9 @@ def _entry(raw: bytes) -> object:
     return read_entry(b"1-0", given, "test")
 
 
-def _journal(scratch: Path) -> tuple[bytes, Any, bytes, Any]:
+def _journal(folder: Path) -> tuple[bytes, Any, bytes, Any]:
     """(data of a journal, its decoder, its index, the index's decoder)."""
-    folder = scratch / "journal"
+    folder = folder / "journal"
     journal = Journal(folder)
     conditions = Conditions(3, (PolicyVersion(1, 0),), 1.0, 2)
     journal.append(4, 1, [seal(make_group(seq)) for seq in (1, 2)], conditions)
@@ -82,8 +80,8 @@ def reframed(raw: bytes) -> bytes:
     return FRAME.pack(len(content), zlib.crc32(content)) + content
 
 
-def _checkpoint(scratch: Path) -> tuple[bytes, Any]:
-    folder = scratch / "checkpoints"
+def _checkpoint(folder: Path) -> tuple[bytes, Any]:
+    folder = folder / "checkpoints"
     path = folder / "step_4.e1"
     (path / "state").mkdir(parents=True)
     (path / "state" / "a.bin").write_bytes(b"weights")
@@ -99,8 +97,8 @@ def _checkpoint(scratch: Path) -> tuple[bytes, Any]:
     return json.dumps(facts).encode(), read
 
 
-def _current(scratch: Path) -> Any:
-    folder = scratch / "current"
+def _current(folder: Path) -> Any:
+    folder = folder / "current"
     folder.mkdir()
     checkpoints = Checkpoints(folder, keep=2)
 
@@ -111,8 +109,8 @@ def _current(scratch: Path) -> Any:
     return read
 
 
-def _questions(scratch: Path) -> Any:
-    path = scratch / "questions.jsonl"
+def _questions(folder: Path) -> Any:
+    path = folder / "questions.jsonl"
 
     def read(raw: bytes) -> object:
         path.write_bytes(raw)
@@ -124,9 +122,9 @@ def _questions(scratch: Path) -> Any:
 
 
 def decoders() -> tuple[Decoder, ...]:
-    scratch = Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
-    data, read_data, index, read_index = _journal(scratch)
-    manifest, read_manifest = _checkpoint(scratch)
+    folder = scratch()
+    data, read_data, index, read_index = _journal(folder)
+    manifest, read_manifest = _checkpoint(folder)
     piece = share_codec.encode(Piece(np.arange(6, dtype=np.int32).reshape(2, 3), (0.5, 1.0), {"a": 1}, 3, True))
     asked = (
         b'{"id": "q1", "question": "who ?", "answers": ["a"], "hops": 2, "type": "bridge"}\n'
@@ -146,7 +144,7 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder("journal.frames", read_data, (ProtocolError,), (data,), "bytes", reframed, share=0.5),
         Decoder("journal.index", read_index, (ProtocolError,), (index,), "bytes", share=0.5),
         Decoder("checkpoint.manifest", read_manifest, (UserError,), (manifest,), "json", share=0.5),
-        Decoder("checkpoint.current", _current(scratch), (UserError,), (b"step_4.e1\n",), "text", share=0.5),
-        Decoder("questions.load", _questions(scratch), (UserError,), asked, "text", share=0.5),
-        Decoder("questions.record", _questions(scratch), (UserError,), (asked[0].splitlines()[0],), "json", share=0.5),
+        Decoder("checkpoint.current", _current(folder), (UserError,), (b"step_4.e1\n",), "text", share=0.5),
+        Decoder("questions.load", _questions(folder), (UserError,), asked, "text", share=0.5),
+        Decoder("questions.record", _questions(folder), (UserError,), (asked[0].splitlines()[0],), "json", share=0.5),
     )

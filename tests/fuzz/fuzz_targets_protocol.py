@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgpack
-from fuzz_targets import Decoder
+from fuzz_targets import Decoder, scratch
 
 from protocol import codec, events, redis_url
 from protocol.access import Access, decide, is_loopback
@@ -22,8 +21,8 @@ from protocol.versions import PolicyVersion
 
 TOKEN = "fuzz-0123456789-abcdefghijklmnopqrstuvw"
 REDIS_URLS = (
-    b"redis://user:secret@host:6379/1?ssl_cert_reqs=none",
-    b"rediss+sentinel://u:p@h1:26379,h2,[::1]:3/name/0?sentinel_password=x",
+    b"redis://user:secret@host:6379/1",
+    b"rediss+sentinel://u:p@h1:26379,h2/name/0?sentinel_password=x",
     b"unix:///run/redis.sock?db=1",
     b"redis+cluster://h1,h2:7000",
 )
@@ -73,8 +72,8 @@ def _books(raw: bytes) -> object:
     return Ledger.from_state(state)
 
 
-def _tree(scratch: Path) -> Any:
-    path = scratch / "run.yaml"
+def _tree(folder: Path) -> Any:
+    path = folder / "run.yaml"
 
     def read(raw: bytes) -> object:
         path.write_bytes(raw)
@@ -114,7 +113,7 @@ def _redis(raw: bytes) -> object:
 
 
 def decoders() -> tuple[Decoder, ...]:
-    scratch = Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
+    folder = scratch()
     ledger = Ledger()
     for seq, outcome in ((1, Outcome.TRAINED), (2, Outcome.DEAD), (5, Outcome.STALE)):
         ledger.settle(seq, outcome, "why")
@@ -132,6 +131,6 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder("access.open", _access(Access()), (), (b"localhost:80", b"[::1]:3"), "text"),
         Decoder("access.token", _access(Access({"node": TOKEN})), (), (f"Bearer {TOKEN}".encode(),), "text"),
         Decoder("redis_url.parse", _redis, (UserError,), REDIS_URLS, "text"),
-        Decoder("settings.tree", _tree(scratch), (UserError,), (whole,), "text", share=0.3),
+        Decoder("settings.tree", _tree(folder), (UserError,), (whole,), "text", share=0.3),
         Decoder("settings.override", _override, (UserError,), (b"run.id=a", b"run.steps=3"), "text", share=0.5),
     )

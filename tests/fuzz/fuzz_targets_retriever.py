@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from fuzz_targets import Decoder
+from fuzz_targets import Decoder, scratch
 from pydantic import TypeAdapter
 
 from protocol.errors import UserError
@@ -94,8 +93,8 @@ def _encoder() -> Callable[[bytes], object]:
     return read
 
 
-def _corpus_file(scratch: Path, name: str) -> Callable[[bytes], object]:
-    path = scratch / name
+def _corpus_file(folder: Path, name: str) -> Callable[[bytes], object]:
+    path = folder / name
 
     def read(raw: bytes) -> object:
         path.write_bytes(raw)
@@ -104,8 +103,8 @@ def _corpus_file(scratch: Path, name: str) -> Callable[[bytes], object]:
     return read
 
 
-def _scan(scratch: Path) -> Callable[[bytes], object]:
-    path, out = scratch / "scanned.jsonl", scratch / "scan"
+def _scan(folder: Path) -> Callable[[bytes], object]:
+    path, out = folder / "scanned.jsonl", folder / "scan"
     out.mkdir()
 
     def read(raw: bytes) -> object:
@@ -120,8 +119,8 @@ def _line(raw: bytes) -> object:
     return passage.title, passage.model_dump_json().encode()
 
 
-def _manifest(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
-    folder = scratch / "index"
+def _manifest(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
+    folder = folder / "index"
     folder.mkdir()
     corpus = folder / "corpus.jsonl"
     corpus.write_bytes(b'{"id": "a", "contents": "b"}\n')
@@ -142,8 +141,8 @@ def _manifest(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
     return raw, read
 
 
-def _build_journal(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
-    folder = scratch / "build"
+def _build_journal(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
+    folder = folder / "build"
     folder.mkdir()
     journal = BuildJournal(folder)
     journal.scanned({"size": 3}, {"passages": 1, "bytes": 3, "sha256": "0"})
@@ -160,8 +159,8 @@ def _build_journal(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
     return (folder / JOURNAL).read_bytes(), read
 
 
-def _memory(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
-    journal = Journal(scratch / "memory", "f", 3)
+def _memory(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
+    journal = Journal(folder / "memory", "f", 3)
     vector = np.asarray([1, 0, 0], np.float32)
     document = b'{"id":"d1","contents":"\\"T\\"\\ntext"}'
     entries = [Entry(f"query {i}", 3, vector, Answer((document,), (0.5,))) for i in range(3)]
@@ -179,8 +178,8 @@ def _memory(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
     return path.read_bytes(), read
 
 
-def _recording(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
-    recordings, ask = Recordings(scratch / "recordings", "pages", writing=True), Ask("https://example.org/")
+def _recording(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
+    recordings, ask = Recordings(folder / "recordings", "pages", writing=True), Ask("https://example.org/")
     recordings.save(ask, {"title": "T", "text": "text"})
     path = recordings.path(ask)
 
@@ -192,15 +191,15 @@ def _recording(scratch: Path) -> tuple[bytes, Callable[[bytes], object]]:
 
 
 def decoders() -> tuple[Decoder, ...]:
-    scratch = Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
-    manifest, read_manifest_of = _manifest(scratch)
-    journal, read_journal = _build_journal(scratch)
-    memory, read_memory = _memory(scratch)
-    recording, read_recording = _recording(scratch)
+    folder = scratch()
+    manifest, read_manifest_of = _manifest(folder)
+    journal, read_journal = _build_journal(folder)
+    memory, read_memory = _memory(folder)
+    recording, read_recording = _recording(folder)
     kinds = [get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(OnlineSettings)[0])]
     page = (
-        b"<!doctype html><html><head><meta charset='utf-8'><title>T &amp; U</title><script>x</script></head><body><nav>n"
-        b"</nav><main><h1>H</h1><p>Caf&#233; &lt;b&gt; <td>x</td><![if IE]>y<![endif]><!-- c --></p></main></body></html>"
+        b"<!doctype html><html><head><meta charset='utf-8'><title>T &amp; U</title><script>x</script></head><body>"
+        b"<nav>n</nav><main><h1>H</h1><p>Caf&#233; &lt;b&gt; <td>x</td><![if IE]>y<![endif]><!-- c --></p></main>"
     )
     vectors = json.dumps({"data": [{"index": i, "embedding": [0.1, 0.2, i + 0.3]} for i in range(2)]}).encode()
     line = b'{"id": "d1", "contents": "\\"T\\"\\ntext"}\n'
@@ -237,13 +236,13 @@ def decoders() -> tuple[Decoder, ...]:
             share=2,
         ),
         Decoder("corpus.line", _line, (ValueError,), (line,), "json", share=2),
-        Decoder("corpus.scan", _scan(scratch), user, (line * 3,), "json", share=0.2),
-        Decoder("corpus.lines", _corpus_file(scratch, "a.jsonl"), user, (line * 3, musique * 2), "text", share=0.5),
-        Decoder("corpus.array", _corpus_file(scratch, "b.json"), user, (hotpot, b"[" + line + b"]"), "json", share=0.5),
+        Decoder("corpus.scan", _scan(folder), user, (line * 3,), "json", share=0.2),
+        Decoder("corpus.lines", _corpus_file(folder, "a.jsonl"), user, (line * 3, musique * 2), "text", share=0.5),
+        Decoder("corpus.array", _corpus_file(folder, "b.json"), user, (hotpot, b"[" + line + b"]"), "json", share=0.5),
         Decoder(
-            "corpus.gzip", _corpus_file(scratch, "c.jsonl.gz"), user, (gzip.compress(line * 50),), "bytes", share=0.5
+            "corpus.gzip", _corpus_file(folder, "c.jsonl.gz"), user, (gzip.compress(line * 50),), "bytes", share=0.5
         ),
-        Decoder("corpus.tsv", _corpus_file(scratch, "d.tsv"), user, (table,), "text", share=0.5),
+        Decoder("corpus.tsv", _corpus_file(folder, "d.tsv"), user, (table,), "text", share=0.5),
         Decoder("index.manifest", read_manifest_of, user, (manifest,), "json", share=0.5),
         Decoder("index.build_journal", read_journal, user, (journal,), "json", share=0.5),
         Decoder("memory.journal", read_memory, (), (memory,), "text", share=0.4),

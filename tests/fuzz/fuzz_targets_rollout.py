@@ -1,14 +1,13 @@
-"""Decoders of the rollout server: engines' answers and streams, retrievers' answers, the policy's text, weights on disk."""
+"""Decoders of the rollout server: answers of engines and retrievers, the policy's text, weights on disk."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fuzz_targets import Decoder
+from fuzz_targets import Decoder, scratch
 
 from protocol.messages import Owner, Segment, VersionSpan, WeightUpdate
 from rollout_server.actions import Search, boxed, neutralise, parse
@@ -113,13 +112,15 @@ def _verdict(raw: bytes) -> object:
     return read_verdict(json.loads(raw))
 
 
-def _weights(scratch: Path) -> tuple[bytes, Any]:
-    update = WeightUpdate(run="r", epoch=1, step=2, digest="d", path=str(scratch))
-    (scratch / "model.safetensors").write_bytes(b"weights")
+def _weights(folder: Path) -> tuple[bytes, Any]:
+    folder = folder / "v1.2"
+    folder.mkdir()
+    update = WeightUpdate(run="r", epoch=1, step=2, digest="d", path=str(folder))
+    (folder / "model.safetensors").write_bytes(b"weights")
     files = {"model.safetensors": {"bytes": 7, "sha256": sha256(b"weights").hexdigest()}}
 
     def read(raw: bytes) -> object:
-        (scratch / MANIFEST).write_bytes(raw)
+        (folder / MANIFEST).write_bytes(raw)
         return verify(update)
 
     return json.dumps({"version": "1.2", "digest": "d", "files": files, "tensors": 1}).encode(), read
@@ -153,17 +154,17 @@ GENERATE = (
 
 
 def decoders() -> tuple[Decoder, ...]:
-    scratch = Path(tempfile.mkdtemp(prefix="foray-fuzz-"))
-    model = write_tokenizer(scratch / "model", "words")
+    folder = scratch()
+    model = write_tokenizer(folder / "model", "words")
     (model / "config.json").write_text("{}")
-    manifest, read_manifest = _weights(scratch)
+    manifest, read_manifest = _weights(folder)
     stop = {"type": "stop", "matched": "</answer>"}
     replies = [_chunk(3, stop), _chunk(2, None), _chunk(1, {"type": "length", "length": 1}, spans=False)]
     events = [_chunk(1, None), _chunk(2, None, spans=False), _chunk(3, stop)]
     stream = b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events) + b"data: [DONE]\n\n"
     search = {"result": [[{"document": {"id": "d1", "contents": '"T"\ntext'}, "score": 0.5}]], "errors": [None]}
     many = [[{"id": 3, "contents": '"T"\ntext'}]]
-    turn = b"<think>why</think> <search> who was it ? </search> <python>print(1)</python> <answer> \\boxed{a_{1}} </answer>"
+    turn = b"<think>why</think> <search> who ? </search> <python>print(1)</python> <answer> \\boxed{a_{1}} </answer>"
     page = '"Title"\nSome text with </information> and < search > in it, \u200b<\u200banswer>'.encode()
     verdict = {"choices": [{"message": {"content": '{"rationale": "yes", "score": 1}'}}]}
     loads = {"loads": [{"num_running_reqs": 3, "token_usage": 0.5}, {"num_running_reqs": 1}], "weight_version": "1.2"}

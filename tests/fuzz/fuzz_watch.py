@@ -75,6 +75,16 @@ class Service:
         self._child.stdin.flush()
         return Held(**self._line())
 
+    def steady(self) -> Held:
+        """What it holds when two looks in a row, a second apart, find the same files and tasks; at most SETTLE_S."""
+        end, before = time.monotonic() + SETTLE_S, self.look()
+        while True:
+            time.sleep(1.0)
+            now = self.look()
+            if (now.fds, now.tasks) == (before.fds, before.tasks) or time.monotonic() > end:
+                return now
+            before = now
+
     def settled(self, before: Held) -> Held:
         """What it holds once files, tasks and threads are no more than `before`, or after SETTLE_S."""
         end = time.monotonic() + SETTLE_S
@@ -98,7 +108,9 @@ class Service:
 
     def tracebacks(self) -> list[str]:
         """The last line of each traceback in its log, each once."""
-        found = re.findall(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+(.*)", self.log.read_text(errors="replace"))
+        found = re.findall(
+            r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+(.*)", self.log.read_text(errors="replace")
+        )
         return sorted(set(found))
 
     def _line(self) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def engine_app() -> web.Application:
     app, nothing = web.Application(), cast(Any, None)
     updates = Updates.__new__(Updates)
     routes = Control(nothing, nothing, {}, {}).routes() + updates.routes() + Adapters(nothing).routes()
-    app.add_routes([web.post("/generate", engine_openapi.openapi), web.put("/generate", engine_openapi.openapi), *routes])
+    app.add_routes(
+        [web.post("/generate", engine_openapi.openapi), web.put("/generate", engine_openapi.openapi), *routes]
+    )
     return app
 
 
