@@ -47,6 +47,8 @@ def test_without_the_right_token_there_is_only_what_is_open() -> None:
     for authorization in wrong:
         assert _status("viewer", authorization) == 401, authorization
     assert _status("viewer", f"bearer {token}") == 0, "the scheme's case does not matter"
+    for strange in ("Bearer \udcff", f"Bearer {token}\udc80", "Bearer \ud800"):
+        assert _status("viewer", strange) == 401, "bytes that are no text"
     for path in OPEN:
         assert _status("operator", "", path=path) == 0
     message = decide("/x", needs="node", authorization="Bearer no", host="", access=LOCKED).message
