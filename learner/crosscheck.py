@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from learner.books import Books
@@ -62,6 +62,8 @@ class CrossCheck:
         self._standing = Standing(**state) if state else Standing()
         self._adopt = bool(checkpoint) and not state
         self._checkpoint, self._begun = checkpoint, False
+        self._ghosts: frozenset[bytes] = frozenset()
+        """Entries that are here and that Redis has lost: a resumed learner will not receive them."""
 
     def look(self) -> str:
         """Compares; "" when nothing is wrong. Raises RedisUnavailable or StateLost, and may be called again."""
@@ -71,6 +73,8 @@ class CrossCheck:
             here, received = frozenset(books.unacked), books.law.received
         # what arrived after the census was neither published nor waiting then
         received -= self._store.tokens_of(id_ for id_ in here if _order(id_) > _order(census.last))
+        absent = here - census.pending - census.unread.keys()
+        ghosts = frozenset(i for i in absent if _order(i) <= _order(census.last) or not self._store.tokens_of([i]))
         waiting = self._store.tokens_of(census.pending - here)
         waiting += sum(tokens for id_, tokens in census.unread.items() if id_ not in here)
         offset = census.published - received - waiting
@@ -78,6 +82,7 @@ class CrossCheck:
         same = same and (self._begun or census.commit == self._checkpoint)
         self._begun = True
         with books.lock:
+            self._ghosts = ghosts
             self._count_rejected(census.rejected, census.life)
             moved, now.server, now.life = offset - now.offset, server, census.life
             if self._adopt:
@@ -120,7 +125,10 @@ class CrossCheck:
     def to_state(self) -> dict[str, Any]:
         """Plain JSON values for the checkpoint."""
         with self._books.lock:
-            return asdict(self._standing)
+            flying = self._books.law.flying.values()
+            unseen = sum(arrived.counted for arrived in flying if arrived.id in self._ghosts)
+            now = self._standing
+            return asdict(replace(now, offset=now.offset + unseen, lost=now.lost + unseen))
 
     def committed(self, name: str) -> None:
         """A checkpoint of this name is in force: leaves a mark, by which a resumed learner knows that it has the last

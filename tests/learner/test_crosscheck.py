@@ -146,6 +146,22 @@ def test_a_wiped_redis_is_told_and_never_silently_folded(
     assert learner.cross.look().startswith("16 tokens were published")
 
 
+def test_a_group_that_redis_lost_while_it_was_held_is_no_fault_of_the_successor(
+    learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
+) -> None:
+    publish(db, 1, 2)
+    learner.source.turn()
+    learner.train(1)
+    db.flushall()
+    store.prepare()
+    assert store.acquire("me", 0, 60_000, takeover=True) == 1
+    assert learner.cross.look() == "" and "32 tokens were received" in told(db, "redis-lost")[0]
+    state = learner.checkpoint("step_1.e1")  # seq 2 is held, and undecided; then the learner ends
+    successor = Learner(store, tmp_path, state, "step_1.e1")
+    assert successor.cross.look() == "", "what it will never receive is not missing"
+    assert successor.cross.values()["tokens_law_redis_lost"] == -TOKENS
+
+
 def test_a_learner_that_goes_on_from_an_older_checkpoint_books_what_the_newer_one_had(
     learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
 ) -> None:
