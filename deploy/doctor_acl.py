@@ -28,64 +28,76 @@ def needs(run: str) -> Mapping[RedisRole, Sequence[Command]]:
     """For each role, commands that stand for all it does."""
     k = Keys(run)
     return {
-        "learner": (
-            ("FUNCTION", "LOAD", "REPLACE", "#!lua name=foray"),
-            ("FCALL", ACQUIRE, "2", k.lease, k.epoch),
-            ("XGROUP", "CREATE", k.tasks, TASK_GROUP, "0", "MKSTREAM"),
-            ("XREADGROUP", "GROUP", TRAJ_GROUP, "L1", "STREAMS", k.traj, ">"),
-            ("XAUTOCLAIM", k.traj, TRAJ_GROUP, "L1", "0", "0-0"),
-            ("XACK", k.traj, TRAJ_GROUP, "0-1"),
-            ("XPENDING", k.traj, TRAJ_GROUP),
-            ("XINFO", "GROUPS", k.tasks),
-            ("XTRIM", k.traj, "MINID", "0-1"),
-            ("XRANGE", k.traj, "-", "+"),
-            ("XADD", k.dlq, "*", "f", "v"),
-            ("HSET", k.lease, "f", "v"),
-            ("HSET", k.meta, "f", "v"),
-            ("PEXPIRE", k.lease, "1"),
-            ("SET", k.view, "v"),
-            ("GET", k.issued),
-            ("DEL", k.lease),
-            ("SMEMBERS", k.requeue),
-            ("SREM", k.requeue, "1"),
-            ("ZADD", k.processes, "0", "m"),
-        ),
-        "rollout": (
-            ("FCALL", PUBLISH, "3", k.tasks, k.traj, k.tokens),
-            ("XREADGROUP", "GROUP", TASK_GROUP, "r", "STREAMS", k.tasks, ">"),
-            ("XAUTOCLAIM", k.tasks, TASK_GROUP, "r", "0", "0-0"),
-            ("XCLAIM", k.tasks, TASK_GROUP, "r", "0", "0-1"),
-            ("XPENDING", k.tasks, TASK_GROUP),
-            ("XACK", k.tasks, TASK_GROUP, "0-1"),
-            ("XADD", k.tasks, "*", "f", "v"),
-            ("EXISTS", k.traj),
-            ("XADD", k.traj, "*", "f", "v"),
-            ("HINCRBY", k.tokens, "f", "1"),
-            ("XADD", k.dlq, "*", "f", "v"),
-            ("SET", k.metrics("rollout", "r"), "v"),
-            ("ZADD", k.processes, "0", "m"),
-            ("SET", k.evaluation, "v"),
-            ("ZRANGEBYSCORE", k.engines, "0", "1"),
-            ("HGET", k.engine("e"), "b"),
-            ("HMGET", k.target, "b", "state"),
-            ("HGETALL", k.meta),
-        ),
-        "node": (
-            ("HSET", k.engine("e"), "b", "v"),
-            ("PEXPIRE", k.engine("e"), "1"),
-            ("DEL", k.engine("e")),
-            ("ZADD", k.engines, "0", "e"),
-            ("HGET", k.target, "b"),
-            ("HGETALL", k.meta),
-            ("GET", k.view),
-            ("HSET", k.answers(1, 1), "m", "v"),
-            ("EXISTS", k.evaluation),
-            ("SET", k.metrics("node", "e"), "v"),
-            ("ZADD", k.processes, "0", "m"),
-        ),
+        "learner": _learner(k),
+        "rollout": _rollout(k),
+        "node": _node(k),
         "viewer": (("GET", k.issued), ("HGETALL", k.target), ("XINFO", "GROUPS", k.traj), ("XLEN", k.dlq), ("INFO",)),
         "operator": (("SADD", k.requeue, "1"), ("XDEL", k.dlq, "0-1"), ("XRANGE", k.dlq, "-", "+"), ("INFO",)),
     }
+
+
+def _learner(k: Keys) -> tuple[Command, ...]:
+    return (
+        ("FUNCTION", "LOAD", "REPLACE", "#!lua name=foray"),
+        ("FCALL", ACQUIRE, "2", k.lease, k.epoch),
+        ("XGROUP", "CREATE", k.tasks, TASK_GROUP, "0", "MKSTREAM"),
+        ("XREADGROUP", "GROUP", TRAJ_GROUP, "L1", "STREAMS", k.traj, ">"),
+        ("XAUTOCLAIM", k.traj, TRAJ_GROUP, "L1", "0", "0-0"),
+        ("XACK", k.traj, TRAJ_GROUP, "0-1"),
+        ("XPENDING", k.traj, TRAJ_GROUP),
+        ("XINFO", "GROUPS", k.tasks),
+        ("XTRIM", k.traj, "MINID", "0-1"),
+        ("XRANGE", k.traj, "-", "+"),
+        ("XADD", k.dlq, "*", "f", "v"),
+        ("HSET", k.lease, "f", "v"),
+        ("HSET", k.meta, "f", "v"),
+        ("PEXPIRE", k.lease, "1"),
+        ("SET", k.view, "v"),
+        ("GET", k.issued),
+        ("DEL", k.lease),
+        ("SMEMBERS", k.requeue),
+        ("SREM", k.requeue, "1"),
+        ("ZADD", k.processes, "0", "m"),
+    )
+
+
+def _rollout(k: Keys) -> tuple[Command, ...]:
+    return (
+        ("FCALL", PUBLISH, "3", k.tasks, k.traj, k.tokens),
+        ("XREADGROUP", "GROUP", TASK_GROUP, "r", "STREAMS", k.tasks, ">"),
+        ("XAUTOCLAIM", k.tasks, TASK_GROUP, "r", "0", "0-0"),
+        ("XCLAIM", k.tasks, TASK_GROUP, "r", "0", "0-1"),
+        ("XPENDING", k.tasks, TASK_GROUP),
+        ("XACK", k.tasks, TASK_GROUP, "0-1"),
+        ("XADD", k.tasks, "*", "f", "v"),
+        ("EXISTS", k.traj),
+        ("XADD", k.traj, "*", "f", "v"),
+        ("HINCRBY", k.tokens, "f", "1"),
+        ("XADD", k.dlq, "*", "f", "v"),
+        ("SET", k.metrics("rollout", "r"), "v"),
+        ("ZADD", k.processes, "0", "m"),
+        ("SET", k.evaluation, "v"),
+        ("ZRANGEBYSCORE", k.engines, "0", "1"),
+        ("HGET", k.engine("e"), "b"),
+        ("HMGET", k.target, "b", "state"),
+        ("HGETALL", k.meta),
+    )
+
+
+def _node(k: Keys) -> tuple[Command, ...]:
+    return (
+        ("HSET", k.engine("e"), "b", "v"),
+        ("PEXPIRE", k.engine("e"), "1"),
+        ("DEL", k.engine("e")),
+        ("ZADD", k.engines, "0", "e"),
+        ("HGET", k.target, "b"),
+        ("HGETALL", k.meta),
+        ("GET", k.view),
+        ("HSET", k.answers(1, 1), "m", "v"),
+        ("EXISTS", k.evaluation),
+        ("SET", k.metrics("node", "e"), "v"),
+        ("ZADD", k.processes, "0", "m"),
+    )
 
 
 TOO_MUCH: Sequence[Command] = (

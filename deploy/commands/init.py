@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from deploy.config import RunConfig
 
 PRESETS = Path(__file__).parent.parent / "configs" / "presets"
 
@@ -44,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when all was written; raises UserError when it exists already."""
-    from deploy.config import RunConfig, from_tree
+    from deploy.config import from_tree
     from deploy.settings_doc import document
     from protocol.settings import read_tree
 
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.file.exists() and (args.secure or not args.force):
         if not args.secure:
             raise UserError(f"{args.file} exists already", todo="take another name, or --force to replace it")
-        config: RunConfig = from_tree(read_tree(args.file, args.overrides))
+        config = from_tree(read_tree(args.file, args.overrides))
         print(f"{args.file} stays as it is; let it say launch.secrets: {directory.absolute()}")
         _secure(args, config, directory)
         return 0
@@ -68,11 +72,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _secure(args: argparse.Namespace, config: object, directory: Path) -> None:
-    from deploy.config import RunConfig
+def _secure(args: argparse.Namespace, config: RunConfig, directory: Path) -> None:
     from deploy.secrets_files import Place, write_secrets
 
-    assert isinstance(config, RunConfig)
     hosts = tuple(host.strip() for host in args.hosts.split(",") if host.strip())
     if not hosts:
         raise UserError("--hosts names no host", todo="--hosts redis.example,10.0.0.5")
