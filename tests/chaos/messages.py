@@ -126,7 +126,7 @@ def poisoned_group(stage: Stage) -> None:
             break
         codes.append(life.status)
         assert codes == [-signal.SIGSEGV] * len(codes) and len(codes) < 9, life.text
-    print(f"(the launcher has started the learner {len(codes) + 1} times; it ended with {codes})\n")
+    print(f"(started {len(codes) + 1} times, as a launcher would; it ended with {codes})\n")
     stage.tell(LEARN, last_words(life.text, "unusable"))
     letters = stage.fork("dlq", lambda: foray.main(["dlq", "list", "--config", "run.yaml"]))
     code = letters.wait()
