@@ -8,7 +8,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
 
-.PHONY: setup demo test sglang-env test-sglang reliability lint format lock sbom clean chaos fuzz
+.PHONY: setup demo test sglang-env test-sglang reliability lint format lock sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -54,6 +54,11 @@ CHAOS := $(BIN)/python tests/chaos/driver.py --seed $(SEED) --persistence $(PERS
 
 chaos: setup
 	$(CHAOS) $(if $(CONTROL),--control) --minutes $(MINUTES) $(ARGS)
+
+# The product whole in virtual time, schedule after schedule for SECONDS; a seed that fails is played again, aloud.
+SECONDS ?= 60
+simulate: setup
+	$(BIN)/python tests/simulation/run.py --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 # Malformed input for every decoder and every HTTP route: a table, and an exit code of 1 where anything was found.
 # ARGS=--json prints one JSON object; ARGS="--only codec.decode" takes one decoder.

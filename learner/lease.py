@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from learner.redis_client import Holder, RedisUnavailable, RunStore
-from protocol.errors import Fenced, UserError
+from protocol.errors import Fenced, StateLost, UserError
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Lease:
         """Frees the lease, so that a successor need not wait."""
         try:
             self._store.release()
-        except RedisUnavailable as error:
+        except (RedisUnavailable, StateLost) as error:
             log.warning("the lease could not be released and will lapse by itself: %s", error)
 
 

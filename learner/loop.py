@@ -346,7 +346,7 @@ class TrainingLoop:
                 p.issuer.recount()
                 p.audit.mended(str(error), epoch=p.lease.epoch, lost=lost, again=again)
                 break
-            except RedisUnavailable:
+            except (RedisUnavailable, StateLost):  # lost once more, meanwhile
                 if self.stopping():
                     raise
                 time.sleep(0.5)

@@ -50,6 +50,13 @@ def test_an_epoch_is_never_used_twice_though_redis_rolled_back(make: Make, db: r
     assert make().acquire(0) == 2, "a file on disk remembers epoch 1"
 
 
+def test_a_redis_that_has_lost_its_functions_does_not_spoil_an_orderly_end(make: Make, db: redis.Redis) -> None:
+    lease = make()
+    lease.acquire(0)
+    db.function_flush()
+    lease.release()
+
+
 @pytest.mark.fault(13)
 def test_a_living_holder_is_not_disturbed(make: Make) -> None:
     holder, other = make(0.5), make(0.5)

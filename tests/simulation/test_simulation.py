@@ -1,17 +1,21 @@
-"""Hundreds of schedules in virtual time, the product whole, every law asked at every move."""
+"""Hundreds of schedules in virtual time, the product whole, every law asked at every move.
+
+The same schedules with the product broken on purpose: each mistake is found, so the zeros mean something.
+"""
 
 from __future__ import annotations
 
-import os
-import time
 from collections import Counter
 
 import pytest
 from sim.install import installed
 from sim.knobs import KINDS
+from sim.mutations import MUTATIONS
 from sim.world import Result, play
 
-SECONDS = float(os.environ.get("FORAY_SIMULATION_S", "8"))
+SCHEDULES = 150
+MUTANT_SCHEDULES = 60
+LAWS = 10
 
 
 def failure(result: Result) -> str:
@@ -21,21 +25,34 @@ def failure(result: Result) -> str:
     return f"seed {result.seed}: {result.problem}\n{log}\n{again}"
 
 
-@pytest.mark.fault(1, 3, 7, 8, 9, 11, 13, 14, 23, 24, 25, 27, 28, 29, 30, 32, 33, 39, 41, 44, 45)
+@pytest.mark.timeout(600)
+@pytest.mark.fault(1, 3, 7, 8, 9, 10, 11, 13, 14, 23, 24, 25, 27, 28, 29, 30, 32, 33, 41, 44, 45)
 def test_every_law_holds_in_every_schedule() -> None:
-    faults, checks, schedules = Counter[str](), Counter[str](), 0
-    until = time.perf_counter() + SECONDS
+    faults, checks, endings = Counter[str](), Counter[str](), Counter[str]()
     with installed():
-        while time.perf_counter() < until:
-            result = play(schedules)
+        for seed in range(SCHEDULES):
+            result = play(seed)
             assert not result.problem, failure(result)
-            faults, checks, schedules = faults + result.faults, checks + result.checks, schedules + 1
-    assert schedules >= 40, "so few schedules show nothing"
+            faults, checks, endings = faults + result.faults, checks + result.checks, endings + result.endings
+    assert endings["done"] == SCHEDULES and endings["fenced"] and endings["killed"] and endings["refused"]
     assert not [kind for kind in KINDS if not faults[kind]], "a fault that never happened was not tested"
-    assert min(checks.values()) > 0 and len(checks) >= 9
+    assert len(checks) >= LAWS, "a law that was never asked was not tested"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_product_that_is_broken_on_purpose_is_found_out(name: str) -> None:
+    mutation = MUTATIONS[name]
+    with installed(mutation.replaced()):
+        for seed in range(MUTANT_SCHEDULES):
+            result = play(seed, mutation.knobs(seed))
+            if result.problem:
+                break
+    assert result.problem, f"{MUTANT_SCHEDULES} schedules show nothing of it"
+    assert any(word in result.problem for word in mutation.laws), f"found by another law: {result.problem}"
 
 
 def test_a_seed_is_the_same_schedule_again() -> None:
     with installed():
-        once, again = play(7, aloud=True), play(7, aloud=True)
-    assert once.lines == again.lines and once.moves == again.moves
+        once, again = play(7), play(7)
+    assert once.lines == again.lines and once.moves == again.moves and len(once.lines) > 3

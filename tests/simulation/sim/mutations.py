@@ -6,10 +6,11 @@ A mutation replaces names as `install.replacements` does. They are the classic m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sim import functions
+from sim.knobs import Knobs, draw
 from sim.sim_redis import SimRedis
 
 from learner.books import Books
@@ -21,10 +22,20 @@ from protocol.ledger import Ledger
 
 @dataclass(frozen=True)
 class Mutation:
-    """name.of.what -> what stands there instead; `laws`: words of which the finding must contain one."""
+    """name.of.what -> what stands there instead; `laws`: words of which the finding must contain one.
+
+    faults  befall every schedule besides its own, so that the mistake is met soon
+    """
 
     replaced: Callable[[], dict[str, Any]]
     laws: tuple[str, ...]
+    faults: dict[str, int] = field(default_factory=dict)
+
+    def knobs(self, seed: int) -> Knobs:
+        """The schedule of `seed` with these faults in it."""
+        knobs = draw(seed)
+        knobs.faults |= self.faults
+        return knobs
 
 
 def ack_before_commit() -> dict[str, Any]:
@@ -140,22 +151,36 @@ def no_reclaim() -> dict[str, Any]:
     return {"rollout_server.tasks.Tasks._reclaim": broken}
 
 
-def no_reminder() -> dict[str, Any]:
-    """A target that a rolled-back Redis forgot is not announced again."""
-    return {"learner.loop.TrainingLoop._remind": lambda self: None}
+def begun_twice() -> dict[str, Any]:
+    """A rollout server begins what it is handed, though it works on it already."""
+    from rollout_server.tasks import Tasks
+
+    start = Tasks._start
+
+    class Blind(dict[str, Any]):
+        def __contains__(self, entry: object) -> bool:
+            return False
+
+    def broken(self: Tasks, *rest: Any) -> None:
+        if not isinstance(self.in_flight, Blind):
+            self.in_flight = Blind(self.in_flight)
+        start(self, *rest)
+
+    return {"rollout_server.tasks.Tasks._start": broken}
 
 
+ENDLESS = ("did not end", "no end")
 MUTATIONS: dict[str, Mutation] = {
     "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
     "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
-    "no ledger check": Mutation(no_ledger_check, ("trained once", "books")),
+    "no ledger check": Mutation(no_ledger_check, ("trained once",)),
     "not fenced": Mutation(not_fenced, ("fenced",)),
     "reissue after one look": Mutation(one_look, ("missing twice",)),
-    "no reconciler": Mutation(no_reconciler, ("did not end", "no end")),
+    "no reconciler": Mutation(no_reconciler, ENDLESS, {"task deleted": 3}),
     "publish without its task": Mutation(unguarded_publish, ("published once",)),
     "gate without watermark": Mutation(gate_without_watermark, ("credit",)),
-    "gate that locks itself": Mutation(stuck_gate, ("did not end", "no end")),
-    "nothing taken over": Mutation(nothing_taken_over, ("did not end", "no end", "not settled", "books do not close")),
-    "tasks of the dead stay": Mutation(no_reclaim, ("did not end", "no end")),
-    "no reminder of the target": Mutation(no_reminder, ("did not end", "no end")),
+    "gate that locks itself": Mutation(stuck_gate, ENDLESS),
+    "nothing taken over": Mutation(nothing_taken_over, (*ENDLESS, "not settled", "books do not close")),
+    "tasks of the dead stay": Mutation(no_reclaim, ENDLESS, {"rollouts killed": 3}),
+    "task begun twice": Mutation(begun_twice, ("broke",), {"redis rolled back": 6}),
 }

@@ -113,7 +113,7 @@ class SimRedis:
                 return None
             stream = self.data[name_of(name)] = Stream()
         body = {raw(k): raw(v) for k, v in fields.items()}
-        new = stream.add(body, self.now_ms())
+        new = stream.add(body, self.now_ms() if id == "*" else id_of(id)[0])
         if maxlen is not None and not approximate:
             stream.trim(list(stream.entries)[-maxlen] if len(stream.entries) > maxlen else (0, 0))
         self.observer.added(name_of(name), new, body)
@@ -132,6 +132,8 @@ class SimRedis:
         return True
 
     def xgroup_delconsumer(self, name: Any, groupname: Any, consumername: Any) -> int:
+        if self.stream(name) is None:
+            raise exceptions.ResponseError("The XGROUP subcommand requires the key to exist.")
         _, group = self.group(name, groupname)
         who = raw(consumername)
         theirs = [id_ for id_, p in group.pending.items() if p.consumer == who]
@@ -175,7 +177,7 @@ class SimRedis:
         now, ids, gone, looks = self.now_ms(), [], [], count * 10
         waiting = [i for i in found.ids() if i >= id_of(start)]
         for place, id_ in enumerate(waiting):
-            if looks == 0 or count == len(ids):
+            if looks == 0 or count == len(ids) + len(gone):
                 return text_of(waiting[place]), ids, gone
             looks -= 1
             pending = found.pending[id_]

@@ -40,7 +40,7 @@ from protocol.versions import PolicyVersion
 from rollout_server.fleet import Fleet
 from rollout_server.group import GroupRejected
 
-PATIENCE_S = 900.0
+PATIENCE_S = 300.0
 """Virtual seconds after the storm in which the run must end."""
 EXPECTED = ("is held by", "cannot reach Redis", "could not be written", "were not trained")
 """Refusals that a learner may end with; whoever started it starts it again."""
