@@ -31,12 +31,12 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def is_free(host: str, port: int) -> bool:
     """Whether `port` can be bound on `host` now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((host, port))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 

@@ -11,6 +11,7 @@ import pytest
 from deploy.addresses import choose, preview, settle
 from deploy.config import RunConfig, load
 from deploy.plan import Addresses, ProcessSpec, plan
+from deploy.ports import free_port, is_free
 from protocol.errors import UserError
 
 OWN = Addresses(
@@ -118,3 +119,12 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts_and_its_holder_n
         with pytest.raises(UserError, match=f"{setting} = {port} is taken by process {os.getpid()}") as caught:
             choose(load(None, ["run.dir=/r", f"{setting}={port}", "run.redis_url=redis://db"]), environ={})
     assert f"kill {os.getpid()}" in caught.value.todo
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_a_port_may_be_asked_for_on_any_kind_of_address(host: str) -> None:
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    assert is_free(host, free_port())
