@@ -130,7 +130,7 @@ def final(directory: Path) -> Checkpoint:
     return found
 
 
-@pytest.mark.fault(9)
+@pytest.mark.fault(7, 8, 9)
 def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     run: RunSettings, tiny: ModuleType, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
     tmp_path: Path,

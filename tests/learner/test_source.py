@@ -47,6 +47,7 @@ def take(source: Source, count: int, step: int = 0, max_lag: int | None = None) 
     return [e.seq for e in source.take(count, step, max_lag=max_lag, timeout_s=0.05)]
 
 
+@pytest.mark.fault(33)
 def test_groups_come_in_order_of_arrival_and_only_whole_batches(source: Source, db: redis.Redis) -> None:
     for seq in (5, 2, 9):
         add(db, seq)
@@ -123,6 +124,7 @@ def test_old_groups_are_dropped_only_when_told_so(source: Source, db: redis.Redi
     assert source._books.ledger.notes == [(1, Outcome.STALE, "too_old")]
 
 
+@pytest.mark.fault(30)
 def test_unusable_entries_leave_evidence_and_are_due_again(source: Source, db: redis.Redis, tmp_path: Path) -> None:
     header, body = seal(make_group(1, run="t1"))
     other_header, other_body = seal(make_group(2, run="t1"))
@@ -162,6 +164,7 @@ def test_an_unusable_entry_cannot_bring_a_seq_into_the_books_that_was_never_issu
     assert "never issued" in (tmp_path / "dead.jsonl").read_text()
 
 
+@pytest.mark.fault(30)
 @hypothesis_settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.data())
 def test_no_bytes_whatever_make_reading_fail_otherwise(data: st.DataObject) -> None:
