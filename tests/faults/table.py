@@ -46,7 +46,7 @@ ROWS: dict[int, Row] = {
     14: Row(
         "L cut off from Q",
         "trains what it has, waits, takes the lease again under a higher epoch",
-        "wait redis, event: mended",
+        "wait redis, event: epoch",
     ),
     15: Row(
         "L dies in the middle of a transfer",
@@ -70,13 +70,13 @@ ROWS: dict[int, Row] = {
     22: Row("E of another tokenizer", "takes no request; both fingerprints are shown", "obstacle of the engine"),
     23: Row("Q killed, with its file", "all reconnect; what a lost second cost is issued again", "reissued"),
     24: Row(
-        "Q killed, without a file", "streams and functions made again; issued from the ledger on", "event: state lost"
+        "Q killed, without a file", "streams and functions made again; issued from the ledger on", "event: state-lost"
     ),
     25: Row("Q at maxmemory", "publishing is refused before the task is acknowledged; leases live", "wait redis"),
     26: Row("Q's disk full", "everybody waits and tries again", "wait redis"),
-    27: Row("Q fails over to a replica that lags", "as 23; the epoch cannot repeat", "event: epoch begun"),
+    27: Row("Q fails over to a replica that lags", "as 23; the epoch cannot repeat", "event: epoch"),
     28: Row("Q stopped for seconds", "time-outs, no blocked event loop, nothing sent twice", "wait redis"),
-    29: Row("Q flushed by a person", "as 24; ACL users cannot", "event: state lost"),
+    29: Row("Q flushed by a person", "as 24; ACL users cannot", "event: state-lost"),
     30: Row("corrupt message", "dead letter with the bytes; the seq is issued again", "dead_letters, foray dlq"),
     31: Row("unknown schema version", "major: dead letter that says upgrade; minor: read", "dead_letters"),
     32: Row("delivered or published twice", "DUP at publish, the ledger at consumption", "duplicates"),
@@ -99,7 +99,7 @@ ROWS: dict[int, Row] = {
     41: Row(
         "checkpoint's disk full",
         "the old one stays; training goes on; after 3 failures no more tasks",
-        "event: checkpoint failed",
+        "event: checkpoint-failed",
     ),
     42: Row(
         "weights' disk full, or half a file", "renamed when whole; readers verify; nothing in use is removed", "message"
