@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from attacks import KINDS
 from battle import LATE_S, Battle, Say
 from checker import Verdict, check
 from control import EVERYTHING
@@ -253,6 +254,9 @@ def main() -> int:
     parser.add_argument("--control", action="store_true", help="a ring without the delivery rules")
     parser.add_argument("--model", type=Path, help="a warm-started model (default: FORAY_TEST_MODEL, or one is made)")
     parser.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="where model and runs go")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS), help="of faults (default: all)"
+    )
     parser.add_argument("--schedule", action="store_true", help="print the schedule and end")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end (the rest on stderr)")
     args = parser.parse_args()
@@ -262,7 +266,7 @@ def main() -> int:
         print(line, file=out, flush=True)
 
     seconds = args.minutes * 60
-    planned = make_schedule(args.seed, seconds)
+    planned = make_schedule(args.seed, seconds, kinds=args.kinds)
     say(f"seed {args.seed}, {len(planned)} faults planned in {seconds:.0f} s:\n{render(planned)}")
     if args.schedule:
         return 0

@@ -102,12 +102,12 @@ class CorruptTask(Fault):
 
 
 class CorruptWeights(Fault):
-    """Every version that is published for a second has a flipped bit before a node has read it."""
+    """Each version that is published has a flipped bit before a node reads it, until one was refused for it."""
 
     name = "corrupt weights"
     weight = 1.5
     targets = ("weights",)
-    lasts = (1.2, 1.2)
+    lasts = (6.0, 6.0)
     recovery = ("weights refused",)
 
     def inject(self) -> bool:
@@ -118,6 +118,10 @@ class CorruptWeights(Fault):
         self._known = {path.name for path in self.folder.glob("v*")}
         self._thread.start()
         return True
+
+    @property
+    def over(self) -> bool:
+        return bool(self.happened())
 
     def _watch(self) -> None:
         while not self._over.wait(0.003):

@@ -18,7 +18,7 @@ class DiskFull(Fault):
 
     name = "disk full"
     weight = 2.0
-    lasts = (6.0, 10.0)
+    lasts = (14.0, 14.0)
     recovery = ("disk refused a checkpoint", "disk refused weights or journal")
 
     def inject(self) -> bool:
