@@ -27,6 +27,7 @@ KINDS = (
     "clock back",
     "stranger's entry",
     "task deleted",
+    "seqs asked for again",
 )
 
 

@@ -37,6 +37,7 @@ class Storm:
             "clock back": lambda: self.clock_jumps(-self.w.rng.uniform(0.5, 40.0)),
             "stranger's entry": self.stranger,
             "task deleted": self.task_deleted,
+            "seqs asked for again": self.asked_again,
         }
 
     def brew(self) -> None:
@@ -185,3 +186,8 @@ class Storm:
             return False
         del stream.entries[self.w.rng.choice(list(stream.entries))]
         return True
+
+    def asked_again(self) -> bool:
+        """A person wants seqs tried again: some that are dead or stale, some that are not, and one that is none."""
+        wanted = [*self.w.rng.sample(range(1, 12), 4), "x"]
+        return bool(self.w.redis.sadd(self.w.keys.requeue, *wanted))
