@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
@@ -18,6 +18,7 @@ from rollout_server.cpu_engine.engine import Engine, Update
 from rollout_server.cpu_engine.update_group import Bucket, Meeting, Part
 from rollout_server.cpu_engine.update_session import UpdateSessions
 
+T = TypeVar("T")
 GROUP = "weight_update_group"
 DISK_FIELDS = frozenset(
     {
@@ -63,7 +64,7 @@ class Updates:
             flush_cache=optional(body, "flush_cache", bool, True),
             abort_all=optional(body, "abort_all_requests", bool, False),
         )
-        paused = await asyncio.shield(asyncio.wrap_future(self._engine.update(update)))
+        paused = await _to_the_end(asyncio.wrap_future(self._engine.update(update)))
         return _done("Succeeded to update model weights.", num_paused_requests=paused)
 
     async def version(self, http: web.Request) -> web.Response:
@@ -97,13 +98,13 @@ class Updates:
             raise BadRequest(
                 f"Failed to initialize custom process group: {backend} needs GPUs; this engine speaks gloo."
             )
-        await asyncio.shield(asyncio.create_task(self._sessions.join(meeting)))
+        await _to_the_end(asyncio.create_task(self._sessions.join(meeting)))
         return _done("Succeeded to initialize custom process group.")
 
     async def destroy_group(self, http: web.Request) -> web.Response:
         """Deviation: in the middle of a bucket too, which ends that bucket with 400."""
         name = optional(await read_object(http), "group_name", str, GROUP)
-        await asyncio.shield(asyncio.create_task(self._sessions.leave(name)))
+        await _to_the_end(asyncio.create_task(self._sessions.leave(name)))
         return _done("Succeeded to destroy custom process group.")
 
     async def begin(self, http: web.Request) -> web.Response:
@@ -123,7 +124,7 @@ class Updates:
             flush_cache=optional(body, "flush_cache", bool, True),
             abort_all=optional(body, "abort_all_requests", bool, False),
         )
-        await asyncio.shield(arrival)
+        await _to_the_end(arrival)
         more = "" if version is None else f" Weight version will be {version} at end_weight_update()."
         return _done("Succeeded to update parameter online." + more)
 
@@ -133,8 +134,14 @@ class Updates:
         Without a pause it waits until what runs has ended, as an update from disk. The session is over in any case.
         """
         await read_object(http)
-        await asyncio.shield(asyncio.create_task(self._sessions.end()))
+        await _to_the_end(asyncio.create_task(self._sessions.end()))
         return _done("Success")
+
+
+async def _to_the_end(work: asyncio.Future[T]) -> T:
+    """What `work` brings. A client that goes away does not interrupt it, and its failure is nobody's business then."""
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(work)
 
 
 def _done(message: str, **more: Any) -> web.Response:

@@ -14,9 +14,9 @@ from typing import Any
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError
 
-MAX_LOGPROB = 1e-3
-"""A log-prob is at most 0; rounding in the engine's softmax may lift it by a little."""
-
+MAX_LOGPROB = 0.9e-3
+"""A log-prob is at most 0; rounding in the engine's softmax may lift it by a little. Less than the 1e-3 that a message
+takes, which is more than 1e-3 as float32."""
 MIN_LOGPROB = -1e38
 """They travel as float32, whose least number is -3.4e38."""
 MAX_VOCAB = 1 << 31

@@ -53,15 +53,15 @@ def campaign(kind: str, count: int, seed: int, *, drawn: bool, warm: int = WARM)
         document = service.document()
         asyncio.run(_raw(service, document, seed + 1, warm))
         found.before = service.steady()
-        by_schema = round(count * DRAWN) if drawn else 0
-        tallies = [asyncio.run(_raw(service, document, seed, count - by_schema))]
-        found.raw = tallies[0].sent
+        tallies: list[Tally] = []
         if drawn:
             from fuzz_schema import send_drawn
 
-            _let_go_on(service)
-            tallies.append(send_drawn(kind, service.url, document, by_schema, seed))
-            found.drawn = tallies[1].sent
+            tallies.append(send_drawn(kind, service.url, document, round(count * DRAWN), seed))
+            found.drawn = tallies[0].sent
+        # few shapes of a request can be drawn of some operations: the rest is raw
+        tallies.append(asyncio.run(_raw(service, document, seed, count - found.drawn)))
+        found.raw = tallies[-1].sent
         found.statuses = dict(sum((tally.statuses for tally in tallies), Counter[str]()).most_common())
         found.wrong += [f"{what}: {raw[:400]!r}" for tally in tallies for what, raw in tally.bad]
         _let_go_on(service)

@@ -77,6 +77,12 @@ FOUND: list[tuple[str, str, bytes]] = [
         b'{"finish_reason": {"type": "stop"}, '
         b'"weight_version": "1.1", "output_token_logprobs": [[-1, 4294967296, null]]}}',
     ),
+    (
+        "rollout",
+        "engine.reply",
+        b'{"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}, "weight_version": "1.1", '
+        b'"output_token_logprobs": [[0.001, 5, null]]}}',
+    ),
     ("rollout", "engine.loads", b'{"num_running_reqs": ' + HUGE + b"}"),
     ("rollout", "engine.generate_body", b'{"text": "\\ud800"}'),
     ("rollout", "engine.generate_body", b'{"input_ids": [1], "sampling_params": {"temperature": ' + HUGE + b"}}"),
