@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import mmap
 import os
 import random
@@ -80,7 +81,7 @@ def run_decoders(
         raise SystemExit(f"no decoder of these names: {', '.join(names)}")
     results: list[Result] = []
     for part, given in shares.items():
-        wanted = {name: max(1, round(inputs * share / whole)) for name, share in given.items()}
+        wanted = {name: math.ceil(inputs * share / whole) for name, share in given.items()}
         while wanted:
             done = _child(part, wanted, seed, keep)
             results += done
