@@ -156,7 +156,8 @@ class Woken(_Rival):
         return True
 
     def tick(self) -> None:
-        self.seen = self.seen or state_of(self.old.pid)
+        if state_of(self.old.pid) == "T":
+            self.seen = "T"
         if not self.woken and ("begins at step" in self.rival.text or self.rival.status is not None):
             self.woken = self.old.send(signal.SIGCONT)
 
