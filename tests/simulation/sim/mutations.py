@@ -113,6 +113,7 @@ def unguarded_publish() -> dict[str, Any]:
 
     def publish(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
         r.xack(k[0], "rollout", a[0])
+        functions.count(r, k, 2, "published", a, 4)
         return r.xadd(k[1], {"seq": a[1], "h": a[2], "b": a[3], "t": a[4]})
 
     return {"sim.functions.FUNCTIONS": functions.FUNCTIONS | {"foray_publish": (publish, False)}}
@@ -173,9 +174,9 @@ ENDLESS = ("did not end", "no end")
 MUTATIONS: dict[str, Mutation] = {
     "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
     "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
-    "no ledger check": Mutation(no_ledger_check, ("trained once",)),
+    "no ledger check": Mutation(no_ledger_check, ("trained once",), {"learner killed": 3}),
     "not fenced": Mutation(not_fenced, ("fenced",)),
-    "reissue after one look": Mutation(one_look, ("missing twice",)),
+    "reissue after one look": Mutation(one_look, ("missing twice",), {"redis stopped": 3}),
     "no reconciler": Mutation(no_reconciler, ENDLESS, {"task deleted": 3}),
     "publish without its task": Mutation(unguarded_publish, ("published once",)),
     "gate without watermark": Mutation(gate_without_watermark, ("credit",)),
