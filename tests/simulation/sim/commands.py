@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sim.sim_redis import SimRedis, name_of
+from sim.sim_redis import SimRedis
 from sim.streams import text_of
+from sim.values import name_of
 
 
 def _xautoclaim(r: SimRedis, key: Any, group: Any, who: Any, idle: Any, start: Any, *more: Any) -> Any:

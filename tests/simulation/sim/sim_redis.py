@@ -7,11 +7,12 @@ The clock is given: it may jump. A full Redis refuses what may grow (`full`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from redis import exceptions
 from sim.streams import Fields, Group, Id, Pending, Stream, id_of, text_of
+from sim.values import Values, name_of, raw
 
 DENIED_WHEN_FULL = frozenset(
     ["xadd", "set", "hset", "hincrby", "zadd", "sadd", "xgroup_create", "function_load", "hsetnx"]
@@ -29,16 +30,7 @@ class Nothing:
     def added(self, stream: str, id_: Id, fields: Fields) -> None: ...
 
 
-def raw(value: Any) -> bytes:
-    """A value as Redis stores it."""
-    return value if isinstance(value, bytes) else str(value).encode()
-
-
-def name_of(key: Any) -> str:
-    return key.decode() if isinstance(key, bytes) else str(key)
-
-
-class SimRedis:
+class SimRedis(Values):
     """State and commands; every call is atomic. clock_ms: the wall clock of this Redis' host."""
 
     def __init__(self, clock_ms: Callable[[], float]) -> None:
@@ -75,19 +67,10 @@ class SimRedis:
         for listener in list(self.listeners):
             listener()
 
-    def now_ms(self) -> int:
-        return int(self._clock_ms())
-
     def guard(self, command: str) -> None:
         """Raises what a full Redis answers."""
         if self.full and command in DENIED_WHEN_FULL:
             raise exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
-
-    def find(self, key: Any) -> Any:
-        name = name_of(key)
-        if name in self.expires and self.expires[name] <= self.now_ms():
-            del self.data[name], self.expires[name]
-        return self.data.get(name)
 
     # --- streams ---
 
@@ -301,148 +284,6 @@ class SimRedis:
         if stream is None:
             raise exceptions.ResponseError("no such key")
         return stream
-
-    # --- plain keys ---
-
-    def get(self, name: Any) -> bytes | None:
-        found = self.find(name)
-        return found if isinstance(found, bytes) else None
-
-    def set(self, name: Any, value: Any, px: int | None = None, ex: int | None = None, **_: Any) -> bool:
-        key = name_of(name)
-        self.data[key] = raw(value)
-        self.expires.pop(key, None)
-        if px is not None or ex is not None:
-            self.expires[key] = self.now_ms() + int(px if px is not None else (ex or 0) * 1000)
-        return True
-
-    def delete(self, *names: Any) -> int:
-        done = 0
-        for name in names:
-            if self.find(name) is not None:
-                del self.data[name_of(name)]
-                self.expires.pop(name_of(name), None)
-                done += 1
-        return done
-
-    def exists(self, *names: Any) -> int:
-        return sum(self.find(name) is not None for name in names)
-
-    def pexpire(self, name: Any, time: Any) -> bool:
-        if self.find(name) is None:
-            return False
-        self.expires[name_of(name)] = self.now_ms() + int(time)
-        return True
-
-    def expire(self, name: Any, time: Any) -> bool:
-        return self.pexpire(name, int(time) * 1000)
-
-    def pttl(self, name: Any) -> int:
-        if self.find(name) is None:
-            return -2
-        until = self.expires.get(name_of(name))
-        return -1 if until is None else int(until - self.now_ms())
-
-    def info(self, section: str = "") -> dict[str, Any]:
-        return {"run_id": f"life-{self.lives}", "maxmemory": 0}
-
-    def time(self) -> tuple[int, int]:
-        micros = int(self._clock_ms() * 1000)
-        return micros // 1_000_000, micros % 1_000_000
-
-    # --- hashes, sets, sorted sets ---
-
-    def _made(self, name: Any, kind: Callable[[], Any]) -> Any:
-        found = self.find(name)
-        if found is None:
-            found = self.data[name_of(name)] = kind()
-        return found
-
-    def hset(self, name: Any, key: Any = None, value: Any = None, mapping: Mapping[Any, Any] | None = None) -> int:
-        found = self._made(name, dict)
-        pairs = dict(mapping or {}) | ({key: value} if key is not None else {})
-        new = sum(raw(k) not in found for k in pairs)
-        found.update({raw(k): raw(v) for k, v in pairs.items()})
-        return new
-
-    def hsetnx(self, name: Any, key: Any, value: Any) -> int:
-        if raw(key) in (self.find(name) or {}):
-            return 0
-        return self.hset(name, key, value)
-
-    def hget(self, name: Any, key: Any) -> bytes | None:
-        return (self.find(name) or {}).get(raw(key))
-
-    def hmget(self, name: Any, keys: Iterable[Any], *more: Any) -> list[bytes | None]:
-        wanted = [keys, *more] if isinstance(keys, str | bytes) else [*keys, *more]
-        return [self.hget(name, key) for key in wanted]
-
-    def hgetall(self, name: Any) -> Fields:
-        return dict(self.find(name) or {})
-
-    def hincrby(self, name: Any, key: Any, amount: Any = 1) -> int:
-        found = self._made(name, dict)
-        found[raw(key)] = b"%d" % (int(found.get(raw(key), 0)) + int(amount))
-        return int(found[raw(key)])
-
-    def hdel(self, name: Any, *keys: Any) -> int:
-        found = self.find(name) or {}
-        gone = sum(found.pop(raw(key), None) is not None for key in keys)
-        self._drop_empty(name)
-        return gone
-
-    def _drop_empty(self, name: Any) -> None:
-        if self.find(name) is not None and not self.find(name):
-            self.delete(name)
-
-    def sadd(self, name: Any, *values: Any) -> int:
-        found = self._made(name, set)
-        new = {raw(v) for v in values} - found
-        found |= new
-        return len(new)
-
-    def smembers(self, name: Any) -> set[bytes]:
-        return set(self.find(name) or ())
-
-    def srandmember(self, name: Any, number: int) -> list[bytes]:
-        return sorted(self.find(name) or ())[:number]
-
-    def scard(self, name: Any) -> int:
-        return len(self.find(name) or ())
-
-    def srem(self, name: Any, *values: Any) -> int:
-        found = self.find(name) or set()
-        gone = found & {raw(v) for v in values}
-        found -= gone
-        self._drop_empty(name)
-        return len(gone)
-
-    def zadd(self, name: Any, mapping: Mapping[Any, Any]) -> int:
-        found = self._made(name, dict)
-        new = sum(raw(k) not in found for k in mapping)
-        found.update({raw(k): float(v) for k, v in mapping.items()})
-        return new
-
-    def zrange(self, name: Any, start: int, end: int) -> list[bytes]:
-        assert (start, end) == (0, -1)
-        return [k for k, _ in sorted((self.find(name) or {}).items(), key=lambda item: (item[1], item[0]))]
-
-    def zrangebyscore(self, name: Any, min: Any, max: Any) -> list[bytes]:
-        found = self.find(name) or {}
-        return [k for k in self.zrange(name, 0, -1) if float(min) <= found[k] <= float(max)]
-
-    def zremrangebyscore(self, name: Any, min: Any, max: Any) -> int:
-        gone = self.zrangebyscore(name, min, max)
-        for key in gone:
-            del self.find(name)[key]
-        self._drop_empty(name)
-        return len(gone)
-
-    def zrem(self, name: Any, *values: Any) -> int:
-        found = self.find(name) or {}
-        gone = sum(found.pop(raw(v), None) is not None for v in values)
-        self._drop_empty(name)
-        return gone
 
     # --- functions and raw commands ---
 
