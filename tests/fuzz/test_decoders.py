@@ -12,7 +12,7 @@ import pytest
 from fuzz_drive import run_decoders
 from fuzz_targets import PARTS
 
-INPUTS = 3000
+INPUTS = 2000
 
 
 @pytest.mark.fault(30, 31, 37)
