@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from learner.token_law import BUCKET_OF, Arrived, Bucket, Split, TokenLaw
-from protocol.ledger import Ledger, Outcome
+from protocol.ledger import Ledger, NotReopenable, Outcome
 from protocol.staleness import issue_limit
 
 
@@ -58,6 +58,7 @@ class Books:
     reasons    (outcome, reason) -> how many seqs, of those that were not trained
     law        where the tokens of every entry went
     requests   seqs that were opened again because a person asked, while Redis may still hold the request
+    closed     the last step is done: nothing is opened again
 
     An entry is acknowledged once a durable checkpoint says what became of it: of its seq and of its tokens. Until then
     it is in `unacked`, and a successor counts it as if it had never come. So nothing is counted twice, or not at all.
@@ -75,6 +76,7 @@ class Books:
     reasons: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
     law: TokenLaw = field(default_factory=TokenLaw)
     requests: set[int] = field(default_factory=set)
+    closed: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def limit(self, *, max_lag: int, groups_per_step: int, steps: int) -> int:
@@ -142,6 +144,8 @@ class Books:
     def reopen(self, seq: int) -> str:
         """A dead or stale seq is due again, with all its attempts; what it was, in words. Raises NotReopenable."""
         with self.lock:
+            if self.closed:
+                raise NotReopenable(f"seq {seq}: the run has done its last step")
             outcome, reason = self.ledger.reopen(seq)
             self.reasons[outcome, reason] -= 1
             self.attempts.pop(seq, None)

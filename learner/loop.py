@@ -286,7 +286,10 @@ class TrainingLoop:
         p = self.parts
         p.stop_reader()
         p.issuer.open.clear()
-        surplus = p.books.in_flight()
+        with p.books.lock:
+            # The keeper may have seen the valve open, and be about to honour a request.
+            p.books.closed = True
+            surplus = p.books.in_flight()
         if surplus and (p.lease.epoch > 1 or p.books.tally.requeued):
             # Issued by a predecessor to make up for seqs it had settled and the checkpoint knows nothing of, or again
             # for a person: the steps were done without.

@@ -175,6 +175,15 @@ def test_a_seq_that_a_person_asks_for_is_due_again_with_all_its_attempts() -> No
     assert books.check() == "" and books.ledger.watermark == 4
 
 
+def test_after_the_last_step_nothing_is_opened_again() -> None:
+    books = Books(issued=1)
+    books.failed_attempt(1, 3, 3, "corrupt")
+    books.closed = True  # the simulation's seed 21844: asked between the last step and the last look
+    with pytest.raises(NotReopenable, match="last step"):
+        books.reopen(1)
+    assert books.in_flight() == [] and books.requests == set() and books.check() == ""
+
+
 @given(st.data())
 def test_the_law_by_token_holds_through_any_deliveries_crashes_and_acknowledgements(data: st.DataObject) -> None:
     """A stream of entries, and learners that crash at any moment: every entry is counted once in what survives."""
