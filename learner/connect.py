@@ -25,15 +25,13 @@ from redis.exceptions import AskError, ClusterDownError, ReadOnlyError, TryAgain
 from redis.retry import Retry
 
 from protocol.keys import Keys
-from protocol.redis_url import RedisUrl, parse
+from protocol.redis_url import Address, RedisUrl, owner_of_slot, parse, text_of
 
 CONNECT_S = 3.0
 FIND_S = 3.0
 """Longest wait for a Sentinel's or a node's answer about where the primary is."""
 MOVED = (ReadOnlyError, AskError, ClusterDownError, TryAgainError)
 """Answers of a server that does not serve the run (any more). MOVED is an AskError."""
-
-Address = tuple[str, int]
 
 
 def connect(url: str, run: str = "", *, timeout_s: float = 10.0) -> redis.Redis:
@@ -104,7 +102,7 @@ class Finder:
                 said.append(f"{host}:{port}: {error}")
                 continue
             if named:
-                return _text(named[0]), int(named[1])
+                return text_of(named[0]), int(named[1])
             said.append(f"{host}:{port} knows no {self._where.service!r}")
         raise redis.ConnectionError("no Sentinel says where the primary is: " + "; ".join(said))
 
@@ -120,22 +118,12 @@ class Finder:
             except (redis.ConnectionError, redis.TimeoutError) as error:
                 said.append(f"{host}:{port}: {error}")
                 continue
-            # [first slot, last slot, primary, replicas ...], each [address ("" or nothing: the one asked), port, ...]
-            served: dict[range, list[Address]] = {
-                range(first, last + 1): [(_text(node[0]) or host, int(node[1])) for node in nodes]
-                for first, last, *nodes in slots
-            }
-            known = {place for places in served.values() for place in places}
+            owner, known = owner_of_slot(self._slot, slots, host)
             self._asked.extend(known - {*self._asked})
-            for range_, places in served.items():
-                if self._slot in range_:
-                    return places[0]
+            if owner is not None:
+                return owner
             said.append(f"{host}:{port}: nobody serves slot {self._slot}")
         raise redis.ConnectionError("no node of the Cluster says where the run is: " + "; ".join(said))
-
-
-def _text(raw: Any) -> str:
-    return raw.decode() if isinstance(raw, bytes) else str(raw or "")
 
 
 class _Roaming(Connection):

@@ -14,8 +14,9 @@ retries in a URL would override the rules that delivery rests on.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 from protocol.errors import UserError
@@ -204,3 +205,27 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+Address = tuple[str, int]
+"""Host and port."""
+
+
+def text_of(raw: bytes | str | None) -> str:
+    """A name in an answer of Redis, "" for none."""
+    return raw.decode() if isinstance(raw, bytes) else raw or ""
+
+
+def owner_of_slot(slot: int, slots: Sequence[Any], asked: str) -> tuple[Address | None, set[Address]]:
+    """Who serves `slot`, None where nobody does, and every node, by an answer to CLUSTER SLOTS of the host `asked`.
+
+    slots  [first slot, last slot, primary, replicas ...], each [address ("" or nothing: the one asked), port, ...]
+    """
+    owner: Address | None = None
+    known: set[Address] = set()
+    for first, last, *nodes in slots:
+        places = [(text_of(node[0]) or asked, int(node[1])) for node in nodes]
+        known.update(places)
+        if first <= slot <= last:
+            owner = places[0]
+    return owner, known

@@ -9,21 +9,15 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from protocol.access import is_loopback
+from protocol.gloo import gloo_at
 
 log = logging.getLogger(__name__)
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class UpdateGroup:
@@ -83,19 +77,6 @@ class UpdateGroup:
             torch.distributed.destroy_process_group(self._group)
         finally:
             del self._group, self._store
-
-
-@contextmanager
-def gloo_at(address: str) -> Iterator[None]:
-    """Groups made in the block send over loopback where `address` is there, not by the address of the host's name."""
-    if not is_loopback(address) or GLOO_INTERFACE in os.environ or not sys.platform.startswith("linux"):
-        yield
-        return
-    os.environ[GLOO_INTERFACE] = "lo"
-    try:
-        yield
-    finally:
-        os.environ.pop(GLOO_INTERFACE, None)
 
 
 def _listener(address: str, port: int) -> socket.socket | None:

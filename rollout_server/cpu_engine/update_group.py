@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import queue
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,11 +19,10 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not in __all__
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
-from protocol.access import is_loopback
+from protocol.gloo import gloo_at
 
 log = logging.getLogger(__name__)
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 Sink = Callable[[str, torch.Tensor], None]
 
@@ -128,7 +124,7 @@ class UpdateGroup:
     def _join(self) -> tuple[TCPStore, ProcessGroup]:
         m = self._meeting
         store = TCPStore(m.address, m.port, m.world_size, False, self._timeout, wait_for_workers=False)
-        with _gloo_at(m.address):
+        with gloo_at(m.address):
             group, _ = _new_process_group_helper(
                 m.world_size,
                 m.rank,
@@ -159,19 +155,6 @@ class UpdateGroup:
             start += part.num_bytes
             aligned = piece if piece.storage_offset() % part.dtype.itemsize == 0 else piece.clone()
             sink(part.name, aligned.view(part.dtype).view(part.shape))
-
-
-@contextmanager
-def _gloo_at(address: str) -> Iterator[None]:
-    """gloo listens at the address of the host's name; for a trainer on loopback it listens there, like the trainer."""
-    if not is_loopback(address) or GLOO_INTERFACE in os.environ or not sys.platform.startswith("linux"):
-        yield
-        return
-    os.environ[GLOO_INTERFACE] = "lo"
-    try:
-        yield
-    finally:
-        os.environ.pop(GLOO_INTERFACE, None)
 
 
 def _settle(future: Future[None], error: Exception | None = None) -> bool:
