@@ -33,11 +33,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class TokenLaw:
-    """Where every token went that reached the learner. `rejected`: of attempts that gave way to another one."""
+    """Where every token went that reached the learner.
+
+    rejected    of attempts that gave way to another one
+    redis_lost  published and never received, less what was received and forgotten, across restarts of Redis
+    """
 
     generated: int
     parts: Mapping[str, int]
     rejected: int = 0
+    redis_lost: int = 0
 
     @property
     def closes(self) -> bool:
@@ -52,6 +57,9 @@ class TokenLaw:
         if not self.closes:
             verdict += "are missing" if total < self.generated else "too many"
         more = f"; {self.rejected} more in attempts that were tried again" if self.rejected else ""
+        if self.redis_lost:
+            what = "published and not received" if self.redis_lost > 0 else "received and no longer in Redis' count"
+            more += f"; {abs(self.redis_lost)} {what}, since Redis lost state"
         return f"generated {self.generated} {'=' if self.closes else '!='} {parts} ({verdict}){more}"
 
 
@@ -60,7 +68,8 @@ def token_law(seen: Observation) -> TokenLaw | None:
     values, rejected = (seen.learner.values if seen.learner is not None else {}), seen.tokens.get("rejected", 0)
     if "tokens_generated_total" in values:
         parts = {name: int(values.get(f"tokens_law_{name}", 0)) for name in BUCKETS}
-        return TokenLaw(int(values["tokens_generated_total"]), parts, rejected)
+        lost = int(values.get("tokens_law_redis_lost", 0))
+        return TokenLaw(int(values["tokens_generated_total"]), parts, rejected, lost)
     if seen.learner is None and seen.books is not None and seen.books.tokens:
         # what was not decided then is not in it: it comes again
         parts = {name: seen.books.tokens.get(name, 0) for name in BUCKETS}

@@ -210,7 +210,7 @@ def test_top_shows_throughput_lag_reward_engines_and_who_waits(look: Callable[[]
 
 LAW = {"tokens_generated_total": 100.0, "tokens_law_trained": 60.0, "tokens_law_untrained": 5.0}
 LAW |= {"tokens_law_filtered": 10.0, "tokens_law_stale": 4.0, "tokens_law_failed": 3.0, "tokens_law_duplicate": 8.0}
-LAW |= {"tokens_law_in_flight": 10.0}
+LAW |= {"tokens_law_in_flight": 10.0, "tokens_law_redis_lost": -7.0}
 
 
 def bury(client: redis.Redis, *reasons: str) -> None:
@@ -231,7 +231,8 @@ def test_the_law_by_token_dead_letters_and_events_are_shown(
     page = render(seen, max_lag=2)
     assert (
         "tokens    generated 100 = trained 60 + untrained 5 + filtered 10 + stale 4 + failed 3 + duplicate 8 "
-        "+ in flight 10 (closes); 12 more in attempts that were tried again" in page
+        "+ in flight 10 (closes); 12 more in attempts that were tried again; "
+        "7 received and no longer in Redis' count, since Redis lost state\n" in page
     )
     assert r"dead letters 2 (1 \x1b[2J, 1 corrupt)" in page and "\x1b" not in page
     lines = [line for line in page.splitlines() if line.startswith("event ")]
