@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,20 +110,30 @@ def test_a_failed_write_leaves_nothing_that_looks_published(
     assert list(run.weights_dir.iterdir()) == []
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from learner.config import DiskPublishSettings
+from learner.publish import disk
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+
+run, model = map(Path, sys.argv[1:])
+disk._place = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+publisher = DiskPublishSettings().build(RunSettings(id="t1", dir=run, model=model), sorted(model.iterdir()), None)
+publisher.publish(PolicyVersion(1, 1), [("a", torch.arange(4.0))])
+"""
+
+
 @pytest.mark.fault(42)
-def test_a_learner_that_is_killed_between_two_files_has_published_nothing(
-    run: RunSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            monkeypatch.setattr(module, "_place", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            publisher = DiskPublishSettings().build(run, sorted(run.model.iterdir()), Told())
-            publisher.publish(PolicyVersion(1, 1), weights())
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+def test_a_learner_that_is_killed_between_two_files_has_published_nothing(run: RunSettings) -> None:
+    # a process of its own: a fork of this one, in which other tests have left torch's threads, would prove nothing
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(run.dir), str(run.model)], stderr=subprocess.PIPE)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGKILL, said.decode()
     (left,) = run.weights_dir.iterdir()
-    assert left.name == f".v1.1.{child}.tmp" and [p.name for p in left.iterdir()] == ["model.safetensors"]
+    assert left.name == f".v1.1.{child.pid}.tmp" and [p.name for p in left.iterdir()] == ["model.safetensors"]
     publisher = DiskPublishSettings().build(run, sorted(run.model.iterdir()), Told())
     assert list(run.weights_dir.iterdir()) == [], "the next start removes it"
     publisher.publish(PolicyVersion(2, 1), weights())
@@ -164,15 +174,10 @@ def test_what_nodes_would_refuse_beside_a_model_does_not_travel(
     assert "a note (1).md is not published" in caplog.text and ".gitattributes" not in caplog.text
 
 
-def test_publishing_a_small_model_takes_no_time(run: RunSettings) -> None:
+def test_what_does_not_change_is_written_once(run: RunSettings) -> None:
     publisher = DiskPublishSettings(fsync=False).build(run, sorted(run.model.iterdir()), Told())
-    tensors = [(f"t{i}", torch.ones(100, 100)) for i in range(20)]
-    seconds = []
     for step in range(5):
-        begun = time.perf_counter()
-        publisher.publish(PolicyVersion(1, step), tensors)
-        seconds.append(time.perf_counter() - begun)
-    assert min(seconds) < 0.1
+        publisher.publish(PolicyVersion(1, step), [(f"t{i}", torch.ones(100, 100)) for i in range(20)])
     assert os.stat(run.weights_dir / "v1.0" / "tokenizer.json").st_nlink >= 5, "the tokenizer is written once"
 
 
