@@ -74,7 +74,7 @@ class EngineSettings(Settings):
     overlap_comm: bool = False
     """Reduce gradients while the backward pass goes on (zero_stage 2 or 3): faster on GPUs, more memory."""
     reduce_bucket: int = Field(default=0, ge=0)
-    """Numbers that are reduced at a time; 0 = DeepSpeed's 500 million. Smaller takes less memory."""
+    """Numbers that are reduced at a time; 0 = 500 million, or all of a smaller model. Fewer take less memory."""
     allgather_bucket: int = Field(default=0, ge=0)
     """Numbers that are gathered at a time (at stage 3: fetched ahead); 0 = DeepSpeed's own choice."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)

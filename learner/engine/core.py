@@ -61,7 +61,7 @@ class DeepSpeedEngine:
         self._engine, *_ = self._deepspeed.initialize(
             model=module.train(),
             optimizer=self._optimizer,
-            config=deepspeed_config(optim, engine, dtype),
+            config=deepspeed_config(optim, engine, dtype, sum(p.numel() for p in module.parameters())),
             dist_init_required=False,
         )
         self._partition = partition_of(self._engine.module, self._engine.optimizer, self.stage)

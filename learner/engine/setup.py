@@ -16,6 +16,8 @@ import torch
 from learner.config_engine import EngineSettings, OptimSettings
 
 NEVER = 1 << 40
+REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's own: numbers that are reduced at a time."""
 
 
 def import_deepspeed() -> Any:
@@ -47,13 +49,15 @@ def _no_gossip(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in record.getMessage()
 
 
-def deepspeed_config(optim: OptimSettings, engine: EngineSettings, dtype: str) -> dict[str, Any]:
-    """DeepSpeed's own configuration. `engine.deepspeed` is merged last; the settings refuse what would clash."""
+def deepspeed_config(optim: OptimSettings, engine: EngineSettings, dtype: str, parameters: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration, for a model of so many parameters. `engine.deepspeed` is merged last; the settings
+    refuse what would clash.
+    """
     stage, low = engine.zero_stage, dtype == "bfloat16"
     pinned = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": engine.overlap_comm}
-    if engine.reduce_bucket:
-        zero["reduce_bucket_size"] = engine.reduce_bucket
+    # Its buckets are reserved whole: gigabytes for a model of megabytes, until even a fork is refused.
+    bucket = engine.reduce_bucket or min(REDUCE_BUCKET, max(1, parameters))
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": engine.overlap_comm, "reduce_bucket_size": bucket}
     if engine.allgather_bucket:
         zero["stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"] = engine.allgather_bucket
     if engine.offload_optimizer:
