@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.redis_child import connect
 from protocol import events
-from protocol.codec import decode_as
+from protocol.codec import decode_as, number_of
 from protocol.errors import ForayError, ProtocolError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.ledger import Ledger
@@ -211,7 +211,7 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
         dead_letters=int(dead_letters),
         letters=tuple((_time(id_), raw.get(b"reason", b"").decode("utf-8", "replace")) for id_, raw in letters),
         events=tuple(Event(_time(id_), **events.parse(raw)) for id_, raw in reversed(told)),
-        tokens={name.decode(): int(number) for name, number in tokens.items() if number.isdigit()},
+        tokens={name.decode(): number_of(number) for name, number in tokens.items() if number.isdigit()},
         memory=int(memory.get("used_memory", 0)),
         max_memory=int(memory.get("maxmemory", 0)),
         books=books,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from learner.redis_client import Fields
-from protocol.codec import decode
+from protocol.codec import decode, number_of
 from protocol.errors import CorruptMessage, ForayError, InvalidBody, ProtocolError
 from protocol.header import EntryHeader, check_body, read_header
 from protocol.messages import GroupFailed, TrajectoryGroup
@@ -44,14 +44,12 @@ class BadEntry(ForayError):
 
 def read_seq(fields: Fields) -> int:
     """The seq in the entry's plain field, 0 where there is none; the publishing function wrote it, not the body."""
-    raw = fields.get(b"seq", b"")
-    return int(raw) if raw.isdigit() and len(raw) <= 18 else 0
+    return number_of(fields.get(b"seq", b""))
 
 
 def read_tokens(fields: Fields) -> int:
     """Tokens by the entry's plain field `t`, which the publishing function wrote; 0 where it says nothing."""
-    raw = fields.get(b"t", b"")
-    return int(raw) if raw.isdigit() and len(raw) <= 18 else 0
+    return number_of(fields.get(b"t", b""))
 
 
 def sampled_in(message: TrajectoryGroup | GroupFailed) -> int:

@@ -11,6 +11,7 @@ from redis.exceptions import NoPermissionError
 
 from learner.redis_errors import translated
 from protocol import events, functions
+from protocol.codec import number_of
 from protocol.keys import Keys
 
 DEAD_LETTERS = 1000
@@ -53,13 +54,13 @@ class Accounts:
         flat, last, pending, unread = reply
         counts = dict(zip(flat[::2], flat[1::2], strict=True))
         return Census(
-            published=_number(counts.get(b"published", b"")),
-            rejected=_number(counts.get(b"rejected", b"")),
+            published=number_of(counts.get(b"published", b"")),
+            rejected=number_of(counts.get(b"rejected", b"")),
             life=counts.get(LIFE.encode(), b"").decode("ascii", "replace"),
             commit=counts.get(COMMIT.encode(), b"").decode("ascii", "replace"),
             last=last,
             pending=frozenset(pending),
-            unread={id_: _number(raw) for id_, raw in zip(unread[::2], unread[1::2], strict=True)},
+            unread={id_: number_of(raw) for id_, raw in zip(unread[::2], unread[1::2], strict=True)},
         )
 
     def tokens_of(self, ids: Iterable[bytes]) -> int:
@@ -69,7 +70,7 @@ class Accounts:
             return 0
         with translated():
             reply: Any = self._db.fcall(functions.TOKENS_OF, 1, self.keys.traj, *cast(tuple[str, ...], tuple(wanted)))
-        return sum(_number(raw) for raw in reply)
+        return sum(number_of(raw) for raw in reply)
 
     def begin_life(self, name: str) -> str:
         """Names the time since the hash of tokens was empty, unless it has a name; returns the one that holds."""
@@ -98,7 +99,7 @@ class Accounts:
         """Tokens of rejected attempts that this Redis has counted, and since when (`life`)."""
         with translated():
             counted, life = cast(list[bytes | None], self._db.hmget(self.keys.tokens, ["rejected", LIFE]))
-        return _number(counted or b""), (life or b"").decode("ascii", "replace")
+        return number_of(counted or b""), (life or b"").decode("ascii", "replace")
 
     def requests(self) -> list[bytes]:
         """Seqs that people want tried again, as they wrote them; at most REQUESTS."""
@@ -128,7 +129,3 @@ class Accounts:
         """Bounded evidence for people; the file in the run directory is the record."""
         with translated():
             self._db.xadd(self.keys.dlq, cast(Any, fields), maxlen=DEAD_LETTERS, approximate=True)
-
-
-def _number(raw: bytes) -> int:
-    return int(raw) if raw.isdigit() and len(raw) <= 18 else 0

@@ -18,7 +18,7 @@ from learner.redis_accounts import Accounts
 from learner.redis_errors import RedisUnavailable as RedisUnavailable
 from learner.redis_errors import translated as translated
 from protocol import functions
-from protocol.codec import decode_as, encode
+from protocol.codec import decode_as, encode, number_of
 from protocol.errors import ProtocolError, StateLost, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
@@ -176,11 +176,12 @@ class RunStore(Accounts):
         leased = {item["message_id"] for item in pending}
         delivered = _order(_group(groups, TASK_GROUP)["last-delivered-id"])
         # The stream also holds acknowledged tasks until the floor passes them.
-        seqs = [fields[b"seq"] for id_, fields in tasks if id_ in leased or _order(id_) > delivered]
+        # One that a stranger has put there may have no seq.
+        seqs = [fields.get(b"seq", b"") for id_, fields in tasks if id_ in leased or _order(id_) > delivered]
         read = _order(_group(readers, TRAJ_GROUP)["last-delivered-id"])
         mine = self.consumer.encode()
         return InRedis(
-            tasks=frozenset(int(seq) for seq in seqs if seq.isdigit()),
+            tasks=frozenset(seq for raw in seqs if (seq := number_of(raw))),
             unread=_order(stream["last-generated-id"]) > read and stream["length"] > 0,
             strays=any(c["pending"] for c in consumers if c["name"] != mine),
         )

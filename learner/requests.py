@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from learner.books import Books
 from learner.history import History
 from learner.redis_client import RedisUnavailable, RunStore
+from protocol.codec import number_of
 from protocol.ledger import NotReopenable
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class Requests:
         """Honours what can be honoured, and removes what cannot. Raises RedisUnavailable."""
         refused: list[bytes] = []
         for raw in self._store.requests():
-            seq = int(raw) if raw.isdigit() and len(raw) <= 18 else 0
+            seq = number_of(raw)
             try:
                 with self._books.lock:
                     if seq in self._books.requests:

@@ -112,6 +112,11 @@ def unpack(raw: bytes) -> Any:
         raise CorruptMessage(f"not msgpack: {type(error).__name__}: {str(error)[:200]}") from None
 
 
+def number_of(raw: bytes) -> int:
+    """A count as a plain field of Redis holds it, digits; 0 for what is none, or is absurdly long."""
+    return int(raw) if raw.isdigit() and len(raw) <= 18 else 0
+
+
 def checksum(raw: bytes) -> int:
     """CRC-32 of a message, carried in its stream header."""
     return zlib.crc32(raw)

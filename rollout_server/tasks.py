@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.codec import decode_as
+from protocol.codec import decode_as, number_of
 from protocol.errors import ProtocolError, StateLost
 from protocol.functions import BEAT
 from protocol.keys import TASK_GROUP
@@ -246,7 +246,7 @@ class Tasks:
     async def _open(self, entry: str, fields: dict[bytes, bytes]) -> Lease | None:
         """The lease on an entry; None when it cannot be read, after it was buried."""
         raw = fields.get(b"b", b"")
-        seq = int(fields[b"seq"]) if fields.get(b"seq", b"").isdigit() else None
+        seq = number_of(fields.get(b"seq", b"")) or None
         try:
             task = decode_as(Task, raw)
             if task.seq != seq:

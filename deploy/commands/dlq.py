@@ -80,10 +80,11 @@ def _client(found: locate.Located) -> Iterator[redis.Redis]:
 def _fates(found: locate.Located, client: redis.Redis) -> Fates:
     from deploy.dead_letters import Fates
     from deploy.observe import read_ledger
+    from protocol.codec import number_of
     from protocol.keys import Keys
 
     members: Any = client.smembers(Keys(found.run.id).requeue)
-    return Fates(read_ledger(found.directory), frozenset(int(m) for m in members if m.isdigit()))
+    return Fates(read_ledger(found.directory), frozenset(seq for raw in members if (seq := number_of(raw))))
 
 
 def _letters(args: argparse.Namespace, found: locate.Located, client: redis.Redis, *, bodies: bool) -> list[DeadLetter]:

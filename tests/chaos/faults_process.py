@@ -44,6 +44,8 @@ class Kill(_OfProcess):
         self.part = self.rng.choice(("process", "engine", "both")) if len(tree) > 2 else "process"
         if self.part == "engine":
             self.victim = tree[-1]
+            # killed in a node's very first launch it looks like an engine that cannot start: a person's to mend
+            self.ring.excuse(self.life.name, self.name, 10)
             send(self.victim, signal.SIGKILL)
             return True
         self.life.doomed = self.name

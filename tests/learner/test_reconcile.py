@@ -71,6 +71,17 @@ def test_only_a_seq_found_nowhere_twice_in_a_row_is_issued_again(
     assert reconciler.turn() == [], "due already"
 
 
+@pytest.mark.fault(30)
+def test_a_task_that_is_none_is_no_reason_to_stop(
+    reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source
+) -> None:
+    """Found by `make chaos SEED=1`: it ended the keeper, and with it the learner."""
+    arrange(db, store, source)
+    for fields in ({b"junk": b"\xff"}, {b"seq": b"nine"}, {b"seq": b"9" * 5000}):
+        db.xadd(KEYS.tasks, fields)
+    assert reconciler.turn() == []
+
+
 def test_entries_nobody_has_looked_at_may_be_any_seq(
     reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source, books: Books
 ) -> None:

@@ -186,6 +186,7 @@ async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
     server.let.set()
     world.sync.xadd(world.keys.tasks, {"seq": 1, "b": b"\xc1 not msgpack"})
     world.sync.xadd(world.keys.tasks, {"nothing": "of ours"})
+    world.sync.xadd(world.keys.tasks, {"seq": b"9" * 5000, "b": b""})
     world.issue(make_task(3))
     async with server.running():
         await until(lambda: len(world.published()) == 2, "one reported, one published")
@@ -194,7 +195,7 @@ async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
     assert isinstance(failed, GroupFailed) and (failed.seq, failed.reason) == (1, "task_corrupt")
     assert group.seq == 3
     letters = [fields for _, fields in world.sync.xrange(world.keys.dlq)]
-    assert [(f[b"seq"], f[b"b"]) for f in letters] == [(b"1", b"\xc1 not msgpack"), (b"0", b"")]
+    assert [(f[b"seq"], f[b"b"]) for f in letters] == [(b"1", b"\xc1 not msgpack"), (b"0", b""), (b"0", b"")]
 
 
 @pytest.mark.fault(2)
