@@ -17,7 +17,7 @@ from protocol.keys import Keys
 from protocol.ledger import Ledger
 from protocol.messages import NodeState
 
-STEPS, GROUPS = 90, 8
+STEPS, GROUPS = 60, 8
 SMALL = (f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "learner.checkpoint_every=5")
 
 

@@ -121,8 +121,9 @@ async def test_the_deadline_holds_for_all_attempts_together(retriever: FakeRetri
     retriever.script = lambda query: fault if query == "emma" else None
     search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), deadline_s=0.5, attempt_s=0.25))
     result = await search("emma")
-    assert result.error == cause and 0.1 < result.latency_s < 1.5 and len(retriever.asked) >= 2
     await search.close()
+    # the deadline may also fall into the last attempt
+    assert result.error in (cause, "timeout") and 0.1 < result.latency_s < 1.5 and len(retriever.asked) >= 2
 
 
 async def test_retry_after_is_respected_when_the_deadline_allows(retriever: FakeRetriever, search: HttpSearch) -> None:
