@@ -60,7 +60,7 @@ def test_a_woken_learner_is_told_who_took_over_and_when(said: dict[str, str]) ->
 def test_a_half_loaded_engine_is_named_in_the_status_with_the_reason(said: dict[str, str]) -> None:
     in_order(
         said["half-loaded-engine"],
-        r"^run demo: training, NOT healthy",
+        r"^run demo: (starting|training), NOT healthy",
         r"^engine    gpu-0: quarantined, version 0\.0",
         r"^problem:  engine gpu-0 is quarantined: 1\.\d+ is loaded in part: refused at gpu-0: CUDA out of memory",
         r"^   do:    it gets no requests",
