@@ -22,7 +22,9 @@ SHORTEST = 8
 SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?|REDISCLI_AUTH)$", re.IGNORECASE)
 """Names of environment variables whose values are secrets."""
 _URL_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@:]*):[^\s/?#]*@")
-_PARAMETER = re.compile(r"((?:password|passwd|api_?key|token|secret)=)[^&\s'\"]+", re.IGNORECASE)
+_STANDS_IN = r"\$\([a-z][\w./-]*\s|(?:\$\{?[A-Z_][A-Z0-9_]*\}?|\.{2,3})(?=[\s'\"&]|$)"
+"""What advice writes in the place of a secret: a command that makes one, a variable that holds one, or dots."""
+_PARAMETER = re.compile(rf"((?i:password|passwd|api_?key|token|secret)=)(?!{_STANDS_IN})[^&\s'\"]+")
 _BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 
 _known: set[str] = set()
