@@ -7,9 +7,12 @@ baseline, higher is better.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from deploy.bench.machine import machine_facts
@@ -45,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     facts = machine_facts()
     begun = time.monotonic()
     try:
-        measured = settings.measure(lambda line: print(f"[{args.name}] {line}", file=sys.stderr, flush=True))
+        with stdout_to_stderr():
+            measured = settings.measure(lambda line: print(f"[{args.name}] {line}", file=sys.stderr, flush=True))
     except ProcessFailed as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
@@ -58,6 +62,23 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(rounded(report)) if args.json else "\n".join(table(rounded(report))))
     return 0
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send stdout to stderr, also that of child processes: libraries print while they are imported.
+
+    The report alone goes to stdout, so that `--json` is one JSON object.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def rounded(value: Any) -> Any:

@@ -161,7 +161,7 @@ class ReSearchClient:
         return ["".join(f"{line['contents']}\n\n" for line in item).strip() for item in answer]
 
 
-def test_an_unmodified_search_r1_client_reads_the_passages(url: str, sure: bool) -> None:
+def test_a_client_written_like_search_r1s_reads_the_passages(url: str, sure: bool) -> None:
     queries = [f"number{i}" for i in range(12)]
     texts = SearchR1Client(url, 3).batch_search(queries)
     assert len(texts) == 12
@@ -171,7 +171,7 @@ def test_an_unmodified_search_r1_client_reads_the_passages(url: str, sure: bool)
         assert text.count("(Title: ") == 3
 
 
-def test_an_unmodified_research_client_reads_the_passages(url: str, sure: bool) -> None:
+def test_a_client_written_like_researchs_reads_the_passages(url: str, sure: bool) -> None:
     client = ReSearchClient(url)
     for query, text in zip(["number3", "number4"], client.batch_search(["number3", "number4"], 2), strict=True):
         assert query in text.split("\n\n")[0] or not sure

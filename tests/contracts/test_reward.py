@@ -45,6 +45,12 @@ def kind(member: Any) -> str:
     return str(member.model_fields["type"].default)
 
 
+def only(kinds: set[str]) -> pytest.MarkDecorator:
+    """Run a test for the members of these kinds."""
+    members = [member for member in MEMBERS if kind(member) in kinds]
+    return pytest.mark.parametrize("settings", members, ids=kind, indirect=True)
+
+
 @pytest.fixture(params=MEMBERS, ids=kind)
 async def settings(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,9 +91,8 @@ def test_it_is_known_by_its_key_and_has_a_weight(settings: Any) -> None:
     assert settings.weight == 1.0
 
 
+@only(OF_ANSWER)
 async def test_right_beats_wrong_and_wrong_is_not_below_none(settings: Any, score: Scored) -> None:
-    if settings.type not in OF_ANSWER:
-        return
     right, wrong, none = [await score(outcome(answer)) for answer in ("jane austen", "Dickens", None)]
     assert right > wrong >= none
     assert all(math.isfinite(value) and 0 <= value <= 1 for value in (right, wrong, none))
@@ -116,11 +121,11 @@ async def test_a_question_without_gold_answers_pays_no_more_for_one_answer_than_
     assert len(values) == 1
 
 
+@only(OF_BEHAVIOUR)
 async def test_behaviour_only_costs(settings: Any, score: Scored) -> None:
-    if settings.type in OF_BEHAVIOUR:
-        long = tuple(replace(turn, tokens=5000) for turn in outcome("x").turns * 4)
-        assert await score(replace(outcome("x"), turns=long, searches=9)) <= 0
-        assert await score(outcome("jane austen")) == 0
+    bad = tuple(replace(turn, policy="no tags", tokens=5000) for turn in outcome("x").turns * 4)
+    assert await score(replace(outcome("x"), turns=bad, searches=9)) < 0
+    assert await score(outcome("jane austen")) == 0
 
 
 async def test_the_same_outcome_scores_the_same_at_any_time(score: Scored) -> None:

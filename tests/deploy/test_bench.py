@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from typing import Any, ClassVar
 
 import pytest
@@ -43,6 +45,25 @@ def test_json_is_one_object_with_the_figure_its_baseline_and_the_machine(capsys:
     assert told["baseline"] == {"name": "goats", "value": 1.0} and told["settings"] == {"count": 7}
     assert told["machine"]["cores"] >= 1 and {"load_1m", "load_1m_end", "run_s"} <= told["machine"].keys()
     assert err == "[sheep] counting\n", "progress is not part of the answer"
+
+
+def test_what_a_library_prints_is_no_part_of_the_json(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed logs to stdout while it is imported; a C library or a child process writes to descriptor 1."""
+
+    class NoisySheep(Sheep):
+        def measure(self, say: Say) -> Measured:
+            print("[WARNING] from Python")
+            os.write(1, b"from descriptor 1\n")
+            subprocess.run(["echo", "from a child"], check=True)
+            return super().measure(say)
+
+    monkeypatch.setitem(table.BENCHMARKS, "sheep", NoisySheep)
+    assert main(["bench", "sheep", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["name"] == "sheep"
+    assert {"[WARNING] from Python", "from descriptor 1", "from a child"} <= set(err.splitlines())
 
 
 def test_a_quick_run_is_small_and_a_flag_has_the_last_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms.base import TokenInputs
+from learner.algorithms.base import Scored, TokenInputs
 from learner.batch import build_batch
 from learner.config_algorithm import GrpoSettings
 from learner.config_batch import BatchSettings
@@ -42,15 +42,34 @@ def inputs(n: int = 12, *, seed: int = 0, dtype=torch.float64, **given) -> Token
     return TokenInputs(**tensors)
 
 
+def slow_importance(x: TokenInputs, s: GrpoSettings) -> list[float]:
+    """Importance weight of each token: truncated (TIS) or masked (MIS), then divided by its mean if so set."""
+    c = s.correction
+    ratios = [math.exp(old - b) for old, b in zip(x.old.tolist(), x.behaviour.tolist(), strict=True)]
+    if s.old_logprobs != "recompute" or c.mode == "off":
+        return [1.0] * len(ratios)
+    if c.mode == "mask":
+        found = [r if c.low <= r <= c.high else 0.0 for r in ratios]
+    else:
+        found = [min(max(r, c.low), c.high) for r in ratios]
+    mean = sum(found) / len(found) if c.normalize else 1.0
+    return [f / mean for f in found]
+
+
+def as_scored(x: TokenInputs) -> Scored:
+    """The same tokens before the update, as `judge` takes them."""
+    n = len(x.behaviour)
+    nothing, turn = torch.zeros(n, dtype=x.behaviour.dtype), torch.zeros(n, dtype=torch.int64)
+    return Scored(nothing, x.advantages, x.behaviour, x.old, x.reference, None, x.mask, x.trajectory, turn)
+
+
 def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[float]]:
     """Loss, gradient to log-probs, gradient to entropies; one token at a time, derivatives by hand."""
     total, to_logprobs, to_entropy = 0.0, [], []
-    columns = [t.tolist() for t in (x.logprobs, x.entropy, x.behaviour, x.old, x.reference, x.advantages, x.weights)]
-    for lp, h, b, old, ref, a, w in zip(*columns, strict=True):
+    columns = [t.tolist() for t in (x.logprobs, x.entropy, x.old, x.reference, x.advantages, x.weights)]
+    for lp, h, old, ref, a, w, iw in zip(*columns, slow_importance(x, s), strict=True):
         ratio = math.exp(lp - old)
         bounded = min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
-        weighs = s.old_logprobs == "recompute" and s.correction.mode == "truncate"
-        iw = min(math.exp(old - b), s.correction.high) if weighs else 1.0
         value = iw * max(-a * ratio, -a * bounded)
         slope = iw * (-a * ratio if -a * ratio >= -a * bounded else 0.0)
         k3 = math.exp(ref - lp) - (ref - lp) - 1
@@ -69,18 +88,32 @@ def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[floa
         {"entropy_coefficient": 0.2, "kl": {"coefficient": 0.1}},
         {"old_logprobs": "recompute", "correction": {"high": 1.1}},
         {"old_logprobs": "recompute", "correction": {"mode": "off"}},
+        {"old_logprobs": "recompute", "correction": {"mode": "mask", "low": 0.4, "high": 1.5}},
+        {"old_logprobs": "recompute", "correction": {"high": 1.1, "normalize": True}},
+        {"old_logprobs": "recompute", "correction": {"mode": "mask", "low": 0.4, "high": 1.5, "normalize": True}},
     ],
 )
 def test_the_loss_is_that_of_a_slow_loop(settings):
     s = GrpoSettings(**settings)
     x = inputs(old=inputs(seed=5).behaviour - 0.7) if s.old_logprobs == "recompute" else inputs()
-    out = s.build().loss(x)
+    algorithm = s.build()
+    algorithm.judge([as_scored(x)], lambda vector: vector)
+    out = algorithm.loss(x)
     out.loss.backward()
     total, to_logprobs, to_entropy = slow(x, s)
     assert out.loss.item() == pytest.approx(total, rel=1e-9)
     assert x.logprobs.grad.tolist() == pytest.approx(to_logprobs, rel=1e-9, abs=1e-12)
     if s.entropy_coefficient:
         assert x.entropy.grad.tolist() == pytest.approx(to_entropy, rel=1e-9)
+
+
+def test_the_default_correction_truncates_importance_weights_at_two():
+    """TIS with C = 2, the value of verl and slime: a weight of 9 counts as 2, one of 1/9 as it is."""
+    behaviour = torch.log(torch.tensor([0.1, 0.9], dtype=torch.float64))
+    old = torch.log(torch.tensor([0.9, 0.1], dtype=torch.float64))
+    x = inputs(2, behaviour=behaviour, old=old, logprobs=old, advantages=torch.ones(2, dtype=torch.float64))
+    GrpoSettings(old_logprobs="recompute").build().loss(x).loss.backward()
+    assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([2, 1 / 9])
 
 
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():

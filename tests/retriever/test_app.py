@@ -54,7 +54,7 @@ def search_r1_passages(results: list[Any]) -> str:
     return text
 
 
-async def test_an_unmodified_search_r1_client_gets_what_it_reads(settings: Settings) -> None:
+async def test_a_client_written_like_search_r1s_gets_what_it_reads(settings: Settings) -> None:
     async with running(settings()) as port:
         queries = ["number7 letter", "number8", "number9"]
         status, body, _ = await apost(port, {"queries": queries, "topk": 2, "return_scores": True})
