@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 
 def machine_facts() -> dict[str, Any]:
-    """Plain values for the report. `load_1m`: the load average of the last minute, as of now."""
+    """Plain values for the report. `load_1m`: the load average of the last minute, as of now; `commit`: "" where the
+    code is not a git checkout, with "-dirty" where it differs from the commit.
+    """
     return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "commit": _commit(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_name(),
         "python": platform.python_version(),
         "load_1m": round(os.getloadavg()[0], 2),
     }
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _cpu_name() -> str:

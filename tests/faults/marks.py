@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
 
 
+@cache
 def marked() -> dict[int, list[str]]:
     """Row -> `file::test` of every test that carries its mark, sorted."""
     found: defaultdict[int, list[str]] = defaultdict(list)

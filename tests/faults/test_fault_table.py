@@ -41,3 +41,26 @@ def test_the_page_names_the_tests_that_are_there() -> None:
         if found:
             named = set(re.findall(r"`([\w/.]+\.py::\w+)`", line))
             assert named == set(MARKED.get(int(found[1]), ())), f"row {found[1]}: run `make reliability`"
+
+
+def test_the_page_says_passed_of_every_test_and_names_the_commit() -> None:
+    """Only `make reliability` writes the table, and only when every test passed at one clean commit."""
+    text = PAGE.read_text()
+    assert re.search(
+        r"^Last run: \d{4}-\d\d-\d\d, commit [0-9a-f]{7,}, `make reliability`: \d+ of \d+ passed(, \d+ skipped)?\.$",
+        text,
+        re.MULTILINE,
+    )
+    rows = [line.split("|") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(row[1]) for row in rows] == list(ROWS)
+    cells = {cell.strip() for row in rows for cell in row[-2].split("<br>")}
+    assert all(re.fullmatch(r"passed( \(\d+ of \d+\))?", cell) for cell in cells), cells
+
+
+def test_a_failed_a_skipped_and_a_missing_test_keep_the_page_as_it_is() -> None:
+    report = module("report")
+    names = sorted({name for names in MARKED.values() for name in names})
+    good = {name: ["passed"] for name in names}
+    assert report.problems(good) == []
+    for wrong, word in ((["passed", "failed"], "FAILED"), (["skipped"], "skipped"), ([], "not run")):
+        assert report.problems(good | {names[0]: wrong}) == [f"{names[0]}: {word}"]
