@@ -26,6 +26,7 @@ def grpo(given: Outcomes, *, std="group", ddof=1, epsilon=0.0):
 def test_one_right_of_four_by_hand():
     # mean 1/4; sum of squares 9/16 + 3/16 = 3/4; variance 1/4 (n - 1) or 3/16 (n)
     np.testing.assert_allclose(grpo(outcomes([1, 0, 0, 0])), [1.5, -0.5, -0.5, -0.5], rtol=1e-12)
+    np.testing.assert_allclose(grpo_advantages(outcomes([1, 0, 0, 0]), epsilon=0.0)[0], 1.5, rtol=1e-12)
     np.testing.assert_allclose(grpo(outcomes([1, 0, 0, 0]), ddof=0), np.array([3, -1, -1, -1]) / np.sqrt(3), rtol=1e-12)
 
 

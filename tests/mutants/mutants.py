@@ -1,0 +1,430 @@
+"""Known faults to build into the product, each with the test files that must notice it.
+
+`old` stands in the file exactly once; it is replaced by `new`. `tests` are files or folders below tests/: the ones that
+a change of that line would be expected to break, so that a run of `make mutants` takes minutes and not days.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+LUA = "protocol/functions.lua"
+OWN = "if not own(k[1], a[1], a[2]) then return FENCED end"
+FUNCTIONS = ("protocol/test_functions.py", "simulation/test_sim_redis.py")
+
+MUTANTS = (
+    # delivery: functions of Redis
+    Mutant("ack is not fenced", LUA, f"{OWN}\n  local n = 0", "local n = 0", FUNCTIONS),
+    Mutant(
+        "view is not fenced", LUA, f"{OWN}\n  redis.call('SET', k[2], a[3]", "redis.call('SET', k[2], a[3]", FUNCTIONS
+    ),
+    Mutant("a lease without its epoch", LUA, "redis.call('HGET', lease, 'epoch') == epoch and ", "", FUNCTIONS),
+    Mutant("a lease without its token", LUA, " and redis.call('HGET', lease, 'token') == token", "", FUNCTIONS),
+    Mutant(
+        "a new epoch ignores the checkpoint's",
+        LUA,
+        "math.max(tonumber(redis.call('GET', k[2]) or '0'), tonumber(a[2])) + 1",
+        "tonumber(redis.call('GET', k[2]) or '0') + 1",
+        FUNCTIONS,
+    ),
+    Mutant(
+        "published although the task is not ours",
+        LUA,
+        "if redis.call('XACK', k[1], 'rollout', a[1]) == 0 then return 'DUP' end\n  count(k[3]",
+        "redis.call('XACK', k[1], 'rollout', a[1])\n  count(k[3]",
+        FUNCTIONS,
+    ),
+    Mutant(
+        "trimmed one entry too far",
+        LUA,
+        "if pending[2] then return pending[2] end",
+        "if pending[3] then return pending[3] end",
+        FUNCTIONS,
+    ),
+    Mutant("beats the tasks of others", LUA, "a[i], a[i], 1, a[1])", "a[i], a[i], 1)", FUNCTIONS),
+    Mutant(
+        "issues below the floor",
+        LUA,
+        "math.max(tonumber(redis.call('GET', k[2]) or '0'), tonumber(a[3]))",
+        "tonumber(redis.call('GET', k[2]) or '0')",
+        FUNCTIONS,
+    ),
+    # delivery: learner
+    Mutant(
+        "a settled seq is settled again",
+        "protocol/ledger.py",
+        "        if seq in self:\n            raise",
+        "        if False:\n            raise",
+        ("protocol/test_ledger.py",),
+    ),
+    Mutant(
+        "a seq that is here is taken twice",
+        "learner/source.py",
+        "if seq in books.ledger or seq in books.held:",
+        "if seq in books.ledger:",
+        ("learner/test_source.py", "learner/test_books.py"),
+    ),
+    Mutant(
+        "a settled seq is trained again",
+        "learner/source.py",
+        "if seq in books.ledger or seq in books.held:",
+        "if seq in books.held:",
+        ("learner/test_source.py", "learner/test_books.py"),
+    ),
+    Mutant(
+        "a checkpoint acknowledges everything",
+        "learner/books.py",
+        'return [id_ for name in state.get("entries", ()) if (id_ := name.encode()) in self.unacked]',
+        "return list(self.unacked)",
+        ("learner/test_books.py", "learner/test_loop.py"),
+    ),
+    Mutant(
+        "acknowledged before the checkpoint",
+        "learner/loop.py",
+        "        state = p.books.to_state() | p.audit.to_state()\n",
+        "        state = p.books.to_state() | p.audit.to_state()\n        p.store.ack(p.books.commit(state))\n",
+        ("learner/test_loop.py", "learner/test_checkpoint.py", "learner/test_resume.py", "learner/test_durability.py"),
+    ),
+    Mutant(
+        "tokens at the bound are masked",
+        "learner/batch.py",
+        "lag(now_step, span.version) > max_lag",
+        "lag(now_step, span.version) >= max_lag",
+        ("learner/test_batch.py",),
+    ),
+    Mutant(
+        "an orphan one step later",
+        "protocol/versions.py",
+        "version.step > start.step for start",
+        "version.step >= start.step for start",
+        ("protocol/test_versions.py",),
+    ),
+    Mutant(
+        "an entry may kill once more",
+        "learner/source.py",
+        ">= DELIVERIES:",
+        "> DELIVERIES:",
+        ("learner/test_poison.py",),
+    ),
+    Mutant(
+        "a group is stale one step early",
+        "rollout_server/work.py",
+        "target.step - first.step > self._max_lag",
+        "target.step - first.step >= self._max_lag",
+        ("rollout_server/test_delivery.py", "rollout_server/test_tasks.py", "rollout_server/test_serve.py"),
+    ),
+    Mutant(
+        "a lost lease goes on",
+        "rollout_server/tasks.py",
+        "                task.cancel()\n                await",
+        "                await",
+        ("rollout_server/test_tasks.py",),
+    ),
+    Mutant(
+        "twice the credit",
+        "protocol/staleness.py",
+        "window = (max_lag + 1) * groups_per_step",
+        "window = (max_lag + 2) * groups_per_step",
+        ("learner/test_issue.py", "learner/test_books.py"),
+    ),
+    Mutant(
+        "the cross-check says nothing",
+        "learner/crosscheck.py",
+        "                return _problem(moved)\n",
+        '                return ""\n',
+        ("learner/test_crosscheck.py",),
+    ),
+    Mutant(
+        "seqs that are settled are issued again",
+        "learner/issue.py",
+        "if s not in books.ledger and s not in books.held]",
+        "if s not in books.held]",
+        ("learner/test_issue.py",),
+    ),
+    # what is durable
+    Mutant(
+        "checkpoint without fsync of its files",
+        "learner/checkpoint.py",
+        "                flush(path)\n            confirm()",
+        "                pass\n            confirm()",
+        ("learner/test_checkpoint.py", "learner/test_durability.py"),
+    ),
+    Mutant(
+        "checkpoint in spite of a newer epoch",
+        "learner/checkpoint.py",
+        "> epoch:\n                    raise Fenced",
+        "> epoch + 9:\n                    raise Fenced",
+        ("learner/test_checkpoint.py",),
+    ),
+    Mutant(
+        "a manifest that was changed",
+        "learner/run_key.py",
+        "if not hmac.compare_digest(",
+        "if False and not hmac.compare_digest(",
+        ("learner/test_checkpoint.py", "learner/test_trust.py"),
+    ),
+    Mutant("an epoch is begun twice", "learner/lease.py", 'open("x")', 'open("w")', ("learner/test_lease.py",)),
+    Mutant(
+        "a damaged frame of the journal is read",
+        "learner/journal_index.py",
+        "if len(raw) != place.length or zlib.crc32(raw) != place.crc:",
+        "if len(raw) != place.length:",
+        ("learner/test_journal.py",),
+    ),
+    Mutant(
+        "an index that is off by one",
+        "learner/journal_index.py",
+        "place.offset != end + FRAME.size or ",
+        "place.offset < end + FRAME.size - 1 or ",
+        ("learner/test_journal.py",),
+    ),
+    Mutant(
+        "weights published without fsync",
+        "learner/publish/disk.py",
+        "        if self._settings.fsync:\n            flush(path)",
+        "        return",
+        ("learner/test_publish.py", "learner/test_durability.py"),
+    ),
+    # weights
+    Mutant(
+        "weights that are not finite are published",
+        "learner/publish/sanity.py",
+        "if not math.isfinite(norm):",
+        "if False:",
+        ("learner/test_sanity.py", "learner/test_publish.py"),
+    ),
+    Mutant(
+        "files of weights are not compared",
+        "rollout_server/node/manifest.py",
+        "if digest.hexdigest() != sha256:",
+        "if False:",
+        ("rollout_server/test_node_manifest.py",),
+    ),
+    Mutant(
+        "the version is not read back",
+        "rollout_server/node/swap.py",
+        "            if held != update.version:",
+        "            if False:",
+        ("rollout_server/test_node.py",),
+    ),
+    Mutant(
+        "what was sent is not compared",
+        "learner/publish/transfer.py",
+        "if len(set(by_member.values())) > 1:",
+        "if False:",
+        ("learner/test_publish_distributed.py",),
+    ),
+    # trajectories
+    Mutant(
+        "tokens of the environment are trained",
+        "protocol/messages.py",
+        "np.full(len(s.ids), s.owner is Owner.POLICY)",
+        "np.full(len(s.ids), s.owner is not Owner.PROMPT)",
+        ("learner/test_batch.py", "protocol/test_codec.py", "rollout_server/test_rollout.py"),
+    ),
+    Mutant(
+        "spans with a gap",
+        "protocol/messages.py",
+        "if span.start != position or",
+        "if span.start < position or",
+        ("protocol/test_codec.py",),
+    ),
+    Mutant(
+        "closing tags are not escaped",
+        "rollout_server/actions.py",
+        r"(?:/\s*)?(?:{",
+        r"(?:{",
+        ("rollout_server/test_actions.py",),
+    ),
+    Mutant(
+        "tags of tools are not escaped",
+        "rollout_server/actions.py",
+        "(*RESERVED, *tools)",
+        "RESERVED",
+        ("rollout_server/test_actions.py", "rollout_server/test_tools.py"),
+    ),
+    Mutant(
+        "passages are not escaped",
+        "rollout_server/actions.py",
+        "return neutralise(template.list_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN], tools)",
+        "return template.list_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN]",
+        ("rollout_server/search/test_injection.py", "rollout_server/test_rollout.py"),
+    ),
+    Mutant(
+        "passages may hold control tokens",
+        "rollout_server/tokens.py",
+        "return [i for i in ids if i not in self.control_ids]",
+        "return list(ids)",
+        ("rollout_server/test_tokens.py",),
+    ),
+    Mutant(
+        "exact match keeps articles",
+        "rollout_server/reward/exact_match.py",
+        '_ARTICLE.sub(" ", text.lower()',
+        "(text.lower()",
+        ("rollout_server/test_reward_exact.py",),
+    ),
+    # engines
+    Mutant(
+        "a window never shrinks",
+        "rollout_server/engine/window.py",
+        "SHRINK = 0.7",
+        "SHRINK = 1.0",
+        ("rollout_server/test_choose.py", "rollout_server/test_router.py"),
+    ),
+    Mutant(
+        "a window shrinks to nine tenths",
+        "rollout_server/engine/window.py",
+        "SHRINK = 0.7",
+        "SHRINK = 0.9",
+        ("rollout_server/test_choose.py", "rollout_server/test_router.py"),
+    ),
+    Mutant(
+        "a group has no engine",
+        "rollout_server/engine/choose.py",
+        "    for name in usual:",
+        "    for name in usual[:1]:",
+        ("rollout_server/test_choose.py", "rollout_server/test_router.py"),
+    ),
+    # who may call what
+    Mutant(
+        "anybody may read the metrics",
+        "protocol/access.py",
+        'OPEN = frozenset({"/health", "/ready"})',
+        'OPEN = frozenset({"/health", "/ready", "/metrics"})',
+        ("security/test_access.py", "security/test_http_access.py"),
+    ),
+    Mutant(
+        "nodes may ask for episodes",
+        "rollout_server/listen.py",
+        '    "/v1/episodes": "operator",',
+        '    "/v1/episodes": "node",',
+        ("security/test_access.py", "security/test_http_access.py"),
+    ),
+    Mutant(
+        "viewers may search",
+        "retriever/app_access.py",
+        'NEEDS.get(request.path, "node")',
+        'NEEDS.get(request.path, "viewer")',
+        ("security/test_access.py", "security/test_http_access.py"),
+    ),
+    Mutant(
+        "control routes take the API key",
+        "rollout_server/cpu_engine/access.py",
+        '    "/abort_request",\n        ',
+        "    ",
+        ("contracts/engine/test_engine_keys.py",),
+    ),
+    Mutant(
+        "any name leads to a loopback service",
+        "protocol/access.py",
+        "return not header or is_loopback(",
+        "return True or is_loopback(",
+        ("security/test_access.py", "security/test_http_access.py"),
+    ),
+    Mutant(
+        "secrets are shown",
+        "protocol/redaction.py",
+        "        text = text.replace(secret, SHOWN)",
+        "        pass",
+        ("security/test_redaction.py",),
+    ),
+    Mutant(
+        "no filter of system calls",
+        "rollout_server/tools/jail/__main__.py",
+        "        seccomp.install()",
+        "        pass",
+        ("rollout_server/test_jail.py",),
+    ),
+    Mutant(
+        "no Landlock",
+        "rollout_server/tools/jail/__main__.py",
+        "        landlock.restrict(spec.readable, os.getcwd())",
+        "        pass",
+        ("rollout_server/test_jail.py",),
+    ),
+    # retriever
+    Mutant(
+        "one hit less",
+        "retriever/searcher.py",
+        "rows[:k]",
+        "rows[:k - 1]",
+        ("contracts/test_dialects.py", "retriever/test_app.py"),
+    ),
+    Mutant(
+        "the cache ignores the number of hits",
+        "retriever/searches.py",
+        "Key(normalise(query), k, self._fingerprint, run)",
+        "Key(normalise(query), 0 * k, self._fingerprint, run)",
+        ("retriever/test_app.py", "retriever/test_cache.py"),
+    ),
+    # mathematics
+    Mutant(
+        "TIS without its cap",
+        "learner/losses/offpolicy.py",
+        ".exp().clamp(low, high), mask)",
+        ".exp().clamp(low), mask)",
+        ("learner/test_losses_offpolicy.py", "learner/test_grpo.py"),
+    ),
+    Mutant(
+        "mask acts as truncate",
+        "learner/algorithms/correction.py",
+        'limit = truncated if s.mode == "truncate" else masked',
+        "limit = truncated",
+        ("learner/test_grpo.py",),
+    ),
+    Mutant(
+        "weights are never normalised",
+        "learner/algorithms/correction.py",
+        "weight = normalised(weight, mask, self._sums)",
+        "pass",
+        ("learner/test_grpo.py",),
+    ),
+    Mutant(
+        "TIS at twenty",
+        "learner/config_policy.py",
+        'high: float = Field(default=2.0, gt=0)\n    """Greatest weight."""',
+        'high: float = Field(default=20.0, gt=0)\n    """Greatest weight."""',
+        ("learner/test_grpo.py",),
+    ),
+    Mutant(
+        "k2 without its half",
+        "learner/kl/estimators.py",
+        "return 0.5 * x.square()",
+        "return x.square()",
+        ("learner/test_kl.py",),
+    ),
+    Mutant(
+        "deviation of the population by default",
+        "learner/advantages/groups.py",
+        'std: Spread = "group", ddof: int = 1',
+        'std: Spread = "group", ddof: int = 0',
+        ("learner/test_advantages.py",),
+    ),
+    Mutant(
+        "deviation of the population",
+        "learner/config_policy.py",
+        "std_ddof: Literal[0, 1] = 1",
+        "std_ddof: Literal[0, 1] = 0",
+        ("learner/test_grpo.py", "learner/test_advantages_family.py", "contracts/test_algorithm.py"),
+    ),
+    Mutant(
+        "another upper clip",
+        "learner/config_policy.py",
+        "clip_high: float = Field(default=0.28, ge=0)",
+        "clip_high: float = Field(default=0.2, ge=0)",
+        ("learner/test_grpo.py", "learner/test_losses_policy.py", "deploy/test_presets.py"),
+    ),
+)
