@@ -3,8 +3,31 @@
 -- Flags: acknowledging and renewing must work when Redis is full ('allow-oom'); publishing and issuing must not,
 -- so that a full Redis is refused BEFORE the task is acknowledged and shows up as back-pressure.
 
+-- BADKEY names the key that cannot be used as it is: of another type, no number, or a stream that is full to the last id.
+local function bad(key, why)
+  return {err = 'BADKEY ' .. key .. ': ' .. why}
+end
+
+local function checked(reply, key)
+  if type(reply) ~= 'table' or not reply.err then return reply end
+  local about_key = string.find(reply.err, '^WRONGTYPE') or string.find(reply.err, 'exhausted')
+  error(about_key and bad(key, reply.err) or reply)
+end
+
+-- As redis.call, but that errors which are a key's fault name it.
+local function call(command, ...)
+  return checked(redis.pcall(command, ...), command == 'XINFO' and select(2, ...) or (...))
+end
+
+-- The whole number at `key`, 0 where there is none. Beyond 15 digits Lua's numbers are not exact.
+local function number_at(key)
+  local text = call('GET', key) or '0'
+  if #text > 15 or not string.match(text, '^%d+$') then error(bad(key, 'it holds no count')) end
+  return tonumber(text)
+end
+
 local function own(lease, epoch, token)
-  return redis.call('HGET', lease, 'epoch') == epoch and redis.call('HGET', lease, 'token') == token
+  return call('HGET', lease, 'epoch') == epoch and call('HGET', lease, 'token') == token
 end
 
 local FENCED = {err = 'FENCED this learner no longer holds the lease'}
@@ -15,14 +38,15 @@ end
 
 -- Everything below this id has been delivered and acknowledged.
 local function floor_id(stream, group)
-  local pending = redis.call('XPENDING', stream, group)
+  local pending = call('XPENDING', stream, group)
   if pending[2] then return pending[2] end
-  for _, g in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+  for _, g in ipairs(call('XINFO', 'GROUPS', stream)) do
     local d = {}
     for i = 1, #g, 2 do d[g[i]] = g[i + 1] end
     if d['name'] == group then
       local ms, sq = string.match(d['last-delivered-id'], '(%d+)-(%d+)')
-      return ms .. '-' .. string.format('%.0f', tonumber(sq) + 1)
+      -- where Lua's numbers are not exact, the last delivered entry stays
+      return ms .. '-' .. (#sq > 15 and sq or string.format('%.0f', tonumber(sq) + 1))
     end
   end
 end
@@ -30,53 +54,53 @@ end
 -- MINID at the acknowledged floor never removes what is unread or pending; MAXLEN would.
 local function trim(stream, group)
   local id = floor_id(stream, group)
-  if id then redis.call('XTRIM', stream, 'MINID', '=', id) end
+  if id then call('XTRIM', stream, 'MINID', '=', id) end
 end
 
 local function exists(stream)
-  return redis.call('EXISTS', stream) == 1
+  return call('EXISTS', stream) == 1
 end
 
 -- lease, epoch | token, checkpoint epoch, ttl ms, takeover ('1' or '0') -> {1, epoch} or {0, epoch, ttl left, holder}
 redis.register_function('foray_acquire', function(k, a)
-  local holder = redis.call('HGET', k[1], 'token')
+  local holder = call('HGET', k[1], 'token')
   if holder and holder ~= a[1] and a[4] ~= '1' then
-    return {0, tonumber(redis.call('HGET', k[1], 'epoch') or '0'), redis.call('PTTL', k[1]), holder}
+    return {0, tonumber(call('HGET', k[1], 'epoch') or '0') or 0, call('PTTL', k[1]), holder}
   end
-  local epoch = math.max(tonumber(redis.call('GET', k[2]) or '0'), tonumber(a[2])) + 1
-  redis.call('SET', k[2], epoch)
-  redis.call('DEL', k[1])
+  local epoch = math.max(number_at(k[2]), tonumber(a[2])) + 1
+  call('SET', k[2], epoch)
+  call('DEL', k[1])
   -- ttl and since (seconds, by this clock) are for people: a TTL that is left says when the lease was last renewed
-  redis.call('HSET', k[1], 'epoch', epoch, 'token', a[1], 'ttl', a[3], 'since', redis.call('TIME')[1])
-  redis.call('PEXPIRE', k[1], a[3])
+  call('HSET', k[1], 'epoch', epoch, 'token', a[1], 'ttl', a[3], 'since', call('TIME')[1])
+  call('PEXPIRE', k[1], a[3])
   return {1, epoch}
 end)
 
 -- lease | epoch, token, ttl ms -> 1 held, 0 lost. PEXPIRE works at maxmemory, SET would not.
 redis.register_function{function_name = 'foray_renew', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return 0 end
-  return redis.call('PEXPIRE', k[1], a[3])
+  return call('PEXPIRE', k[1], a[3])
 end}
 
 -- lease | epoch, token -> 1 when it was held and is now free
 redis.register_function{function_name = 'foray_release', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return 0 end
-  return redis.call('DEL', k[1])
+  return call('DEL', k[1])
 end}
 
 -- lease, issued, tasks | epoch, token, floor (every seq up to here is settled), then pairs seq, body -> highest issued
 redis.register_function('foray_issue', function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   if not exists(k[3]) then return lost(k[3]) end
-  local issued = math.max(tonumber(redis.call('GET', k[2]) or '0'), tonumber(a[3]))
+  local issued = math.max(number_at(k[2]), tonumber(a[3]))
   for i = 4, #a, 2 do
     local seq = tonumber(a[i])
     if seq > issued then
-      redis.call('XADD', k[3], 'NOMKSTREAM', '*', 'seq', a[i], 'b', a[i + 1])
+      call('XADD', k[3], 'NOMKSTREAM', '*', 'seq', a[i], 'b', a[i + 1])
       issued = seq
     end
   end
-  redis.call('SET', k[2], issued)
+  call('SET', k[2], issued)
   trim(k[3], 'rollout')
   return issued
 end)
@@ -85,7 +109,7 @@ end)
 redis.register_function('foray_reissue', function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   if not exists(k[2]) then return lost(k[2]) end
-  for i = 3, #a, 2 do redis.call('XADD', k[2], 'NOMKSTREAM', '*', 'seq', a[i], 'b', a[i + 1]) end
+  for i = 3, #a, 2 do call('XADD', k[2], 'NOMKSTREAM', '*', 'seq', a[i], 'b', a[i + 1]) end
   return (#a - 2) / 2
 end)
 
@@ -93,9 +117,9 @@ end)
 redis.register_function{function_name = 'foray_beat', flags = {'allow-oom'}, callback = function(k, a)
   local mine = {}
   for i = 2, #a do
-    local pending = redis.call('XPENDING', k[1], 'rollout', a[i], a[i], 1, a[1])
+    local pending = call('XPENDING', k[1], 'rollout', a[i], a[i], 1, a[1])
     if #pending == 1 then
-      redis.call('XCLAIM', k[1], 'rollout', a[1], 0, a[i], 'JUSTID')
+      call('XCLAIM', k[1], 'rollout', a[1], 0, a[i], 'JUSTID')
       mine[#mine + 1] = a[i]
     end
   end
@@ -103,32 +127,45 @@ redis.register_function{function_name = 'foray_beat', flags = {'allow-oom'}, cal
 end}
 
 -- tokens: a hash of this Redis' own counts. What an older rollout server does not pass (key and number) is not counted.
+-- A statistic: one that cannot be written (another type, no number, at its end) stops no delivery.
 local function count(key, field, n)
-  if key and n and tonumber(n) > 0 then redis.call('HINCRBY', key, field, n) end
+  if key and n and tonumber(n) > 0 then redis.pcall('HINCRBY', key, field, n) end
+end
+
+-- Whether the task `id` is leased, by anyone. Without the group nothing is.
+local function leased(tasks, id)
+  local pending = redis.pcall('XPENDING', tasks, 'rollout', id, id, 1)
+  if pending.err and string.find(pending.err, '^NOGROUP') then return false end
+  return #checked(pending, tasks) == 1
 end
 
 -- tasks, traj, tokens | task id, seq, header, body, tokens sampled in this attempt
 --   -> entry id, or DUP when somebody has published this task already
+-- The entry is added before the task is acknowledged: an error leaves the task leased, and the caller tries again.
 redis.register_function('foray_publish', function(k, a)
   if not exists(k[2]) then return lost(k[2]) end
-  if redis.call('XACK', k[1], 'rollout', a[1]) == 0 then return 'DUP' end
+  if not leased(k[1], a[1]) then return 'DUP' end
+  local id = call('XADD', k[2], 'NOMKSTREAM', '*', 'seq', a[2], 'h', a[3], 'b', a[4], 't', a[5] or '0')
+  call('XACK', k[1], 'rollout', a[1])
   count(k[3], 'published', a[5])
-  return redis.call('XADD', k[2], 'NOMKSTREAM', '*', 'seq', a[2], 'h', a[3], 'b', a[4], 't', a[5] or '0')
+  return id
 end)
 
 -- tasks, tokens | task id, seq, body of the next attempt, tokens sampled in the failed one -> new id, or DUP.
--- The failed attempt gives way to the next one.
+-- The failed attempt gives way to the next one, likewise.
 redis.register_function('foray_retry', function(k, a)
-  if redis.call('XACK', k[1], 'rollout', a[1]) == 0 then return 'DUP' end
+  if not leased(k[1], a[1]) then return 'DUP' end
+  local id = call('XADD', k[1], 'NOMKSTREAM', '*', 'seq', a[2], 'b', a[3])
+  call('XACK', k[1], 'rollout', a[1])
   count(k[2], 'rejected', a[4])
-  return redis.call('XADD', k[1], 'NOMKSTREAM', '*', 'seq', a[2], 'b', a[3])
+  return id
 end)
 
 -- lease, traj | epoch, token, ids... -> how many were acknowledged
 redis.register_function{function_name = 'foray_ack', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   local n = 0
-  for i = 3, #a do n = n + redis.call('XACK', k[2], 'learner', a[i]) end
+  for i = 3, #a do n = n + call('XACK', k[2], 'learner', a[i]) end
   trim(k[2], 'learner')
   return n
 end}
@@ -136,14 +173,14 @@ end}
 -- lease, target | epoch, token, body (a WeightUpdate), state ('ready' or 'done') -> 1
 redis.register_function('foray_target', function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
-  redis.call('HSET', k[2], 'b', a[3], 'state', a[4])
+  call('HSET', k[2], 'b', a[3], 'state', a[4])
   return 1
 end)
 
 -- lease, view | epoch, token, body (a WeightView), ttl ms -> 1
 redis.register_function('foray_view', function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
-  redis.call('SET', k[2], a[3], 'PX', a[4])
+  call('SET', k[2], a[3], 'PX', a[4])
   return 1
 end)
 
@@ -151,7 +188,7 @@ end)
 local function undelivered(stream, last)
   local found, from = {}, '(' .. last
   while true do
-    local entries = redis.call('XRANGE', stream, from, '+', 'COUNT', 32)
+    local entries = call('XRANGE', stream, from, '+', 'COUNT', 32)
     if #entries == 0 then return found end
     for _, e in ipairs(entries) do
       found[#found + 1] = e[1]
@@ -168,18 +205,18 @@ end
 redis.register_function{function_name = 'foray_census', flags = {'no-writes'}, callback = function(k)
   if not exists(k[1]) then return lost(k[1]) end
   local pending = {}
-  for _, e in ipairs(redis.call('XPENDING', k[1], 'learner', '-', '+', 1000000)) do pending[#pending + 1] = e[1] end
+  for _, e in ipairs(call('XPENDING', k[1], 'learner', '-', '+', 1000000)) do pending[#pending + 1] = e[1] end
   local last, delivered = '0-0', '0-0'
-  local info = redis.call('XINFO', 'STREAM', k[1])
+  local info = call('XINFO', 'STREAM', k[1])
   for i = 1, #info, 2 do
     if info[i] == 'last-generated-id' then last = info[i + 1] end
   end
-  for _, g in ipairs(redis.call('XINFO', 'GROUPS', k[1])) do
+  for _, g in ipairs(call('XINFO', 'GROUPS', k[1])) do
     local d = {}
     for i = 1, #g, 2 do d[g[i]] = g[i + 1] end
     if d['name'] == 'learner' then delivered = d['last-delivered-id'] end
   end
-  return {redis.call('HGETALL', k[2]), last, pending, undelivered(k[1], delivered)}
+  return {call('HGETALL', k[2]), last, pending, undelivered(k[1], delivered)}
 end}
 
 -- traj | ids... -> the field t of each that is there, '0' for others
@@ -187,7 +224,7 @@ redis.register_function{function_name = 'foray_tokens_of', flags = {'no-writes'}
   local found = {}
   for i = 1, #a do
     found[i] = '0'
-    local entries = redis.call('XRANGE', k[1], a[i], a[i])
+    local entries = call('XRANGE', k[1], a[i], a[i])
     for j = 1, entries[1] and #entries[1][2] or 0, 2 do
       if entries[1][2][j] == 't' then found[i] = entries[1][2][j + 1] end
     end

@@ -31,7 +31,9 @@ TASKS, TRAJ, LEASE, EPOCH, ISSUED, TOKENS = (
     "{s}:issued",
     "{s}:tokens",
 )
+LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
 ID = re.compile(rb"^\d{9,}-\d+$")
+WORDS = ("NOGROUP", "NOSTREAM", "FENCED", "BUSYGROUP", "BADKEY", "WRONGTYPE")
 UNKNOWABLE = {"time_since_delivered", "since"}
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
@@ -80,8 +82,9 @@ class Side:
         try:
             reply = self._do(name, self._filled(args), self._filled(more))
         except redis.RedisError as error:
-            word = str(error).split()[0] if str(error) else ""
-            return type(error).__name__, word if word in ("NOGROUP", "NOSTREAM", "FENCED", "BUSYGROUP") else ""
+            word, _, rest = str(error).partition(" ")
+            which = rest.split(": ")[0] if word == "BADKEY" else ""
+            return type(error).__name__, word if word in WORDS else "", which
         return self._plain(reply)
 
     def _filled(self, value: Any) -> Any:
@@ -240,16 +243,47 @@ end += [call("xreadgroup", "learner", "a", {TRAJ: ">"}, count=1), call("xinfo_st
 @given(st.lists(st.one_of(functions_calls, stream_calls, stream_calls, plain_calls), max_size=25))
 @example([])
 def test_the_model_answers_as_redis_does(real: redis.Redis, calls: list[Call]) -> None:
+    compare(real, [*begin, *calls, *end])
+
+
+def compare(real: redis.Redis, calls: list[Call]) -> None:
+    """Both get the same calls, and every reply must be equal."""
     real.flushall()
     real.function_load(functions.source(), replace=True)
     sim = SimRedis(lambda: time.time() * 1000)
     sim.function_load("")
     ours, theirs = Side(lambda n, a, m: perform(sim, n, a, m)), Side(lambda n, a, m: getattr(real, n)(*a, **m))
     log = []
-    for name, args, more in [*begin, *calls, *end]:
+    for name, args, more in calls:
         reply, truth = ours.call(name, args, more), theirs.call(name, args, more)
         log.append(f"{name}{args}{more or ''} -> {truth}")
         assert agree(reply, truth), "\n".join([*log, f"the model says {reply}"])
+
+
+def spoilt(key: str) -> st.SearchStrategy[Call]:
+    """`key` becomes one of another type, goes, or a number that is none or too large."""
+    return st.sampled_from(
+        [call("delete", key), call("set", key, "abc"), call("set", key, "9" * 16), call("sadd", key, "x")]
+    )
+
+
+spoiling_calls = st.one_of(
+    st.sampled_from([TASKS, TRAJ, LEASE, EPOCH, ISSUED, TOKENS]).flatmap(spoilt),
+    st.sampled_from(
+        [
+            call("xadd", TRAJ, {"x": 1}, id=LAST_ID),
+            call("xadd", TASKS, {"x": 1}, id=LAST_ID),
+            call("hset", TOKENS, mapping={"published": 2**63 - 3, "rejected": "abc"}),
+            call("hset", LEASE, "epoch", "abc"),
+        ]
+    ),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(st.lists(st.one_of(functions_calls, functions_calls, stream_calls, plain_calls, spoiling_calls), max_size=25))
+def test_the_model_refuses_keys_that_were_tampered_with_as_redis_does(real: redis.Redis, calls: list[Call]) -> None:
+    compare(real, [*begin, *calls])
 
 
 @pytest.mark.fault(25)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from redis import exceptions
 from sim.sim_redis import SimRedis
 from sim.streams import text_of
+from sim.values import key_fault
 
 Call = Callable[[SimRedis, list[str], list[bytes]], Any]
 FUNCTIONS: dict[str, tuple[Call, bool]] = {}
@@ -41,7 +43,16 @@ def trim(r: SimRedis, stream: str, group: str) -> None:
     """Everything below the floor has been delivered and acknowledged."""
     _, facts = r.group(stream, group)
     ids = facts.ids()
-    r.trim_below(stream, text_of(ids[0] if ids else (facts.last[0], facts.last[1] + 1)))
+    last = (facts.last[0], facts.last[1] + (facts.last[1] < 10**15))
+    r.trim_below(stream, text_of(ids[0] if ids else last))
+
+
+def number_at(r: SimRedis, key: str) -> int:
+    """The whole number at `key`, 0 where there is none."""
+    text = r.get(key) or b"0"
+    if len(text) > 15 or not text.isdigit():
+        raise key_fault(key, "it holds no count")
+    return int(text)
 
 
 @function("foray_acquire")
@@ -49,7 +60,7 @@ def acquire(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     holder = r.hget(k[0], "token")
     if holder is not None and holder != a[0] and a[3] != b"1":
         return [0, int(r.hget(k[0], "epoch") or 0), r.pttl(k[0]), holder]
-    epoch = max(int(r.get(k[1]) or 0), int(a[1])) + 1
+    epoch = max(number_at(r, k[1]), int(a[1])) + 1
     r.set(k[1], epoch)
     r.delete(k[0])
     r.hset(k[0], mapping={"epoch": epoch, "token": a[0], "ttl": a[2], "since": r.time()[0]})
@@ -73,7 +84,7 @@ def issue(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
         raise fenced()
     if not r.exists(k[2]):
         raise lost(k[2])
-    issued = max(int(r.get(k[1]) or 0), int(a[2]))
+    issued = max(number_at(r, k[1]), int(a[2]))
     for seq, body in zip(a[3::2], a[4::2], strict=True):
         if int(seq) > issued:
             r.xadd(k[2], {"seq": seq, "b": body})
@@ -105,28 +116,39 @@ def beat(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
 
 
 def count(r: SimRedis, keys: list[str], place: int, field: str, args: list[bytes], number: int) -> None:
-    """Tokens of an attempt that ended."""
+    """Tokens of an attempt that ended. A statistic stops no delivery."""
     if len(keys) > place and len(args) > number and int(args[number]) > 0:
-        r.hincrby(keys[place], field, int(args[number]))
+        with suppress(exceptions.RedisError):
+            r.hincrby(keys[place], field, int(args[number]))
+
+
+def leased(r: SimRedis, tasks: str, id_: bytes) -> bool:
+    """Whether the task is leased, by anyone. Without the group nothing is."""
+    stream = r.stream(tasks)
+    return bool(stream and b"rollout" in stream.groups and r.xpending_range(tasks, "rollout", id_, id_, 1))
 
 
 @function("foray_publish")
 def publish(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     if not r.exists(k[1]):
         raise lost(k[1])
-    if r.xack(k[0], "rollout", a[0]) == 0:
+    if not leased(r, k[0], a[0]):
         return b"DUP"
-    count(r, k, 2, "published", a, 4)
     fields = {"seq": a[1], "h": a[2], "b": a[3], "t": a[4] if len(a) > 4 else b"0"}
-    return r.xadd(k[1], fields, nomkstream=True)
+    new = r.xadd(k[1], fields, nomkstream=True)
+    r.xack(k[0], "rollout", a[0])
+    count(r, k, 2, "published", a, 4)
+    return new
 
 
 @function("foray_retry")
 def retry(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
-    if r.xack(k[0], "rollout", a[0]) == 0:
+    if not leased(r, k[0], a[0]):
         return b"DUP"
+    new = r.xadd(k[0], {"seq": a[1], "b": a[2]}, nomkstream=True)
+    r.xack(k[0], "rollout", a[0])
     count(r, k, 1, "rejected", a, 3)
-    return r.xadd(k[0], {"seq": a[1], "b": a[2]}, nomkstream=True)
+    return new
 
 
 @function("foray_ack", oom=True)

@@ -40,7 +40,8 @@ class Laws:
         """Entries of which the durable checkpoint says what became of them: unusable ones, whose seq is due again."""
         self.owners: dict[bytes, Process] = {}
         """token of a learner -> its process"""
-        self._paid = 0
+        self._paid = self._added = 0
+        """Tasks that the present function has acknowledged, and trajectory entries that it has added."""
         self._function = ""
         self._looks: dict[Process, list[set[int]]] = {}
         redis.observer = self
@@ -53,9 +54,10 @@ class Laws:
     # --- what Redis is told ---
 
     def called(self, function: str, keys: list[str], args: list[bytes]) -> None:
-        self._function, self._paid = function, 0
+        self._function, self._paid, self._added = function, 0, 0
 
     def refused(self) -> None:
+        self._must("refused as a whole", not self._paid and not self._added, f"half of {self._function} was done")
         self._function = ""
 
     def done(self, function: str, keys: list[str], args: list[bytes]) -> None:
@@ -67,6 +69,8 @@ class Laws:
             self.owners[args[0]] = self._clock.current
         if function == "foray_issue":
             self._issued(args)
+        if function == "foray_publish":
+            self._must("published once", self._added == self._paid, f"seq {args[1]!r} published without its task")
         self._function = ""
 
     def _issued(self, args: list[bytes]) -> None:
@@ -83,8 +87,7 @@ class Laws:
 
     def added(self, stream: str, id_: Id, fields: Fields) -> None:
         if stream == self._keys.traj and self._function:
-            self._must("published once", self._paid == 1, f"seq {fields[b'seq']!r} published without its task")
-            self._paid -= 1
+            self._added += 1
 
     def acknowledged(self, stream: str, group: str, id_: Id, fields: Fields | None) -> None:
         if stream == self._keys.tasks:

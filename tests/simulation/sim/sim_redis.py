@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from redis import exceptions
-from sim.streams import Fields, Group, Id, Pending, Stream, id_of, text_of
-from sim.values import Values, name_of, raw
+from sim.streams import LAST, Fields, Group, Id, Pending, Stream, id_of, text_of
+from sim.values import Values, key_fault, name_of, raw
 
 DENIED_WHEN_FULL = frozenset(
     ["xadd", "set", "hset", "hincrby", "zadd", "sadd", "xgroup_create", "function_load", "hsetnx"]
@@ -75,8 +75,7 @@ class SimRedis(Values):
     # --- streams ---
 
     def stream(self, key: Any) -> Stream | None:
-        found = self.find(key)
-        assert found is None or isinstance(found, Stream)
+        found: Stream | None = self.of_kind(key, Stream)
         return found
 
     def group(self, key: Any, group: Any) -> tuple[Stream, Group]:
@@ -96,7 +95,11 @@ class SimRedis(Values):
                 return None
             stream = self.data[name_of(name)] = Stream()
         body = {raw(k): raw(v) for k, v in fields.items()}
-        new = stream.add(body, self.now_ms() if id == "*" else id_of(id)[0])
+        if stream.last == LAST:
+            raise key_fault(name, "The stream has exhausted the last possible ID, unable to add more items")
+        if id != "*" and id_of(id) <= stream.last:
+            raise exceptions.ResponseError("The ID specified in XADD is equal or smaller than the target's top item")
+        new = stream.add(body, stream.next(self.now_ms()) if id == "*" else id_of(id))
         if maxlen is not None and not approximate:
             stream.trim(list(stream.entries)[-maxlen] if len(stream.entries) > maxlen else (0, 0))
         self.observer.added(name_of(name), new, body)
@@ -303,8 +306,10 @@ class SimRedis(Values):
         self.observer.called(function, keys, args)
         try:
             reply = call(self, keys, args)
-        except exceptions.RedisError:
+        except exceptions.RedisError as error:
             self.observer.refused()
+            if hasattr(error, "key"):
+                raise exceptions.ResponseError(f"BADKEY {error.key}: {error}") from None
             raise
         self.observer.done(function, keys, args)
         return reply

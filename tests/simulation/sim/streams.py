@@ -6,6 +6,8 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 Id = tuple[int, int]
+TOP = 2**64 - 1
+LAST = (TOP, TOP)
 Fields = dict[bytes, bytes]
 
 
@@ -39,9 +41,13 @@ class Stream:
     last: Id = (0, 0)
     groups: dict[bytes, Group] = field(default_factory=dict)
 
-    def add(self, fields: Fields, now_ms: int) -> Id:
+    def next(self, now_ms: int) -> Id:
         """A clock that runs backwards gives ids that go on from the last one."""
-        id_ = (now_ms, 0) if now_ms > self.last[0] else (self.last[0], self.last[1] + 1)
+        if now_ms > self.last[0]:
+            return (now_ms, 0)
+        return (self.last[0], self.last[1] + 1) if self.last[1] < TOP else (self.last[0] + 1, 0)
+
+    def add(self, fields: Fields, id_: Id) -> Id:
         self.entries[id_], self.last = fields, id_
         return id_
 
@@ -73,6 +79,6 @@ def id_of(raw: bytes | str | int, *, end: bool = False) -> Id:
     if text == "-":
         return (0, 0)
     if text == "+":
-        return (1 << 62, 1 << 62)
+        return LAST
     ms, _, number = text.partition("-")
-    return (int(ms), int(number) if number else (1 << 62 if end else 0))
+    return (int(ms), int(number) if number else (TOP if end else 0))

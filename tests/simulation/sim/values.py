@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from redis import exceptions
 from sim.streams import Fields
 
 
@@ -15,6 +16,13 @@ def raw(value: Any) -> bytes:
 
 def name_of(key: Any) -> str:
     return key.decode() if isinstance(key, bytes) else str(key)
+
+
+def key_fault(key: Any, text: str) -> exceptions.ResponseError:
+    """The answer to a command that this key cannot serve; functions name the key."""
+    error = exceptions.ResponseError(text)
+    error.key = name_of(key)
+    return error
 
 
 class Values:
@@ -34,11 +42,18 @@ class Values:
             del self.data[name], self.expires[name]
         return self.data.get(name)
 
+    def of_kind(self, key: Any, kind: type) -> Any:
+        """What `key` holds, None where there is nothing. (Hashes and sorted sets are not told apart.)"""
+        found = self.find(key)
+        if found is not None and not isinstance(found, kind):
+            raise key_fault(key, "WRONGTYPE Operation against a key holding the wrong kind of value")
+        return found
+
     # --- plain keys ---
 
     def get(self, name: Any) -> bytes | None:
-        found = self.find(name)
-        return found if isinstance(found, bytes) else None
+        found: bytes | None = self.of_kind(name, bytes)
+        return found
 
     def set(self, name: Any, value: Any, px: int | None = None, ex: int | None = None, **_: Any) -> bool:
         key = name_of(name)
@@ -84,8 +99,8 @@ class Values:
 
     # --- hashes, sets, sorted sets ---
 
-    def _made(self, name: Any, kind: Callable[[], Any]) -> Any:
-        found = self.find(name)
+    def _made(self, name: Any, kind: type) -> Any:
+        found = self.of_kind(name, kind)
         if found is None:
             found = self.data[name_of(name)] = kind()
         return found
@@ -98,27 +113,33 @@ class Values:
         return new
 
     def hsetnx(self, name: Any, key: Any, value: Any) -> int:
-        if raw(key) in (self.find(name) or {}):
+        if raw(key) in (self.of_kind(name, dict) or {}):
             return 0
         return self.hset(name, key, value)
 
     def hget(self, name: Any, key: Any) -> bytes | None:
-        return (self.find(name) or {}).get(raw(key))
+        return (self.of_kind(name, dict) or {}).get(raw(key))
 
     def hmget(self, name: Any, keys: Iterable[Any], *more: Any) -> list[bytes | None]:
         wanted = [keys, *more] if isinstance(keys, str | bytes) else [*keys, *more]
         return [self.hget(name, key) for key in wanted]
 
     def hgetall(self, name: Any) -> Fields:
-        return dict(self.find(name) or {})
+        return dict(self.of_kind(name, dict) or {})
 
     def hincrby(self, name: Any, key: Any, amount: Any = 1) -> int:
         found = self._made(name, dict)
-        found[raw(key)] = b"%d" % (int(found.get(raw(key), 0)) + int(amount))
-        return int(found[raw(key)])
+        text = found.get(raw(key), b"0")
+        if not text.removeprefix(b"-").isdigit():
+            raise exceptions.ResponseError("hash value is not an integer")
+        number = int(text) + int(amount)
+        if not -(2**63) <= number < 2**63:
+            raise exceptions.ResponseError("increment or decrement would overflow")
+        found[raw(key)] = b"%d" % number
+        return number
 
     def hdel(self, name: Any, *keys: Any) -> int:
-        found = self.find(name) or {}
+        found = self.of_kind(name, dict) or {}
         gone = sum(found.pop(raw(key), None) is not None for key in keys)
         self._drop_empty(name)
         return gone
@@ -134,16 +155,16 @@ class Values:
         return len(new)
 
     def smembers(self, name: Any) -> set[bytes]:
-        return set(self.find(name) or ())
+        return set(self.of_kind(name, set) or ())
 
     def srandmember(self, name: Any, number: int) -> list[bytes]:
-        return sorted(self.find(name) or ())[:number]
+        return sorted(self.of_kind(name, set) or ())[:number]
 
     def scard(self, name: Any) -> int:
-        return len(self.find(name) or ())
+        return len(self.of_kind(name, set) or ())
 
     def srem(self, name: Any, *values: Any) -> int:
-        found = self.find(name) or set()
+        found = self.of_kind(name, set) or set()
         gone = found & {raw(v) for v in values}
         found -= gone
         self._drop_empty(name)
@@ -157,10 +178,10 @@ class Values:
 
     def zrange(self, name: Any, start: int, end: int) -> list[bytes]:
         assert (start, end) == (0, -1)
-        return [k for k, _ in sorted((self.find(name) or {}).items(), key=lambda item: (item[1], item[0]))]
+        return [k for k, _ in sorted((self.of_kind(name, dict) or {}).items(), key=lambda item: (item[1], item[0]))]
 
     def zrangebyscore(self, name: Any, min: Any, max: Any) -> list[bytes]:
-        found = self.find(name) or {}
+        found = self.of_kind(name, dict) or {}
         return [k for k in self.zrange(name, 0, -1) if float(min) <= found[k] <= float(max)]
 
     def zremrangebyscore(self, name: Any, min: Any, max: Any) -> int:
@@ -171,7 +192,7 @@ class Values:
         return len(gone)
 
     def zrem(self, name: Any, *values: Any) -> int:
-        found = self.find(name) or {}
+        found = self.of_kind(name, dict) or {}
         gone = sum(found.pop(raw(v), None) is not None for v in values)
         self._drop_empty(name)
         return gone
