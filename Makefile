@@ -1,4 +1,6 @@
 # Two commands a newcomer needs: `make demo` and `make test`. Both set everything up first.
+# Processes by the hundred start in tests; without compiled files each would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +10,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
 
-.PHONY: setup demo test sglang-env test-sglang reliability lint format lock sbom clean chaos simulate fuzz
+.PHONY: setup demo test test-slow test-all sglang-env test-sglang reliability lint format lock sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -23,8 +25,22 @@ $(STAMP): pyproject.toml deploy/constraints/cpu.txt
 demo: setup
 	$(BIN)/foray demo $(ARGS)
 
-test: setup lint
-	$(BIN)/python -m pytest $(ARGS)
+# The fast tier, minutes on two cores, and lint beside it.
+WORKERS ?= 2
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: setup
+	@( $(LINT) ) > $(VENV)/lint.log 2>&1 & \
+	$(PYTEST) -m "not slow" $(ARGS); tests=$$?; wait $$!; lint=$$?; cat $(VENV)/lint.log; exit $$((tests | lint))
+
+# What the fast tier leaves out: whole runs of many processes, several ranks, warm starts, benchmarks.
+test-slow: setup
+	$(PYTEST) -m slow $(ARGS)
+
+# Every test that needs no further environment.
+test-all: setup lint
+	$(PYTEST) $(ARGS)
 
 # Real SGLang on a machine without a GPU: 3 GB, once. torch comes from the index that pip is set up with; the CPU's
 # torch is the smaller one.
@@ -69,10 +85,7 @@ fuzz: setup
 	$(BIN)/python tests/fuzz/fuzz_run.py --inputs $(INPUTS) --requests $(REQUESTS) --seed $(or $(SEED),0) $(ARGS)
 
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(LINT)
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -93,4 +106,4 @@ sbom: setup
 	mv $(VENV)/sbom.json deploy/sbom/foray.cdx.json
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

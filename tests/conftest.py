@@ -1,38 +1,41 @@
-"""One warm start for the whole run: the demo's model, a minute of one core, shared by every test that needs it."""
+"""What the whole session shares: one Redis, one warm start, and the order of the files."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from private_redis import redis_at
+from warm_start_cache import WarmStart, cached_warm_start
 
-if TYPE_CHECKING:
-    from deploy.demo.warmstart import WarmStartReport
-
-PRACTICE, HABITS = 200, 60
-"""Steps: fewer than the demo's, enough to pass its gate with seed 0."""
+HEAVY = ("simulation", "learner", "contracts", "e2e", "chaos")
+"""Folders with files of many seconds, in this order: a worker that gets one last would keep the others waiting."""
 
 
-@dataclass(frozen=True)
-class WarmStart:
-    """The model's directory, what the warm start reported, and the lines it logged."""
-
-    directory: Path
-    report: WarmStartReport
-    lines: list[str]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist, heavy files first. The order of a run in one process stays that of the folders."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: next((i for i, name in enumerate(HEAVY) if name in item.path.parts), len(HEAVY)))
 
 
 @pytest.fixture(scope="session")
-def warm_start_once(tmp_path_factory: pytest.TempPathFactory) -> WarmStart:
-    """The warm start itself."""
-    from deploy.demo.warmstart import WarmStartBudget, warm_start
+def redis_socket() -> Iterator[str]:
+    """The unix socket of one Redis for all folders. Tests empty it, or use a run id that nobody else uses."""
+    # not pytest's directory: a socket's path may have 107 characters at most
+    with (
+        tempfile.TemporaryDirectory(prefix="foray-") as folder,
+        redis_at(Path(folder), "--appendonly", "yes", "--maxmemory-policy", "noeviction"),
+    ):
+        yield str(Path(folder) / "s")
 
-    directory, lines = tmp_path_factory.mktemp("warm") / "model", list[str]()
-    report = warm_start(directory, 0, lines.append, WarmStartBudget(practice=PRACTICE, habits=HABITS))
-    return WarmStart(directory, report, lines)
+
+@pytest.fixture(scope="session")
+def warm_start_once() -> WarmStart:
+    """The demo's warm start: a minute of one core, unless one of the same code is in the cache."""
+    return cached_warm_start()
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def fought(result: Result, told: list[str]) -> str:
     return "\n".join([*told, result.render()])
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.fault(1, 3, 7, 13, 23, 24, 28, 29, 30, 32)
 def test_nothing_is_lost_and_nothing_trained_twice_under_scripted_faults(warm_model: Path, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_nothing_is_lost_and_nothing_trained_twice_under_scripted_faults(warm_mo
     print(fought(result, told))
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_the_delivery_rules_the_same_harness_sees_losses_and_doubles(warm_model: Path, tmp_path: Path) -> None:
     faults = [Planned(at, "kill", target, 0.0, 1) for at, target in ((2.0, "learner"), (4.0, "rollout-1"))]

@@ -12,7 +12,7 @@ from deploy.cli import main
 from protocol.errors import ForayError
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 def test_a_small_run_has_all_figures_of_the_engine_and_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

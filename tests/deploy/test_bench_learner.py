@@ -25,7 +25,7 @@ def no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRL_VARIABLE, raising=False)
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 def test_a_small_run_is_of_the_same_step_and_says_who_was_left_out(
     capsys: pytest.CaptureFixture[str], no_trl: None
 ) -> None:

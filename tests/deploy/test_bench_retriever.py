@@ -17,7 +17,7 @@ from deploy.cli import main
 from protocol.errors import ForayError, UserError
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 def test_a_small_run_answers_every_query_and_fills_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "retriever", "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -126,7 +126,7 @@ def test_a_run_in_which_a_trajectory_got_lost_is_no_figure(script: Script) -> No
         check(Played(1.0, 0.1, 0.1, 0.0, [make_group()]), script)
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 def test_a_small_run_beats_the_barrier_and_not_the_critical_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "rollout", "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -10,6 +10,7 @@ from deploy.cli import main
 
 
 @pytest.mark.fault(25, 48)
+@pytest.mark.slow
 def test_clients_push_until_redis_refuses_and_no_group_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transport", "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

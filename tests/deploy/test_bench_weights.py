@@ -9,6 +9,7 @@ import pytest
 from deploy.cli import main
 
 
+@pytest.mark.slow
 def test_a_small_run_reports_both_transports_beside_both_baselines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "weights", "--quick", "--megabytes", "2", "--rounds", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,11 @@ def test_a_budget_that_does_not_suffice_is_an_error_and_writes_no_model(tmp_path
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_warm_start_passes_the_gate_and_writes_a_loadable_model(warm_start_once: Any) -> None:
     directory, report = warm_start_once.directory, warm_start_once.report
-    assert report.gate.passed and report.steps > report.practice_steps >= 100
-    assert len(warm_start_once.lines) == report.looks + 1
+    assert GateReport(**report["gate"]).passed and report["steps"] > report["practice_steps"] >= 100
+    assert len(warm_start_once.lines) == report["looks"] + 1
     assert {
         "config.json",
         "model.safetensors",
@@ -79,9 +81,9 @@ def test_a_warm_start_passes_the_gate_and_writes_a_loadable_model(warm_start_onc
     } <= {path.name for path in directory.iterdir()}
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.config.architectures == ["Qwen2ForCausalLM"]
-    assert gate(model, 0) == report.final
+    assert asdict(gate(model, 0)) == report["final"]
     assert all(t.dtype == torch.float32 for t in load_file(directory / "model.safetensors").values())
-    assert report.to_json()["gate"]["evidence"]["mayor"] >= 0.9
+    assert report["gate"]["evidence"]["mayor"] >= 0.9
 
 
 def test_collate_pads_on_the_right_with_weight_nothing() -> None:

@@ -26,7 +26,7 @@ def steps_done(directory: Path) -> int:
     return json.loads(path.read_text().splitlines()[-1])["step"] if path.exists() and path.stat().st_size else 0
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_engines_and_the_learner_may_be_killed_at_any_time(warm_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "hand"

@@ -13,7 +13,7 @@ STEPS = 32
 GROUPS = 16
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_the_demo_learns_to_search_through_the_whole_ring(warm_model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "demo"

@@ -25,7 +25,7 @@ LOST = (NodeState.SUSPECT, NodeState.QUARANTINED)
 QUICK = ("engine.hang_s=2", "engine.probe_s=0.5", "engine.drain_s=10", "engine.heartbeat_s=1", "engine.lease_s=4")
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.fault(5, 19)
 def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, tmp_path: Path) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,44 +15,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from deploy.redis_child import find_server
 from learner.config import LearnerSettings
 from protocol.settings import RunSettings
-
-
-@contextmanager
-def redis_at(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A Redis that listens on `folder/s`."""
-    (folder / "s").unlink(missing_ok=True)
-    argv = [
-        str(find_server().path),
-        "--unixsocket",
-        str(folder / "s"),
-        "--dir",
-        str(folder),
-        "--port",
-        "0",
-        "--save",
-        "",
-        *options,
-    ]
-    child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, cwd=folder)
-    try:
-        deadline = time.monotonic() + 20
-        while not (folder / "s").exists():
-            assert child.poll() is None and time.monotonic() < deadline, "the private Redis did not start"
-            time.sleep(0.02)
-        yield child
-    finally:
-        child.terminate()
-        child.wait(10)
-
-
-@pytest.fixture(scope="session")
-def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("r")
-    with redis_at(folder, "--appendonly", "yes", "--maxmemory-policy", "noeviction"):
-        yield str(folder / "s")
 
 
 @pytest.fixture

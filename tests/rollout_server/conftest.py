@@ -1,4 +1,4 @@
-"""A private Redis for this folder, on a unix socket, and what the tests of leases and publishing need around it."""
+"""Runs in the session's Redis, and what the tests of leases and publishing need around it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 import importlib.util
 import itertools
 import json
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +18,8 @@ from typing import Any
 
 import pytest
 import redis
+from private_redis import redis_at
 
-from deploy.redis_child import find_server
 from protocol.codec import decode, encode
 from protocol.functions import source
 from protocol.header import check_body, read_header
@@ -40,42 +39,14 @@ class RedisProcess:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.socket = directory / "redis.sock"
-        self.url = f"unix://{self.socket}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.url = f"unix://{directory / 's'}"
+        self._running = ExitStack()
 
     def start(self) -> None:
-        argv = [str(find_server().path), "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.directory)]
-        argv += ["--appendonly", "yes", "--appendfsync", "always", "--save", "", "--maxmemory-policy", "noeviction"]
-        with (self.directory / "redis.log").open("ab") as log:
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                with redis.Redis.from_url(self.url) as client:
-                    client.ping()
-                    return
-            except redis.RedisError:
-                assert time.monotonic() < deadline, (self.directory / "redis.log").read_text()
-                time.sleep(0.02)
+        self._running.enter_context(redis_at(self.directory, "--appendonly", "yes", "--appendfsync", "always"))
 
     def kill(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
-            self.process = None
-
-
-@pytest.fixture(scope="session")
-def redis_process() -> Iterator[RedisProcess]:
-    # not pytest's directory: a socket's path may have 107 characters at most
-    with tempfile.TemporaryDirectory(prefix="foray-") as directory:
-        process = RedisProcess(Path(directory))
-        process.start()
-        try:
-            yield process
-        finally:
-            process.kill()
+        self._running.close()
 
 
 @pytest.fixture(autouse=True)
@@ -108,14 +79,20 @@ def tokens(model: Path) -> Tokens:
 class World:
     """One run in Redis, seen from outside: what the learner and the nodes would write, and what came of it."""
 
-    def __init__(self, process: RedisProcess, *, ready: bool = True) -> None:
-        self.process = process
+    def __init__(self, url: str, process: RedisProcess | None = None, *, ready: bool = True) -> None:
+        self._process = process
         self.keys = Keys(f"run-{next(RUNS)}")
-        self.url = process.url
-        self.sync = redis.Redis.from_url(process.url)
+        self.url = url
+        self.sync = redis.Redis.from_url(url)
         self.clients: list[RedisClient] = []
         if ready:
             self.create()
+
+    @property
+    def process(self) -> RedisProcess:
+        """The Redis of `own_world`."""
+        assert self._process is not None, "the session's Redis is not to be killed"
+        return self._process
 
     def create(self) -> None:
         """What the learner does at its start."""
@@ -190,8 +167,8 @@ class World:
 
 
 @pytest.fixture
-async def world(redis_process: RedisProcess) -> AsyncIterator[World]:
-    world = World(redis_process)
+async def world(redis_socket: str) -> AsyncIterator[World]:
+    world = World(f"unix://{redis_socket}")
     yield world
     for client in world.clients:
         await client.aclose()
@@ -199,9 +176,9 @@ async def world(redis_process: RedisProcess) -> AsyncIterator[World]:
 
 
 @pytest.fixture
-async def unprepared_world(redis_process: RedisProcess) -> AsyncIterator[World]:
+async def unprepared_world(redis_socket: str) -> AsyncIterator[World]:
     """A run whose learner has not started yet."""
-    world = World(redis_process, ready=False)
+    world = World(f"unix://{redis_socket}", ready=False)
     yield world
     for client in world.clients:
         await client.aclose()
@@ -215,7 +192,7 @@ async def own_world() -> AsyncIterator[World]:
         process = RedisProcess(Path(directory))
         process.start()
         try:
-            world = World(process)
+            world = World(process.url, process)
             yield world
             for client in world.clients:
                 await client.aclose()

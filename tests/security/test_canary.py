@@ -105,7 +105,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         launcher.wait(60)
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_engines_of_a_run_with_tokens_answer_only_to_their_own_keys(run: Run) -> None:
     engine = _engine(run)
@@ -121,7 +121,7 @@ def test_engines_of_a_run_with_tokens_answer_only_to_their_own_keys(run: Run) ->
     assert control[0] == 401, "only the node that launched it may pause it or change its weights"
 
 
-@pytest.mark.ring
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_no_secret_leaves_a_run(run: Run) -> None:
     assert len(run.secrets) >= 12

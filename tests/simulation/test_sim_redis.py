@@ -6,7 +6,6 @@ Ids of entries come from two clocks: each reply is compared with its ids replace
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +14,10 @@ import pytest
 import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from private_redis import client_of
 from sim.network import perform
 from sim.sim_redis import SimRedis
 
-from deploy.redis_child import find_server
 from protocol import functions
 
 TASKS, TRAJ, LEASE, EPOCH, ISSUED, TOKENS = (
@@ -43,32 +40,11 @@ class Entry(int):
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    folder = tmp_path_factory.mktemp("r")
-    argv = [
-        str(find_server().path),
-        "--unixsocket",
-        str(folder / "s"),
-        "--port",
-        "0",
-        "--save",
-        "",
-        "--dir",
-        str(folder),
-    ]
-    child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, cwd=folder)
-    try:
-        deadline = time.monotonic() + 20
-        while not (folder / "s").exists():
-            assert child.poll() is None and time.monotonic() < deadline, "the private Redis did not start"
-            time.sleep(0.02)
-        client = redis.Redis(unix_socket_path=str(folder / "s"), retry=Retry(NoBackoff(), 0), protocol=2)
-        client.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
-        yield client
-        client.close()
-    finally:
-        child.terminate()
-        child.wait(10)
+def real(redis_socket: str) -> Iterator[redis.Redis]:
+    client = client_of(redis_socket, protocol=2)
+    client.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
+    yield client
+    client.close()
 
 
 class Side:

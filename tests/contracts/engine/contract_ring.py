@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import subprocess
-import tempfile
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +18,6 @@ import torch
 from contract_engines import Server, picked
 from contract_models import read_weights
 
-from deploy.redis_child import find_server, ping, redis_argv
 from learner.config import DiskPublishSettings, DistributedPublishSettings
 from learner.publish.base import Publisher
 from learner.redis_client import RunStore
@@ -44,24 +40,6 @@ Transport = Literal["disk", "distributed"]
 Mode = Literal["retract", "in_place"]
 RUNS = itertools.count(1)
 PATIENCE_S = 60.0
-
-
-@contextlib.contextmanager
-def private_redis() -> Iterator[str]:
-    """The URL of a Redis of our own."""
-    with tempfile.TemporaryDirectory(prefix="foray-") as folder:
-        url = f"unix://{folder}/s"
-        argv = redis_argv(find_server().path, Path(folder), url, maxmemory_mb=256)
-        child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + 20
-            while ping(url):
-                assert child.poll() is None and time.monotonic() < deadline, "the private Redis did not start"
-                time.sleep(0.02)
-            yield url
-        finally:
-            child.terminate()
-            child.wait(10)
 
 
 @dataclass

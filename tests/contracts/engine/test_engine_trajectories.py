@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from contract_engines import Server
 from contract_models import write_model
-from contract_ring import Mode, Ring, Transport, after_retract, in_place, moved, private_redis, ring
+from contract_ring import Mode, Ring, Transport, after_retract, in_place, moved, ring
 
 from protocol.messages import Sampling
 from protocol.versions import PolicyVersion
@@ -36,9 +36,8 @@ pytestmark = pytest.mark.timeout(420)
 
 
 @pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with private_redis() as url:
-        yield url
+def redis_url(redis_socket: str) -> str:
+    return f"unix://{redis_socket}"
 
 
 def prompts(mode: Mode) -> list[list[int]]:

@@ -1,0 +1,34 @@
+"""What continuous integration runs is every test: the fast tier, what it leaves out, and the engines' contract."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def selections(target: str) -> list[str | None]:
+    """The marker expression of each pytest that `make TARGET` would run; None for all tests."""
+    argv = ["make", "--dry-run", "--old-file=setup", "--old-file=sglang-env", "--no-print-directory", target]
+    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout
+    lines = [line for line in said.replace("\\\n", " ").splitlines() if "-m pytest" in line]
+    found = [re.search(r"-m pytest .*?-m (?:\"([^\"]+)\"|(\w+))", line) for line in lines]
+    return [one and (one[1] or one[2]) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("test", ["not slow"]), ("test-slow", ["slow"]), ("test-all", [None]), ("test-sglang", [None])],
+)
+def test_each_target_runs_its_tier(target: str, expected: list[str | None]) -> None:
+    assert selections(target) == expected
+
+
+def test_continuous_integration_leaves_no_tier_out() -> None:
+    lines = [shlex.split(line) for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
+    assert lines == [["make", "test"], ["make", "test-slow"], ["make", "test-sglang"]]
