@@ -8,8 +8,9 @@ One letter has one shape, whoever wrote it (`learner/source.py`, `rollout_server
     from    who found it: "learner", or the id of a rollout server
     h, b    header and body as they came, cut to a bound
 
-The stream in Redis holds the newest (both writers'); `dead_letters.jsonl` in the run directory holds all of the
-learner's, `h` and `b` in base64. What was done about a seq stands in neither: that is the ledger's.
+The stream in Redis holds the newest (both writers'); `dead_letters.jsonl` in the run directory holds the learner's,
+`h` and `b` in base64, and `dead_letters.jsonl.1` those before them (`learner/evidence.py` bounds both). What was done
+about a seq stands in neither: that is the ledger's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from protocol.ledger import REOPENABLE, Ledger, Outcome
 if TYPE_CHECKING:
     import redis
 
-FILE = "dead_letters.jsonl"
+FILES = ("dead_letters.jsonl.1", "dead_letters.jsonl")
 PAGE = 20
 """Letters read from Redis at once: a letter may take two MiB."""
 LONGEST_LINE = 8 << 20
@@ -91,7 +92,7 @@ class Fates:
 
 def read_letters(client: redis.Redis, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:
     """Every letter once, the oldest first. `bodies` False leaves `header` and `body` empty: there may be gigabytes."""
-    filed = {_key(letter): letter for letter in _of_file(run_dir / FILE, bodies)}
+    filed = {_key(letter): letter for name in FILES for letter in _of_file(run_dir / name, bodies)}
     found = []
     for letter in _of_stream(client, Keys(run).dlq, bodies):
         twin = filed.pop(_key(letter), None)
@@ -107,10 +108,12 @@ def purge_stream(client: redis.Redis, run: str, letters: Iterable[DeadLetter]) -
 
 
 def purge_file(run_dir: Path, letters: Iterable[DeadLetter]) -> int:
-    """Removes these letters from the file, by rename; how many lines. For a run whose learner does not write."""
-    path, gone = run_dir / FILE, {_key(letter) for letter in letters}
-    if not path.exists():
-        return 0
+    """Removes these letters from the files, by rename; how many lines. For a run whose learner does not write."""
+    gone = {_key(letter) for letter in letters}
+    return sum(_purge(run_dir / name, gone) for name in FILES if (run_dir / name).exists())
+
+
+def _purge(path: Path, gone: set[tuple[str, str, str]]) -> int:
     partial, removed = path.with_suffix(".partial"), 0
     with partial.open("w", encoding="utf-8") as out, path.open(encoding="utf-8", errors="replace") as file:
         for line in file:

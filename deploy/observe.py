@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deploy.redis_child import connect
 from protocol import events
 from protocol.codec import decode_as, number_of
-from protocol.errors import ForayError, ProtocolError
+from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.ledger import Ledger
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, WeightUpdate
@@ -76,11 +76,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Observation:
-    """A run at one moment. `error` says why Redis could not be asked, "" when it could."""
+    """A run at one moment. `error` says why Redis could not be asked, "" when it could; `todo` what to do about it."""
 
     run: str
     redis_url: str
     error: str = ""
+    todo: str = ""
     now: float = 0.0
     processes: tuple[MetricsSnapshot, ...] = ()
     engines: tuple[EngineInfo, ...] = ()
@@ -129,6 +130,8 @@ def observe(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s:
         return _look(client, redis_url, run, books)
     except (redis.RedisError, OSError) as error:
         return Observation(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", books=books)
+    except UserError as error:
+        return Observation(run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, books=books)
     finally:
         client.close()
 
@@ -168,12 +171,14 @@ def _manifest(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Observation:
+    from learner.redis_errors import unusable_keys
+
     keys = Keys(run)
     seconds, micros = client.time()
     now = seconds + micros / 1e6
     names = _living(client, keys.processes, now)
     engine_ids = _living(client, keys.engines, now)
-    with client.pipeline(transaction=False) as pipe:
+    with unusable_keys(), client.pipeline(transaction=False) as pipe:
         for name in names:
             process, _, process_id = name.partition(":")
             pipe.get(keys.metrics(process, process_id))
@@ -202,10 +207,10 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
         processes=processes,
         engines=engines,
         target=updates[0] if updates else None,
-        target_state=target.get(b"state", b"").decode(),
-        learner_epoch=int(epoch or 0),
+        target_state=target.get(b"state", b"").decode(errors="replace"),
+        learner_epoch=number_of(epoch or b""),
         lease_ms=max(0, int(lease)),
-        issued=int(issued or 0),
+        issued=number_of(issued or b""),
         tasks=tasks or Stream(),
         traj=traj or Stream(),
         dead_letters=int(dead_letters),
@@ -220,12 +225,16 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
 
 
 def _time(entry_id: bytes) -> float:
-    return int(entry_id.partition(b"-")[0]) / 1000
+    milliseconds = entry_id.partition(b"-")[0]
+    return int(milliseconds) / 1000 if len(milliseconds) < 16 else 0.0  # whoever may add entries may choose their ids
 
 
 def _living(client: redis.Redis, key: str, now: float) -> list[str]:
-    members: list[Any] = client.zrangebyscore(key, now, "+inf")
-    return [member.decode() for member in members]
+    from learner.redis_errors import unusable_keys
+
+    with unusable_keys(key):
+        members: list[Any] = client.zrangebyscore(key, now, "+inf")
+    return [member.decode(errors="replace") for member in members]
 
 
 def _read_all(kind: type[M], names: list[str], raws: list[Any], unreadable: list[str]) -> tuple[M, ...]:

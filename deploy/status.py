@@ -67,6 +67,8 @@ def with_record(seen: Observation, record: Mapping[str, Any]) -> Observation:
 
 def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
     """What is wrong, the worst first; nothing for a run that goes well or has been finished."""
+    if seen.todo:
+        return [Problem(seen.error, seen.todo)]
     if seen.error:
         todo = "start the run (again) with `foray up`: it goes on from its checkpoint"
         return [Problem(f"Redis does not answer: {seen.error}", todo)]

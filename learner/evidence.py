@@ -2,7 +2,7 @@
 
 Fields of a dead letter, in both: id (of the entry), seq (0: unknown), reason, detail, from ("learner"; rollout servers
 write theirs, `deploy/dead_letters.py`), h and b (header and body as they came, base64 in the file; at most
-EVIDENCE_BYTES of each there, and STREAM_BYTES in Redis).
+EVIDENCE_BYTES of each there, and STREAM_BYTES in Redis). A stranger who writes to the stream cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from pathlib import Path
 
 from learner.entry import BadEntry
 from learner.redis_client import Fields, RedisUnavailable, RunStore
+from protocol.errors import UserError
 
 log = logging.getLogger(__name__)
 
 EVIDENCE_BYTES = 1 << 20
 STREAM_BYTES = 1 << 16
+FILE_BYTES = 64 << 20
+"""A file of so many bytes takes no more letters: it becomes the older one, and the older one before it goes."""
+
+
+def older(path: Path) -> Path:
+    """Where the letters before those of `path` are."""
+    return path.with_name(f"{path.name}.1")
 
 
 class Evidence:
@@ -34,8 +42,10 @@ class Evidence:
         facts["from"] = "learner"
         line = facts | {"h": base64.b64encode(head).decode(), "b": base64.b64encode(body).decode()}
         try:
+            if self._path.exists() and self._path.stat().st_size >= FILE_BYTES:
+                self._path.replace(older(self._path))
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self._store.dead_letter({**facts, "h": head[:STREAM_BYTES], "b": body[:STREAM_BYTES]})
-        except (OSError, RedisUnavailable) as error:
+        except (OSError, RedisUnavailable, UserError) as error:
             log.error("evidence of the unusable entry %s could not be kept: %s", id_.decode(), error)

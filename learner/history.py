@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from learner.redis_client import RedisUnavailable, RunStore
+from learner.redis_errors import Tolerated
 from protocol import events
-from protocol.errors import StateLost, UserError
+from protocol.errors import StateLost
 
 log = logging.getLogger(__name__)
 
@@ -18,11 +19,12 @@ class History:
     """Thread-safe."""
 
     def __init__(self, store: RunStore) -> None:
-        self._store = store
+        self._store, self._tolerated = store, Tolerated()
 
     def tell(self, kind: str, text: str) -> None:
         """One line. Raises nothing."""
+        fields = events.fields("learner", LEARNER_ID, kind, text)
         try:
-            self._store.add_event(events.fields("learner", LEARNER_ID, kind, text))
-        except (RedisUnavailable, StateLost, UserError) as error:
+            self._tolerated(lambda: self._store.add_event(fields))
+        except (RedisUnavailable, StateLost) as error:
             log.info("the event %r is not told: %s", kind, error)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from learner.redis_client import RedisUnavailable
-from protocol.errors import Fenced, StateLost
+from protocol.errors import Fenced, StateLost, UserError
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,9 @@ class IoLoop:
                 self._stop.wait(min(MAX_PAUSE_S, 0.1 * 2**failures))
             except (StateLost, Fenced) as error:
                 self._alarm.sound(error)
+            except UserError as error:
+                self._alarm.sound(error)
+                return
             except BaseException as error:
                 log.exception("%s failed", self._thread.name)
                 self._alarm.sound(error)

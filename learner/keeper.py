@@ -16,6 +16,7 @@ from learner.issue import Issuer
 from learner.lease import Lease
 from learner.reconcile import Reconciler
 from learner.redis_client import RunStore
+from learner.redis_errors import Tolerated
 from learner.requests import Requests
 from protocol.messages import MetricsSnapshot
 
@@ -61,6 +62,7 @@ class Keeper:
         self._requests, self._cross, self.snapshot = requests, cross, snapshot
         self._renewal, self._reconciling, self._metrics = Every(lease_s / 3), Every(reconcile_s), Every(METRICS_S)
         self._reconciling.due()  # not before the first interval has passed
+        self._tolerated = Tolerated()
         self.wake = threading.Event()
 
     def turn(self) -> None:
@@ -79,8 +81,9 @@ class Keeper:
             self._cross.update()
             self.report()
             if self._issuer.open.is_set():
-                self._requests.turn()
+                self._tolerated(self._requests.turn)
 
     def report(self) -> None:
         """Publishes the metrics as they are."""
-        self._store.report(self.snapshot())
+        snapshot = self.snapshot()
+        self._tolerated(lambda: self._store.report(snapshot))

@@ -133,7 +133,7 @@ class Lease:
         """Frees the lease, so that a successor need not wait."""
         try:
             self._store.release()
-        except (RedisUnavailable, StateLost) as error:
+        except (RedisUnavailable, StateLost, UserError) as error:
             log.warning("the lease could not be released and will lapse by itself: %s", error)
 
 

@@ -15,6 +15,9 @@ from learner.source import Source
 
 log = logging.getLogger(__name__)
 
+AHEAD_S = 86_400.0
+"""Ids of entries may be ahead of the clock by so much: clocks are set back, a failover may find another one."""
+
 
 class Reconciler:
     """Compares what was issued with where it is. `turn` is called every `reconcile_s` seconds."""
@@ -22,10 +25,16 @@ class Reconciler:
     def __init__(self, store: RunStore, books: Books, source: Source, history: History) -> None:
         self._store, self._books, self._source, self._history = store, books, source, history
         self._suspects: frozenset[int] = frozenset()
+        self._told_ahead = False
 
     def turn(self) -> list[int]:
         """Seqs that were missing twice in a row and are now due again."""
         found = self._store.snapshot()
+        if found.ahead_s > AHEAD_S and not self._told_ahead:
+            self._told_ahead = True
+            text = f"ids in {self._store.keys.traj} are {found.ahead_s:.0f} s ahead of Redis' clock, which makes them"
+            log.warning("%s: entries were added by hand, or the clock was set back; delivery goes on", text)
+            self._history.tell("ids-ahead", text)
         if found.strays:
             # Read by a learner that lost the lease after it had asked: it will never acknowledge them.
             self._source.reclaim.set()

@@ -81,7 +81,7 @@ class Accounts:
 
     def committed(self, name: str) -> None:
         """Leaves a mark of the last checkpoint."""
-        with translated():
+        with translated(self.keys.tokens):
             self._db.hset(self.keys.tokens, COMMIT, name)
 
     def server(self) -> str:
@@ -97,20 +97,20 @@ class Accounts:
 
     def rejected(self) -> tuple[int, str]:
         """Tokens of rejected attempts that this Redis has counted, and since when (`life`)."""
-        with translated():
+        with translated(self.keys.tokens):
             counted, life = cast(list[bytes | None], self._db.hmget(self.keys.tokens, ["rejected", LIFE]))
         return number_of(counted or b""), (life or b"").decode("ascii", "replace")
 
     def requests(self) -> list[bytes]:
         """Seqs that people want tried again, as they wrote them; at most REQUESTS."""
-        with translated():
+        with translated(self.keys.requeue):
             return cast(list[bytes], self._db.srandmember(self.keys.requeue, REQUESTS))
 
     def drop_requests(self, seqs: Iterable[int | bytes]) -> None:
         """These requests are dealt with."""
         wanted = list(seqs)
         if wanted:
-            with translated():
+            with translated(self.keys.requeue):
                 self._db.srem(self.keys.requeue, *cast(tuple[str, ...], tuple(wanted)))
 
     def write_meta(self, fields: Mapping[str, str]) -> None:
@@ -122,10 +122,10 @@ class Accounts:
 
     def add_event(self, fields: Mapping[str, str]) -> None:
         """One line of the run's history."""
-        with translated():
+        with translated(self.keys.events):
             self._db.xadd(self.keys.events, cast(Any, dict(fields)), maxlen=events.MOST, approximate=True)
 
     def dead_letter(self, fields: dict[str, str | int | bytes]) -> None:
         """Bounded evidence for people; the file in the run directory is the record."""
-        with translated():
+        with translated(self.keys.dlq):
             self._db.xadd(self.keys.dlq, cast(Any, fields), maxlen=DEAD_LETTERS, approximate=True)

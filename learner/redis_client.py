@@ -17,6 +17,7 @@ from learner.connect import connect
 from learner.redis_accounts import Accounts
 from learner.redis_errors import RedisUnavailable as RedisUnavailable
 from learner.redis_errors import translated as translated
+from learner.redis_errors import unusable
 from protocol import functions
 from protocol.codec import decode_as, encode, number_of
 from protocol.errors import ProtocolError, StateLost, UserError
@@ -28,6 +29,10 @@ from protocol.versions import PolicyVersion
 BLOCK_MS = 500
 METRICS_TTL_MS = 10_000
 CHUNK = 256
+MAX_DIGITS = 15
+"""Of a count: the functions' numbers are exact so far."""
+LAST_ID = (2**64 - 1, 2**64 - 1)
+"""A stream that holds an entry of this id takes no other."""
 
 Fields = dict[bytes, bytes]
 M = TypeVar("M", bound=Message)
@@ -55,11 +60,13 @@ class InRedis:
     tasks     seqs with a task that is undelivered or leased
     unread    trajectory entries wait that no learner was given: their seqs are unknown
     strays    trajectory entries were given to a learner that is not this one
+    ahead_s   seconds by which the ids of trajectory entries are ahead of the clock of Redis, which makes them
     """
 
     tasks: frozenset[int]
     unread: bool
     strays: bool
+    ahead_s: float = 0.0
 
 
 class RunStore(Accounts):
@@ -101,7 +108,8 @@ class RunStore(Accounts):
                     made = True
                 except redis.ResponseError as error:
                     if "BUSYGROUP" not in str(error):
-                        raise
+                        with translated(stream):
+                            raise
         return made
 
     def _call(self, name: str, keys: Sequence[str], *args: str | bytes | int) -> Any:
@@ -131,22 +139,24 @@ class RunStore(Accounts):
 
     def holder(self) -> Holder | None:
         """Who holds the lease now."""
-        with translated():
+        with translated(self.keys.lease):
             lease = cast(Fields, self._db.hgetall(self.keys.lease))
             left_s = max(0, self._db.pttl(self.keys.lease)) / 1000
-        if not lease:
+        if b"token" not in lease:
             return None
-        whole_s = int(lease.get(b"ttl", 0)) / 1000
-        renewed_s = max(0.0, whole_s - left_s) if whole_s else None
-        return Holder(int(lease[b"epoch"]), lease[b"token"].decode(), left_s, renewed_s, float(lease.get(b"since", 0)))
+        epoch, ttl, since = (number_of(lease.get(name, b"")) for name in (b"epoch", b"ttl", b"since"))
+        renewed_s = max(0.0, ttl / 1000 - left_s) if ttl else None
+        return Holder(epoch, lease[b"token"].decode(errors="replace"), left_s, renewed_s, float(since))
 
     # --- tasks ---
 
     def issued(self) -> int:
         """Highest seq ever issued, as far as Redis knows."""
-        with translated():
-            found = self._db.get(self.keys.issued)
-        return int(found or 0)
+        with translated(self.keys.issued):
+            found = cast(bytes | None, self._db.get(self.keys.issued)) or b"0"
+        if not found.isdigit() or len(found) > MAX_DIGITS:
+            raise unusable(self.keys.issued, "it holds no count")
+        return int(found)
 
     def issue(self, floor: int, pairs: Sequence[tuple[int, bytes]]) -> int:
         """Adds tasks (seq ascending); those that were issued before are passed over. Returns the highest issued."""
@@ -172,7 +182,11 @@ class RunStore(Accounts):
             pipe.xinfo_groups(self.keys.traj)
             pipe.xinfo_stream(self.keys.traj)
             pipe.xinfo_consumers(self.keys.traj, TRAJ_GROUP)
-            groups, pending, tasks, readers, stream, consumers = pipe.execute()
+            pipe.time()
+            groups, pending, tasks, readers, stream, consumers, (now_s, _) = pipe.execute()
+        last = _order(stream["last-generated-id"])
+        if last == LAST_ID:
+            raise unusable(self.keys.traj, "an entry in it has the last id that there is: it can take no other")
         leased = {item["message_id"] for item in pending}
         delivered = _order(_group(groups, TASK_GROUP)["last-delivered-id"])
         # The stream also holds acknowledged tasks until the floor passes them.
@@ -182,8 +196,9 @@ class RunStore(Accounts):
         mine = self.consumer.encode()
         return InRedis(
             tasks=frozenset(seq for raw in seqs if (seq := number_of(raw))),
-            unread=_order(stream["last-generated-id"]) > read and stream["length"] > 0,
+            unread=last > read and stream["length"] > 0,
             strays=any(c["pending"] for c in consumers if c["name"] != mine),
+            ahead_s=last[0] / 1000 - now_s,
         )
 
     # --- trajectories ---
@@ -195,7 +210,7 @@ class RunStore(Accounts):
 
     def read(self, count: int) -> list[tuple[bytes, Fields]]:
         """Up to `count` entries that no learner was given yet; waits BLOCK_MS for the first."""
-        with translated():
+        with translated(self.keys.traj):
             reply: Any = self._reader.xreadgroup(
                 TRAJ_GROUP, self.consumer, {self.keys.traj: ">"}, count=count, block=BLOCK_MS
             )
@@ -206,7 +221,7 @@ class RunStore(Accounts):
         ids: list[bytes] = []
         cursor: bytes | str = "0-0"
         while True:
-            with translated():
+            with translated(self.keys.traj):
                 # JUSTID: K steps of groups may be pending; their bodies are fetched as the buffer has room.
                 reply: Any = self._db.execute_command(  # type: ignore[no-untyped-call]
                     "XAUTOCLAIM", self.keys.traj, TRAJ_GROUP, self.consumer, 0, cursor, "COUNT", 500, "JUSTID"
@@ -244,7 +259,7 @@ class RunStore(Accounts):
 
     def got_through(self, id_: bytes) -> None:
         """The entry was read and did no harm: it counts as never handed out."""
-        with translated():
+        with translated(self.keys.traj):
             self._db.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_], retrycount=0, justid=True)
 
     # --- announcements ---
@@ -255,7 +270,7 @@ class RunStore(Accounts):
 
     def announced(self) -> PolicyVersion | None:
         """The version that engines must load, as far as Redis knows."""
-        with translated():
+        with translated(self.keys.target):
             raw = self._db.hget(self.keys.target, "b")
         update = _decoded(WeightUpdate, cast(bytes, raw)) if raw else None
         return update.version if update else None
@@ -266,18 +281,18 @@ class RunStore(Accounts):
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         """What the members of a view said last, by member."""
-        with translated():
-            found = cast(Fields, self._db.hgetall(self.keys.answers(epoch, number)))
+        with translated(key := self.keys.answers(epoch, number)):
+            found = cast(Fields, self._db.hgetall(key))
         answers = (_decoded(ViewAnswer, raw) for raw in found.values())
         return {answer.member: answer for answer in answers if answer is not None}
 
     def engines(self) -> list[EngineInfo]:
         """Engines whose registration is alive."""
-        with translated():
+        with translated(self.keys.engines):
             names = cast(list[bytes], self._db.zrange(self.keys.engines, 0, -1))
             with self._db.pipeline(transaction=False) as pipe:
                 for name in names:
-                    pipe.hget(self.keys.engine(name.decode()), "b")
+                    pipe.hget(self.keys.engine(name.decode(errors="replace")), "b")
                 raws = pipe.execute()
         # a registration of another version of Foray says nothing about what it loads
         return [info for raw in raws if raw is not None and (info := _decoded(EngineInfo, raw)) is not None]

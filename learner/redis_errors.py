@@ -3,12 +3,14 @@
 RedisUnavailable  no answer, or Redis is loading, full or read-only: wait and try again
 StateLost         streams, groups or functions are gone: the learner re-creates them
 Fenced            the lease is not ours (any more)
-UserError         a password or an address that only a person can mend
+UserError         a password, an address, or a key that holds something else: only a person can mend it
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import redis
@@ -16,9 +18,11 @@ from redis.exceptions import AuthorizationError, NoPermissionError
 
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 
-# Sought anywhere in the message: in a pipeline redis-py puts the command before the error.
+log = logging.getLogger(__name__)
+
 _LOST = ("NOGROUP", "NOSTREAM", "UNBLOCKED", "Function not found", "no such key")
 _BUSY = ("OOM", "MISCONF", "READONLY", "LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")
+_KEY = re.compile(r"\{[\w-]+\}:[\w.-]+(:[\w.-]+)*", re.ASCII)
 
 
 class RedisUnavailable(ForayError):
@@ -26,8 +30,8 @@ class RedisUnavailable(ForayError):
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """redis-py's errors as the four above."""
+def translated(key: str = "") -> Iterator[None]:
+    """redis-py's errors as the four above. key: what the commands are about, where their errors do not name it."""
     try:
         yield
     except (redis.AuthenticationError, AuthorizationError, NoPermissionError) as error:
@@ -40,13 +44,55 @@ def translated() -> Iterator[None]:
         raise RedisUnavailable(f"Redis is full, all wait until maxmemory is raised: {_readable(error)}") from error
     except redis.ResponseError as error:
         text = _readable(error)
-        if text.startswith("FENCED"):
-            raise Fenced(text) from error
-        if any(word in text for word in _LOST):
+        answer = text.rpartition(" of pipeline caused error: ")[2]
+        if answer.startswith("FENCED"):
+            raise Fenced(answer) from error
+        if any(word in answer for word in _LOST):
             raise StateLost(text) from error
-        if any(word in text for word in _BUSY):
+        if any(word in answer for word in _BUSY):
             raise RedisUnavailable(text) from error
-        raise
+        with unusable_keys(key):
+            raise
+
+
+@contextmanager
+def unusable_keys(key: str = "") -> Iterator[None]:
+    """Answers that a key of ours holds something else, as UserErrors that name it; every other error passes."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        quoted, _, answer = _readable(error).rpartition(" of pipeline caused error: ")
+        if not answer.startswith(("BADKEY", "WRONGTYPE")):
+            raise
+        named = _KEY.search(quoted or answer)
+        raise unusable(named[0] if named else key, answer) from error
+
+
+def unusable(key: str, why: str) -> UserError:
+    """`key` cannot be used as it is; Foray creates each of its keys again."""
+    return UserError(
+        f"the key {key} in Redis does not hold what Foray writes there",
+        why=f"{why.partition(' script: ')[0].rpartition(key + ': ')[2]}; another program or a person has written to it",
+        todo=f"remove it with `DEL {key}` and start again: it is created again, and what was in it is regenerated",
+    )
+
+
+class Tolerated:
+    """Calls that only inform people. What keeps one from Redis, a key or a missing right, is logged once."""
+
+    def __init__(self) -> None:
+        self._told = set[str]()
+
+    def __call__(self, call: Callable[[], object]) -> bool:
+        """Whether `call` went through. Raises what is no UserError."""
+        try:
+            call()
+        except UserError as error:
+            if error.what not in self._told:
+                self._told.add(error.what)
+                log.error("left out, training goes on: %s", error.render())
+            return False
+        return True
 
 
 def _readable(error: Exception) -> str:

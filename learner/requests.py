@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from learner.books import Books
 from learner.history import History
 from learner.redis_client import RedisUnavailable, RunStore
+from learner.redis_errors import Tolerated
 from protocol.codec import number_of
 from protocol.ledger import NotReopenable
 
@@ -23,6 +24,7 @@ class Requests:
 
     def __init__(self, store: RunStore, books: Books, history: History) -> None:
         self._store, self._books, self._history = store, books, history
+        self._tolerated = Tolerated()
 
     def turn(self) -> None:
         """Honours what can be honoured, and removes what cannot. Raises RedisUnavailable."""
@@ -47,7 +49,8 @@ class Requests:
         """A durable checkpoint has these: their requests are dealt with."""
         done = list(seqs)
         try:
-            self._store.drop_requests(done)
+            if not self._tolerated(lambda: self._store.drop_requests(done)):
+                return
         except RedisUnavailable as error:
             log.info("requests that were honoured are removed later: %s", error)
             return

@@ -26,7 +26,7 @@ from learner.history import History
 from learner.redis_client import Fields, RunStore
 from learner.token_law import Arrived, Bucket
 from protocol.ledger import Outcome
-from protocol.messages import GroupFailed
+from protocol.messages import TASK_UNREADABLE, GroupFailed
 from protocol.staleness import lag
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ class Source:
         try:
             entry = read_entry(id_, fields, self._run)
             self._refuse_unissued(entry)
+            self._refuse_unreadable_task(entry)
         except BadEntry as bad:
             self._refuse(id_, fields, bad)
             return
@@ -157,6 +158,15 @@ class Source:
     def _refuse_unissued(self, entry: Entry) -> None:
         if self._unissued(entry.seq):
             raise BadEntry("not_issued", f"seq {entry.seq} was never issued", 0)
+
+    def _refuse_unreadable_task(self, entry: Entry) -> None:
+        """A failed attempt, unless another task of the seq is at work: then this one was one too many, and no more."""
+        message = entry.message
+        if isinstance(message, GroupFailed) and message.reason.startswith(TASK_UNREADABLE):
+            detail = f"{message.producer} could not read a task of seq {entry.seq}"
+            if entry.seq in self._store.snapshot().tasks:
+                raise BadEntry(message.reason, f"{detail}; another one is at work", 0, message.attempt)
+            raise BadEntry(message.reason, detail, entry.seq, message.attempt)
 
     def _unissued(self, seq: int) -> bool:
         return seq > self._books.issued and seq > self._store.issued()

@@ -184,11 +184,14 @@ redis.register_function('foray_view', function(k, a)
   return 1
 end)
 
+-- Nothing comes after an entry of this id, and XRANGE refuses to look.
+local LAST_ID = '18446744073709551615-18446744073709551615'
+
 -- The field t of every entry after `last`, in pieces: a reply with all bodies at once would be as large as the stream.
 local function undelivered(stream, last)
-  local found, from = {}, '(' .. last
-  while true do
-    local entries = call('XRANGE', stream, from, '+', 'COUNT', 32)
+  local found = {}
+  while last ~= LAST_ID do
+    local entries = call('XRANGE', stream, '(' .. last, '+', 'COUNT', 32)
     if #entries == 0 then return found end
     for _, e in ipairs(entries) do
       found[#found + 1] = e[1]
@@ -197,8 +200,9 @@ local function undelivered(stream, last)
         if e[2][i] == 't' then found[#found] = e[2][i + 1] end
       end
     end
-    from = '(' .. entries[#entries][1]
+    last = entries[#entries][1]
   end
+  return found
 end
 
 -- traj, tokens -> {fields of the hash tokens, last id of traj, ids pending, undelivered id, t, id, t, ...}: one moment

@@ -229,6 +229,10 @@ class TrajectoryGroup(Message):
         return max((v for t in self.trajectories if (v := t.last_version()) is not None), default=None)
 
 
+TASK_UNREADABLE = "task_"
+"""How reasons of `GroupFailed` begin when the task itself could not be read: nothing is known of its attempt."""
+
+
 class GroupFailed(Message):
     """The last attempt at a seq failed: the learner settles it as dead, with this reason."""
 

@@ -20,7 +20,7 @@ from protocol.errors import MessageTooLarge, ProtocolError, StateLost, UserError
 from protocol.functions import PUBLISH, RETRY
 from protocol.header import seal
 from protocol.keys import TASK_GROUP
-from protocol.messages import GroupFailed, Task, TrajectoryGroup
+from protocol.messages import TASK_UNREADABLE, GroupFailed, Task, TrajectoryGroup
 from rollout_server.metrics import Stats
 from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull, insist
 
@@ -116,8 +116,8 @@ class Sink:
             self._spool.pop(entry, None)
 
     async def bury(self, entry: str, seq: int | None, raw: bytes, error: ProtocolError, run: str) -> None:
-        """A task that cannot be read: evidence to the dead-letter stream, and its seq (if known) is given up."""
-        reason = f"task_{error.reason}"
+        """A task that cannot be read: evidence to the dead-letter stream, and a failed attempt of its seq, if known."""
+        reason = f"{TASK_UNREADABLE}{error.reason}"
         log.error("task %s (seq %s) is unreadable: %s: %s", entry, seq, reason, error)
         await self.keep_evidence(entry, seq, raw, reason, str(error))
         outage = Outage(f"burying task {entry}", self._stats.waits)

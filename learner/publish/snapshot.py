@@ -14,7 +14,7 @@ from collections.abc import Callable
 from learner.publish.announce import Announcement
 from learner.publish.base import Link
 from learner.redis_client import RedisUnavailable
-from protocol.errors import Fenced, StateLost
+from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Snapshots:
             try:
                 self._turn()
                 pause_s = LOOK_S
-            except (RedisUnavailable, StateLost, Fenced) as error:
+            except (RedisUnavailable, StateLost, Fenced, UserError) as error:
                 log.debug("no look at the engines: %s", error)  # the training thread mends it, or ends
             except OSError as error:
                 pause_s = min(LONGEST_PAUSE_S, 4 * pause_s)

@@ -287,4 +287,5 @@ def test_ids_far_beyond_the_clock_are_trimmed_without_loss(run: redis.Redis) -> 
     full_to_the_last_id(run, KEYS.traj)
     [(_, [(last, _)])] = run.xreadgroup(TRAJ_GROUP, "l", {KEYS.traj: ">"})
     ids = [id_ for id_, _ in unread]
+    assert call(run, fn.CENSUS, [KEYS.traj, KEYS.tokens])[1:] == [LAST_ID.encode(), [*ids, last], []]
     assert call(run, fn.ACK, [KEYS.lease, KEYS.traj], 1, "a", *ids, last) == 3

@@ -249,6 +249,7 @@ spoiling_calls = st.one_of(
         [
             call("xadd", TRAJ, {"x": 1}, id=LAST_ID),
             call("xadd", TASKS, {"x": 1}, id=LAST_ID),
+            call("xreadgroup", "learner", "a", {TRAJ: ">"}, count=9),
             call("hset", TOKENS, mapping={"published": 2**63 - 3, "rejected": "abc"}),
             call("hset", LEASE, "epoch", "abc"),
         ]
