@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig
+from deploy.paths import anchored
 from deploy.plan import Addresses
 from deploy.ports import free_port, require_free
 from deploy.redis_child import child_url, find_server
@@ -50,7 +51,11 @@ def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Ad
 
 
 def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
-    """`config` with the addresses in it. A Redis URL from the environment may hold a password: it stays out."""
+    """`config` with the addresses in it, and all paths absolute.
+
+    A Redis URL from the environment may hold a password: it stays out.
+    """
+    config = anchored(config)
     launch: dict[str, Any] = {"retrievers": len(addresses.retrievers)}
     update: dict[str, Settings] = {}
     if addresses.server is not None:

@@ -10,13 +10,17 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import NoReturn
 
 from protocol.errors import Fenced, ForayError, UserError
-from protocol.redaction import redact, remember_environment
+from protocol.redaction import LOG_LEVEL_VARIABLE, LOG_LEVELS, redact, remember_environment
+from protocol.settings_words import suggest
 
 EXIT_FAILED, EXIT_USER, EXIT_FENCED, EXIT_INTERRUPTED = 1, 2, 75, 130
 
@@ -55,12 +59,28 @@ VERBS: dict[str, Verb] = {
 }
 
 
+MEANT = {
+    "`foray up run.yaml` trains; `foray demo` needs no configuration": ("train", "run", "start", "launch", "fit"),
+    "`foray down RUN_DIR`": ("stop", "kill", "shutdown", "quit"),
+    "`foray eval RUN_DIR --questions FILE` asks a running rollout server; for other servers write the model with "
+    "`foray export RUN_DIR OUT`": ("infer", "inference", "chat", "serve", "generate", "predict", "ask", "test"),
+    "each process has a file in RUN_DIR/logs, e.g. tail -f RUN_DIR/logs/learner.log": ("log", "logs", "tail"),
+    "`foray status RUN_DIR`": ("ps", "list", "show", "runs"),
+    "`foray top RUN_DIR`": ("watch", "monitor", "dashboard"),
+    "`foray doctor run.yaml`": ("check", "diagnose", "validate", "lint"),
+    "`foray index build --corpus FILE --out DIR`": ("build", "corpus"),
+    "`foray init run.yaml` writes one; `foray up run.yaml --dry-run` prints it with every default": ("config", "new"),
+    "`foray curves RUN_DIR`": ("plot", "metrics"),
+}
+"""What there is in place of commands that other programs have."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     remember_environment(os.environ)
     try:
-        return _dispatch(given)
+        return _dispatch(_without_log_level(given))
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return EXIT_USER
@@ -76,6 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe has seen enough (`foray status | head`); Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if not isinstance(error.filename, str) or os.environ.get(LOG_LEVEL_VARIABLE) == "DEBUG":
+            raise
+        print(unusable(error).render(), file=sys.stderr)
+        return EXIT_USER
 
 
 def _dispatch(given: list[str]) -> int:
@@ -88,24 +113,100 @@ def _dispatch(given: list[str]) -> int:
     name, rest = given[0], given[1:]
     verb = VERBS.get(name)
     if verb is None:
-        near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
-        todo = f"did you mean `foray {near[0]}`?" if near else "`foray --help` lists the commands"
-        raise UserError(f"unknown command {name!r}", todo=todo)
+        raise UserError(f"unknown command {name!r}", todo=_meant(name))
     if verb.process:
-        return _become(verb.process, rest)
+        return _become(verb.process, rest, prog=f"foray {name}")
     module = importlib.import_module(verb.module)
-    parser = argparse.ArgumentParser(
-        prog=f"foray {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.configure(parser)
+    if not hasattr(module, "subcommands"):
+        parser = Parser(f"foray {name}", module.__doc__)
+        module.configure(parser)
+    else:
+        parser, rest = _subcommand(name, module, rest)
     code: int = module.run(parser.parse_intermixed_args(rest))
     return code
 
 
-def _become(module: str, rest: list[str]) -> int:
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are ours: a sentence and what to do, without the usage of every flag."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=form, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError, with the nearest name or flag where one is misspelt."""
+        todo = f"{self.prog} --help"
+        if choice := re.match(r"(argument .+): invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            names = [name.strip("'\"") for name in choice[3].split(", ")]
+            raise UserError(f"{choice[1]}: there is no {choice[2]!r}", todo=suggest(choice[2], names))
+        if unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            flags = sorted(set(re.findall(r"--[\w-]+", self.format_help())))
+            todo = f"{suggest(unknown[1], flags)}; {todo} explains them"
+        raise UserError(message, todo=todo)
+
+
+def _subcommand(name: str, module: ModuleType, rest: list[str]) -> tuple[Parser, list[str]]:
+    """The parser of the subcommand that `rest` names (the first word that is no flag), and what is left of `rest`.
+
+    A module with subcommands tells them by `subcommands()`, name -> help, and `configure` takes the chosen one.
+    """
+    known: dict[str, str] = module.subcommands()
+    chosen = next((word for word in rest if not word.startswith("-")), None)
+    if chosen is None:
+        width = max(map(len, known))
+        parser = Parser(f"foray {name}", module.__doc__)
+        parser.usage = f"foray {name} NAME [...]"
+        parser.epilog = "\n".join(["NAME (each has --help):", *(f"  {n:<{width}}  {h}" for n, h in known.items())])
+        parser.parse_args(rest)
+        raise UserError(f"`foray {name}` needs a name", todo=f"one of {', '.join(known)}")
+    if chosen not in known:
+        raise UserError(f"there is no `foray {name} {chosen}`", todo=suggest(chosen, tuple(known)))
+    parser = Parser(f"foray {name} {chosen}", known[chosen])
+    parser.set_defaults(action=chosen)
+    module.configure(parser, chosen)
+    return parser, [word for place, word in enumerate(rest) if place != rest.index(chosen)]
+
+
+def _meant(name: str) -> str:
+    for there_is, names in MEANT.items():
+        if name in names:
+            return there_is
+    near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.6)
+    return f"did you mean `foray {near[0]}`?" if near else "`foray --help` lists the commands"
+
+
+def _without_log_level(given: list[str]) -> list[str]:
+    """`given` without -v, --verbose and --log-level LEVEL, which hold for this process and those that it starts."""
+    rest: list[str] = []
+    words = iter(given)
+    for word in words:
+        level = ""
+        if word in ("-v", "--verbose"):
+            level = "DEBUG"
+        elif word == "--log-level" or word.startswith("--log-level="):
+            level = (word.partition("=")[2] or next(words, "")).upper()
+            if level not in LOG_LEVELS:
+                raise UserError(f"--log-level {level!r} is no level", todo=suggest(level, LOG_LEVELS))
+        else:
+            rest.append(word)
+        if level:
+            os.environ[LOG_LEVEL_VARIABLE] = level
+    return rest
+
+
+def unusable(error: OSError) -> UserError:
+    """What a person reads of a path that cannot be used."""
+    return UserError(
+        f"cannot read or write {error.filename}",
+        why=error.strerror or str(error),
+        todo="give another path, or correct this one's permissions; `foray -v ...` shows where it happened",
+    )
+
+
+def _become(module: str, rest: list[str], *, prog: str) -> int:
     """Run `python -m module rest...` in this very process: same signals, same exit code, no second interpreter."""
     main_of = importlib.import_module(f"{module}.cli").main
-    code: int = main_of(rest)
+    code: int = main_of(rest, prog=prog)
     return code
 
 
@@ -122,6 +223,7 @@ def overview() -> str:
             "commands (each has --help):",
             *lines,
             "",
+            "for every command: -v, or --log-level DEBUG|INFO|WARNING|ERROR: what it and the processes it starts log",
             "first steps: `foray demo`, then `foray init run.yaml` and `foray up run.yaml --dry-run`",
         ]
     )

@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 from learner.config import LearnerSettings
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name
-from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings, read_tree, section
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings, Tree, read_tree, section
 from retriever.config import RetrieverSettings
 from rollout_server.config import RolloutSettings
 from rollout_server.node.config import NodeSettings
@@ -103,26 +103,39 @@ class RunConfig(Settings):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
+_SECTIONS: dict[str, type[Settings]] = {
+    "run": RunSettings,
+    "rollout": RolloutSettings,
+    "engine": NodeSettings,
+    "learner": LearnerSettings,
+    "retriever": RetrieverSettings,
+    "launch": LaunchSettings,
+}
+
+
 def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> RunConfig:
-    """The configuration in `path` with `overrides`; raises UserError that names every wrong key of a section."""
+    """The configuration in `path` with `overrides`; raises UserError that names every wrong key."""
     return from_tree(expand(read_tree(path, overrides), environ))
 
 
 def from_tree(tree: Mapping[str, Any]) -> RunConfig:
-    """The tree as a RunConfig; fields that the tree does not name stay out of `model_fields_set`."""
-    given = {
-        "run": section(tree, "run", RunSettings),
-        "rollout": section(tree, "rollout", RolloutSettings),
-        "engine": section(tree, "engine", NodeSettings),
-        "learner": section(tree, "learner", LearnerSettings),
-        "retriever": section(tree, "retriever", RetrieverSettings),
-        "launch": section(tree, "launch", LaunchSettings),
-        "demo": tree.get("demo") or {},
-    }
-    return RunConfig.model_construct(**given)  # type: ignore[arg-type]  # each section has just been validated
+    """The tree as a RunConfig; fields that the tree does not name stay out of `model_fields_set`.
+
+    Raises UserError with what is wrong in all sections.
+    """
+    given: dict[str, Any] = {"demo": tree.get("demo") or {}}
+    wrong: list[str] = []
+    for name, kind in _SECTIONS.items():
+        try:
+            given[name] = section(tree, name, kind)
+        except UserError as error:
+            wrong.append(error.what)
+    if wrong:
+        raise UserError("\n       ".join(wrong))
+    return RunConfig.model_construct(**given)
 
 
-def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> Tree:
     """The tree with every text that begins with `${NAME}/` (or is `${NAME}`) read as a path below that directory.
 
     Nothing else is replaced: a `$` in a prompt or a pattern is left alone. Raises UserError for an unset variable.
@@ -143,5 +156,4 @@ def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any
             )
         return environ[found[1]] + value[found.end() :]
 
-    expanded: dict[str, Any] = walk(tree, "")
-    return expanded
+    return Tree(walk(tree, ""), tree.spelt if isinstance(tree, Tree) else {})

@@ -90,11 +90,14 @@ class Fates:
         return str(self._noted.get(seq, (Outcome.TRAINED, ""))[0])
 
 
-def read_letters(client: redis.Redis, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:
-    """Every letter once, the oldest first. `bodies` False leaves `header` and `body` empty: there may be gigabytes."""
+def read_letters(client: redis.Redis | None, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:
+    """Every letter once, the oldest first; without a client those of the file.
+
+    `bodies` False leaves `header` and `body` empty: there may be gigabytes.
+    """
     filed = {_key(letter): letter for name in FILES for letter in _of_file(run_dir / name, bodies)}
     found = []
-    for letter in _of_stream(client, Keys(run).dlq, bodies):
+    for letter in _of_stream(client, Keys(run).dlq, bodies) if client is not None else ():
         twin = filed.pop(_key(letter), None)
         # the file has more of the bytes
         found.append(replace(twin, kept=("redis", "file"), stream_id=letter.stream_id) if twin else letter)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import expand
-from deploy.rundir import RESOLVED, read_record, require
+from deploy.rundir import configuration_of, read_configuration, read_record, require
 from deploy.secrets_env import login_at, redis_url_for
+from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
-from protocol.settings import REDIS_URL_VARIABLE, RunSettings, read_tree, section
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings, read_tree, section, with_overrides
 
 
 @dataclass(frozen=True)
@@ -26,24 +27,24 @@ class Located:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """RUN_DIR and --config."""
-    parser.add_argument("run_dir", type=Path, nargs="?", help="run directory (default: the latest below ./runs)")
-    parser.add_argument(
-        "--config", type=Path, help="the run's configuration file instead, where it was started by hand"
-    )
+    """RUN_DIR or CONFIG, and overrides."""
+    what = "run directory (default: the latest below ./runs), or the configuration of a run that was started by hand"
+    add_config_arguments(parser, what, "run.redis_url=redis://host:6379/0", metavar="RUN_DIR | CONFIG")
 
 
 def locate(args: Namespace) -> Located:
     """The run that the arguments name; raises UserError when there is none, or its Redis is not known."""
-    if args.config is not None and args.run_dir is not None:
-        raise UserError("both a run directory and --config were given", todo="give one of them")
-    if args.config is not None:
-        path = args.config
+    path, overrides = config_and_overrides(args)
+    if path is not None and not path.is_dir() and (path.is_file() or path.suffix in (".yaml", ".yml")):
+        tree, moved = read_tree(path), None
     else:
-        path = require(args.run_dir) / RESOLVED
-    tree = expand(read_tree(path), os.environ)
+        moved = require(path)
+        if (found := configuration_of(moved)) is None:
+            raise UserError(f"{moved} holds no configuration", todo="name the one that the run was started with")
+        tree = read_configuration(found, moved)
+    tree = expand(with_overrides(tree, overrides), os.environ)
     run = section(tree, "run", RunSettings)
-    directory = run.dir if args.config is not None else path.parent
+    directory = moved or run.dir
     url = _by_secrets(tree, directory) or run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
     if not url:
         raise UserError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from protocol.settings import Tree, read_tree
 
 RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"
 
@@ -90,7 +91,40 @@ def require(directory: Path | None) -> Path:
     chosen = directory or latest()
     if chosen is None:
         raise UserError("no run directory was given and ./runs holds none", todo="name one: foray <verb> RUN_DIR")
-    if not (chosen / RECORD).exists() and not (chosen / RESOLVED).exists():
-        what = "does not exist" if not chosen.exists() else "is not a run directory (it holds no run.json)"
-        raise UserError(f"{chosen} {what}", todo="give the directory that `foray up` printed (run.dir)")
+    if not (chosen / RECORD).exists() and configuration_of(chosen) is None:
+        what = "is not a run directory (it holds no configuration)" if chosen.exists() else "does not exist"
+        todo = "give the directory that `foray up` printed (run.dir), or for a run started by hand its configuration"
+        raise UserError(f"{chosen} {what}", todo=todo)
     return chosen
+
+
+def configuration_of(directory: Path) -> Path | None:
+    """The configuration in a run directory: what `foray up` resolved, else the only one that lies there."""
+    if (directory / RESOLVED).is_file():
+        return directory / RESOLVED
+    found = [path for path in sorted(directory.glob("*.yaml")) if _is_configuration(path)]
+    return found[0] if len(found) == 1 else None
+
+
+def read_configuration(path: Path, directory: Path) -> Tree:
+    """The tree in `path`; what it says to be below `run.dir` is below `directory`, to which the run may have moved."""
+    tree = read_tree(path)
+    before, now = str((tree.get("run") or {}).get("dir", "")), str(directory.absolute())
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: walk(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        if isinstance(value, str) and (value == before or value.startswith(f"{before}/")):
+            return now + value.removeprefix(before)
+        return value
+
+    return Tree(walk(tree), tree.spelt) if before else tree
+
+
+def _is_configuration(path: Path) -> bool:
+    try:
+        return "run" in read_tree(path)
+    except UserError:
+        return False

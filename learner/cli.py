@@ -14,6 +14,7 @@ from pathlib import Path
 
 from learner.config import LearnerSettings
 from learner.follower import ranks, serve_rank
+from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import redact, start_logging
 from protocol.settings import RunSettings, read_tree, section
@@ -22,17 +23,17 @@ LOG_FORMAT = "%(asctime)s %(levelname)s {rank}%(name)s: %(message)s"
 EXIT_BROKEN, EXIT_USER, EXIT_FENCED = 1, 2, 75
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") -> int:
     """Exit status: 0 at the end of the run or after SIGTERM, 1 when the books do not close or the weights are not
     finite, 2 when something needs a person, 75 when another learner took over.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m learner",
+        prog=prog,
         description="Train the policy on the trajectory groups that arrive in Redis, and publish its weights.",
         epilog="Started again with the same command, it goes on from its last checkpoint. On several GPUs: "
         "torchrun --nproc-per-node N -m learner ..., or deepspeed --module learner ...",
     )
-    parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `learner` are read")
+    add_config_arguments(parser, "YAML file; the sections `run` and `learner` are read", "learner.checkpoint_every=5")
     parser.add_argument("--takeover", action="store_true", help="take the run from a learner that still holds it")
     parser.add_argument(
         "--trust-checkpoint",
@@ -43,13 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rebatch", action="store_true", help="with --replay: form batches of its groups anew")
     # what the deepspeed launcher adds; the environment says it too
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. learner.checkpoint_every=5")
     args = parser.parse_intermixed_args(argv)
     rank, size = ranks()
     prefix = f"[rank {rank}] " if size > 1 else ""
     start_logging(os.environ, LOG_FORMAT.format(rank=prefix))
     try:
-        tree = read_tree(args.config, args.overrides)
+        tree = read_tree(*config_and_overrides(args))
         run = section(tree, "run", RunSettings)
         settings = section(tree, "learner", LearnerSettings)
         if rank:

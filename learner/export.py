@@ -178,6 +178,9 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
     try:
         part.mkdir(parents=True)
         write(part)
+        for path in part.iterdir():
+            # safetensors writes for the owner alone; what the umask says of the folder holds for its files too
+            path.chmod(part.stat().st_mode & 0o666)
         part.rename(out)
     except OSError as error:
         raise UserError(f"{out} could not be written", why=str(error), todo="see to space and permissions") from None

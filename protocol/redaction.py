@@ -27,6 +27,9 @@ _STANDS_IN = r"\$\([a-z][\w./-]*\s|(?:\$\{?[A-Z_][A-Z0-9_]*\}?|\.{2,3})(?=[\s'\"
 _PARAMETER = re.compile(rf"((?i:password|passwd|api_?key|token|secret)=)(?!{_STANDS_IN})[^&\s'\"]+")
 _BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 
+LOG_LEVEL_VARIABLE = "FORAY_LOG_LEVEL"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
 _known: set[str] = set()
 
 
@@ -70,13 +73,16 @@ class RedactingFormatter(logging.Formatter):
 def start_logging(environ: Mapping[str, str], line: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
     """Logs to `stream` (stderr) from `level` on in the form `line`; all that this process shows is redacted from now.
 
+    FORAY_LOG_LEVEL in `environ` overrules `level`.
+
     An exception that nobody catches is printed by the interpreter itself: that, too, goes through `redact`.
     """
     remember_environment(environ)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(RedactingFormatter(line))
     handler.addFilter(without_trace_of_clients)
-    logging.basicConfig(level=level, handlers=[handler])
+    wanted = environ.get(LOG_LEVEL_VARIABLE, level)
+    logging.basicConfig(level=wanted if wanted in LOG_LEVELS else level, handlers=[handler])
     sys.excepthook = _print_redacted
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import UserError
-from protocol.redaction import SHOWN
+from protocol.settings_words import PATTERNS, explain, repaired, suggest
 
 SECTIONS = ("run", "rollout", "engine", "learner", "retriever", "demo", "launch")
 """Top-level names of the tree. A process ignores the sections of the others; `foray` checks them all."""
@@ -29,9 +28,10 @@ REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
 """What PyYAML raises: dates such as 2026-99-99 and numbers such as 0b2 are ValueErrors there."""
 
-_MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
-
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
+PATTERNS[RUN_ID.pattern] = (
+    "an id has lower-case letters, digits and hyphens (at most 63), and begins with a letter or a digit: e.g. qwen2-5"
+)
 
 
 class Settings(BaseModel):
@@ -95,33 +95,50 @@ class RunSettings(Settings):
         return self.dir / "checkpoints"
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 300
-
 S = TypeVar("S", bound=Settings)
 
 
-def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+class Tree(dict[str, Any]):
+    """A tree of settings that knows how its overrides were spelt: `spelt` has the text of each by its path, where YAML
+    read it as something other than text."""
+
+    def __init__(self, tree: Mapping[str, Any], spelt: Mapping[tuple[str, ...], str]) -> None:
+        super().__init__(tree)
+        self.spelt = dict(spelt)
+
+
+def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> Tree:
     """The YAML file as a dict with `a.b=c` overrides applied (values are YAML: numbers, lists, null).
 
     Raises UserError for a missing or malformed file, an unknown section, or an override that is not `key=value`.
     """
-    tree: dict[str, Any] = {}
-    if path is not None:
-        tree = _load_yaml(path)
+    tree = _load_yaml(path) if path is not None else {}
+    return with_overrides(Tree(tree, {}), overrides)
+
+
+def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
+    """`tree` with `a.b=c` overrides applied in place; raises UserError as `read_tree` does."""
     for item in overrides:
         key, found, raw = item.partition("=")
         if not found or not key:
-            raise UserError(f"override {item!r} is not of the form key=value", todo="write e.g. learner.lr=1e-4")
+            raise not_an_override(item)
         try:
             value = yaml.safe_load(raw)
         except NOT_YAML as error:
             raise UserError(f"the value of override {item!r} is not YAML", why=" ".join(str(error).split())) from None
-        _assign(tree, key.split("."), _number(value), item)
+        value = _number(value)
+        _assign(tree, key.split("."), value, item)
+        if not isinstance(value, str):
+            tree.spelt[tuple(key.split("."))] = raw
     for name in tree:
         if name not in SECTIONS:
-            raise UserError(f"unknown section {name!r}", todo=_suggest(str(name), SECTIONS))
+            raise UserError(f"unknown section {name!r}", todo=suggest(str(name), SECTIONS))
     return tree
+
+
+def not_an_override(item: str) -> UserError:
+    """The error for an argument that should have been an override."""
+    return UserError(f"override {item!r} is not of the form key=value", todo="write e.g. learner.optim.lr=1e-4")
 
 
 def section(tree: Mapping[str, Any], name: str, kind: type[S]) -> S:
@@ -130,7 +147,15 @@ def section(tree: Mapping[str, Any], name: str, kind: type[S]) -> S:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise UserError("\n       ".join(_explain(error, name, kind))) from None
+        wrong = error
+    spelt = tree.spelt if isinstance(tree, Tree) else {}
+    below = {path[1:]: text for path, text in spelt.items() if path[0] == name}
+    try:
+        if (meant := repaired(value, wrong, kind, below)) is not None:
+            return kind.model_validate(meant)
+    except ValidationError as error:
+        wrong = error
+    raise UserError("\n       ".join(explain(wrong, name, kind)))
 
 
 def _load_yaml(path: Path) -> dict[str, Any]:
@@ -176,60 +201,3 @@ def _assign(tree: dict[str, Any], path: list[str], value: Any, item: str) -> Non
             raise UserError(f"override {item!r} goes below {name!r}, which holds a single value")
         tree = child
     tree[path[-1]] = value
-
-
-def _suggest(name: str, legal: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(sorted(legal))
-
-
-def _explain(error: ValidationError, name: str, kind: type[Settings]) -> Iterator[str]:
-    for item in error.errors():
-        where = ".".join([name, *(str(part) for part in item["loc"])])
-        if item["type"] == "extra_forbidden":
-            legal = _legal_keys(kind, [str(part) for part in item["loc"][:-1]])
-            yield f"unknown key {where!r}: {_suggest(str(item['loc'][-1]), legal)}"
-        elif item["type"] == "union_tag_not_found":
-            known = ", ".join(_legal_tags(kind, [str(part) for part in item["loc"]]))
-            yield f"{where} does not say what it is: add {where}.type = one of {known}"
-        else:
-            # a few lines of YAML can spell a value of gigabytes, by aliases of aliases
-            yield f"{where} = {_SHORT.repr(_shown(where, item['input']))}: {item['msg']}"
-
-
-def _shown(name: str, value: Any) -> Any:
-    """`value` without what may be a secret: somebody may have written the key where its variable's name belongs."""
-    if isinstance(value, Mapping):
-        return {key: SHOWN if _MAY_BE_SECRET.search(str(key)) else inner for key, inner in value.items()}
-    return SHOWN if isinstance(value, str) and _MAY_BE_SECRET.search(name) else value
-
-
-def _legal_tags(kind: type[Settings], path: Sequence[str]) -> list[str]:
-    """Values that `type` may have in the union at `path` below `kind`."""
-    *parents, last = path
-    members: list[type[BaseModel]] = [kind]
-    for part in parents:
-        members = [m for c in members if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
-    found = [m for c in members if last in c.model_fields for m in _models(c.model_fields[last].annotation)]
-    return sorted({tag for m in found for tag in _tags(m)})
-
-
-def _legal_keys(kind: type[Settings], path: Sequence[str]) -> list[str]:
-    """Field names at `path` below `kind`; members of a union are searched by their tag."""
-    candidates: list[type[BaseModel]] = [kind]
-    for part in path:
-        below = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
-        # a union's error path names the chosen member's tag after the field
-        candidates = below or [c for c in candidates if part in _tags(c)] or candidates
-    return sorted({field for c in candidates for field in c.model_fields})
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for arg in getattr(annotation, "__args__", ()) for m in _models(arg)]
-
-
-def _tags(kind: type[BaseModel]) -> tuple[str, ...]:
-    field = kind.model_fields.get("type")
-    return tuple(getattr(field.annotation, "__args__", ())) if field else ()

@@ -14,16 +14,21 @@ from retriever.config import RetrieverSettings
 from retriever.config_index import IndexSettings
 
 
-def add_build_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of a build, except `key=value`."""
+def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is indexed, and by which index."""
     parser.add_argument("--corpus", help="file or directory of passages (JSON lines, JSON, parquet, TSV; gzip or not) "
                         "or of HotpotQA, 2Wiki, MuSiQue questions; or synthetic:N:SEED")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="directory to make")
     parser.add_argument("--index", metavar="TYPE", help="bm25 (default), memory, faiss_flat, faiss_hnsw, faiss_ivf, "
                         "faiss_ivfpq, faiss_gpu or hybrid")  # fmt: skip
     parser.add_argument("--format", help="of the corpus: contents, title_text, hotpotqa or musique; told by its first "
                         "record otherwise")  # fmt: skip
     parser.add_argument("--words", type=int, help="cut documents into passages of so many words")
+
+
+def add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of a build, except `key=value`."""
+    add_corpus_arguments(parser)
+    parser.add_argument("--out", type=Path, help="directory to make")
     parser.add_argument("--overwrite", action="store_true", help="replace the directory if it exists")
     parser.add_argument("--fresh", action="store_true", help="do not go on with an interrupted build")
     parser.add_argument("--force", action="store_true", help="build although disk or memory seem too small")

@@ -12,29 +12,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
 from protocol.redaction import start_logging
 from protocol.settings import read_tree, section
 from retriever.config import RetrieverSettings
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m retriever") -> int:
     """Exit status: 0 after SIGTERM or SIGINT, 2 when the settings, the corpus or the index need a person."""
     parser = argparse.ArgumentParser(
-        prog="python -m retriever",
+        prog=prog,
         description="Serve a corpus and its index, or an online engine, over HTTP: Search-R1's POST /retrieve, "
         "ReSearch's POST /search and /batch_search, POST /v1/embeddings, GET /health, /ready, /metrics, /info.",
     )
-    parser.add_argument("--config", type=Path, help="YAML file; the section `retriever` is read")
+    add_config_arguments(parser, "YAML file; the section `retriever` is read", "retriever.port=8001")
     parser.add_argument("--port-file", type=Path, help="write the port here, atomically, once requests are answered")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. retriever.port=8001")
     args = parser.parse_intermixed_args(argv)
     # FAISS's and torch's threads wait for each other by spinning unless told otherwise when their libraries are loaded:
     # where anything else runs on the cores, a search by two threads took 8 times the processor time of one (measured)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        settings = section(read_tree(args.config, args.overrides), "retriever", RetrieverSettings)
+        settings = section(read_tree(*config_and_overrides(args)), "retriever", RetrieverSettings)
         from retriever.serve import serve
 
         asyncio.run(serve(settings, port_file=args.port_file))

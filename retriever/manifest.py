@@ -134,7 +134,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise UserError(
             f"{directory} is not a built index",
             why=f"{path.name}: {error.strerror or error}",
-            todo=f"python -m retriever.build --corpus CORPUS.jsonl --out {directory} --index bm25",
+            todo=f"foray index build --corpus CORPUS.jsonl --out {directory} --index bm25",
         ) from None
     except ValidationError as error:
         raise UserError(
@@ -149,7 +149,7 @@ def check_manifest(
 ) -> None:
     """UserError unless the index was built from this corpus with these settings by this format, and is whole."""
     origin = manifest.source.get("spec", corpus)
-    again = f"python -m retriever.build --corpus {origin} --out {directory} --index {index['type']} --overwrite"
+    again = f"foray index build --corpus {origin} --out {directory} --index {index['type']} --overwrite"
     if manifest.format != FORMAT:
         raise UserError(f"{directory} has index format {manifest.format}, this version reads {FORMAT}", todo=again)
     if manifest.index != index:

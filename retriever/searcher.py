@@ -149,8 +149,7 @@ def _build_if_small(settings: RetrieverSettings) -> None:
             f"there is no index at {directory}",
             why=f"{settings.corpus} has {size / 2**20:.0f} MiB, and the service builds up to "
             f"retriever.build_limit_mb = {settings.build_limit_mb:g} by itself",
-            todo=f"python -m retriever.build --corpus {settings.corpus} --out {directory} "
-            f"--index {settings.index.type}",
+            todo=f"foray index build --corpus {settings.corpus} --out {directory} --index {settings.index.type}",
         )
     log.info("no index at %s yet: building it", directory)
     try:

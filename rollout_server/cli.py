@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
 from protocol.redaction import start_logging
 from protocol.settings import RunSettings, read_tree, section
@@ -20,19 +21,18 @@ from rollout_server.config import RolloutSettings
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_server") -> int:
     """Exit status: 0 after SIGTERM or SIGINT, 2 when something needs a person."""
     parser = argparse.ArgumentParser(
-        prog="python -m rollout_server",
+        prog=prog,
         description="Lease tasks, roll out their trajectory groups through the engines, publish them to Redis.",
     )
-    parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `rollout` are read")
+    add_config_arguments(parser, "YAML file; `run` and `rollout` are read", "rollout.concurrency_groups=16")
     parser.add_argument("--port-file", type=Path, help="write the port here, atomically, once requests are answered")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. rollout.concurrency_groups=16")
     args = parser.parse_intermixed_args(argv)
     start_logging(os.environ, LOG_FORMAT)
     try:
-        tree = read_tree(args.config, args.overrides)
+        tree = read_tree(*config_and_overrides(args))
         run = section(tree, "run", RunSettings).with_redis(os.environ)
         settings = section(tree, "rollout", RolloutSettings)
         from rollout_server.serve import serve

@@ -20,41 +20,40 @@ from deploy.bench.table import BENCHMARKS
 from protocol.settings import section
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray bench`: a name, and the settings of every benchmark as flags."""
-    names = "; ".join(f"{name}: {kind.help}" for name, kind in BENCHMARKS.items())
-    parser.add_argument("name", choices=list(BENCHMARKS), help=names)
+def subcommands() -> dict[str, str]:
+    """Name -> help."""
+    return {name: kind.help for name, kind in BENCHMARKS.items()}
+
+
+def configure(parser: argparse.ArgumentParser, name: str) -> None:
+    """Arguments of `foray bench NAME`: the benchmark's settings as flags."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="a small run: everything happens, the figures mean little")
-    flags: dict[str, list[str]] = {}
-    for name, kind in BENCHMARKS.items():
-        for field, facts in kind.model_fields.items():
-            default = ",".join(map(str, facts.default)) if isinstance(facts.default, tuple) else facts.default
-            text = f"{name}: {facts.description} (default: {default})".replace("%", "%%")
-            flags.setdefault(field, []).append(text)
-    settings = parser.add_argument_group("settings, by benchmark")
-    for field, lines in flags.items():
+    settings = parser.add_argument_group("settings")
+    for field, facts in BENCHMARKS[name].model_fields.items():
+        default = ",".join(map(str, facts.default)) if isinstance(facts.default, tuple) else facts.default
+        text = f"{facts.description} (default: {default})".replace("%", "%%")
         flag = "--" + field.replace("_", "-")
-        settings.add_argument(flag, dest=f"set_{field}", default=argparse.SUPPRESS, metavar="X", help=" ".join(lines))
+        settings.add_argument(flag, dest=f"set_{field}", default=argparse.SUPPRESS, metavar="X", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when it was measured; raises UserError for settings that do not fit the benchmark."""
     from deploy.child import ProcessFailed
 
-    kind = BENCHMARKS[args.name]
+    kind = BENCHMARKS[args.action]
     given = {name[4:]: value for name, value in vars(args).items() if name.startswith("set_")}
-    settings = section({args.name: (kind.quick if args.quick else {}) | given}, args.name, kind)
+    settings = section({args.action: (kind.quick if args.quick else {}) | given}, args.action, kind)
     facts = machine_facts()
     begun = time.monotonic()
     try:
         with stdout_to_stderr():
-            measured = settings.measure(lambda line: print(f"[{args.name}] {line}", file=sys.stderr, flush=True))
+            measured = settings.measure(lambda line: print(f"[{args.action}] {line}", file=sys.stderr, flush=True))
     except ProcessFailed as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
     report: dict[str, Any] = {
-        "name": args.name,
+        "name": args.action,
         **{key: getattr(measured, key) for key in ("value", "unit", "baseline", "ratio")},
         **measured.details,
         "settings": settings.model_dump(mode="json"),

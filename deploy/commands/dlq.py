@@ -34,9 +34,9 @@ _SEQ, _ID = re.compile(r"^[0-9]{1,18}$"), re.compile(r"^[0-9]{1,16}-[0-9]{1,20}$
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray dlq`."""
-    parser.add_argument("action", choices=list(_ACTIONS), help="what to do")
-    parser.add_argument("rest", nargs="*", metavar="SEQ|ID|RUN_DIR", help="which ones; and the run directory")
-    parser.add_argument("--config", type=Path, help="the run's configuration file, where it was started by hand")
+    parser.add_argument("action", choices=[*_READING, *_WRITING], help="what to do")
+    parser.add_argument("rest", nargs="*", metavar="SEQ|ID|RUN_DIR|CONFIG", help="which ones; and the run")
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help="the same as the positional CONFIG")
     parser.add_argument("--reason", default="", help="only those with this reason, e.g. corrupt")
     parser.add_argument("--all", action="store_true", help="requeue: every dead seq")
     parser.add_argument("--files", action="store_true", help="purge: the learner's dead_letters.jsonl too")
@@ -48,18 +48,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when it was done; raises UserError for what cannot be done."""
     wanted = [text for text in args.rest if _SEQ.match(text) or _ID.match(text)]
-    folders = [text for text in args.rest if text not in wanted]
-    if len(folders) > 1:
-        raise UserError(f"several run directories were given: {', '.join(folders)}", todo="name one")
-    args.run_dir = Path(folders[0]) if folders else None
+    args.given = [text for text in args.rest if text not in wanted]
     found = locate.locate(args)
-    with _client(found) as client:
-        _ACTIONS[args.action](args, found, client, wanted)
+    with _client(found, may_be_gone=args.action in _READING) as client:
+        if args.action in _READING:
+            _READING[args.action](args, found, client, wanted)
+        elif client is not None:
+            _WRITING[args.action](args, found, client, wanted)
     return 0
 
 
 @contextmanager
-def _client(found: locate.Located) -> Iterator[redis.Redis]:
+def _client(found: locate.Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None]:
     import redis
 
     from deploy.redis_child import connect
@@ -67,7 +67,7 @@ def _client(found: locate.Located) -> Iterator[redis.Redis]:
 
     client = connect(found.redis_url, found.run.id)
     try:
-        yield client
+        yield None if may_be_gone and _is_gone(client, found) else client
     except (redis.RedisError, OSError) as error:
         raise UserError(
             f"the Redis at {redacted(found.redis_url)} does not do it: {type(error).__name__}: {error}",
@@ -77,24 +77,43 @@ def _client(found: locate.Located) -> Iterator[redis.Redis]:
         client.close()
 
 
-def _fates(found: locate.Located, client: redis.Redis) -> Fates:
+def _is_gone(client: redis.Redis, found: locate.Located) -> bool:
+    """Whether Redis cannot be reached, as after the end of a run, and the run's directory can be read instead."""
+    import redis
+
+    from deploy.dead_letters import FILE
+
+    try:
+        client.ping()
+    except (redis.ConnectionError, redis.TimeoutError, OSError):
+        path = found.directory / FILE
+        if not path.exists() and not (found.directory / "checkpoints").is_dir():
+            raise
+        print(f"Redis does not answer: only the learner's letters are shown, from {path}", file=sys.stderr)
+        return True
+    return False
+
+
+def _fates(found: locate.Located, client: redis.Redis | None) -> Fates:
     from deploy.dead_letters import Fates
     from deploy.observe import read_ledger
     from protocol.codec import number_of
     from protocol.keys import Keys
 
-    members: Any = client.smembers(Keys(found.run.id).requeue)
+    members: Any = client.smembers(Keys(found.run.id).requeue) if client is not None else ()
     return Fates(read_ledger(found.directory), frozenset(seq for raw in members if (seq := number_of(raw))))
 
 
-def _letters(args: argparse.Namespace, found: locate.Located, client: redis.Redis, *, bodies: bool) -> list[DeadLetter]:
+def _letters(
+    args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, *, bodies: bool
+) -> list[DeadLetter]:
     from deploy.dead_letters import read_letters
 
     letters = read_letters(client, found.run.id, found.directory, bodies=bodies)
     return [letter for letter in letters if not args.reason or letter.reason == args.reason]
 
 
-def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
+def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, wanted: list[str]) -> None:
     from deploy.dlq_page import as_json, listing
 
     letters, fates = _letters(args, found, client, bodies=False), _fates(found, client)
@@ -106,7 +125,7 @@ def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis, 
         print("\n".join(listing(letters, fates, reason=args.reason)))
 
 
-def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
+def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, wanted: list[str]) -> None:
     from deploy.dlq_page import as_json, page
     from deploy.harmless import harmless
 
@@ -194,4 +213,5 @@ def _json(told: dict[str, Any]) -> str:
     return json.dumps(told).replace("\x7f", "\\u007f")
 
 
-_ACTIONS = {"list": _list, "show": _show, "requeue": _requeue, "purge": _purge}
+_READING = {"list": _list, "show": _show}
+_WRITING = {"requeue": _requeue, "purge": _purge}

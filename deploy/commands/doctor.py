@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
+
+from protocol.command_line import add_config_arguments, config_and_overrides
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray doctor`."""
-    parser.add_argument("config", type=Path, nargs="?", help="a run's configuration; without it only the machine")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. run.model=/models/qwen")
+    add_config_arguments(
+        parser, "a run's configuration; without it only the machine", "run.model=/models/qwen", secrets=True
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -20,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     from deploy.config import load
     from deploy.doctor import examine
 
-    findings = examine(load(args.config, args.overrides) if args.config else None, args.config)
+    path, overrides = config_and_overrides(args)
+    findings = examine(load(path, overrides) if path else None, path)
     failed = any(f.verdict == "fail" for f in findings)
     if args.json:
         print(json.dumps({"healthy": not failed, "findings": [asdict(f) for f in findings]}))

@@ -33,6 +33,12 @@ def run(args: argparse.Namespace) -> int:
     from deploy.evaluate import evaluate
     from learner.questions import load_questions
 
+    if not args.questions.is_file():
+        raise UserError(
+            f"cannot read the questions {args.questions}",
+            why="there is no such file",
+            todo="give --questions a file of JSON lines with `question` and `answers`",
+        )
     questions = load_questions(args.questions).questions[: args.limit]
     url = _url(args.where)
 

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.rundir import RESOLVED
+from deploy.rundir import configuration_of, read_configuration
 from protocol.errors import UserError
 from protocol.settings import RunSettings, read_tree, section
 
@@ -36,8 +36,14 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         raise UserError(
             f"it is not known how the run of {args.where} was set up",
-            why=f"there is no {RESOLVED} in its directory, which `foray up` leaves there",
+            why="its directory holds no configuration (`foray up` leaves one there)",
             todo="give --config FILE, or for a run with default settings of learner.model at least --model DIR",
+        )
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"the model that the run began with is not at {model}",
+            why="frozen weights, configuration and tokenizer come from there",
+            todo="name the directory where it is now: --model DIR",
         )
     if args.dtype:
         settings = settings.model_copy(update={"dtype": args.dtype})
@@ -53,12 +59,13 @@ def _settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSetti
     from learner.config import LearnerSettings
     from learner.config_model import ModelSettings
 
-    # A checkpoint lies in RUN_DIR/checkpoints.
-    candidates = [config] if config else [where / RESOLVED, where.resolve().parent.parent / RESOLVED]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        if config is not None:
-            raise UserError(f"there is no file {config}")
-        return None, ModelSettings()
-    tree = read_tree(found)
+    if config is not None:
+        tree = read_tree(config)
+    else:
+        # a checkpoint lies in RUN_DIR/checkpoints
+        directories = (where, where.resolve().parent.parent)
+        found = next(((d, path) for d in directories if (path := configuration_of(d)) is not None), None)
+        if found is None:
+            return None, ModelSettings()
+        tree = read_configuration(found[1], found[0])
     return section(tree, "run", RunSettings).model, section(tree, "learner", LearnerSettings).model

@@ -25,24 +25,47 @@ if TYPE_CHECKING:
     from retriever.config import RetrieverSettings
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray index`."""
-    from retriever.build_cli import add_build_arguments
+def subcommands() -> dict[str, str]:
+    """Name -> help."""
+    return {
+        "build": "Build the index of a corpus; a build that was killed goes on.",
+        "estimate": "Disk, memory and time of a build, without building.",
+        "info": "What an index was built from, and how.",
+        "verify": "Whether an index's files are whole and it finds its own passages.",
+        "search": "Search an index: hits, best first.",
+    }
 
-    parser.add_argument("action", choices=list(_ACTIONS), help="what to do")
+
+def configure(parser: argparse.ArgumentParser, action: str) -> None:
+    """Arguments of `foray index ACTION`."""
+    from retriever.build_cli import add_build_arguments, add_corpus_arguments
+
+    parser.set_defaults(out=None, index=None)
     parser.add_argument("--config", type=Path, help="take everything from this run's section `retriever`")
-    add_build_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON (info, search, estimate, verify)")
-    parser.add_argument("-k", type=int, default=3, help="search: hits a query (default 3)")
-    parser.add_argument("--full", action="store_true", help="verify: look at every vector")
-    parser.add_argument("--quick", action="store_true", help="verify: sizes, no checksums")
-    parser.add_argument("--passages", type=int, help="estimate: size of a corpus that is not there")
-    parser.add_argument("--dim", type=int, help="estimate: width of the vectors, where only the model knows it")
-    parser.add_argument("--encode-rate", type=float, help="estimate: passages/s of the encoder; timed otherwise")
-    parser.add_argument("--set", action="append", default=[], metavar="key=value",
-                        help="search, verify: another setting of the index, e.g. nprobe=64")  # fmt: skip
-    parser.add_argument("rest", nargs="*", metavar="...", help="directory and queries; or key=value: settings of the "
-                        "index, with --config retriever.corpus=... and the like")  # fmt: skip
+    if action == "build":
+        add_build_arguments(parser)
+    elif action == "estimate":
+        add_corpus_arguments(parser)
+    else:
+        parser.add_argument("--corpus", help="the corpus, where it is no longer where the index was built from")
+    if action != "build":
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    if action == "estimate":
+        parser.add_argument("--passages", type=int, help="size of a corpus that is not there")
+        parser.add_argument("--dim", type=int, help="width of the vectors, where only the model knows it")
+        parser.add_argument("--encode-rate", type=float, help="passages/s of the encoder; timed otherwise")
+    if action == "search":
+        parser.add_argument("-k", type=int, default=3, help="hits per query (default: 3)")
+    if action == "verify":
+        parser.add_argument("--full", action="store_true", help="look at every vector")
+        parser.add_argument("--quick", action="store_true", help="sizes, no checksums")
+    if action in ("search", "verify"):
+        # not positional: a query may hold a `=`
+        parser.add_argument("--set", action="append", default=[], metavar="key=value",
+                            help="another setting of the index, e.g. nprobe=64")  # fmt: skip
+    words = {"build": "key=value", "estimate": "key=value", "search": "DIR QUERY"}.get(action, "DIR")
+    text = "settings of the index, e.g. k1=1.2; with --config retriever.corpus=... and the like"
+    parser.add_argument("rest", nargs="*", metavar=words, help=text if words == "key=value" else "index directory")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,8 +131,6 @@ def _place(args: argparse.Namespace) -> tuple[Path, Path | None]:
     if args.config is not None:
         settings = _of_config(args, [])
         return settings.index_path, settings.given_corpus
-    if args.out is not None:
-        return args.out, None if args.corpus is None else Path(args.corpus)
     if not args.rest:
         raise UserError("it is not said which index", todo=f"foray index {args.action} DIR")
     return Path(args.rest.pop(0)), None if args.corpus is None else Path(args.corpus)

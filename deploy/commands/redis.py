@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
     acl = args.secrets / "users.acl" if args.secrets else None
     if acl is not None and not acl.is_file():
         raise UserError(f"{acl} is not there", todo="`foray init run.yaml --secure` writes it")
-    server = find_server()
     args.dir.mkdir(parents=True, exist_ok=True)
+    server = find_server()
     url = f"redis://127.0.0.1:{args.port}/0"
     print(f"{server.path} {server.version} ({server.origin})\nexport FORAY_REDIS_URL={url}", flush=True)
     if acl is not None:

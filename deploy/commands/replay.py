@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.rundir import RESOLVED, require
+from deploy.rundir import configuration_of, read_configuration, require
 from protocol.errors import UserError
-from protocol.settings import RunSettings, read_tree, section
+from protocol.settings import RunSettings, section
 
 if TYPE_CHECKING:
     from rollout_server.tokens import Tokens
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(directory: Path) -> RunSettings | None:
     """What the run was started with; None where it was started by hand, from a file elsewhere."""
-    path = directory / RESOLVED
-    return section(read_tree(path), "run", RunSettings) if path.is_file() else None
+    path = configuration_of(directory)
+    return section(read_configuration(path, directory), "run", RunSettings) if path is not None else None
 
 
 def _tokens(directory: Path, model: Path | None, run: RunSettings | None) -> Tokens:

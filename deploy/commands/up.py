@@ -13,16 +13,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig, load
+from protocol.command_line import add_config_arguments, config_and_overrides
+from protocol.errors import UserError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray up`."""
-    parser.add_argument("config", type=Path, help="YAML file with the sections run, rollout, engine, learner, ...")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. run.steps=20 launch.engines=2")
+    add_config_arguments(
+        parser, "YAML file with the sections run, rollout, engine, learner, ...", "run.steps=20", secrets=True
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved settings and processes, start nothing"
     )
@@ -31,7 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when the learner did its last step (or SIGTERM stopped the run), 1 when a process failed, 130 after Ctrl-C."""
-    config = load(args.config, args.overrides)
+    path, overrides = config_and_overrides(args)
+    if path is None:
+        raise UserError(
+            "`foray up` needs a configuration", todo="foray init run.yaml writes one; foray demo needs none"
+        )
+    config = load(path, overrides)
     if args.dry_run:
         print_plan(config, as_json=args.json)
         return 0

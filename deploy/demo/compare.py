@@ -17,7 +17,9 @@ from typing import Any
 
 import yaml
 
+from protocol.command_line import split
 from protocol.errors import UserError
+from protocol.settings import not_an_override
 
 VARIANTS = Path(__file__).parent.parent / "configs" / "variants" / "algorithms.yaml"
 GOAL = 0.8
@@ -27,12 +29,13 @@ WINDOW = 10
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray compare`."""
-    parser.add_argument("variants", nargs="?", type=Path, default=VARIANTS, help="YAML file (default: the algorithms)")
+    text = "YAML file of variants (default: the algorithms); and overrides for all of them, e.g. run.steps=120"
+    parser.add_argument("given", nargs="*", metavar="FILE | key=value", help=text)
     parser.add_argument("--dir", type=Path, default=Path("runs/compare"), help="folder of the runs")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these variants alone")
     parser.add_argument("--model", type=Path, help="a warm-started model of an earlier demo, instead of a new one")
     parser.add_argument("--seed", type=int, default=0, help="of worlds, model, sampler (default: 0)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", dest="overrides", help="for all variants")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", dest="set", help="for all variants too")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end (progress on stderr)")
 
 
@@ -43,7 +46,11 @@ def run(args: argparse.Namespace) -> int:
     from deploy.demo.run import run_demo
 
     out = sys.stderr if args.json else sys.stdout
-    variants = read_variants(args.variants, args.only)
+    files, shared = split(args.given)
+    shared += args.set
+    if len(files) > 1:
+        raise not_an_override(str(files[1]))
+    variants = read_variants(files[0] if files else VARIANTS, args.only)
     rows: dict[str, dict[str, Any]] = {}
     model = args.model
     for name, overrides in variants.items():
@@ -54,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{time.monotonic() - began:6.1f}s  {line}", file=out, flush=True)
 
         directory = args.dir / name
-        prepared = prepare(DemoOptions(directory, args.seed, False, model, (*args.overrides, *overrides)), say)
+        prepared = prepare(DemoOptions(directory, args.seed, False, model, (*shared, *overrides)), say)
         try:
             summary = run_demo(prepared, began, say)
         except ProcessFailed as failure:

@@ -6,39 +6,38 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
 from protocol.redaction import start_logging
-from protocol.settings import RunSettings, read_tree, section
+from protocol.settings import RunSettings, Tree, read_tree, section
 from rollout_server.cli import LOG_FORMAT
 from rollout_server.node.config import NodeSettings
 
 
-def attached(tree: dict[str, Any], url: str) -> dict[str, Any]:
+def attached(tree: Mapping[str, Any], url: str) -> Tree:
     """The tree with the engine at `url` for its own; what the tree says of another kind of engine is left out."""
     engine = dict(tree.get("engine") or {})
     given = engine.get("kind")
     kept = given if isinstance(given, dict) and given.get("type") == "attach" else {}
     engine["kind"] = {**kept, "type": "attach", "url": url}
-    return {**tree, "engine": engine}
+    return Tree({**tree, "engine": engine}, tree.spelt if isinstance(tree, Tree) else {})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_server.node") -> int:
     """Exit status: 0 after SIGTERM or SIGINT, 2 when something needs a person."""
     parser = argparse.ArgumentParser(
-        prog="python -m rollout_server.node",
+        prog=prog,
         description="Run one inference engine: launch it, register it in Redis, keep its weights up to date.",
     )
-    parser.add_argument("--config", type=Path, help="YAML file; the sections `run` and `engine` are read")
+    add_config_arguments(parser, "YAML file; the sections `run` and `engine` are read", "engine.kind.threads=2")
     parser.add_argument("--attach", metavar="URL", help="register the engine at URL, which somebody else runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. engine.kind.threads=2")
     args = parser.parse_intermixed_args(argv)
     start_logging(os.environ, LOG_FORMAT)
     try:
-        tree = read_tree(args.config, args.overrides)
+        tree = read_tree(*config_and_overrides(args))
         run = section(tree, "run", RunSettings).with_redis(os.environ)
         settings = section(attached(tree, args.attach) if args.attach else tree, "engine", NodeSettings)
         from rollout_server.node.serve import serve

@@ -63,8 +63,8 @@ def test_a_dry_run_prints_settings_and_processes_without_a_framework(tmp_path: P
         ),
         (["up", "{dir}/hotpot.yaml", "--dry-run", "run.steps=none"], ["run.steps", "valid integer"]),
         (["status", "{dir}/none"], ["{dir}/none does not exist", "give the directory"]),
-        (["down", "{dir}"], ["is not a run directory"]),
-        (["replay", "{dir}"], ["is not a run directory"]),
+        (["down", "{dir}/sub"], ["is not a run directory"]),
+        (["replay", "{dir}/sub"], ["is not a run directory"]),
         (["eval", "{dir}", "--questions", "{dir}/none.jsonl"], ["cannot read the questions"]),
         (["index", "build"], ["it is not said what to index", "--corpus FILE and --out DIR"]),
         (["init", "{dir}/hotpot.yaml"], ["exists already", "--force"]),
@@ -74,6 +74,7 @@ def test_a_mistake_answers_at_once_with_what_happened_and_what_to_do(
     argv: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hotpot.yaml").write_text("run: {}\n")
+    (tmp_path / "sub").mkdir()
     code = main([arg.replace("{dir}", str(tmp_path)) for arg in argv])
     err = capsys.readouterr().err
     assert code == 2 and err.startswith("error: ") and "Traceback" not in err

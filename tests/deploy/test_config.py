@@ -85,3 +85,19 @@ def test_the_explained_file_says_every_setting_and_changes_none(tmp_path: Path) 
     )
     path.write_text(bare)
     assert load(path).model_dump() == config.model_dump()
+
+
+def test_wrong_keys_of_all_sections_are_named_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        load(None, ["run.stepps=1", "engine.kid=cpu", "launch.engine=2"])
+    assert all(key in caught.value.what for key in ("run.stepps", "engine.kid", "launch.engine"))
+
+
+def test_the_example_of_an_override_is_a_setting() -> None:
+    with pytest.raises(UserError) as caught:
+        load(None, ["foo"])
+    load(None, [caught.value.todo.split()[-1]])
+
+
+def test_trackers_may_be_named_by_their_type_alone() -> None:
+    assert [tracker.type for tracker in load(None, ["learner.trackers=[wandb]"]).learner.trackers] == ["wandb"]

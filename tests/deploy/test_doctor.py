@@ -62,10 +62,10 @@ def test_a_redis_that_is_away_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_json_and_its_exit_code_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run(argparse.Namespace(config=None, overrides=[], json=True)) == 0
+    assert command.run(argparse.Namespace(given=[], config=None, json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["healthy"] is True and {"check", "verdict", "detail", "mend"} == told["findings"][0].keys()
     config = tmp_path / "c.yaml"
     config.write_text("run: {model: /nowhere}\n")
-    assert command.run(argparse.Namespace(config=config, overrides=[], json=False)) == 1
+    assert command.run(argparse.Namespace(given=[], config=config, json=False)) == 1
     assert "do: give a directory" in capsys.readouterr().out

@@ -187,7 +187,7 @@ def test_the_command_finds_the_run_and_its_exit_code_says_whether_it_is_well(
     fill(client)
     write_record(tmp_path, {"state": "running"})
     (tmp_path / "resolved.yaml").write_text(f"run: {{id: test, redis_url: '{redis_url}'}}\n")
-    args = argparse.Namespace(run_dir=tmp_path, config=None, json=True)
+    args = argparse.Namespace(given=[str(tmp_path)], config=None, json=True)
     assert status_command.run(args) == 0
     assert json.loads(capsys.readouterr().out)["run"] == "test"
     client.delete(KEYS.engines)
@@ -307,7 +307,7 @@ def test_top_prints_one_frame_into_a_pipe(
     fill(client)
     config = tmp_path / "by-hand.yaml"
     config.write_text(f"run: {{id: test, dir: {tmp_path}, redis_url: '{redis_url}'}}\n")
-    assert top_command.run(argparse.Namespace(run_dir=None, config=config, interval=1.0, once=True)) == 0
+    assert top_command.run(argparse.Namespace(given=[], config=config, interval=1.0, once=True)) == 0
     out = capsys.readouterr().out
     assert "run test: training" in out and "\x1b" not in out
 

@@ -55,7 +55,7 @@ def test_wrong_values_are_named_with_a_suggestion(tree: dict[str, object], expec
     ("side", "expected"),
     [
         ({"type": "left", "sped": 2}, "did you mean 'speed'?"),
-        ({"type": "up"}, "'left', 'right'"),
+        ({"type": "up"}, "there is no type 'up': known here: left, right"),
         ({"type": "right", "heigth": 2}, "did you mean 'height'?"),
         ({"height": 2}, "add learner.side.type = one of left, right"),
     ],
@@ -106,3 +106,55 @@ def test_redis_is_where_the_setting_says_and_else_where_the_environment_does() -
     assert RunSettings(redis_url="unix:///mine").with_redis(environ).redis_url == "unix:///mine"
     with pytest.raises(UserError, match="no Redis to talk to"):
         RunSettings().with_redis({})
+
+
+class Wide(Settings):
+    note: str = ""
+    names: tuple[str, ...] = ()
+    sides: tuple[Annotated[Left | Right, Field(discriminator="type")], ...] = ()
+
+
+@pytest.mark.parametrize("text", ["query: ", "2024", "1e5", "true", "[a, b]", "2024-01-01"])
+def test_a_text_field_takes_an_override_as_it_is_spelt(text: str) -> None:
+    tree = read_tree(None, [f"demo.note={text}"])
+    assert section(tree, "demo", Wide).note == text
+
+
+def test_the_text_inside_a_union_too_and_no_other_field() -> None:
+    class Named(Settings):
+        type: Literal["named"] = "named"
+        prefix: str | None = None
+
+    class Outer(Settings):
+        inner: Annotated[Named | Left, Field(discriminator="type")] = Named()
+
+    tree = read_tree(None, ["demo.inner.type=named", "demo.inner.prefix=query: "])
+    inner = section(tree, "demo", Outer).inner
+    assert isinstance(inner, Named) and inner.prefix == "query: "
+    with pytest.raises(UserError, match=r"demo\.inner\.left\.speed"):
+        section(read_tree(None, ["demo.inner.type=left", "demo.inner.speed=query: "]), "demo", Outer)
+
+
+def test_the_bare_name_of_a_kind_stands_for_it() -> None:
+    tree = read_tree(None, ["demo.sides=[left, {type: right, height: 5}]"])
+    assert section(tree, "demo", Wide).sides == (Left(), Right(height=5))
+    assert section(read_tree(None, ["demo.side=right"]), "demo", Nested).side == Right()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("demo.names=em", "demo.names = 'em': a list belongs here, in brackets: [a, b]"),
+        (
+            "demo.sides=[up]",
+            "a group of settings belongs here: {name: value}, type = left or right",
+        ),
+        ("demo.sides=[{type: lift}]", "there is no type 'lift': did you mean 'left'?"),
+        ("run.id=qwen2.5", "an id has lower-case letters, digits and hyphens"),
+    ],
+)
+def test_common_mistakes_are_told_in_words_of_yaml(override: str, expected: str) -> None:
+    tree = read_tree(None, [override])
+    with pytest.raises(UserError) as caught:
+        section(tree, override.split(".")[0], RunSettings if override.startswith("run") else Wide)
+    assert expected in caught.value.render()

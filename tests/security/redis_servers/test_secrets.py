@@ -223,7 +223,7 @@ def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
         launcher.wait()
         assert main(["status", str(tmp_path / "run")]) in (0, 1), "status finds the viewer's login by itself"
         monkeypatch.setenv("FORAY_REDIS_URL", read_env(written, "operator")["FORAY_REDIS_URL"])
-        found = locate(Namespace(config=None, run_dir=tmp_path / "run")).redis_url
+        found = locate(Namespace(config=None, given=[str(tmp_path / "run")])).redis_url
         assert parse(found).username == "operator" and not ping(found), "an operator's login, where this Redis is"
         monkeypatch.delenv("FORAY_REDIS_URL")
     assert "redis " in capsys.readouterr().out

@@ -1,0 +1,143 @@
+"""What is wrong with a section of the settings, in plain words, and what a person evidently meant."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from protocol.redaction import SHOWN
+
+_MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 300
+_LIST = {"list_type", "tuple_type", "set_type", "frozen_set_type"}
+_GROUP = {"model_attributes_type", "model_type", "dict_type", "mapping_type"}
+
+
+def suggest(name: str, legal: Sequence[str]) -> str:
+    """The nearest of `legal`, or all of them."""
+    near = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(sorted(legal))
+
+
+def explain(error: ValidationError, name: str, kind: type[BaseModel]) -> Iterator[str]:
+    """One text for each wrong value of section `name`."""
+    for item in error.errors():
+        where = ".".join([name, *(str(part) for part in item["loc"])])
+        if item["type"] == "extra_forbidden":
+            legal = _legal_keys(kind, [str(part) for part in item["loc"][:-1]])
+            yield f"unknown key {where!r}: {suggest(str(item['loc'][-1]), legal)}"
+        elif item["type"] == "union_tag_not_found":
+            known = ", ".join(_legal_tags(kind, [str(part) for part in item["loc"]]))
+            yield f"{where} does not say what it is: add {where}.type = one of {known}"
+        else:
+            # a few lines of YAML can spell a value of gigabytes, by aliases of aliases
+            yield f"{where} = {_SHORT.repr(_shown(where, item['input']))}: {_in_words(item, kind)}"
+
+
+def _shown(name: str, value: Any) -> Any:
+    """`value` without what may be a secret: somebody may have written the key where its variable's name belongs."""
+    if isinstance(value, Mapping):
+        return {key: SHOWN if _MAY_BE_SECRET.search(str(key)) else inner for key, inner in value.items()}
+    return SHOWN if isinstance(value, str) and _MAY_BE_SECRET.search(name) else value
+
+
+def _legal_tags(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """Values that `type` may have in the union at `path` below `kind`."""
+    names = [part for part in path if not part.isdigit()]
+    if not names:
+        return []
+    *parents, last = names
+    members: list[type[BaseModel]] = [kind]
+    for part in parents:
+        members = [m for c in members if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
+    found = [m for c in members if last in c.model_fields for m in _models(c.model_fields[last].annotation)]
+    return sorted({tag for m in found for tag in _tags(m)})
+
+
+def _legal_keys(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """Field names at `path` below `kind`; members of a union are searched by their tag."""
+    candidates: list[type[BaseModel]] = [kind]
+    for part in path:
+        below = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
+        # a union's error path names the chosen member's tag after the field
+        candidates = below or [c for c in candidates if part in _tags(c)] or candidates
+    return sorted({field for c in candidates for field in c.model_fields})
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for arg in getattr(annotation, "__args__", ()) for m in _models(arg)]
+
+
+def _tags(kind: type[BaseModel]) -> tuple[str, ...]:
+    field = kind.model_fields.get("type")
+    return tuple(getattr(field.annotation, "__args__", ())) if field else ()
+
+
+def repaired(
+    value: Any, error: ValidationError, kind: type[BaseModel], spelt: Mapping[tuple[str, ...], str]
+) -> Any | None:
+    """`value` as a person evidently meant it, None where that is not evident.
+
+    A text field that YAML read as something else (`query: ` is a mapping, 2024 a number) gets the override as it was
+    spelt (`spelt`, by path in the section), and the bare name of a kind stands for it: `[wandb]` for `[{type: wandb}]`.
+    """
+    meant, changed = copy.deepcopy(value), False
+    for item in error.errors():
+        place = _place(meant, item["loc"])
+        if place is None:
+            continue
+        holder, key, path = place
+        if item["type"] == "string_type" and path in spelt:
+            holder[key], changed = spelt[path], True
+        elif item["type"] in _GROUP and holder[key] in _legal_tags(kind, [str(part) for part in item["loc"]]):
+            holder[key], changed = {"type": holder[key]}, True
+    return meant if changed else None
+
+
+def _place(value: Any, loc: Sequence[int | str]) -> tuple[Any, int | str, tuple[str, ...]] | None:
+    """(holder, key in it, path from `value`) of an error; an error's location also names the tags of unions."""
+    found: tuple[Any, int | str, tuple[str, ...]] | None = None
+    path: tuple[str, ...] = ()
+    for part in loc:
+        inside = isinstance(value, Mapping) and part in value
+        if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            path = (*path, str(part))
+            found, value = (value, part, path), value[part]
+        elif not (isinstance(value, Mapping) and value.get("type") == part):
+            return None
+    return found
+
+
+def _in_words(item: ErrorDetails, kind: type[BaseModel]) -> str:
+    """What pydantic says, in words of YAML rather than of Python where those differ."""
+    name, context = item["type"], item.get("ctx") or {}
+    tags = _legal_tags(kind, [str(part) for part in item["loc"]])
+    if name in _LIST:
+        return "a list belongs here, in brackets: [a, b]"
+    if name in _GROUP:
+        return "a group of settings belongs here: {name: value}" + (f", type = {' or '.join(tags)}" if tags else "")
+    if name == "union_tag_invalid":
+        wrong = str(context["tag"])
+        return f"there is no type {wrong!r}: {suggest(wrong, tags)}" if tags else item["msg"]
+    if name == "string_type":
+        return "text belongs here; put it in quotes"
+    if name in ("bool_type", "bool_parsing"):
+        return "true or false belongs here"
+    if name == "string_pattern_mismatch":
+        pattern = str(context["pattern"])
+        return PATTERNS.get(pattern, f"it does not have the form {pattern}")
+    return item["msg"]
+
+
+PATTERNS: dict[str, str] = {}
+"""Pattern of a text field -> what it asks for, in words."""

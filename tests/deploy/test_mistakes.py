@@ -1,0 +1,138 @@
+"""What a newcomer gets wrong: each mistake is answered with the way out, never with a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import MEANT, VERBS, main
+from deploy.commands import bench, index
+from deploy.commands.init import presets
+from protocol.redaction import LOG_LEVEL_VARIABLE, start_logging
+
+
+def err_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["redis", "--dir", "/proc/x", "--port", "0"],
+        ["init", "/proc/x/run.yaml"],
+        ["demo", "--dir", "/proc/xx"],
+        ["up", "/proc/version/run.yaml"],
+    ],
+)
+def test_an_unusable_path_is_an_error_of_three_lines(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    err = err_of(capsys, *argv)
+    assert "/proc/" in err and "why:" in err and len(err.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("train", "`foray up run.yaml`"),
+        ("chat", "`foray eval RUN_DIR --questions FILE`"),
+        ("infer", "`foray export RUN_DIR OUT`"),
+        ("logs", "RUN_DIR/logs"),
+        ("stop", "`foray down RUN_DIR`"),
+        ("stauts", "did you mean `foray status`?"),
+        ("xyzzy", "`foray --help` lists the commands"),
+    ],
+)
+def test_a_command_of_another_program_is_answered_with_ours(
+    verb: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in err_of(capsys, verb)
+
+
+def test_no_alias_hides_a_command() -> None:
+    assert not {name for names in MEANT.values() for name in names} & VERBS.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["up", "{dir}/run.yaml", "foo"], ["'foo' is not of the form key=value", "learner.optim.lr=1e-4"]),
+        (["up"], ["needs a configuration", "foray init run.yaml"]),
+        (["up", "{dir}/run.yaml", "--dryrun"], ["--dryrun", "did you mean '--dry-run'?"]),
+        (["eval", "{dir}", "--questions", "{dir}/nope"], ["cannot read the questions", "--questions"]),
+        (["index", "search", "{dir}", "q"], ["is not a built index", "foray index build --corpus"]),
+        (["index", "serch", "{dir}", "q"], ["`foray index serch`", "did you mean 'search'?"]),
+        (["index"], ["needs a name", "build, estimate, info, verify, search"]),
+        (["init", "{dir}/new.yaml", "--preset", "serch_r1_grpo"], ["--preset", "did you mean 'search_r1_grpo'?"]),
+        (["bench", "rolout"], ["`foray bench rolout`", "did you mean 'rollout'?"]),
+        (["dlq", "lst"], ["there is no 'lst'", "did you mean 'list'?"]),
+        (["--log-level", "loud", "version"], ["'LOUD' is no level", "DEBUG"]),
+    ],
+)
+def test_the_advice_leads_to_what_exists(
+    argv: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("run: {}\n")
+    err = err_of(capsys, *(arg.replace("{dir}", str(tmp_path)) for arg in argv))
+    assert all(word in err for word in words), err
+    assert len(err.splitlines()) <= 4, "the point, not the usage of every flag"
+
+
+def test_every_preset_is_known_to_the_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    err = err_of(capsys, "init", str(tmp_path / "new.yaml"), "--preset", "xyzzy")
+    assert all(name in err for name in presets())
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*argv, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_of_a_subcommand_has_its_own_flags_only(capsys: pytest.CaptureFixture[str]) -> None:
+    build = help_of(capsys, "index", "build")
+    assert build.startswith("usage: foray index build") and "--overwrite" in build
+    assert not [flag for flag in ("--full", "--dim", "--passages", "--json") if flag in build]
+    assert "--overwrite" not in help_of(capsys, "index", "verify")
+    rollout = help_of(capsys, "bench", "rollout")
+    assert rollout.startswith("usage: foray bench rollout") and len(rollout.splitlines()) < 60
+    assert all(name in help_of(capsys, "bench") for name in bench.subcommands())
+    assert all(name in help_of(capsys, "index") for name in index.subcommands())
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.process])
+def test_a_process_is_called_as_it_was_started(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of(capsys, verb).startswith(f"usage: foray {verb} ")
+
+
+@pytest.mark.parametrize("verb", ["up", "doctor", "status", "top", "dlq", "learner", "rollout", "engine", "retriever"])
+def test_configuration_and_overrides_are_given_to_all_in_the_same_way(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("runn: {}\n")
+    action = ["list"] if verb == "dlq" else []
+    for given in (["--config", f"{tmp_path}/run.yaml"], [f"{tmp_path}/run.yaml"]):
+        # read, and refused for what is in it
+        assert "unknown section 'runn'" in err_of(capsys, verb, *action, *given, "run.steps=3")
+
+
+def test_a_log_level_reaches_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import logging
+
+    monkeypatch.setenv(LOG_LEVEL_VARIABLE, "INFO")
+    assert main(["version", "--json", "--log-level", "warning"]) == 0
+    assert json.loads(capsys.readouterr().out)["foray"]
+    assert os.environ[LOG_LEVEL_VARIABLE] == "WARNING"
+    given: dict[str, object] = {}
+    monkeypatch.setattr(logging, "basicConfig", given.update)
+    start_logging(os.environ, "%(message)s")
+    assert given["level"] == "WARNING"
+    with pytest.raises(OSError, match="proc"):
+        main(["-v", "init", "/proc/x/run.yaml"])

@@ -1,0 +1,107 @@
+"""A run directory means the same from any working directory, and after it was moved or copied."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.addresses import settle
+from deploy.cli import main
+from deploy.commands import export, replay
+from deploy.config import load
+from deploy.paths import anchored
+from deploy.plan import Addresses
+from deploy.rundir import read_configuration
+
+
+def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = load(
+        None,
+        [
+            "run.dir=runs/x",
+            "run.model=runs/x/model",
+            "learner.questions=data/q.jsonl",
+            "retriever.corpus=data/c.jsonl",
+            "retriever.index_dir=data/index",
+            "retriever.index={type: faiss_flat, file: e5.index, encoder: {type: transformer, model: e5}}",
+            "engine.kind={type: sglang, launcher: deploy/sglang_cpu/launch.py}",
+        ],
+    )
+    settled = settle(given, Addresses("redis://127.0.0.1:1/0", None, (), ()))
+    told = yaml.safe_load(settled.to_yaml())
+    assert told["run"]["dir"] == f"{tmp_path}/runs/x" and told["run"]["model"] == f"{tmp_path}/runs/x/model"
+    assert told["learner"]["questions"] == f"{tmp_path}/data/q.jsonl"
+    retriever = told["retriever"]
+    assert (retriever["corpus"], retriever["index_dir"]) == (f"{tmp_path}/data/c.jsonl", f"{tmp_path}/data/index")
+    assert retriever["index"]["file"] == f"{tmp_path}/e5.index"
+    assert retriever["index"]["encoder"]["model"] == f"{tmp_path}/e5"
+    assert told["engine"]["kind"]["launcher"] == "deploy/sglang_cpu/launch.py", "nodes find it in Foray's checkout"
+    assert settled.retriever.model_fields_set == given.retriever.model_fields_set, "defaults stay defaults"
+    assert anchored(settled) == settled
+
+
+@pytest.mark.parametrize("before", ["/old/runs/x", "runs/x"])
+def test_a_moved_run_is_read_where_it_is(before: str, tmp_path: Path) -> None:
+    tree = {"run": {"id": "x", "dir": before, "model": f"{before}/model", "redis_url": "redis://127.0.0.1:1/0"}}
+    tree["learner"] = {"questions": "/data/q.jsonl"}
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(tree))
+    moved = read_configuration(tmp_path / "resolved.yaml", tmp_path)
+    assert moved["run"]["model"] == f"{tmp_path}/model" and moved["learner"]["questions"] == "/data/q.jsonl"
+
+
+def test_verbs_find_the_model_of_a_moved_run_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "x"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "tokenizer.json").write_text("{}")
+    (run / "resolved.yaml").write_text("run: {id: x, dir: runs/x, model: runs/x/model}\n")
+    moved = tmp_path / "elsewhere" / "y"
+    shutil.copytree(run, moved)
+    shutil.rmtree(run)
+    monkeypatch.chdir("/")
+    assert export._settings(moved, None)[0] == moved / "model"
+    assert export._settings(moved / "checkpoints" / "step_3.e1", None)[0] == moved / "model"
+    settings = replay._settings(moved)
+    assert settings is not None and settings.model == moved / "model"
+
+
+def test_export_names_its_own_flag_where_the_model_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "resolved.yaml").write_text("run: {model: gone}\n")
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "--model DIR" in capsys.readouterr().err
+
+
+def test_a_run_by_hand_is_found_by_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hand = Path("runs/hand")
+    hand.mkdir(parents=True)
+    (hand / "demo.yaml").write_text("run: {id: hand, dir: runs/hand, redis_url: 'redis://127.0.0.1:1/0'}\n")
+    code = main(["status", "runs/hand", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert code == 1 and told["run"] == "hand" and told["state"] == "down"
+    assert main(["status", "runs/hand/demo.yaml", "--json", "run.id=other"]) == 1
+    assert json.loads(capsys.readouterr().out)["run"] == "other"
+
+
+def test_exported_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
+    from learner.export import _write_whole
+
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").touch(mode=0o600)
+        (folder / "config.json").touch()
+
+    old = os.umask(0o022)
+    try:
+        _write_whole(tmp_path / "out", write)
+    finally:
+        os.umask(old)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
