@@ -81,15 +81,13 @@ def _is_gone(client: redis.Redis, found: locate.Located) -> bool:
     """Whether Redis cannot be reached, as after the end of a run, and the run's directory can be read instead."""
     import redis
 
-    from deploy.dead_letters import FILE
-
     try:
         client.ping()
     except (redis.ConnectionError, redis.TimeoutError, OSError):
-        path = found.directory / FILE
-        if not path.exists() and not (found.directory / "checkpoints").is_dir():
+        if not found.directory.is_dir():
             raise
-        print(f"Redis does not answer: only the learner's letters are shown, from {path}", file=sys.stderr)
+        text = f"Redis does not answer: these are the letters that the learner kept in {found.directory}"
+        print(text, file=sys.stderr)
         return True
     return False
 

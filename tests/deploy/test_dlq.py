@@ -219,3 +219,14 @@ def test_a_purge_forgets_evidence_and_only_with_files_the_learners_record(
 def test_without_redis_it_says_so(tmp_path: Path, client: redis.Redis, capsys: pytest.CaptureFixture[str]) -> None:
     assert Run(tmp_path, "redis://127.0.0.1:1/0", client).foray("list") == 2
     assert "does not do it" in told(capsys)
+
+
+def test_letters_of_a_finished_run_are_read_from_its_directory(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.checkpoint(trained=(1,), dead=(3,))
+    run.letter(3, "corrupt", "not msgpack")
+    (run.directory / "resolved.yaml").write_text("run: {id: test, redis_url: 'redis://127.0.0.1:1/0'}\n")
+    assert run.foray("list", "--json") == 0
+    out, err = capsys.readouterr()
+    assert [letter["seq"] for letter in json.loads(out)["letters"]] == [3]
+    assert "Redis does not answer" in err
+    assert run.foray("requeue", "3") == 2, "what changes something needs Redis"
