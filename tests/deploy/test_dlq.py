@@ -217,7 +217,7 @@ def test_a_purge_forgets_evidence_and_only_with_files_the_learners_record(
 
 
 def test_without_redis_it_says_so(tmp_path: Path, client: redis.Redis, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Run(tmp_path, "redis://127.0.0.1:1/0", client).foray("list") == 2
+    assert Run(tmp_path, "redis://127.0.0.1:1/0", client).foray("requeue", "3") == 2
     assert "does not do it" in told(capsys)
 
 
