@@ -89,6 +89,10 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
         if outage := p.text.get("search_outage"):
             todo = "start the retriever again: searches wait for it (rollout.search.outage_wait_s), then they fail"
             found.append(Problem(f"rollout server {p.id} finds no retriever: {outage}", todo))
+    for p in seen.processes:
+        if refusal := p.text.get("redis_refusal"):
+            todo = "the process waits and tries again; find out who writes to this run's keys (SECURITY.md)"
+            found.append(Problem(f"Redis refuses {p.process} {p.id}: {refusal}", todo))
     found += _engine_problems(seen, max_lag)
     found += delivery.problems(seen)
     if seen.max_memory and seen.memory > 0.9 * seen.max_memory:

@@ -143,7 +143,8 @@ async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[Rate, .
     """
     outage = Outage("publishing metrics", stats.waits)
     lag = 0.0
-    stats.gauges["event_loop_lag_s"] = lambda: lag
+    stats.gauges |= {"event_loop_lag_s": lambda: lag, "redis_refused": lambda: redis.refused}
+    stats.text["redis_refusal"] = lambda: redis.refusal
     while True:
         for rate in rates:
             rate.tick()

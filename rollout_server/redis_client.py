@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -36,6 +39,12 @@ class RedisDown(ForayError):
     """No connection, no answer in time, still loading, or it cannot write to its disk: worth waiting for."""
 
 
+class RedisRefused(RedisDown):
+    """Redis answered with an error that Foray does not expect: most often a key holds something else, which somebody
+    has written there. Waited for like an outage, since ending would lose what is in flight, and said to people.
+    """
+
+
 class RedisFull(ForayError):
     """At maxmemory: nothing was written. The learner's acknowledgements will make room."""
 
@@ -44,9 +53,25 @@ COMMAND_S = 10.0
 """Deadline of a command that does not block."""
 
 
+REFUSAL_S = 15.0
+"""A refusal is of the past when it has not come again for so long: longer than an `Outage` sleeps."""
+
+_AWAY = ("MISCONF", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "UNBLOCKED")
+_OUR_MISTAKE = (
+    "unknown command",
+    "unknown subcommand",
+    "wrong number of arguments",
+    "syntax error",
+    "Invalid stream ID",
+)
+"""Answers to a command that is wrong in itself, whatever Redis holds: a bug of ours, or a server that is too old."""
+
+
 @contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Turns the library's errors into RedisDown, RedisFull and StateLost; the rest is a bug and passes."""
+def _typed_errors(key: str = "") -> Iterator[None]:
+    """The library's errors as RedisDown, RedisFull, RedisRefused and StateLost. A command that is wrong in itself, and
+    what is no answer of Redis, is a bug and passes. key: what the commands are about.
+    """
     try:
         yield
     except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
@@ -56,16 +81,31 @@ def _typed_errors() -> Iterator[None]:
     except exceptions.ReadOnlyError as error:
         raise RedisDown(str(error)) from None
     except exceptions.ResponseError as error:
-        text = str(error)
+        quoted, _, answer = str(error).rpartition(" of pipeline caused error: ")
+        # in a pipeline the library quotes the command, and then a tuple with the answer
+        text = answer.removeprefix("(").removesuffix(",)").strip("\"'") if quoted else answer
         if isinstance(error, exceptions.OutOfMemoryError) or text.startswith("OOM "):
             raise RedisFull(text) from None
         if text.startswith(("NOGROUP", "NOSTREAM")) or "Function not found" in text:
             raise StateLost(text) from None
-        if text.startswith(
-            ("MISCONF", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "UNBLOCKED")
-        ):
+        if text.startswith(_AWAY):
             raise RedisDown(text) from None
-        raise
+        if any(words in text for words in _OUR_MISTAKE):
+            raise
+        raise RedisRefused(_advice(text, _KEY.search(quoted or text), key)) from None
+
+
+def _advice(answer: str, named: re.Match[str] | None, key: str) -> str:
+    """A refusal in words: which key, what Redis says, what to do."""
+    name = named[0] if named else key
+    says = "".join(c if c.isprintable() else "." for c in answer[:300]).partition(" script: ")[0]
+    if not name:
+        return says
+    says = says.removeprefix(f"BADKEY {name}: ")
+    return f"{name} does not hold what Foray writes there ({says}): `DEL {name}` lets the learner create it again"
+
+
+_KEY = re.compile(r"\{[\w-]+\}:[\w.-]+(:[\w.-]+)*", re.ASCII)
 
 
 class RedisClient:
@@ -74,6 +114,25 @@ class RedisClient:
     def __init__(self, url: str, keys: Keys) -> None:
         self._commands, self._reader = connect(url, keys.run), connect(url, keys.run)
         self.keys = keys
+        self.refused = 0
+        """Answers so far that Foray did not expect."""
+        self._refusal = (-math.inf, "")
+
+    @property
+    def refusal(self) -> str:
+        """The newest of them, while it is no older than REFUSAL_S; else ""."""
+        at, text = self._refusal
+        return text if time.monotonic() - at < REFUSAL_S else ""
+
+    @contextmanager
+    def _errors(self, key: str = "") -> Iterator[None]:
+        try:
+            with _typed_errors(key):
+                yield
+        except RedisRefused as error:
+            self.refused += 1
+            self._refusal = (time.monotonic(), str(error))
+            raise
 
     async def aclose(self) -> None:
         await self._commands.aclose()
@@ -85,9 +144,11 @@ class RedisClient:
             return await commands.fcall(function, len(keys), *keys, *args)
 
     @asynccontextmanager
-    async def commands(self) -> AsyncIterator[redis.asyncio.Redis]:
-        """The library's client, for a few commands that together take COMMAND_S at most; the errors are ours."""
-        with _typed_errors():
+    async def commands(self, key: str = "") -> AsyncIterator[redis.asyncio.Redis]:
+        """The library's client, for a few commands (about `key`) that together take COMMAND_S at most; the errors are
+        ours.
+        """
+        with self._errors(key):
             async with asyncio.timeout(COMMAND_S):
                 yield self._commands
 
@@ -106,7 +167,7 @@ class RedisClient:
 
     async def read(self, stream: str, group: str, consumer: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """XREADGROUP of new entries, blocking up to BLOCK_MS; raises RedisDown or StateLost."""
-        with _typed_errors():
+        with self._errors(stream):
             async with asyncio.timeout(BLOCK_MS / 1000 + COMMAND_S):
                 reply: Any = await self._reader.xreadgroup(group, consumer, {stream: ">"}, count=count, block=BLOCK_MS)
         return [entry for _, entries in reply or [] for entry in entries]
@@ -122,9 +183,13 @@ class Outage:
 
     async def wait(self, error: ForayError) -> None:
         """Sleep before the next try: 0.1 s doubling to `longest_s`, jittered so that not all return at once."""
-        kind = type(error).__name__
+        refused = isinstance(error, RedisRefused)
+        kind = str(error) if refused else type(error).__name__
         if kind != self._last:
-            log.warning("%s: waiting: %s: %s", self._doing, kind, error)
+            log.log(
+                logging.ERROR if refused else logging.WARNING,
+                *("%s: waiting: %s: %s", self._doing, type(error).__name__, error),
+            )
             self._last = kind
         ceiling = min(self._longest_s, 0.1 * 2 ** min(self._failures, 10))
         self._failures += 1

@@ -70,6 +70,9 @@ from rollout_server.work import Work
 
 log = logging.getLogger(__name__)
 
+MOST_REFUSALS = 50
+"""Most different refusals of Redis that are told in the history: they may be a stranger's doing."""
+
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
     *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
@@ -208,10 +211,15 @@ class RolloutServer:
     async def _gate(self) -> None:
         """Consumes the engine table; produces permission to lease; waits for a change; ended by cancellation.
 
-        A run that is done has no use for more groups. A learner that starts again opens the gate.
+        A run that is done has no use for more groups. A learner that starts again opens the gate. What Redis refuses
+        is told here too, once each.
         """
         await self._sink.tell("joined", f"rollout server {self._stats.id} takes tasks")
+        told: set[str] = {""}
         while True:
+            if (refusal := self._redis.refusal) not in told and len(told) < MOST_REFUSALS:
+                told.add(refusal)
+                await self._sink.tell("redis-refused", refusal)
             self._tasks.accept(not self._fleet.table.done)
             await self._fleet.changed(timeout_s=1.0)
 

@@ -22,7 +22,7 @@ from protocol.header import seal
 from protocol.keys import TASK_GROUP
 from protocol.messages import TASK_UNREADABLE, GroupFailed, Task, TrajectoryGroup
 from rollout_server.metrics import Stats
-from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull, insist
+from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull, RedisRefused, insist
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,11 @@ class Sink:
     async def _dead_letter(self, letter: dict[str, str], raw: bytes) -> None:
         flat = [part for pair in letter.items() for part in pair]
         evidence = ("h", b"", "b", raw[:DLQ_BYTES])
-        await self._redis.batch(("XADD", self._redis.keys.dlq, "MAXLEN", "~", DLQ_LENGTH, "*", *flat, *evidence))
+        try:
+            await self._redis.batch(("XADD", self._redis.keys.dlq, "MAXLEN", "~", DLQ_LENGTH, "*", *flat, *evidence))
+        except RedisRefused as error:
+            # it informs people: what becomes of the task must not wait for it
+            log.error("evidence of task %s is not kept: %s", letter["id"], error)
 
     async def _acknowledge(self, entry: str) -> None:
         await self._redis.batch(("XACK", self._redis.keys.tasks, TASK_GROUP, entry))

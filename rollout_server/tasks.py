@@ -198,7 +198,7 @@ class Tasks:
         # our own first: after an outage of Redis they are idle too, and being claimed counts as a delivery
         await self._beat()
         tasks = self._redis.keys.tasks
-        async with self._redis.commands() as commands:
+        async with self._redis.commands(tasks) as commands:
             cursor, entries, *_ = await commands.xautoclaim(
                 tasks, TASK_GROUP, self._consumer, self._idle_ms, start_id=self._cursor, count=self.free
             )
@@ -216,7 +216,7 @@ class Tasks:
 
     async def _poisonous(self, entry: str, fields: dict[bytes, bytes]) -> bool:
         tasks = self._redis.keys.tasks
-        async with self._redis.commands() as commands:
+        async with self._redis.commands(tasks) as commands:
             pending: list[dict[str, Any]] = await commands.xpending_range(tasks, TASK_GROUP, entry, entry, 1)
         deliveries = int(pending[0]["times_delivered"]) if pending else 0
         if deliveries <= MAX_DELIVERIES:
