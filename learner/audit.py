@@ -14,7 +14,7 @@ from learner.crosscheck import CrossCheck
 from learner.history import History
 from learner.redis_client import RedisUnavailable, RunStore
 from learner.requests import Requests
-from protocol.errors import StateLost
+from protocol.errors import Fenced, StateLost
 from protocol.meta import RunMeta
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,14 @@ class Audit:
         self._tell(self._books.check(whole=False) or self._cross.look())
 
     def mended(self, why: str, *, epoch: int, lost: bool, again: bool) -> None:
-        """All is there again. lost: streams or functions were gone. again: the lease had lapsed and was taken anew."""
-        self._store.write_meta(self._meta.fields())
+        """All is there again. lost: streams or functions were gone. again: the lease had lapsed and was taken anew.
+
+        Raises RedisUnavailable or StateLost, and may be called again.
+        """
+        try:
+            self._store.write_meta(self._meta.fields())
+        except Fenced as error:
+            raise StateLost(f"the lease went again: {error}") from error  # whose it is now, regaining it says
         with self._books.lock:
             self._books.tally.state_lost += lost
             self._books.tally.lease_lapsed += again

@@ -50,6 +50,7 @@ class Books:
 
     step       optimiser steps done
     issued     highest seq with a task in Redis, now or once
+    credit     highest seq that this learner was ever allowed to issue; what Redis says beyond is not its own doing
     held       seqs that arrived and are not settled: buffered or being trained
     unacked    stream entry id -> its seq (0: unknown), for every entry read and not acknowledged
     committed  the ledger as the last durable checkpoint has it
@@ -69,6 +70,7 @@ class Books:
     committed: Ledger = field(default_factory=Ledger)
     tally: Tally = field(default_factory=Tally)
     issued: int = 0
+    credit: int = 0
     held: set[int] = field(default_factory=set)
     unacked: dict[bytes, int] = field(default_factory=dict)
     due: set[int] = field(default_factory=set)
@@ -234,7 +236,7 @@ class Books:
         """
         with self.lock:
             counts, settled = self.ledger.counts, self.ledger.settled
-            flying = len(self.in_flight())
+            flying = self.ledger.open(self.issued)
             if not self.ledger.closes():
                 return f"the outcomes add up to {sum(counts.values())}, not to the {settled} seqs settled"
             if counts[Outcome.TRAINED] != self.tally.taken:

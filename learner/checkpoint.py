@@ -24,6 +24,7 @@ from typing import Any
 from learner.durable import flush, locked, sha256, write_text
 from learner.run_key import SIGNATURE, RunKey
 from protocol.errors import Fenced, ForayError, UserError
+from protocol.meta import LINEAGE_FIELD, lineage_id_in
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,13 @@ class Checkpoints:
         """Epoch of the committed checkpoint, 0 when there is none: the floor of the next one."""
         name = self._current()
         return int(name[2]) if name else 0
+
+    def lineage_id(self) -> str | None:
+        """The lineage that the committed checkpoint says it is of, nothing verified; "" where an older Foray wrote it,
+        None when there is none.
+        """
+        found = self._current()
+        return None if found is None else lineage_id_in(str(self._manifest(self._folder / found[0]).get(LINEAGE_FIELD)))
 
     def load(self) -> Checkpoint | None:
         """The committed checkpoint, every file checked.

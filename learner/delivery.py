@@ -20,6 +20,7 @@ from learner.metrics import Meter
 from learner.reconcile import Reconciler
 from learner.redis_client import RunStore
 from learner.requests import Requests
+from learner.reserved import Reserved
 from learner.sampler import Sampler
 from learner.source import Source
 from protocol.settings import RunSettings
@@ -48,7 +49,7 @@ def build_delivery(
     checkpoint: Checkpoint | None,
 ) -> Delivery:
     """From books that have been restored. checkpoint: the one they are from."""
-    history = History(store)
+    history, reserved = History(store), Reserved(lease.epochs_dir)
     group_filter = GroupFilter(settings.filtering, run.groups_per_step)
     source = Source(
         store,
@@ -60,10 +61,10 @@ def build_delivery(
         evidence=Evidence(store, run.dir / "dead_letters.jsonl"),
         history=history,
     )
-    issuer, requests = Issuer(store, books, sampler, run), Requests(store, books, history)
+    issuer, requests = Issuer(store, books, sampler, run, reserved, history), Requests(store, books, history)
     state, name = (checkpoint.facts.get("redis"), checkpoint.path.name) if checkpoint else (None, "")
     cross = CrossCheck(store, books, history, state=state, checkpoint=name)
-    audit = Audit(store, books, history, requests, cross, meta_of(run))
+    audit = Audit(store, books, history, requests, cross, meta_of(run, sampler, lease.lineage_id))
     keeper = Keeper(
         store,
         lease,

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,23 @@ def write_text(path: Path, text: str) -> None:
     flush(part)
     part.replace(path)
     flush(path.parent)
+
+
+def make_once(path: Path, text: str) -> None:
+    """Writes `path` (mode 0600) unless it is there. Whole or not at all: two starts at once must see one text."""
+    if path.exists():
+        return
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(part, path)  # unlike rename, it does not replace
+        flush(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sha256(path: Path) -> str:

@@ -16,10 +16,15 @@ from pathlib import Path
 
 from learner.redis_client import Holder, RedisUnavailable, RunStore
 from protocol.errors import Fenced, StateLost, UserError
+from protocol.meta import foreign
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+ANOTHER_RUN = (
+    "give this run another run.id (or the other run's run.dir, to go on with it); or start the learner with "
+    "--takeover, which fences the other one and deletes its tasks and trajectories in Redis"
+)
 
 
 class Lease:
@@ -27,21 +32,24 @@ class Lease:
 
     ttl_s      the lease lapses so long after its last renewal
     epochs_dir  a file for every epoch ever used, made exclusively: a Redis that rolled back cannot repeat one
+    lineage_id  the run it is a lease of: Redis refuses it for another one's ("": whichever it is)
     """
 
-    def __init__(self, store: RunStore, ttl_s: float, epochs_dir: Path) -> None:
-        self._store, self._ttl_ms, self._epochs_dir = store, int(ttl_s * 1000), epochs_dir
+    def __init__(self, store: RunStore, ttl_s: float, epochs_dir: Path, lineage_id: str = "") -> None:
+        self._store, self._ttl_ms, self.epochs_dir = store, int(ttl_s * 1000), epochs_dir
         self.token = f"{_place()}:{os.getpid()}:{_started(os.getpid())}:{uuid.uuid4().hex[:8]}"
-        self.epoch = 0
+        self.epoch, self.lineage_id = 0, lineage_id
 
     def acquire(self, floor: int, *, takeover: bool = False) -> int:
         """The new epoch, above `floor`. Waits for the lease of a dead predecessor to lapse.
 
-        Raises UserError when the holder renews it, so is alive.
+        Raises UserError when the holder renews it, so is alive, or when the run in Redis is of another lineage.
         """
         told, deadline = False, 0.0
         while True:
-            answer = self._store.acquire(self.token, floor, self._ttl_ms, takeover=takeover)
+            answer = self._store.acquire(self.token, floor, self._ttl_ms, takeover=takeover, lineage_id=self.lineage_id)
+            if answer is None:
+                raise self._of_another_run()
             if isinstance(answer, int):
                 if self._claim_epoch(answer):
                     self.epoch = answer
@@ -66,10 +74,14 @@ class Lease:
                 )
             time.sleep(POLL_S)
 
+    def _of_another_run(self) -> UserError:
+        store, ours = self._store, f"lineage {self.lineage_id[:8]}"
+        return foreign(store.meta(), run=store.keys.run, redis=store.url, ours=ours, todo=ANOTHER_RUN)
+
     def _claim_epoch(self, epoch: int) -> bool:
-        self._epochs_dir.mkdir(parents=True, exist_ok=True)
+        self.epochs_dir.mkdir(parents=True, exist_ok=True)
         try:
-            with (self._epochs_dir / f"e{epoch}").open("x") as file:
+            with (self.epochs_dir / f"e{epoch}").open("x") as file:
                 file.write(self.token + "\n")
         except FileExistsError:
             return False
@@ -122,7 +134,7 @@ class Lease:
 
     def _successor(self) -> Holder | None:
         """The newest epoch on disk and who began it, when it is higher than ours."""
-        epochs = {int(p.name[1:]): p for p in self._epochs_dir.glob("e*") if p.name[1:].isdigit()}
+        epochs = {int(p.name[1:]): p for p in self.epochs_dir.glob("e*") if p.name[1:].isdigit()}
         newest = max(epochs, default=0)
         if newest <= self.epoch:
             return None

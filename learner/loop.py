@@ -27,6 +27,7 @@ from learner.token_law import split_of
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup, WeightUpdate
+from protocol.meta import LINEAGE_FIELD
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -210,6 +211,7 @@ class TrainingLoop:
         """Commits a checkpoint, then acknowledges; False when the disk refused it. Training may go on without."""
         p = self.parts
         state = p.books.to_state() | p.audit.to_state()
+        names = {"run": p.run.id, LINEAGE_FIELD: p.lease.lineage_id, "sampler": p.sampler.fingerprint}
         if p.checkpoints.committed(p.books.step, p.lease.epoch):
             return True
         with p.meter.waiting("checkpoint"):
@@ -217,7 +219,7 @@ class TrainingLoop:
                 if p.journal is not None:
                     p.journal.flush()
                 written = p.checkpoints.write(
-                    state | {"run": p.run.id, "sampler": p.sampler.fingerprint, "steps": p.run.steps},
+                    state | names | {"steps": p.run.steps},
                     step=p.books.step,
                     epoch=p.lease.epoch,
                     lineage=self.lineage,

@@ -8,8 +8,10 @@ from importlib.metadata import version
 from learner.audit import Audit
 from learner.books import Books
 from learner.history import LEARNER_ID
+from learner.identity import place_facts
 from learner.lease import Lease
 from learner.metrics import Meter
+from learner.sampler import Sampler
 from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot
 from protocol.meta import RunMeta, tokenizer_digest
@@ -36,7 +38,7 @@ def measure(run: RunSettings, books: Books, lease: Lease, meter: Meter, audit: A
                 "issued": books.issued,
                 "settled": books.ledger.settled,
                 "watermark": books.ledger.watermark,
-                "in_flight": len(books.in_flight()),
+                "in_flight": books.ledger.open(books.issued),
                 "held": len(books.held),
                 "duplicates": tally.duplicates,
                 "redelivered": tally.redelivered,
@@ -65,11 +67,12 @@ def summary(books: Books) -> str:
     )
 
 
-def meta_of(run: RunSettings) -> RunMeta:
+def meta_of(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
     """What every other process of the run must agree with."""
     try:
         tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
     except OSError:  # a model without a tokenizer of its own: nobody can disagree
         tokenizer = ""
     facts = {name: str(getattr(run, name)) for name in SHARED} | {"run": run.id, "foray": version("foray")}
-    return RunMeta(tokenizer=tokenizer, facts=facts)
+    facts |= place_facts(run) | {"questions": sampler.questions.fingerprint[:16]}
+    return RunMeta(tokenizer=tokenizer, facts=facts, lineage_id=lineage_id)

@@ -44,7 +44,9 @@ class Reconciler:
             return []
         books = self._books
         with books.lock:
-            missing = frozenset(books.in_flight()) - books.held - books.due - found.tasks
+            # no further than credit reaches: what lies beyond is not needed yet, however much is said to be issued
+            open_ = books.ledger.missing(min(books.issued, books.credit))
+            missing = frozenset(open_) - books.held - books.due - found.tasks
             again = sorted(missing & self._suspects)
             for seq in again:
                 books.attempts[seq] = books.attempts.get(seq, 1) + 1

@@ -113,13 +113,6 @@ class Accounts:
             with translated(self.keys.requeue):
                 self._db.srem(self.keys.requeue, *cast(tuple[str, ...], tuple(wanted)))
 
-    def write_meta(self, fields: Mapping[str, str]) -> None:
-        """What all processes of the run must agree on."""
-        with translated(), self._db.pipeline(transaction=True) as pipe:
-            pipe.delete(self.keys.meta)
-            pipe.hset(self.keys.meta, mapping=cast(Any, dict(fields)))
-            pipe.execute()
-
     def add_event(self, fields: Mapping[str, str]) -> None:
         """One line of the run's history."""
         with translated(self.keys.events):

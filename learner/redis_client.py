@@ -7,7 +7,7 @@ needs a socket time-out longer than its block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -90,6 +90,11 @@ class RunStore(Accounts):
         """From now on fenced calls are made in this name."""
         self._owner = (str(epoch), token)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch in whose name fenced calls are made; 0 before the first."""
+        return int(self._owner[0])
+
     def prepare(self) -> bool:
         """Loads the functions and creates streams and groups where they are missing; whether any was. May be called at
         any time.
@@ -118,10 +123,15 @@ class RunStore(Accounts):
 
     # --- lease ---
 
-    def acquire(self, token: str, floor: int, ttl_ms: int, *, takeover: bool) -> int | Holder:
-        """The new epoch, above `floor`, or who holds the lease."""
-        keys = (self.keys.lease, self.keys.epoch)
-        reply = self._call(functions.ACQUIRE, keys, token, floor, ttl_ms, "1" if takeover else "0")
+    def acquire(
+        self, token: str, floor: int, ttl_ms: int, *, takeover: bool, lineage_id: str = ""
+    ) -> int | Holder | None:
+        """The new epoch, above `floor`, or who holds the lease; None when the run in this Redis is another one."""
+        keys = (self.keys.lease, self.keys.epoch, self.keys.meta)
+        whose = (lineage_id,) if lineage_id else ()
+        reply = self._call(functions.ACQUIRE, keys, token, floor, ttl_ms, "1" if takeover else "0", *whose)
+        if int(reply[0]) == 2:
+            return None
         if int(reply[0]) == 1:
             return int(reply[1])
         found = self.holder()
@@ -148,6 +158,23 @@ class RunStore(Accounts):
         renewed_s = max(0.0, ttl / 1000 - left_s) if ttl else None
         return Holder(epoch, lease[b"token"].decode(errors="replace"), left_s, renewed_s, float(since))
 
+    # --- what the run is ---
+
+    def meta(self) -> Fields:
+        """What the run's learner wrote of it; {} where there was none yet."""
+        with translated(self.keys.meta):
+            return cast(Fields, self._db.hgetall(self.keys.meta))
+
+    def write_meta(self, fields: Mapping[str, str]) -> None:
+        """What all processes of the run must agree on."""
+        self._call(functions.META, (self.keys.lease, self.keys.meta), *self._owner, *_flat(fields))
+
+    def reset(self, fields: Mapping[str, str]) -> None:
+        """Deletes the work of the run that this Redis holds, and writes `fields` as what it is from now on."""
+        k = self.keys
+        work = (k.tasks, k.traj, k.issued, k.tokens, k.requeue, k.target, k.view, k.dlq)
+        self._call(functions.RESET, (k.lease, k.meta, *work), *self._owner, *_flat(fields))
+
     # --- tasks ---
 
     def issued(self) -> int:
@@ -158,13 +185,16 @@ class RunStore(Accounts):
             raise unusable(self.keys.issued, "it holds no count")
         return int(found)
 
-    def issue(self, floor: int, pairs: Sequence[tuple[int, bytes]]) -> int:
-        """Adds tasks (seq ascending); those that were issued before are passed over. Returns the highest issued."""
+    def issue(self, floor: int, pairs: Sequence[tuple[int, bytes]], *, ceiling: int = 10**MAX_DIGITS) -> int:
+        """Adds tasks (seq ascending); those that were issued before are passed over. Returns the highest issued.
+
+        ceiling  a higher count in Redis is not believed, and corrected
+        """
         issued = floor
         for start in range(0, len(pairs), CHUNK):
             flat = [item for pair in pairs[start : start + CHUNK] for item in pair]
             keys = (self.keys.lease, self.keys.issued, self.keys.tasks)
-            issued = int(self._call(functions.ISSUE, keys, *self._owner, floor, *flat))
+            issued = int(self._call(functions.ISSUE, keys, *self._owner, floor, ceiling, *flat))
         return issued
 
     def reissue(self, pairs: Sequence[tuple[int, bytes]]) -> None:
@@ -324,6 +354,10 @@ def _decoded(kind: type[M], raw: bytes) -> M | None:
         return decode_as(kind, raw)
     except ProtocolError:
         return None
+
+
+def _flat(fields: Mapping[str, str]) -> list[str]:
+    return [part for pair in fields.items() for part in pair]
 
 
 def _group(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -11,16 +11,15 @@ the run directory but does not know the key. With the key in the run directory n
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from learner.durable import make_once
 from protocol.errors import UserError
 
 KEY_VARIABLE, KEY_FILE_VARIABLE = "FORAY_RUN_KEY", "FORAY_RUN_KEY_FILE"
@@ -78,7 +77,8 @@ def run_key(run_dir: Path, environ: Mapping[str, str]) -> RunKey:
     named = environ.get(KEY_FILE_VARIABLE, "")
     path = Path(named) if named else run_dir / KEY_FILE
     if not named:
-        _make(path)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        make_once(path, secrets.token_hex(32) + "\n")
     try:
         return RunKey(path.read_text().strip(), str(path))
     except (OSError, ValueError) as error:
@@ -87,23 +87,6 @@ def run_key(run_dir: Path, environ: Mapping[str, str]) -> RunKey:
             why=str(error),
             todo=f"mend the file or {KEY_FILE_VARIABLE}; without its key the run's checkpoints are not trusted",
         ) from None
-
-
-def _make(path: Path) -> None:
-    """Writes a new key, unless there is one. Whole or not at all: two starts at once must see one key."""
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(part, path)  # unlike rename, it does not replace
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _canonical(manifest: Mapping[str, Any]) -> bytes:

@@ -11,23 +11,26 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from learner.books import Books
 from learner.checkpoint import STATE, Checkpoint, Checkpoints
 from learner.config import LearnerSettings
 from learner.delivery import build_delivery
 from learner.history import History
+from learner.identity import own_lineage, stranger, take_over
 from learner.io_loop import Alarm, IoLoop
 from learner.journal import Journal, all_places, frames, rolled_back
 from learner.lease import Lease
 from learner.loop import TrainingLoop
-from learner.measuring import summary
+from learner.measuring import meta_of, summary
 from learner.metrics import Meter, StepLog
 from learner.metrics_http import serve_prometheus
 from learner.mixing import Mix, Trained, mix_count
 from learner.parts import Parts
 from learner.questions import load_questions
 from learner.redis_client import RedisUnavailable, RunStore
+from learner.reserved import Reserved
 from learner.run_key import run_key
 from learner.sampler import Sampler
 from learner.seams import TrainEngine
@@ -43,6 +46,7 @@ log = logging.getLogger(__name__)
 
 REDIS_PATIENCE_S = 30.0
 
+T = TypeVar("T")
 MakeEngine = Callable[[RunSettings, LearnerSettings], TrainEngine]
 
 
@@ -68,14 +72,22 @@ def serve(
     Raises UserError, Fenced when another learner took over, ForayError when the books do not close.
     """
     sampler = Sampler(load_questions(settings.questions), run.seed)
-    run.dir.mkdir(parents=True, exist_ok=True)
+    lineage_id = own_lineage(run)
     store = RunStore(run.redis_url, run.id)
     with stop_signals() as stop:
+        lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs", lineage_id)
+        reserved = Reserved(lease.epochs_dir)
+        if not takeover and (refusal := _reach(store, lambda: stranger(store, run, lineage_id, reserved))):
+            store.close()
+            raise refusal
         _reach(store, store.prepare)
         key = run_key(run.dir, os.environ)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
-        lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs")
         _reach(store, lambda: lease.acquire(checkpoints.current_epoch(), takeover=takeover))
+        if takeover:
+            meta = meta_of(run, sampler, lineage_id).fields()
+            if taken := _reach(store, lambda: take_over(store, run, lineage_id, reserved, meta)):
+                History(store).tell("takeover", f"what Redis held was deleted: {taken}")
         parts: Parts | None = None
         try:
             parts, lineage = assemble(run, settings, sampler, store, checkpoints, lease, make_engine)
@@ -216,15 +228,14 @@ def _mix(run: RunSettings, settings: LearnerSettings, step: int, lineage: list[P
     return Mix(count, run.max_lag, run.seed, past)
 
 
-def _reach(store: RunStore, call: Callable[[], object]) -> None:
+def _reach(store: RunStore, call: Callable[[], T]) -> T:
     """Calls until Redis has answered, and makes it ready when it has lost its state; raises UserError when it stays
     away. `call` may be made again after a reply that never came.
     """
     deadline, told = 0.0, False
     while True:
         try:
-            call()
-            return
+            return call()
         except (RedisUnavailable, StateLost) as error:
             deadline = deadline or time.monotonic() + REDIS_PATIENCE_S
             if time.monotonic() >= deadline:

@@ -169,7 +169,8 @@ class Source:
             raise BadEntry(message.reason, detail, entry.seq, message.attempt)
 
     def _unissued(self, seq: int) -> bool:
-        return seq > self._books.issued and seq > self._store.issued()
+        # the reply to an issue may have been lost; but what this learner had no credit for, it has not issued
+        return seq > self._books.issued and (seq > self._books.credit or seq > self._store.issued())
 
     def _refuse(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
         """A dead letter. Its tokens failed; its seq, where that is known and one of ours, is due again or dead."""

@@ -114,7 +114,7 @@ def unpack(raw: bytes) -> Any:
 
 def number_of(raw: bytes) -> int:
     """A count as a plain field of Redis holds it, digits; 0 for what is none, or is absurdly long."""
-    return int(raw) if raw.isdigit() and len(raw) <= 18 else 0
+    return int(raw) if raw.isdigit() and len(raw) <= 15 else 0
 
 
 def checksum(raw: bytes) -> int:

@@ -61,8 +61,11 @@ local function exists(stream)
   return call('EXISTS', stream) == 1
 end
 
--- lease, epoch | token, checkpoint epoch, ttl ms, takeover ('1' or '0') -> {1, epoch} or {0, epoch, ttl left, holder}
+-- lease, epoch, meta | token, checkpoint epoch, ttl ms, takeover ('1' or '0'), lineage id
+--   -> {1, epoch}, {0, epoch, ttl left, holder}, or {2, lineage id} when the run in this Redis is another one
 redis.register_function('foray_acquire', function(k, a)
+  local lineage = k[3] and call('HGET', k[3], 'lineage_id')
+  if lineage and a[5] and lineage ~= a[5] and a[4] ~= '1' then return {2, lineage} end
   local holder = call('HGET', k[1], 'token')
   if holder and holder ~= a[1] and a[4] ~= '1' then
     return {0, tonumber(call('HGET', k[1], 'epoch') or '0') or 0, call('PTTL', k[1]), holder}
@@ -73,6 +76,7 @@ redis.register_function('foray_acquire', function(k, a)
   -- ttl and since (seconds, by this clock) are for people: a TTL that is left says when the lease was last renewed
   call('HSET', k[1], 'epoch', epoch, 'token', a[1], 'ttl', a[3], 'since', call('TIME')[1])
   call('PEXPIRE', k[1], a[3])
+  if k[3] and a[5] then call('HSETNX', k[3], 'lineage_id', a[5]) end
   return {1, epoch}
 end)
 
@@ -88,12 +92,38 @@ redis.register_function{function_name = 'foray_release', flags = {'allow-oom'}, 
   return call('DEL', k[1])
 end}
 
--- lease, issued, tasks | epoch, token, floor (every seq up to here is settled), then pairs seq, body -> highest issued
+local function replace(hash, a)
+  call('DEL', hash)
+  for i = 3, #a, 2 do call('HSET', hash, a[i], a[i + 1]) end
+end
+
+-- lease, meta | epoch, token, then pairs field, value: what the hash holds from now on -> 1
+redis.register_function{function_name = 'foray_meta', flags = {'allow-oom'}, callback = function(k, a)
+  if not own(k[1], a[1], a[2]) then return FENCED end
+  replace(k[2], a)
+  return 1
+end}
+
+-- lease, meta, tasks, traj, other keys... | epoch, token, then pairs as above -> 1
+-- The run that this Redis held is replaced by an empty one: what another lineage left is neither leased nor trained.
+redis.register_function{function_name = 'foray_reset', flags = {'allow-oom'}, callback = function(k, a)
+  if not own(k[1], a[1], a[2]) then return FENCED end
+  for i = 3, #k do call('DEL', k[i]) end
+  call('XGROUP', 'CREATE', k[3], 'rollout', '0', 'MKSTREAM')
+  call('XGROUP', 'CREATE', k[4], 'learner', '0', 'MKSTREAM')
+  replace(k[2], a)
+  return 1
+end}
+
+-- lease, issued, tasks | epoch, token, floor (every seq up to here is settled), ceiling (no higher seq was ever issued:
+-- a count above it is nobody's), then pairs seq, body -> highest issued
 redis.register_function('foray_issue', function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   if not exists(k[3]) then return lost(k[3]) end
-  local issued = math.max(number_at(k[2]), tonumber(a[3]))
-  for i = 4, #a, 2 do
+  local issued = number_at(k[2])
+  if issued > tonumber(a[4]) then issued = 0 end
+  issued = math.max(issued, tonumber(a[3]))
+  for i = 5, #a, 2 do
     local seq = tonumber(a[i])
     if seq > issued then
       call('XADD', k[3], 'NOMKSTREAM', '*', 'seq', a[i], 'b', a[i + 1])

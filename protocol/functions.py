@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 ACQUIRE, RENEW, RELEASE = "foray_acquire", "foray_renew", "foray_release"
+META, RESET = "foray_meta", "foray_reset"
 ISSUE, REISSUE, RETRY = "foray_issue", "foray_reissue", "foray_retry"
 BEAT, PUBLISH, ACK, TARGET, VIEW = "foray_beat", "foray_publish", "foray_ack", "foray_target", "foray_view"
 CENSUS, TOKENS_OF = "foray_census", "foray_tokens_of"

@@ -90,6 +90,11 @@ class Ledger:
         """Seqs in [1, issued] that are not settled, ascending."""
         return sorted(self.reopened) + [seq for seq in range(self.watermark + 1, issued + 1) if seq not in self.above]
 
+    def open(self, issued: int) -> int:
+        """How many seqs `missing` would name."""
+        settled = sum(seq <= issued for seq in self.above)
+        return len(self.reopened) + max(0, issued - self.watermark) - settled
+
     def closes(self) -> bool:
         """Conservation: the counts by outcome add up to the number of settled seqs."""
         return sum(self.counts.values()) == self.settled

@@ -6,9 +6,11 @@ import pytest
 import redis
 
 from learner.books import Books
+from learner.history import History
 from learner.issue import Issuer
 from learner.questions import QuestionSet, fingerprint
 from learner.redis_client import RunStore
+from learner.reserved import Reserved
 from learner.sampler import Sampler
 from protocol.codec import decode_as
 from protocol.errors import Fenced, StateLost
@@ -27,7 +29,10 @@ def sampler() -> Sampler:
 
 @pytest.fixture
 def issuer(store: RunStore, run: RunSettings, sampler: Sampler) -> Issuer:
-    made = Issuer(store, Books(), sampler, run.model_copy(update={"temperature": 0.7}))
+    epochs = run.checkpoint_dir / "epochs"
+    epochs.mkdir(parents=True)
+    warm = run.model_copy(update={"temperature": 0.7})
+    made = Issuer(store, Books(), sampler, warm, Reserved(epochs), History(store))
     made.open.set()
     return made
 

@@ -26,7 +26,7 @@ KEYS = Keys("t1")
 
 @pytest.fixture
 def books() -> Books:
-    return Books(issued=6)
+    return Books(issued=6, credit=6)
 
 
 @pytest.fixture

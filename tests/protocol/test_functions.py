@@ -29,9 +29,9 @@ def acquire(db: redis.Redis, token: str, checkpoint_epoch: int = 0, takeover: in
     return call(db, fn.ACQUIRE, [KEYS.lease, KEYS.epoch], token, checkpoint_epoch, 15000, takeover)
 
 
-def issue(db: redis.Redis, epoch: object, token: str, floor: int, seqs: range) -> object:
+def issue(db: redis.Redis, epoch: object, token: str, floor: int, seqs: range, *, ceiling: int = 10**15) -> object:
     pairs = [x for seq in seqs for x in (seq, b"body%d" % seq)]
-    return call(db, fn.ISSUE, [KEYS.lease, KEYS.issued, KEYS.tasks], epoch, token, floor, *pairs)
+    return call(db, fn.ISSUE, [KEYS.lease, KEYS.issued, KEYS.tasks], epoch, token, floor, ceiling, *pairs)
 
 
 def lease_task(db: redis.Redis, consumer: str, count: int = 1) -> list[tuple[bytes, dict[bytes, bytes]]]:
@@ -62,15 +62,17 @@ def test_a_fenced_learner_can_do_nothing(run: redis.Redis) -> None:
     acquire(run, "a")
     acquire(run, "b", takeover=1)
     for name, keys, args in [
-        (fn.ISSUE, [KEYS.lease, KEYS.issued, KEYS.tasks], (1, "a", 0, 1, b"x")),
+        (fn.ISSUE, [KEYS.lease, KEYS.issued, KEYS.tasks], (1, "a", 0, 9, 1, b"x")),
         (fn.REISSUE, [KEYS.lease, KEYS.tasks], (1, "a", 1, b"x")),
         (fn.ACK, [KEYS.lease, KEYS.traj], (1, "a", "1-1")),
         (fn.TARGET, [KEYS.lease, KEYS.target], (1, "a", b"x", "ready")),
+        (fn.META, [KEYS.lease, KEYS.meta], (1, "a", "schema", "1.0")),
+        (fn.RESET, [KEYS.lease, KEYS.meta, KEYS.tasks, KEYS.traj], (1, "a", "schema", "1.0")),
     ]:
         with pytest.raises(redis.ResponseError, match="FENCED"):
             call(run, name, keys, *args)
     assert call(run, fn.RELEASE, [KEYS.lease], 1, "a") == 0
-    assert run.xlen(KEYS.tasks) == 0 and not run.exists(KEYS.target)
+    assert run.xlen(KEYS.tasks) == 0 and not run.exists(KEYS.target, KEYS.meta)
 
 
 def test_issue_never_repeats_a_seq_and_starts_above_the_ledger(run: redis.Redis) -> None:
@@ -81,6 +83,43 @@ def test_issue_never_repeats_a_seq_and_starts_above_the_ledger(run: redis.Redis)
     run.delete(KEYS.issued)
     assert issue(run, epoch, "a", 5, range(1, 8)) == 7  # state lost: the floor is the ledger's watermark
     assert [int(e[1][b"seq"]) for e in run.xrange(KEYS.tasks)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_count_above_the_ceiling_is_not_believed_and_corrected(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 4))
+    run.set(KEYS.issued, 5_000_000)
+    assert issue(run, epoch, "a", 0, range(4, 6), ceiling=12) == 5 == int(run.get(KEYS.issued))
+    assert [int(e[1][b"seq"]) for e in run.xrange(KEYS.tasks)] == [1, 2, 3, 4, 5]
+
+
+def test_a_lease_of_another_lineage_is_refused_and_changes_nothing(run: redis.Redis) -> None:
+    keys = [KEYS.lease, KEYS.epoch, KEYS.meta]
+    assert call(run, fn.ACQUIRE, keys, "a", 0, 15000, 0, "one") == [1, 1]
+    assert run.hgetall(KEYS.meta) == {b"lineage_id": b"one"}, "claimed with the first lease"
+    call(run, fn.RELEASE, [KEYS.lease], 1, "a")
+    assert call(run, fn.ACQUIRE, keys, "b", 0, 15000, 0, "two") == [2, b"one"]
+    assert not run.exists(KEYS.lease) and run.get(KEYS.epoch) == b"1"
+    assert call(run, fn.ACQUIRE, keys, "b", 0, 15000, 1, "two") == [1, 2]
+    assert run.hgetall(KEYS.meta) == {b"lineage_id": b"one"}, "until the reset"
+
+
+def test_a_reset_leaves_an_empty_run_of_the_new_lineage(run: redis.Redis) -> None:
+    _, epoch = acquire(run, "a")
+    issue(run, epoch, "a", 0, range(1, 4))
+    [(task_id, _)] = lease_task(run, "r1")
+    publish(run, task_id, 1)
+    lease_task(run, "r1")
+    run.sadd(KEYS.requeue, 9)
+    work = [KEYS.tasks, KEYS.traj, KEYS.issued, KEYS.requeue]
+    pairs = ("lineage_id", "two", "schema", "1.3")
+    assert call(run, fn.RESET, [KEYS.lease, KEYS.meta, *work], epoch, "a", *pairs) == 1
+    assert not run.exists(KEYS.issued, KEYS.requeue)
+    assert [run.xlen(key) for key in work[:2]] == [0, 0]
+    assert run.xpending(KEYS.tasks, TASK_GROUP)["pending"] == run.xpending(KEYS.traj, TRAJ_GROUP)["pending"] == 0
+    assert run.hgetall(KEYS.meta) == {b"lineage_id": b"two", b"schema": b"1.3"}
+    assert publish(run, task_id, 1) == b"DUP", "what was leased before cannot be published"
+    assert call(run, fn.RENEW, [KEYS.lease], epoch, "a", 15000) == 1, "the lease stays"
 
 
 @pytest.mark.fault(32)

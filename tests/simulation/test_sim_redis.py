@@ -20,13 +20,14 @@ from sim.sim_redis import SimRedis
 
 from protocol import functions
 
-TASKS, TRAJ, LEASE, EPOCH, ISSUED, TOKENS = (
+TASKS, TRAJ, LEASE, EPOCH, ISSUED, TOKENS, META = (
     "{s}:tasks",
     "{s}:traj",
     "{s}:lease",
     "{s}:epoch",
     "{s}:issued",
     "{s}:tokens",
+    "{s}:meta",
 )
 LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
 ID = re.compile(rb"^\d{9,}-\d+$")
@@ -98,6 +99,7 @@ def agree(model: Any, truth: Any) -> bool:
 
 
 seqs, who, entry = st.integers(1, 6), st.sampled_from(["a", "b"]), st.integers(0, 30).map(Entry)
+lineage = st.sampled_from(["one", "two"])
 owner = st.sampled_from([("1", "me"), ("1", "me"), ("2", "me"), ("1", "other")])
 stream = st.sampled_from([(TASKS, "rollout"), (TASKS, "rollout"), (TRAJ, "learner")])
 
@@ -116,12 +118,29 @@ functions_calls = st.one_of(
         st.sampled_from(["me", "other"]),
         st.sampled_from("01"),
     ),
+    st.builds(
+        lambda t, o, i: fcall("foray_acquire", [LEASE, EPOCH, META], t, 0, 60000, o, i),
+        st.sampled_from(["me", "other"]),
+        st.sampled_from("01"),
+        lineage,
+    ),
+    st.builds(lambda o, i: fcall("foray_meta", [LEASE, META], *o, "lineage_id", i, "schema", "1.0"), owner, lineage),
+    st.builds(
+        lambda o, i: fcall(
+            "foray_reset", [LEASE, META, "{s}:tasks2", "{s}:traj2", ISSUED, TOKENS], *o, "lineage_id", i
+        ),
+        owner,
+        lineage,
+    ),
     st.builds(lambda o: fcall("foray_renew", [LEASE], *o, 60000), owner),
     st.builds(lambda o: fcall("foray_release", [LEASE], *o), owner),
     st.builds(
-        lambda o, f, s: fcall("foray_issue", [LEASE, ISSUED, TASKS], *o, f, *(x for n in sorted(s) for x in (n, b"b"))),
+        lambda o, f, c, s: fcall(
+            "foray_issue", [LEASE, ISSUED, TASKS], *o, f, c, *(x for n in sorted(s) for x in (n, b"b"))
+        ),
         owner,
         st.integers(0, 3),
+        st.sampled_from([2, 10**15]),
         st.sets(seqs),
     ),
     st.builds(
@@ -181,6 +200,7 @@ plain_calls = st.one_of(
             call("hgetall", LEASE),
             call("hget", LEASE, "epoch"),
             call("hgetall", TOKENS),
+            call("hgetall", META),
             call("get", ISSUED),
             call("hsetnx", TOKENS, "life", "x"),
             call("hmget", TOKENS, ["rejected", "life"]),
@@ -207,11 +227,16 @@ begin = [call("xgroup_create", s, g, id="0", mkstream=True) for s, g in ((TASKS,
 # from here on ids of the two streams differ, however fast the clock is
 begin += [call("xadd", TRAJ, {"x": 1}, id="1900000000000-0"), call("xrange", TRAJ)]
 begin += [fcall("foray_acquire", [LEASE, EPOCH], "me", 0, 60000, "0")]
-begin += [fcall("foray_issue", [LEASE, ISSUED, TASKS], "1", "me", 0, 1, b"b", 2, b"b", 3, b"b"), call("xrange", TASKS)]
+begin += [
+    fcall("foray_issue", [LEASE, ISSUED, TASKS], "1", "me", 0, 99, 1, b"b", 2, b"b", 3, b"b"),
+    call("xrange", TASKS),
+]
 begin += [call("xreadgroup", "rollout", "a", {TASKS: ">"}, count=2)]
 
 end = [call("delete", TRAJ), fcall("foray_publish", [TASKS, TRAJ, TOKENS], Entry(1), 1, b"h", b"b", 4)]
 end += [fcall("foray_ack", [LEASE, TRAJ], "1", "me", Entry(0)), fcall("foray_census", [TRAJ, TOKENS])]
+end += [fcall("foray_reset", [LEASE, META, TASKS, TRAJ, ISSUED], "1", "me", "lineage_id", "new"), call("get", ISSUED)]
+end += [call("hgetall", META), call("xlen", TASKS), call("xinfo_groups", TRAJ), call("delete", TRAJ)]
 end += [call("xreadgroup", "learner", "a", {TRAJ: ">"}, count=1), call("xinfo_stream", TRAJ)]
 
 
@@ -274,11 +299,12 @@ def test_a_full_redis_refuses_and_allows_the_same_calls(real: redis.Redis) -> No
         ours.call(*one), theirs.call(*one)
     tried = [
         fcall("foray_publish", [TASKS, TRAJ, TOKENS], Entry(0), 1, b"h", b"b", 4),
-        fcall("foray_issue", [LEASE, ISSUED, TASKS], "1", "me", 0, 9, b"b"),
+        fcall("foray_issue", [LEASE, ISSUED, TASKS], "1", "me", 0, 99, 9, b"b"),
         fcall("foray_reissue", [LEASE, TASKS], "1", "me", 9, b"b"),
         fcall("foray_retry", [TASKS, TOKENS], Entry(0), 1, b"b", 0),
         fcall("foray_target", [LEASE, "{s}:target"], "1", "me", b"b", "ready"),
         fcall("foray_acquire", [LEASE, EPOCH], "you", 0, 60000, "1"),
+        fcall("foray_meta", [LEASE, META], "1", "me", "schema", "1.0"),
         fcall("foray_renew", [LEASE], "1", "me", 60000),
         fcall("foray_beat", [TASKS], "a", Entry(0)),
         fcall("foray_ack", [LEASE, TRAJ], "1", "me", "1-1"),

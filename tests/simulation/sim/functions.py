@@ -57,6 +57,9 @@ def number_at(r: SimRedis, key: str) -> int:
 
 @function("foray_acquire")
 def acquire(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    lineage = r.hget(k[2], "lineage_id") if len(k) > 2 else None
+    if lineage is not None and len(a) > 4 and lineage != a[4] and a[3] != b"1":
+        return [2, lineage]
     holder = r.hget(k[0], "token")
     if holder is not None and holder != a[0] and a[3] != b"1":
         return [0, int(r.hget(k[0], "epoch") or 0), r.pttl(k[0]), holder]
@@ -65,7 +68,36 @@ def acquire(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     r.delete(k[0])
     r.hset(k[0], mapping={"epoch": epoch, "token": a[0], "ttl": a[2], "since": r.time()[0]})
     r.pexpire(k[0], a[2])
+    if len(k) > 2 and len(a) > 4:
+        r.hsetnx(k[2], "lineage_id", a[4])
     return [1, epoch]
+
+
+def replace(r: SimRedis, key: str, a: list[bytes]) -> None:
+    """The hash is what the arguments say."""
+    r.delete(key)
+    if len(a) > 2:
+        r.hset(key, mapping=dict(zip(a[2::2], a[3::2], strict=True)))
+
+
+@function("foray_meta", oom=True)
+def meta(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if not own(r, k[0], a[0], a[1]):
+        raise fenced()
+    replace(r, k[1], a)
+    return 1
+
+
+@function("foray_reset", oom=True)
+def reset(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    if not own(r, k[0], a[0], a[1]):
+        raise fenced()
+    for key in k[2:]:
+        r.delete(key)
+    r.xgroup_create(k[2], "rollout", id="0", mkstream=True)
+    r.xgroup_create(k[3], "learner", id="0", mkstream=True)
+    replace(r, k[1], a)
+    return 1
 
 
 @function("foray_renew", oom=True)
@@ -84,8 +116,9 @@ def issue(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
         raise fenced()
     if not r.exists(k[2]):
         raise lost(k[2])
-    issued = max(number_at(r, k[1]), int(a[2]))
-    for seq, body in zip(a[3::2], a[4::2], strict=True):
+    issued = number_at(r, k[1])
+    issued = max(0 if issued > int(a[3]) else issued, int(a[2]))
+    for seq, body in zip(a[4::2], a[5::2], strict=True):
         if int(seq) > issued:
             r.xadd(k[2], {"seq": seq, "b": body})
             issued = int(seq)

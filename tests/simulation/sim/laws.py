@@ -21,7 +21,15 @@ from protocol.settings import RunSettings
 
 STRANGE = 1_000_000
 """Seqs from here on were never issued: somebody else's entries carry them."""
-FENCED = {"foray_issue": 0, "foray_reissue": 0, "foray_ack": 0, "foray_target": 0, "foray_view": 0}
+FENCED = {
+    "foray_issue": 0,
+    "foray_reissue": 0,
+    "foray_ack": 0,
+    "foray_target": 0,
+    "foray_view": 0,
+    "foray_meta": 0,
+    "foray_reset": 0,
+}
 """Functions that only the holder of the lease may call with effect."""
 
 
@@ -75,7 +83,7 @@ class Laws:
 
     def _issued(self, args: list[bytes]) -> None:
         books = getattr(self.owners.get(args[1]), "books", None)
-        if books is None or len(args) < 4:
+        if books is None or len(args) < 6:
             return
         batch = self._run.groups_per_step
         window = (self._run.max_lag + 1) * batch
