@@ -108,7 +108,7 @@ def _foreign(store: RunStore, run: RunSettings, lineage_id: str, raw: Mapping[by
     target, holder = store.announced(), store.holder()
     more = [f"step {target.step}"] if target else []
     more += [f"tasks up to seq {issued}"] if issued else []
-    more += [f"held by {describe(holder)}"] if holder else []
+    more += [f"held by {describe(holder)}"] if holder and holder.epoch != store.epoch else []
     return foreign(
         raw,
         run=run.id,

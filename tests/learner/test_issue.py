@@ -100,3 +100,26 @@ def test_a_learner_that_lost_the_lease_cannot_issue(issuer: Issuer, store: RunSt
     store.acquire("rival", 1, 60_000, takeover=True)
     with pytest.raises(Fenced):
         issuer.turn()
+
+
+def test_tasks_wait_until_the_disk_says_that_they_may_be_issued(issuer: Issuer, run: RunSettings) -> None:
+    """A start would otherwise find more issued in Redis than its directory knows of, and refuse it."""
+    epochs, away = run.checkpoint_dir / "epochs", run.checkpoint_dir / "away"
+    epochs.rename(away)
+    assert issuer.turn() == 0
+    away.rename(epochs)
+    assert issuer.turn() == 12
+    assert Reserved(epochs).most() >= 12
+
+
+def test_a_count_in_redis_that_nobody_can_have_issued_is_as_good_as_none(issuer: Issuer, db: redis.Redis) -> None:
+    """`SET issued 5000000` made a list of five million seqs, and as many tasks."""
+    db.set(Keys("t1").issued, 5_000_000)
+    issuer.recount()
+    assert issuer._books.issued == 0
+    assert issuer.turn() == 12 == int(db.get(Keys("t1").issued))
+    db.set(Keys("t1").issued, 5_000_000)
+    issuer.recount()
+    assert issuer.turn() == 12 and issuer._books.issued == 12, "nothing is known: they are issued again"
+    told = [fields[b"text"] for _, fields in db.xrange(Keys("t1").events)]
+    assert len(told) == 1 and b"says 5000000, but no more than " in told[0]

@@ -71,6 +71,15 @@ def test_only_a_seq_found_nowhere_twice_in_a_row_is_issued_again(
     assert reconciler.turn() == [], "due already"
 
 
+def test_what_lies_beyond_the_credit_is_not_due_however_much_is_said_to_be_issued(
+    reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source, books: Books
+) -> None:
+    arrange(db, store, source)
+    books.issued = 10**9
+    assert [reconciler.turn(), reconciler.turn()] == [[], [5, 6]]
+    assert books.check() == "" and books.ledger.open(books.issued) == 10**9 - 1
+
+
 @pytest.mark.fault(30)
 def test_a_task_that_is_none_is_no_reason_to_stop(
     reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source

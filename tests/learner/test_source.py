@@ -164,6 +164,16 @@ def test_an_unusable_entry_cannot_bring_a_seq_into_the_books_that_was_never_issu
     assert "never issued" in (tmp_path / "dead.jsonl").read_text()
 
 
+def test_no_count_in_redis_makes_a_seq_ours_that_credit_does_not_reach(source: Source, db: redis.Redis) -> None:
+    source._books.credit = 44
+    db.set(KEYS.issued, 5_000_000)
+    for seq in (44, 45, 4_000_000):
+        add(db, seq)
+    source.turn()
+    assert source._books.held == {44}, "the reply to its issue may have been lost"
+    assert source._books.tally.dead_letters == 2 and not source._books.due
+
+
 @pytest.mark.fault(30)
 @hypothesis_settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.data())

@@ -291,7 +291,7 @@ def test_errors_name_the_key_that_is_of_another_type_or_holds_no_number(run: red
         for name, keys, args in [
             (fn.ACQUIRE, [KEYS.lease, KEYS.epoch], ("a", 0, 15000, 0)),
             (fn.RENEW, [KEYS.lease], (1, "a", 15000)),
-            (fn.ISSUE, issuing, (1, "a", 0, 9, b"x")),
+            (fn.ISSUE, issuing, (1, "a", 0, 99, 9, b"x")),
             (fn.REISSUE, [KEYS.lease, KEYS.tasks], (1, "a", 9, b"x")),
             (fn.BEAT, [KEYS.tasks], ("r", task)),
             (fn.PUBLISH, [KEYS.tasks, KEYS.traj], (task, 1, b"h", b"b")),

@@ -28,6 +28,7 @@ def test_any_order_settles_each_seq_once_and_the_books_close(
     assert ledger.watermark == contiguous
     assert ledger.settled == cut
     assert ledger.missing(24) == sorted(set(order) - set(done))
+    assert [ledger.open(n) for n in range(25)] == [len(ledger.missing(n)) for n in range(25)]
     assert all((seq in ledger) == (seq in done) for seq in range(1, 25))
     again = Ledger.from_state(ledger.to_state())
     assert again == ledger
