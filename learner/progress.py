@@ -20,7 +20,8 @@ BALANCED = 0.5
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a step's line is made of. seconds: by cause, of this step alone; total_s: of the whole step."""
+    """What a step's line is made of. seconds: by cause, of this step alone; total_s: of the whole step.
+    length, searches: sampled tokens and searches per trajectory."""
 
     step: int
     steps: int
@@ -32,6 +33,8 @@ class StepFacts:
     trained: int
     total_s: float
     seconds: dict[str, float]
+    length: float = 0.0
+    searches: float = 0.0
 
     @property
     def bottleneck(self) -> str:

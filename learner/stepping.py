@@ -87,6 +87,8 @@ def facts_of(
     step: int, steps: int, groups: Sequence[TrajectoryGroup], report: Report, lap: tuple[float, dict[str, float]]
 ) -> StepFacts:
     """The step as it is told; `groups` without those that were mixed in."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    sampled = sum(t.num_sampled for t in trajectories)
     return StepFacts(
         step=step,
         steps=steps,
@@ -94,8 +96,10 @@ def facts_of(
         em=mean_reward(groups, "em"),
         lag_mean=report.metrics.get("lag_mean", 0.0),
         lag_max=report.metrics.get("lag_max", 0.0),
-        sampled=sum(t.num_sampled for g in groups for t in g.trajectories),
+        sampled=sampled,
         trained=report.tokens_trained,
         total_s=lap[0],
         seconds=lap[1],
+        length=sampled / max(len(trajectories), 1),
+        searches=sum(t.searches for t in trajectories) / max(len(trajectories), 1),
     )

@@ -30,6 +30,8 @@ class Teller:
             "step": facts.step,
             "reward_mean": facts.reward,
             "em_mean": facts.em,
+            "length_mean": facts.length,
+            "searches_mean": facts.searches,
             "lag_mean": facts.lag_mean,
             "lag_max": facts.lag_max,
             "loss": report.loss,

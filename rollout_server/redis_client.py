@@ -174,10 +174,15 @@ class RedisClient:
 
 
 class Outage:
-    """One activity's patience with Redis: logs when trouble begins and when it ends, sleeps longer each time."""
+    """One activity's patience with Redis: logs when trouble begins and when it ends, sleeps longer each time.
 
-    def __init__(self, doing: str, waits: Waits, *, longest_s: float = 5.0) -> None:
+    at_first  what is logged where streams are missing before the first try that worked: no trouble, but a process that
+              started before the learner, which makes them
+    """
+
+    def __init__(self, doing: str, waits: Waits, *, longest_s: float = 5.0, at_first: str = "") -> None:
         self._doing, self._waits, self._longest_s = doing, waits, longest_s
+        self._at_first = at_first
         self._failures = 0
         self._last = ""
 
@@ -185,12 +190,14 @@ class Outage:
         """Sleep before the next try: 0.1 s doubling to `longest_s`, jittered so that not all return at once."""
         refused = isinstance(error, RedisRefused)
         kind = str(error) if refused else type(error).__name__
-        if kind != self._last:
+        if kind != self._last and self._at_first and isinstance(error, StateLost):
+            log.info("%s", self._at_first)
+        elif kind != self._last:
             log.log(
                 logging.ERROR if refused else logging.WARNING,
                 *("%s: waiting: %s: %s", self._doing, type(error).__name__, error),
             )
-            self._last = kind
+        self._last = kind
         ceiling = min(self._longest_s, 0.1 * 2 ** min(self._failures, 10))
         self._failures += 1
         with self._waits.during("redis"):
@@ -200,7 +207,7 @@ class Outage:
         """The last try worked."""
         if self._last:
             log.info("%s: goes on after %d failures", self._doing, self._failures)
-        self._failures, self._last = 0, ""
+        self._failures, self._last, self._at_first = 0, "", ""
 
 
 async def insist(outage: Outage, call: Callable[[], Awaitable[T]]) -> T:

@@ -98,7 +98,8 @@ class Tasks:
         in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease that ran
         out. Ended by `stop`, within BLOCK_MS.
         """
-        outage = Outage("leasing tasks", self._stats.waits)
+        waiting = f"waiting for the learner to start run {self._redis.keys.run}"
+        outage = Outage("leasing tasks", self._stats.waits, at_first=waiting)
         while not self._stopping:
             await self._accepting.wait()
             await self._place()

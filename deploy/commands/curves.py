@@ -1,4 +1,4 @@
-"""The learning curves of several runs side by side, from their `metrics.jsonl`: one column a run, at equal steps.
+"""The learning curves of a run, or of several side by side at equal steps, from their `metrics.jsonl`.
 
 With --plot also as a picture, smoothed over as many steps as one row of the table averages.
 """
@@ -8,18 +8,30 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
 
+HEADLINE, EVERY = "em_mean", 10
+OVERVIEW = (
+    "reward_mean",
+    HEADLINE,
+    "length_mean",
+    "searches_mean",
+    "entropy",
+    "kl_behaviour",
+    "kl_reference",
+    "lag_mean",
+)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray curves`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="run directories")
-    parser.add_argument("--metric", default="em_mean", help="a field of metrics.jsonl (default: em_mean)")
-    parser.add_argument("--every", type=int, default=10, help="steps that are averaged into one row (default: 10)")
+    parser.add_argument("--metric", help=f"a field of metrics.jsonl (default: an overview: {', '.join(OVERVIEW)})")
+    text = f"steps that are averaged into one row (default: {EVERY}, and 1 for runs of less than {3 * EVERY} steps)"
+    parser.add_argument("--every", type=int, help=text)
     parser.add_argument("--labels", default="", metavar="A,B,...", help="names of the runs, in their order")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them into an .svg or .png as well")
     parser.add_argument(
@@ -33,22 +45,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the means of `--every` steps each; the last row is the last full window that all runs have reached."""
-    if args.every < 1:
+    """Prints the means of `--every` steps each; the last row of a run is the mean of the steps that are left."""
+    if args.every is not None and args.every < 1:
         raise UserError(f"--every {args.every} is no number of steps", todo="give 1 or more")
     runs = dict(zip(labels_of(args.runs, args.labels), args.runs, strict=True))
-    steps = {label: read_curve(directory, args.metric) for label, directory in runs.items()}
+    found = {label: read_curves(directory, args.metric) for label, directory in runs.items()}
+    metrics = [m for m in ([args.metric] if args.metric else OVERVIEW) if any(m in curves for curves in found.values())]
+    longest = max((max(curve, default=0) for curves in found.values() for curve in curves.values()), default=0)
+    every: int = args.every or (EVERY if longest >= 3 * EVERY else 1)
+    steps = {metric: {label: curves.get(metric, {}) for label, curves in found.items()} for metric in metrics}
+    shown = args.metric or HEADLINE
     if args.plot:
         from deploy.plot import plot_curves
 
-        smooth = {label: running_means(curve, args.every) for label, curve in steps.items()}
+        smooth = {label: running_means(curve, every) for label, curve in steps.get(shown, {}).items()}
         lines = baselines_of(args.baseline)
-        plot_curves(args.plot, smooth, metric=args.metric, every=args.every, baselines=lines)
-    curves = {label: windows(curve, args.every) for label, curve in steps.items()}
+        plot_curves(args.plot, smooth, metric=shown, every=every, baselines=lines)
+    rows = {metric: {label: windows(curve, every) for label, curve in of.items()} for metric, of in steps.items()}
     if args.json:
-        print(json.dumps({"metric": args.metric, "every": args.every, "curves": curves}))
+        print(json.dumps({"metric": shown, "every": every, "curves": rows.get(shown, {}), "metrics": rows}))
+    elif not longest:
+        print("no step was trained yet")
+    elif args.metric or len(runs) > 1:
+        print("\n\n".join(render(curves, metric, every) for metric, curves in rows.items()))
     else:
-        print(render(curves, args.metric, args.every))
+        label = next(iter(runs))
+        print(f"{label}, means of {every} steps" if every > 1 else label)
+        print(table({metric: curves[label] for metric, curves in rows.items()}))
     return 0
 
 
@@ -74,25 +97,32 @@ def baselines_of(given: Sequence[str]) -> dict[str, float]:
     return lines
 
 
-def read_curve(directory: Path, metric: str) -> dict[int, float]:
-    """step -> value; of two lines for one step the later epoch's counts. Raises UserError when there is none."""
+def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, float]]:
+    """Metric -> step -> value, of `metric` or of the overview's; of two lines for one step the later epoch's counts.
+
+    Raises UserError where there is no run, or no such field.
+    """
     path = directory / "metrics.jsonl"
     try:
         lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     except FileNotFoundError:
         raise UserError(f"there is no run in {directory}", why=f"{path} does not exist") from None
     known = sorted({name for line in lines for name, value in line.items() if isinstance(value, int | float)})
-    if lines and metric not in known:
+    if metric and lines and metric not in known:
         raise UserError(f"{path} has no field {metric!r}", todo=f"choose one of {', '.join(known)}")
     lines.sort(key=lambda line: (line["step"], line.get("epoch", 0)))
-    return {int(line["step"]): float(line[metric]) for line in lines if line.get(metric) is not None}
+    wanted = [metric] if metric else [name for name in OVERVIEW if name in known]
+    return {
+        name: {int(line["step"]): float(line[name]) for line in lines if line.get(name) is not None} for name in wanted
+    }
 
 
 def windows(curve: dict[int, float], every: int) -> dict[int, float]:
-    """Last step of each full window -> mean of the window's steps."""
-    edges = range(0, max(curve, default=0) + 1, every)
+    """Last step of each window -> mean of the window's steps; the last window has the steps that are left."""
+    last_step = max(curve, default=0)
     means = {}
-    for before, last in pairwise(edges):
+    for before in range(0, last_step, every):
+        last = min(before + every, last_step)
         values = [curve[step] for step in range(before + 1, last + 1) if step in curve]
         if values:
             means[last] = sum(values) / len(values)
@@ -102,6 +132,7 @@ def windows(curve: dict[int, float], every: int) -> dict[int, float]:
 def running_means(curve: dict[int, float], every: int) -> dict[int, float]:
     """Step -> mean of the `every` steps up to it, from the first full window on; at its edges as in `windows`."""
     means = {}
+    every = min(every, max(curve, default=every))
     for last in range(every, max(curve, default=0) + 1):
         values = [curve[step] for step in range(last - every + 1, last + 1) if step in curve]
         if values:
@@ -112,17 +143,23 @@ def running_means(curve: dict[int, float], every: int) -> dict[int, float]:
 def render(curves: dict[str, dict[int, float]], metric: str, every: int) -> str:
     """A table; with two runs or more the largest distance at equal steps, and that of the last common row."""
     names = list(curves)
-    width = max(12, *(len(name) for name in names)) + 2
-    lines = [f"{metric}, means of {every} steps", f"{'step':>6}" + "".join(f"{name:>{width}}" for name in names)]
-    for step in sorted({step for curve in curves.values() for step in curve}):
-        cells = [f"{curve[step]:.3f}" if step in curve else "" for curve in curves.values()]
-        lines.append(f"{step:>6}" + "".join(f"{cell:>{width}}" for cell in cells))
+    lines = [f"{metric}, means of {every} steps" if every > 1 else metric, table(curves)]
     if len(names) > 1 and (spread := spreads(list(curves.values()))):
         last = max(spread)
         widest = max(spread, key=lambda step: spread[step])
         lines.append(
             f"widest apart at step {widest}: {spread[widest]:.3f}; at step {last}, the last of all: {spread[last]:.3f}"
         )
+    return "\n".join(lines)
+
+
+def table(columns: dict[str, dict[int, float]]) -> str:
+    """Column -> step -> value, one row a step."""
+    width = max(12, *(len(name) for name in columns)) + 2
+    lines = [f"{'step':>6}" + "".join(f"{name:>{width}}" for name in columns)]
+    for step in sorted({step for curve in columns.values() for step in curve}):
+        cells = [f"{curve[step]:.3f}" if step in curve else "" for curve in columns.values()]
+        lines.append(f"{step:>6}" + "".join(f"{cell:>{width}}" for cell in cells))
     return "\n".join(lines)
 
 

@@ -27,11 +27,40 @@ def curves(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str
     return found
 
 
-def test_windows_are_means_and_an_unfinished_one_is_left_off(
+def test_windows_are_means_and_the_last_one_has_the_steps_that_are_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "a", [0.0, 1.0, 0.5, 0.5, 9.0])
-    assert curves(capsys, str(run), "--every", "2") == {str(run): {"2": 0.5, "4": 0.5}}
+    assert curves(capsys, str(run), "--every", "2") == {str(run): {"2": 0.5, "4": 0.5, "5": 9.0}}
+
+
+@pytest.mark.parametrize("steps", [3, 15])
+def test_every_step_of_a_short_run_is_shown(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a", [0.25] * steps)
+    assert main(["curves", str(run)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1] == ["step", "em_mean"]
+    assert [row[0] for row in rows[2:]] == [str(step) for step in range(1, steps + 1)]
+
+
+def test_without_a_metric_an_overview_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = ("reward_mean", "em_mean", "length_mean", "searches_mean", "entropy", "kl_behaviour", "lag_mean")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": s, **dict.fromkeys(fields, s / 10), "x": 1}) for s in range(1, 36)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    assert main(["curves", str(tmp_path / "a")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1] == ["step", *fields] and [row[0] for row in rows[2:]] == ["10", "20", "30", "35"]
+    assert rows[-1] == ["35", *["3.300"] * len(fields)]
+    assert main(["curves", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name}, means of 10 steps" in out for name in fields)
+
+
+def test_a_run_without_a_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["curves", str(write_run(tmp_path / "a", []))]) == 0
+    assert "no step was trained yet" in capsys.readouterr().out
 
 
 def test_of_a_step_trained_twice_the_surviving_epoch_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +112,7 @@ def test_plotted_means_are_those_of_the_table_where_both_have_one() -> None:
     curve = {step: float(step % 7) for step in range(1, 48) if step != 13}
     smooth = running_means(curve, 10)
     assert min(smooth) == 10 and max(smooth) == 47
-    assert {step: smooth[step] for step in (10, 20, 30, 40)} == windows(curve, 10)
+    assert {step: smooth[step] for step in (10, 20, 30, 40)} == {s: m for s, m in windows(curve, 10).items() if s < 47}
 
 
 def test_what_cannot_be_plotted_is_said(

@@ -255,3 +255,14 @@ async def test_a_closed_gate_leases_nothing(world, until: Callable[..., Awaitabl
         assert server.begun == []
         server.tasks.accept(True)
         await until(lambda: len(world.published()) == 1, "an open gate lets it through")
+
+
+async def test_before_the_learner_it_says_what_it_waits_for(
+    world, until: Callable[..., Awaitable[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server = Server(world, "a")
+    world.sync.delete(world.keys.tasks)
+    async with server.running(beating=False):
+        await until(lambda: f"waiting for the learner to start run {world.keys.run}" in caplog.text, "it says so")
+        assert "StateLost" not in caplog.text and "NOGROUP" not in caplog.text
