@@ -10,6 +10,7 @@ from deploy import delivery
 from deploy.delivery import Problem
 from deploy.observe import Observation
 from protocol.messages import NodeState
+from rollout_server.search.fault import NO_SUCH_PATH
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,7 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
         found.append(Problem("no rollout server reports", "start one: python -m rollout_server --config ..."))
     for p in seen.of("rollout"):
         if outage := p.text.get("search_outage"):
-            todo = "start the retriever again: searches wait for it (rollout.search.outage_wait_s), then they fail"
-            found.append(Problem(f"rollout server {p.id} finds no retriever: {outage}", todo))
+            found.append(_no_retriever(p.id, outage))
     for p in seen.processes:
         if refusal := p.text.get("redis_refusal"):
             todo = "the process waits and tries again; find out who writes to this run's keys (SECURITY.md)"
@@ -103,6 +103,15 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
             )
         )
     return found
+
+
+def _no_retriever(rollout: str, outage: str) -> Problem:
+    """outage: each address with its cause (`rollout_server/search/fault.py`)."""
+    if any(cause in outage for cause in NO_SUCH_PATH):
+        what = f"rollout server {rollout} sends searches where no retriever is, and leases no task: {outage}"
+        return Problem(what, "correct rollout.search.urls (base addresses) or rollout.search.dialect, and restart it")
+    todo = "start the retriever again: searches wait for it (rollout.search.outage_wait_s), then they fail"
+    return Problem(f"rollout server {rollout} finds no retriever: {outage}", todo)
 
 
 def _engine_problems(seen: Observation, max_lag: int) -> list[Problem]:

@@ -24,6 +24,10 @@ NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE = "not_json", "bad_shape", "wrong_co
 KNOWN = (UNREACHABLE, TIMEOUT, OVERLOADED, NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE, UNAVAILABLE, CLOSED)
 """Causes that are shown from the start, as zeros. `http_NNN` and `failed_WORD` come when they come."""
 
+NO_SUCH_PATH = frozenset({"http_404", "http_405", "http_501"})
+"""To a search: the server has no such path. That is no outage but a wrong address or dialect, and waiting cures only
+what a proxy answers while its server restarts."""
+
 MOST_NAMES = 100
 """Causes with a counter of their own. Servers name failures too, and a stranger must not fill the metrics."""
 

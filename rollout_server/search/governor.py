@@ -21,13 +21,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.search.breaker import Breaker
-from rollout_server.search.fault import OVERLOADED, TIMEOUT, Fault, Names
+from rollout_server.search.fault import NO_SUCH_PATH, OVERLOADED, TIMEOUT, Fault, Names
 from rollout_server.search.probe import probe, read_fingerprint
 from rollout_server.search.replica import Proof, Replica, Verdict
 from rollout_server.search.window import Window
 from rollout_server.search.wire import Wire
 
 log = logging.getLogger(__name__)
+
+
+REMIND_S = 60.0
+"""How often it is said that an address is wrong, as long as it is."""
 
 
 class Away(Exception):
@@ -174,7 +178,8 @@ class Governor:
             self._line.popleft()
 
     def _went_down(self, replica: Replica) -> None:
-        log.warning("retriever %s is put aside: %s", replica.url, replica.cause)
+        if replica.cause not in NO_SUCH_PATH:
+            log.warning("retriever %s is put aside: %s", replica.url, replica.cause)
         self.counts["retrievers_put_aside"] += 1
         self._start(self._bring_back(replica), "search-probe")
         if self.breaker.usable:
@@ -197,7 +202,16 @@ class Governor:
             self._went_down(replica)
 
     async def _bring_back(self, replica: Replica) -> None:
+        told = -REMIND_S
         while True:
+            now = asyncio.get_running_loop().time()
+            if replica.cause in NO_SUCH_PATH and now >= told + REMIND_S:
+                told = now
+                log.error(
+                    "retriever %s has no POST %s (%s): correct rollout.search.urls (the part before that path) or "
+                    "rollout.search.dialect; no query is sent there meanwhile",
+                    *(replica.url, self._wire.path, replica.cause),
+                )
             # jitter: the rollout servers of a run must not come in step
             await asyncio.sleep(replica.next_pause() * random.uniform(0.5, 1.0))
             replica.looking = True

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-from rollout_server.search.fault import Fault
+from rollout_server.search.fault import NO_SUCH_PATH, Fault
 from rollout_server.search.replica import Proof, Replica
 from rollout_server.search.wire import Wire
 
 QUERY = "who wrote the novel emma"
 """Asked of a replica that has not answered anything yet."""
-_NO_SUCH_PATH = frozenset({"http_404", "http_405", "http_501"})
 
 
 async def probe(wire: Wire, replica: Replica, proof: Proof, *, look_s: float, query_s: float) -> str:
@@ -32,7 +31,7 @@ async def _says_so(wire: Wire, url: str, timeout_s: float) -> bool:
         try:
             await wire.request("GET", url + path, timeout_s)
         except Fault as fault:
-            if fault.cause not in _NO_SUCH_PATH:
+            if fault.cause not in NO_SUCH_PATH:
                 raise
         else:
             return True

@@ -100,10 +100,15 @@ class Wire(Connections):
         super().__init__(max_bytes=max_bytes, headers=read_access(os.environ).headers("node", "operator"))
         self._dialect, self._topk, self._run = dialect, topk, run
 
+    @property
+    def path(self) -> str:
+        """Where searches go, after a base address."""
+        return PATHS[self._dialect]
+
     async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
         """Passages for one query, best first. Raises Fault."""
         body = request_body(self._dialect, query, self._topk, self._run)
-        raw = await self.request("POST", url + PATHS[self._dialect], timeout_s, body)
+        raw = await self.request("POST", url + self.path, timeout_s, body)
         return read_answer(self._dialect, raw, self._topk)
 
     async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> bytes:

@@ -319,3 +319,40 @@ def test_a_rollout_server_that_finds_no_retriever_is_a_problem_with_its_reason(
     report(client, "rollout", "rollout-1", text={"search_outage": "unreachable at http://h:1"})
     (problem,) = problems(look(), max_lag=2)
     assert "rollout-1 finds no retriever: unreachable at http://h:1" in problem.what and "start" in problem.todo
+
+
+def test_a_wrong_address_of_the_retriever_is_called_wrong(client: redis.Redis, look: Callable[[], Observation]) -> None:
+    report(client, "rollout", "rollout-1", text={"search_outage": "http_404 at http://h:1/x"})
+    (problem,) = problems(look(), max_lag=2)
+    assert "rollout-1" in problem.what and "http://h:1/x" in problem.what
+    assert "rollout.search.urls" in problem.todo and "start the retriever" not in problem.todo
+
+
+def test_what_redis_refuses_a_process_is_a_problem(client: redis.Redis, look: Callable[[], Observation]) -> None:
+    report(client, "rollout", "rollout-1", text={"redis_refusal": "{test}:traj does not hold .. `DEL {test}:traj`"})
+    (problem,) = problems(look(), max_lag=2)
+    assert "rollout rollout-1" in problem.what and "DEL {test}:traj" in problem.what
+
+
+@pytest.mark.parametrize("name", ["engines", "processes", "target", "tokens", "events", "dlq"])
+def test_a_key_of_another_type_is_named_with_the_way_out(
+    client: redis.Redis, look: Callable[[], Observation], name: str
+) -> None:
+    key = getattr(KEYS, name)
+    client.delete(key)
+    client.lpush(key, "of another type")
+    (problem,) = problems(look(), max_lag=2)
+    assert key in problem.what and f"DEL {key}" in problem.todo
+
+
+def test_values_that_are_none_and_ids_that_no_clock_makes_are_survived(
+    client: redis.Redis, look: Callable[[], Observation]
+) -> None:
+    client.mset({KEYS.issued: "abc", KEYS.epoch: "9" * 5000})
+    client.hset(KEYS.target, "state", b"\xff")
+    client.zadd(KEYS.engines, {b"\xff": 2e9})
+    for stream in (KEYS.events, KEYS.dlq):
+        client.xadd(stream, {"kind": "x", "reason": "y"}, id=f"{2**64 - 1}-1")
+    seen = look()
+    assert not seen.error and seen.issued == 0
+    assert "event     00:00:00" in render(seen, max_lag=2)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from rollout_server.search import replica
+from rollout_server.search import governor, replica
 from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
 from rollout_server.search.http import HttpSearch, HttpSearchSettings
 
@@ -211,3 +211,23 @@ async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind(until: U
     await client.search.close()
     assert {(await task).error for task in searches} == {"closed"}
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("ready", [True, None], ids=["a service without searches", "a path that is wrong"])
+async def test_an_address_without_searches_is_called_wrong_and_that_again_and_again(
+    until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ready: bool | None
+) -> None:
+    monkeypatch.setattr(governor, "REMIND_S", 0.2)
+    async with FakeRetriever(lambda query: Fault(404)) as retriever, Client(retriever, outage_wait_s=10) as client:
+        retriever.ready = ready
+        searches = client.start(5)
+        await until(lambda: client.search.outage == f"http_404 at {retriever.url}", "the breaker opens")
+
+        def said() -> list[str]:
+            return [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+
+        await until(lambda: len(said()) >= 3, "it is said again")
+        assert all("POST /retrieve" in text and "rollout.search.urls" in text for text in said())
+        retriever.script = lambda query: None  # a proxy, and its server is back
+        assert {r.error for r in await asyncio.gather(*searches)} == {""}
+        assert client.search.outage == ""
