@@ -80,6 +80,11 @@ class Fleet:
         self._changed = asyncio.Event()
         self._garbage: set[str] = set()
 
+    @property
+    def looked(self) -> bool:
+        """Whether Redis has answered at all, and the learner's meta fits ours."""
+        return self.read_at > -math.inf
+
     async def follow(self) -> None:
         """Consumes registrations and the target in Redis; produces `table`; waits poll_s; ended by cancellation."""
         outage = Outage("reading the engine table", self._waits)

@@ -119,7 +119,7 @@ class RolloutServer:
     ) -> None:
         self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
         self._redis, self._search = redis, search
-        agreement = Agreement(run.id, run.model, max_lag=run.max_lag)
+        agreement = Agreement(run, max_lag=run.max_lag)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, agreement=agreement)
         connect: Callable[[EngineInfo], SglangClient] = partial(
             _connect, session, read_access(os.environ), settings.stream_interval
@@ -198,7 +198,7 @@ class RolloutServer:
 
     def _held_up(self) -> str:
         """Why no group should be begun now: the name of what it would wait for, "" when it would not."""
-        if self._sink.spool_full:
+        if self._sink.spool_full or not self._fleet.looked:  # the first look says whose run this is
             return "redis"
         if self._search.held_up:
             return "retriever"

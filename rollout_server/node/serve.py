@@ -56,7 +56,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: Stop | None =
     stats.gauges |= {"pause_s": lambda: standing.pause_s, "load_s": lambda: standing.load_s}
     stats.text["state"] = lambda: str(standing.state)
     redis = RedisClient(run.redis_url, Keys(run.id))
-    registry = Registry(redis, lease_s=settings.lease_s, agreement=Agreement(run.id, run.model))
+    registry = Registry(redis, lease_s=settings.lease_s, agreement=Agreement(run))
     async with aiohttp.ClientSession() as session:
         agent = Agent(run, settings, registry, stats, session, standing, url=url, port=port)
         try:

@@ -14,10 +14,11 @@ from protocol.codec import SCHEMA_MAJOR, SCHEMA_MINOR, decode_as
 from protocol.errors import UserError
 from protocol.keys import TASK_GROUP
 from protocol.messages import Task, TrajectoryGroup
-from protocol.meta import RunMeta, parse, refusal, tokenizer_digest
+from protocol.meta import LINEAGE_FIELD, LINEAGE_FILE, RunMeta, parse, refusal, tokenizer_digest
 from protocol.settings import RunSettings
 from protocol.testing import make_task
 from protocol.versions import PolicyVersion
+from rollout_server.agreement import Agreement
 from rollout_server.engine.fake_server import FakeServer
 from rollout_server.lifecycle import Stop
 from rollout_server.node.config import AttachedEngine, NodeSettings
@@ -35,7 +36,7 @@ def digest(model: Path) -> str:
 
 
 def test_what_is_written_is_what_is_read() -> None:
-    meta = RunMeta((1, 9), "abc", {"group_size": "8", "max_lag": "2"})
+    meta = RunMeta((1, 9), "abc", {"group_size": "8", "max_lag": "2"}, "0f" * 16)
     raw = {name.encode(): value.encode() for name, value in meta.fields().items()}
     assert parse(raw) == meta and parse(raw | {b"colour": b"red"}).facts["colour"] == "red"
     assert parse({}) is None, "an older learner, or none yet"
@@ -147,3 +148,64 @@ async def test_an_upgraded_rollout_server_works_for_a_learner_that_is_not(
         assert world.sync.xpending(world.keys.tasks, TASK_GROUP)["pending"] == 0
     finally:
         world.create_functions()
+
+
+ONE, TWO = "1" * 32, "2" * 32
+
+
+def test_a_process_belongs_to_the_lineage_of_its_directory_or_to_the_first_that_it_sees(tmp_path: Path) -> None:
+    def meta(lineage_id: str) -> dict[bytes, bytes]:
+        fields = RunMeta(MINE, "", {"host": "far", "dir": "/runs/theirs"}, lineage_id).fields()
+        return {name.encode(): value.encode() for name, value in fields.items()}
+
+    run = RunSettings(id="r", dir=tmp_path, redis_url="redis://:sesame@h:1/0", model=tmp_path)
+    elsewhere = Agreement(run)
+    for raw in ({}, meta(""), meta(ONE), meta(""), meta(ONE)):
+        elsewhere.check(raw)
+    with pytest.raises(UserError, match=r"named 'r' \(lineage 22222222, host far, run.dir /runs/theirs\)") as refused:
+        elsewhere.check(meta(TWO))
+    assert "lineage 11111111" in refused.value.why and "sesame" not in refused.value.render()
+    assert "start this process again" in refused.value.todo
+    at_home = Agreement(run)
+    at_home.check(meta(ONE))
+    (tmp_path / LINEAGE_FILE).write_text(TWO + "\n")
+    at_home.check(meta(TWO))
+    with pytest.raises(UserError, match="lineage 11111111"):
+        at_home.check(meta(ONE))
+    with pytest.raises(UserError, match="lineage 11111111"):
+        Agreement(run).check({LINEAGE_FIELD.encode(): ONE.encode()})
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at the start", "after a takeover"])
+async def test_a_rollout_server_of_another_lineage_leases_nothing_and_ends(
+    world, until: Until, model: Path, tokens, whole, late: bool
+) -> None:
+    world.target(V5)
+    (model.parent / LINEAGE_FILE).write_text(ONE + "\n")
+    mine, other = (RunMeta(MINE, digest(model), {}, lineage_id).fields() for lineage_id in (ONE, TWO))
+    world.sync.hset(world.keys.meta, mapping=mine if late else other)
+    if not late:
+        world.issue(make_task(1, group_size=2))
+    async with whole.talker(tokens) as engine:
+        world.register("e", engine.url, V5)
+        life = asyncio.create_task(whole.life(world, model, Stop()))
+        if late:
+            world.issue(make_task(1, group_size=2))
+            await until(world.published, "it fits, and works")
+            world.sync.hset(world.keys.meta, mapping=other)
+        with pytest.raises(UserError, match=r"another run named .* .lineage 22222222"):
+            await asyncio.wait_for(life, 20)
+    if not late:
+        assert world.sync.xpending(world.keys.tasks, TASK_GROUP)["pending"] == 0 and not world.published()
+
+
+async def test_a_node_of_another_lineage_ends_and_its_engine_is_off_the_list(world, model: Path) -> None:
+    run = RunSettings(id=world.keys.run, dir=model.parent / "run", redis_url=world.url, model=model)
+    run.dir.mkdir()
+    (run.dir / LINEAGE_FILE).write_text(ONE + "\n")
+    world.sync.hset(world.keys.meta, mapping=RunMeta(MINE, digest(model), {}, TWO).fields())
+    async with FakeServer() as engine:
+        settings = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), poll_s=0.02)
+        with pytest.raises(UserError, match=r"another run named .* .lineage 22222222"):
+            await asyncio.wait_for(serve_node(run, settings), 20)
+    assert world.registered("e") is None
