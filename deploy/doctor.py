@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from deploy import doctor_access, doctor_acl, doctor_machine, doctor_model, doctor_redis
+from deploy import doctor_access, doctor_acl, doctor_data, doctor_engine, doctor_machine, doctor_model, doctor_redis
 from deploy.addresses import choose_redis
 from deploy.config import RunConfig
 from deploy.doctor_finding import Finding
@@ -19,7 +19,7 @@ from deploy.secrets_acl import REDIS_ROLES
 from deploy.secrets_env import redis_url_for
 from protocol.errors import UserError
 
-__all__ = ["Finding", "examine", "memory_needed"]
+__all__ = ["Finding", "examine", "inputs", "memory_needed", "preflight"]
 
 
 def examine(
@@ -30,23 +30,39 @@ def examine(
     clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
     """Every finding: of this machine, and of `config` (read from `path`) where one is given."""
-    found = [*doctor_machine.machine(), *doctor_machine.packages()]
+    found = [*doctor_machine.machine(), *doctor_machine.packages(config)]
     if config is None:
         return [*found, *doctor_redis.program()]
-    try:
-        found += _redis(config, environ, clock)
-    except UserError as error:
-        found.append(Finding("redis", "fail", f"{error.what}: {error.why}", error.todo or "correct run.redis_url"))
+    return [*found, *doctor_machine.secrets(config, path), *_before_start(config, environ, clock)]
+
+
+def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """What `foray up` looks at before it starts a process: all that could end the run later. Takes about a second."""
+    found = [*doctor_machine.packages(config), *doctor_machine.secrets(config, None)]
+    return [*found, *_before_start(config, environ, time.time)]
+
+
+def inputs(config: RunConfig) -> list[Finding]:
+    """Findings that rest on files, and so may be others once `launch.prepare` has run."""
     return [
-        *found,
-        *doctor_access.binds(config, environ),
-        *doctor_machine.secrets(config, path),
-        *doctor_machine.files(config),
+        *doctor_data.files(config),
         *doctor_model.tokenizer(config),
         *doctor_model.remote_code(config),
-        *doctor_machine.ports(config),
+        *doctor_engine.engine(config),
+        *doctor_engine.learner(config),
         *doctor_machine.disk(config),
     ]
+
+
+def _before_start(config: RunConfig, environ: Mapping[str, str], clock: Callable[[], float]) -> Iterator[Finding]:
+    try:
+        yield from _redis(config, environ, clock)
+    except UserError as error:
+        yield Finding.of("redis", error)
+    yield from doctor_access.binds(config, environ)
+    yield doctor_machine.usable(config)
+    yield from doctor_machine.ports(config)
+    yield from inputs(config)
 
 
 def _redis(config: RunConfig, environ: Mapping[str, str], clock: Callable[[], float]) -> Iterator[Finding]:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deploy.doctor_finding import Finding
-from deploy.doctor_redis import ANSWER_S, cli
+from deploy.doctor_redis import ANSWER_S
 from deploy.redis_child import connect
 from deploy.secrets_acl import REDIS_ROLES, RedisRole, rules
 from protocol.functions import ACQUIRE, PUBLISH
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
-from protocol.redis_url import parse
+from protocol.redis_url import cli, parse
 
 if TYPE_CHECKING:
     import redis

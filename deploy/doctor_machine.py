@@ -6,12 +6,12 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor_finding import Finding, Verdict
-from deploy.inputs import missing
 from deploy.ports import holder, is_free
 
 NEEDED = {
@@ -25,13 +25,17 @@ SPARE_DISK = 2.0
 """The weights being written, and one more version, beyond what is kept."""
 
 
-def packages() -> Iterator[Finding]:
-    """Which processes can run in this environment."""
+def packages(config: RunConfig | None = None) -> Iterator[Finding]:
+    """Which processes can run in this environment, and so whether those that `config` starts here can."""
+    launch = config.launch if config is not None else None
+    starts = {"protocol": True}
+    if launch is not None:
+        starts |= {"learner": launch.learner, "rollout server": launch.rollouts + launch.engines > 0}
     for process, names in NEEDED.items():
         absent = [name for name in names if importlib.util.find_spec(name) is None]
         if absent:
-            # The processes may live in separate environments, so only what everything needs is a failure.
-            verdict: Verdict = "fail" if process == "protocol" else "warn"
+            # The processes may live in separate environments: only what is started here must be in this one.
+            verdict: Verdict = "fail" if starts.get(process) else "warn"
             mend = f"pip install 'foray{EXTRAS[process]}' in the environment that runs it"
             yield Finding(f"packages of the {process}", verdict, f"not installed: {', '.join(absent)}", mend)
         else:
@@ -46,26 +50,40 @@ def machine() -> Iterator[Finding]:
     yield Finding("machine", "ok", f"Python {python}, {cores} cores, {memory:.0f} GiB of memory")
 
 
-def files(config: RunConfig) -> Iterator[Finding]:
-    """Model, corpus and questions."""
-    gaps = missing(config)
-    for gap in gaps:
-        if gap.setting == "run.model" and config.launch.prepare:
-            yield Finding("run.model", "ok", f"{gap.path} will be made by launch.prepare")
-        else:
-            yield Finding(gap.setting, "fail", f"{gap.path} is not there", gap.todo)
-    if not gaps:
-        yield Finding("files", "ok", "model, corpus and questions are there")
+def usable(config: RunConfig) -> Finding:
+    """Whether the run directory can be made and written: tried beside it, with a directory that goes at once."""
+    wanted = config.run.dir.absolute()
+    place = _nearest(wanted)
+    mend = "run.dir=DIR, a directory that you may write to"
+    if not place.is_dir():
+        return Finding("run.dir", "fail", f"{config.run.dir} cannot be used: {place} is no directory", mend)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".foray-", dir=place):
+            pass
+    except OSError as error:
+        detail = f"{config.run.dir} cannot be used: {place} cannot be written to"
+        return Finding("run.dir", "fail", detail, mend, error.strerror or str(error))
+    return Finding("run.dir", "ok", f"{config.run.dir} can be written to")
+
+
+def _nearest(path: Path) -> Path:
+    """`path`, or the nearest one above it that exists."""
+    while not os.path.exists(path):
+        path = path.parent
+    return path
 
 
 def ports(config: RunConfig) -> Iterator[Finding]:
     """Ports that were asked for, with who holds those that are taken."""
-    wanted = {"rollout.port": (config.rollout.host, config.rollout.port)}
+    wanted = {}
+    if config.launch.rollouts:
+        wanted["rollout.port"] = (config.rollout.host, config.rollout.port)
     if config.num_retrievers and "port" in config.retriever.model_fields_set:
         wanted["retriever.port"] = (config.retriever.host, config.retriever.port)
-    if "port" in config.engine.model_fields_set:
+    if config.launch.engines and "port" in config.engine.model_fields_set:
         wanted["engine.port"] = (config.engine.host, config.engine.port)
-    wanted["learner.metrics_port"] = (config.learner.metrics_host, config.learner.metrics_port)
+    if config.launch.learner:
+        wanted["learner.metrics_port"] = (config.learner.metrics_host, config.learner.metrics_port)
     taken = {name: (host, port) for name, (host, port) in wanted.items() if port and not is_free(host, port)}
     if not taken:
         yield Finding("ports", "ok", "free")
@@ -82,15 +100,16 @@ def ports(config: RunConfig) -> Iterator[Finding]:
 
 def disk(config: RunConfig) -> Iterator[Finding]:
     """Room for the checkpoints that are kept, the one being written, and the published versions."""
-    place = config.run.dir.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
     weights = sum(path.stat().st_size for path in config.run.model.glob("*.safetensors"))
+    if not weights:
+        return  # what is needed follows from the model's size, which is not known
+    place = _nearest(config.run.dir.absolute())
+    free = shutil.disk_usage(place).free
     kept = config.learner.keep_checkpoints
     # float32 weights and two moments in each checkpoint, and the one that is being written
     versions = config.learner.publish.keep_versions + SPARE_DISK + 3 * (kept + 1)
-    needed = int(weights * versions) + (1 << 28)
+    held = sum(_size(path) for path in (config.run.weights_dir, config.run.checkpoint_dir))
+    needed = max(int(weights * versions) - held, 0) + (1 << 28)
     detail = f"{_gib(free)} free at {place}, about {_gib(needed)} needed for weights and {kept} + 1 checkpoints"
     if free < needed:
         mend = f"free {_gib(needed - free)}, move run.dir, or lower learner.keep_checkpoints (now {kept})"
@@ -120,6 +139,10 @@ def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:
         yield Finding(
             "redis password", "warn", f"run.redis_url{where} holds a password, and is copied to run.dir", mend
         )
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _gib(size: int) -> str:

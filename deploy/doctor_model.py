@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig
+from deploy.doctor_engine import read_facts
 from deploy.doctor_finding import Finding
 from deploy.doctor_redis import ANSWER_S
 from deploy.redis_child import connect
@@ -85,7 +86,7 @@ def remote_code(config: RunConfig) -> Iterator[Finding]:
         mend = "take it out, unless you wrote or read that code; Foray itself never runs any"
         yield Finding("remote code", "warn", detail, mend)
         return
-    brought = _json(config.run.model / "config.json").get("auto_map")
+    brought = read_facts(config.run.model).get("auto_map")
     if brought:
         detail = f"{config.run.model} brings code of its own (auto_map), which Foray does not run: it cannot be loaded"
         yield Finding("remote code", "fail", detail, "take a model that transformers knows by itself")
@@ -108,17 +109,9 @@ def _largest_id(spec: Mapping[str, Any]) -> int:
 
 
 def _vocabulary(model: Path) -> int | None:
-    facts = _json(model / "config.json")
+    facts = read_facts(model)
     size = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_bytes(path) or b"{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _bytes(path: Path) -> bytes:

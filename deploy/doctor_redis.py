@@ -12,7 +12,8 @@ from deploy.doctor_finding import Finding
 from deploy.ports import Holder, holder, socket_holder
 from deploy.redis_child import OLDEST, connect, find_server
 from protocol.errors import UserError
-from protocol.redis_url import parse, redacted
+from protocol.redis_policy import eviction_refusal
+from protocol.redis_url import cli, parse, redacted
 
 if TYPE_CHECKING:
     import redis
@@ -93,19 +94,6 @@ def skew(client: redis.Redis, clock: Callable[[], float] = time.time) -> Finding
     return Finding("clock", "ok", detail)
 
 
-def cli(url: str) -> str:
-    """`redis-cli` for the server at `url`, as far as it is known without a password."""
-    where = parse(url)
-    if where.kind == "socket":
-        return f"redis-cli -s {where.path}"
-    host, port = where.hosts[0]
-    if where.kind == "sentinel":
-        return f"redis-cli (on the primary that `redis-cli -h {host} -p {port} SENTINEL MASTERS` names)"
-    tls = f" --tls --cacert {where.tls.get('ssl_ca_certs', 'CA.pem')}" if where.tls else ""
-    login = " --user admin --askpass" if where.password else ""
-    return f"redis-cli -h {host} -p {port}{tls}{login}"
-
-
 def _transport(url: str) -> Iterator[Finding]:
     where = parse(url)
     hosts = ", ".join(host for host, _ in where.hosts)
@@ -142,12 +130,8 @@ def _version(url: str, info: dict[str, Any]) -> Iterator[Finding]:
 
 def _settings(url: str, info: dict[str, Any], needed: int) -> Iterator[Finding]:
     policy = str(info.get("maxmemory_policy", "?"))
-    if policy == "noeviction":
-        yield Finding("redis policy", "ok", policy)
-    else:
-        mend = f"{cli(url)} CONFIG SET maxmemory-policy noeviction"
-        what = "leases and registrations" if policy.startswith("volatile") else "work in flight, streams and books"
-        yield Finding("redis policy", "fail", f"{policy}: a full Redis would throw away {what}", mend)
+    evicts = eviction_refusal(policy, url)
+    yield Finding.of("redis policy", evicts) if evicts else Finding("redis policy", "ok", policy)
     room = max(256, needed * 2 >> 20)
     limit = f"{cli(url)} CONFIG SET maxmemory {room}mb"
     yield memory(needed, int(info.get("maxmemory", 0)), "maxmemory of the Redis", limit)

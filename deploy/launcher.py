@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 from deploy.addresses import choose, seen_from_here, settle
 from deploy.child import Child
 from deploy.config import RunConfig
-from deploy.inputs import missing
+from deploy.doctor import Finding, inputs, preflight
+from deploy.doctor_finding import NotReady
+from deploy.doctor_machine import usable
 from deploy.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.progress import StepTail, format_step
 from deploy.readiness import Readiness
@@ -60,7 +62,11 @@ class Launcher:
         self._steps = StepTail(config.run.dir / "metrics.jsonl")
 
     def __enter__(self) -> Launcher:
-        """Take the run directory, find a Redis, choose addresses, write resolved.yaml, make the model if need be."""
+        """Take the run directory and prepare the run: raises NotReady for what would stop it, before anything starts.
+
+        Finds a Redis, chooses addresses, writes resolved.yaml, and makes the model if need be.
+        """
+        self._require([usable(self._given)])
         self._exits.enter_context(hold(self.directory))
         try:
             self._prepare()
@@ -70,6 +76,7 @@ class Launcher:
         return self
 
     def _prepare(self) -> None:
+        self._require(preflight(self._given))
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
@@ -90,8 +97,7 @@ class Launcher:
         self._catch_signals()
         if not self.config.run.model.exists():
             self._make_model()
-        for gap in missing(self.config):
-            raise gap.error()
+            self._require(inputs(self.config))
 
     @property
     def redis_url(self) -> str:
@@ -183,6 +189,15 @@ class Launcher:
             self.stop(state)
         finally:
             self._exits.close()
+
+    def _require(self, findings: Sequence[Finding]) -> None:
+        """Say the warnings; raise NotReady where something would stop the run."""
+        for finding in findings:
+            if finding.verdict == "warn":
+                self._say(f"warning: {finding.check}: {finding.detail}; {finding.mend}")
+        failed = [finding for finding in findings if finding.verdict == "fail"]
+        if failed:
+            raise NotReady(failed)
 
     def _make_model(self) -> None:
         words = {"{python}": self._python, "{model}": str(self.config.run.model), "{config}": str(self.resolved)}

@@ -31,6 +31,7 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
         "(~{run}:* +fcall +@stream +@hash +@string +@set +@sortedset +exists +del +pexpire +pttl)",
     ),
     "rollout": (
+        "+info",
         "(~{run}:tasks ~{run}:traj ~{run}:tokens +fcall)",
         "(~{run}:tasks +xreadgroup +xautoclaim +xclaim +xpending +xack +xadd +xgroup|delconsumer)",
         "(~{run}:traj +exists +xadd)",

@@ -7,6 +7,10 @@ from typing import Any
 
 from protocol.errors import UserError
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWED = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
+"""Model types whose sliding windows the tests know: few tokens would not show a window of thousands."""
+
 
 def refuse_kind(directory: Path, config: Any, attention: str) -> None:
     """Raises UserError for what is no causal language model of text, or would not be computed as it was trained."""
@@ -24,6 +28,31 @@ def refuse_kind(directory: Path, config: Any, attention: str) -> None:
             why=f"attention {attention} would leave the cap out without a word",
             todo="set learner.model.attention to eager",
         )
+
+
+def layer_kinds(config: Any) -> frozenset[str]:
+    """Kinds of attention in the layers of a model with this configuration."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return frozenset(kinds)
+    # Without a list of layers there is one kind: Mistral's and Phi 3's say so by the window alone.
+    return frozenset([FULL if getattr(config, "sliding_window", None) is None else SLIDING])
+
+
+def refuse_packing(directory: Path, config: Any) -> None:
+    """Raises UserError for a model into whose rows trajectories cannot be packed, by the kinds of its layers."""
+    kinds, kind = layer_kinds(config), config.model_type
+    if kinds - {FULL, SLIDING} or (SLIDING in kinds and kind not in WINDOWED):
+        raise no_packing(directory, kind, f"it has layers of {', '.join(sorted(kinds))}")
+
+
+def no_packing(directory: Path, kind: str, why: str) -> UserError:
+    """The error for a model that needs a row for each trajectory."""
+    return UserError(
+        f"{directory} holds a {kind} model, into whose rows trajectories cannot be packed",
+        why=why,
+        todo="set learner.batch.row_tokens to 0",
+    )
 
 
 def without_dropout(config: Any) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+from learner.architecture import FULL, SLIDING, layer_kinds
+
 SPANS = "foray_spans"
 """The name under which transformers knows our attention function."""
 
@@ -108,15 +109,6 @@ def block_mask(documents: torch.Tensor) -> torch.Tensor:
     """
     same = documents[:, :, None] == documents[:, None, :]
     return torch.tril(same)[:, None]
-
-
-def layer_kinds(config: Any) -> frozenset[str]:
-    """Kinds of attention in the layers of a model with this configuration."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return frozenset(kinds)
-    # Without a list of layers there is one kind: Mistral's and Phi 3's say so by the window alone.
-    return frozenset([FULL if getattr(config, "sliding_window", None) is None else SLIDING])
 
 
 def attention_mask(documents: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:

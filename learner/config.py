@@ -142,7 +142,7 @@ class LearnerSettings(TrainerSettings):
     metrics_host: str = "127.0.0.1"
     """Address that endpoint listens on. Any but loopback needs a token: FORAY_VIEWER_TOKEN (SECURITY.md)."""
     trackers: tuple[TrackerSettings, ...] = ()
-    """Where the numbers of each step go besides `run.dir/metrics.jsonl`."""
+    """Where the numbers of each step go besides `run.dir/metrics.jsonl`: [wandb], or [{type: wandb, project: mine}]."""
     publish: PublishSettings = DiskPublishSettings()
     """How new weights reach the engines: `publish.type` is disk (where nothing is said), distributed or adapter."""
 
@@ -176,6 +176,13 @@ class LearnerSettings(TrainerSettings):
                     f"publish.alpha {publish.alpha:g} and model.lora.alpha {lora.alpha:g} must be one number"
                 )
         return self
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _names_are_types(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [{"type": item} if isinstance(item, str) else item for item in value]
 
     @field_validator("publish", mode="before")
     @classmethod

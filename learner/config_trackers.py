@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ class TensorBoardSettings(Settings):
 
     type: Literal["tensorboard"] = "tensorboard"
     """Tracker."""
+    modules: ClassVar[tuple[str, ...]] = ("tensorboard",)
     directory: Path | None = None
     """Where event files go; none: `run.dir/tensorboard`."""
     flush_s: float = Field(default=30.0, ge=1)
@@ -39,6 +40,7 @@ class WandbSettings(Settings):
 
     type: Literal["wandb"] = "wandb"
     """Tracker."""
+    modules: ClassVar[tuple[str, ...]] = ("wandb",)
     project: str = "foray"
     """Project."""
     entity: str = ""
@@ -63,6 +65,11 @@ class MlflowSettings(Settings):
     experiment: str = "foray"
     """Experiment, made where there is none."""
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What must be importable: mlflow-skinny leaves out what a file of its own needs."""
+        return ("mlflow",) if self.tracking_uri else ("mlflow", "sqlalchemy", "alembic")
+
     def build(self) -> Tracker:
         """The tracker; UserError when mlflow is not installed."""
         from learner.trackers.mlflow import MlflowTracker
@@ -75,6 +82,7 @@ class TrackioSettings(Settings):
 
     type: Literal["trackio"] = "trackio"
     """Tracker."""
+    modules: ClassVar[tuple[str, ...]] = ("trackio",)
     project: str = "foray"
     """Project."""
 

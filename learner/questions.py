@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from protocol.messages import Question, Scalar
 ANSWER_FIELDS = ("answers", "golden_answers", "answer")
 META_FIELDS = ("dataset", "hops", "type", "level", "supporting_ids")
 """What is kept of a record beside the question; a list becomes a comma-separated string."""
+
+
+EXAMPLE = '{"id": "q1", "question": "who ..?", "answers": ["..."]}'
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,32 @@ class QuestionSet:
 
 def load_questions(path: Path) -> QuestionSet:
     """Reads a JSON-lines file. Raises UserError that names the file, and the line where one is wrong."""
+    questions = tuple(_read(path))
+    if not questions:
+        raise UserError(f"the questions {path} are empty", todo="give a file with at least one question")
+    return QuestionSet(questions, fingerprint(questions))
+
+
+def check_questions(path: Path, rows: int) -> int:
+    """Reads the first `rows` questions of a file of any size, and returns how many there were.
+
+    Raises what `load_questions` would raise because of them.
+    """
+    count = sum(1 for _ in islice(_read(path), rows))
+    if not count:
+        raise UserError(f"the questions {path} are empty", todo="give a file with at least one question")
+    return count
+
+
+def _read(path: Path) -> Iterator[Question]:
     try:
-        # not splitlines: JSON may hold U+2028 and the like as they are
-        lines = path.read_text(encoding="utf-8").split("\n")
+        with path.open("rb") as file:
+            _refuse_format(path, file.read(4096))
+        # universal newlines are off: JSON may hold U+2028 and the like as they are
+        with path.open(encoding="utf-8", newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _question(line, number, path)
     except OSError as error:
         raise UserError(
             f"cannot read the questions {path}",
@@ -46,11 +74,22 @@ def load_questions(path: Path) -> QuestionSet:
             todo="set learner.questions to a file of JSON lines with `question` and `answers`",
         ) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"the questions {path} are not UTF-8 text", why=str(error)) from None
-    questions = tuple(_question(line, number, path) for number, line in enumerate(lines, 1) if line.strip())
-    if not questions:
-        raise UserError(f"the questions {path} are empty", todo="give a file with at least one question")
-    return QuestionSet(questions, fingerprint(questions))
+        raise UserError(
+            f"the questions {path} are not UTF-8 text", why=str(error), todo=f"convert them to JSON lines: {EXAMPLE}"
+        ) from None
+
+
+def _refuse_format(path: Path, head: bytes) -> None:
+    """Raises UserError for files of another format, told by their first bytes."""
+    if head.startswith(b"PAR1"):
+        name, todo = "a Parquet file", f"convert it to JSON lines: {EXAMPLE}"
+    elif head.startswith(b"\x1f\x8b"):
+        name, todo = "compressed with gzip", f"gunzip --keep {path}"
+    elif head.lstrip().startswith(b"["):
+        name, todo = "one JSON array", f"jq -c '.[]' {path} > {path.with_suffix('.jsonl')}, or write lines: {EXAMPLE}"
+    else:
+        return
+    raise UserError(f"the questions {path} are {name}", why="questions are read from JSON lines", todo=todo)
 
 
 def fingerprint(questions: tuple[Question, ...]) -> str:
@@ -114,5 +153,5 @@ def _bad(path: Path, number: int, why: str) -> UserError:
     return UserError(
         f"line {number} of the questions {path} is not a question",
         why=why,
-        todo='each line reads {"id": "q1", "question": "who ..?", "answers": ["..."]}',
+        todo=f"each line reads {EXAMPLE}",
     )

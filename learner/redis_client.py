@@ -23,6 +23,7 @@ from protocol.codec import decode_as, encode, number_of
 from protocol.errors import ProtocolError, StateLost, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
+from protocol.redis_policy import SETTING
 from protocol.redis_url import redacted
 from protocol.versions import PolicyVersion
 
@@ -116,6 +117,18 @@ class RunStore(Accounts):
                         with translated(stream):
                             raise
         return made
+
+    def eviction_policy(self) -> str:
+        """`maxmemory-policy` of the server; "" where this user may not ask for it."""
+        with translated():
+            try:
+                return str(self._db.info("memory").get("maxmemory_policy", ""))
+            except redis.exceptions.NoPermissionError:
+                pass
+            try:
+                return str(self._db.config_get(SETTING).get(SETTING, ""))
+            except redis.exceptions.NoPermissionError:
+                return ""
 
     def _call(self, name: str, keys: Sequence[str], *args: str | bytes | int) -> Any:
         with translated():

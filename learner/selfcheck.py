@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learner.attention import FULL, SLIDING, layer_kinds, use_spans
+from learner.architecture import FULL, layer_kinds, no_packing, refuse_packing
+from learner.attention import use_spans
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 EXACT = ("llama", "qwen2", "qwen3")
 """Model types that need no check (tests/learner/test_model.py)."""
-WINDOWED = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
-"""Model types whose sliding windows the tests know: few tokens would not show a window of thousands."""
 LENGTHS, PADDING = (11, 8), 3
 TOLERANCE, COARSE = 1e-3, 0.25
 """Of a difference, in standard deviations of the log-probs: of the largest in float32. bfloat16 rounds so much that
@@ -53,9 +52,9 @@ def _right_by_spans(policy: PolicyModel, *, packed: bool) -> bool:
 
 def _refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -> None:
     config = policy.causal.config
-    kinds, kind = layer_kinds(config), config.model_type
-    if packed and (kinds - {FULL, SLIDING} or (SLIDING in kinds and kind not in WINDOWED)):
-        raise _no_packing(directory, kind, f"it has layers of {', '.join(sorted(kinds))}")
+    kind = config.model_type
+    if packed:
+        refuse_packing(directory, config)
     try:
         found = differences(policy, packed=packed)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -79,7 +78,7 @@ def _refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -
         )
     if excess:
         why = f"a trajectory's log-probs change by {max(found['packed'], found['mixed']):.2g} standard deviations"
-        raise _no_packing(directory, kind, f"{why} beside another one")
+        raise no_packing(directory, kind, f"{why} beside another one")
 
 
 def _excess(policy: PolicyModel, found: dict[str, float]) -> set[str]:
@@ -87,14 +86,6 @@ def _excess(policy: PolicyModel, found: dict[str, float]) -> set[str]:
     limit = COARSE if policy.causal.dtype == torch.bfloat16 else TOLERANCE
     limits = {"eager": limit, "alone": limit / 5, "packed": limit, "mixed": limit / 10}
     return {name for name, difference in found.items() if not difference <= limits[name]}
-
-
-def _no_packing(directory: Path, kind: str, why: str) -> UserError:
-    return UserError(
-        f"{directory} holds a {kind} model, into whose rows trajectories cannot be packed",
-        why=why,
-        todo="set learner.batch.row_tokens to 0",
-    )
 
 
 @torch.no_grad()

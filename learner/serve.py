@@ -39,6 +39,7 @@ from learner.telling import Teller, open_trackers
 from protocol.codec import decode_as
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import TrajectoryGroup
+from protocol.redis_policy import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -77,7 +78,10 @@ def serve(
     with stop_signals() as stop:
         lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs", lineage_id)
         reserved = Reserved(lease.epochs_dir)
-        if not takeover and (refusal := _reach(store, lambda: stranger(store, run, lineage_id, reserved))):
+        refusal = _reach(store, lambda: _evicting(store, run.redis_url))
+        if refusal is None and not takeover:
+            refusal = _reach(store, lambda: stranger(store, run, lineage_id, reserved))
+        if refusal is not None:
             store.close()
             raise refusal
         _reach(store, store.prepare)
@@ -226,6 +230,15 @@ def _mix(run: RunSettings, settings: LearnerSettings, step: int, lineage: list[P
     wanted = [p for p in all_places(run.dir / "journal") if p.step in lately and not rolled_back(p, lineage)]
     past = (Trained(place.step, decode_as(TrajectoryGroup, frame["b"])) for place, frame in frames(wanted))
     return Mix(count, run.max_lag, run.seed, past)
+
+
+def _evicting(store: RunStore, url: str) -> UserError | None:
+    """The error for a Redis that would throw away what it promised to keep."""
+    policy = store.eviction_policy()
+    if not policy:
+        log.warning("%s", unknown_policy(url))
+        return None
+    return eviction_refusal(policy, url)
 
 
 def _reach(store: RunStore, call: Callable[[], T]) -> T:

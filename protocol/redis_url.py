@@ -111,6 +111,19 @@ def with_login(url: str, username: str, password: str) -> str:
     return f"{scheme}{colons}{quote(username, '')}:{quote(password, '')}@{rest}"
 
 
+def cli(url: str) -> str:
+    """`redis-cli` for the server at `url`, as far as it is known without a password."""
+    where = parse(url)
+    if where.kind == "socket":
+        return f"redis-cli -s {where.path}"
+    host, port = where.hosts[0]
+    if where.kind == "sentinel":
+        return f"redis-cli (on the primary that `redis-cli -h {host} -p {port} SENTINEL MASTERS` names)"
+    tls = f" --tls --cacert {where.tls.get('ssl_ca_certs', 'CA.pem')}" if where.tls else ""
+    login = " --user admin --askpass" if where.password else ""
+    return f"redis-cli -h {host} -p {port}{tls}{login}"
+
+
 def _parse(url: str) -> RedisUrl:
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:

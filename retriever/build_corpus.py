@@ -10,11 +10,13 @@ import json
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
-from retriever.corpus import open_corpus
+from retriever.config import RetrieverSettings
+from retriever.corpus import open_corpus, read_texts
 from retriever.formats.base import Document, Record, content_id
 from retriever.formats.records import Records
 from retriever.formats.synthetic import PREFIX, Synthetic
@@ -110,6 +112,33 @@ def documents(given: CorpusInput, tick: Tick) -> Generator[Document, None, None]
                 tick(fraction(), count)
             yield passage
     tick(1.0, count)
+
+
+def first_passages(corpus: Path, count: int) -> int:
+    """Reads the first `count` passages as a build would, and returns how many there were.
+
+    Raises what a build would raise because of them, and UserError for a corpus without any.
+    """
+    given = read_input(corpus)
+    passages = read_texts(given.paths[0]) if given.in_place else documents(given, lambda share, passages: None)
+    with closing(passages):
+        found = sum(1 for _ in islice(passages, count))
+    if not found:
+        raise UserError(f"the corpus {corpus} holds no passage", todo='give a file of {"id", "contents"} lines')
+    return found
+
+
+def refuse_large(settings: RetrieverSettings) -> None:
+    """Raises UserError for a corpus without an index that is too large for the service to build one at its start."""
+    directory = settings.index_path
+    size = open_corpus(settings.corpus).stat().st_size
+    if not directory.exists() and size > settings.build_limit_mb * 2**20:
+        raise UserError(
+            f"there is no index at {directory}",
+            why=f"{settings.corpus} has {size / 2**20:.0f} MiB, and the service builds up to "
+            f"retriever.build_limit_mb = {settings.build_limit_mb:g} by itself",
+            todo=f"foray index build --corpus {settings.corpus} --out {directory} --index {settings.index.type}",
+        )
 
 
 def iter_one(document: Document) -> Iterator[Document]:

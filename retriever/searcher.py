@@ -16,11 +16,12 @@ from protocol.errors import UserError
 from protocol.search import Passage
 from retriever.backend import Kind
 from retriever.build import build_index
+from retriever.build_corpus import refuse_large
 from retriever.cache import Answer
 from retriever.config import RetrieverSettings
 from retriever.config_encoder import EncoderSettings
 from retriever.config_index import IndexSettings
-from retriever.corpus import Corpus, open_corpus
+from retriever.corpus import Corpus
 from retriever.index.base import NO_ROW, Index
 from retriever.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
 from retriever.reranking import Ranked, Reranking, open_reranking
@@ -143,14 +144,7 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
 
 def _build_if_small(settings: RetrieverSettings) -> None:
     directory = settings.index_path
-    size = open_corpus(settings.corpus).stat().st_size
-    if size > settings.build_limit_mb * 2**20:
-        raise UserError(
-            f"there is no index at {directory}",
-            why=f"{settings.corpus} has {size / 2**20:.0f} MiB, and the service builds up to "
-            f"retriever.build_limit_mb = {settings.build_limit_mb:g} by itself",
-            todo=f"foray index build --corpus {settings.corpus} --out {directory} --index {settings.index.type}",
-        )
+    refuse_large(settings)
     log.info("no index at %s yet: building it", directory)
     try:
         build_index(settings.corpus, directory, settings.index, progress=log.info)

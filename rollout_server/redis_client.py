@@ -25,6 +25,7 @@ from redis import exceptions
 
 from protocol.errors import ForayError, StateLost, UserError
 from protocol.keys import Keys
+from protocol.redis_policy import SETTING
 from rollout_server.connect import connect
 from rollout_server.waits import Waits
 
@@ -164,6 +165,18 @@ class RedisClient:
         async with self.commands() as client:
             seconds, micros = await client.time()
         return float(seconds) + float(micros) / 1e6
+
+    async def eviction_policy(self) -> str:
+        """`maxmemory-policy` of the server, "" where this user may not ask for it; raises RedisDown."""
+        async with self.commands() as client:
+            try:
+                return str((await client.info("memory")).get("maxmemory_policy", ""))
+            except exceptions.NoPermissionError:
+                pass
+            try:
+                return str((await client.config_get(SETTING)).get(SETTING, ""))
+            except exceptions.NoPermissionError:
+                return ""
 
     async def read(self, stream: str, group: str, consumer: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """XREADGROUP of new entries, blocking up to BLOCK_MS; raises RedisDown or StateLost."""

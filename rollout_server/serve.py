@@ -44,6 +44,7 @@ from protocol.access import Access, engine_key, read_access
 from protocol.errors import StateLost
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, Task, TrajectoryGroup
+from protocol.redis_policy import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
 from rollout_server.agreement import Agreement
 from rollout_server.app import Served, build_app
@@ -61,7 +62,7 @@ from rollout_server.lifecycle import Stop, plain_errors, stop_on_signals, write_
 from rollout_server.listen import listening
 from rollout_server.measured_search import MeasuredSearch
 from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
-from rollout_server.redis_client import BLOCK_MS, RedisClient, RedisDown
+from rollout_server.redis_client import BLOCK_MS, Outage, RedisClient, RedisDown, insist
 from rollout_server.rollout import OnProgress, ShouldStop
 from rollout_server.sink import Sink
 from rollout_server.tasks import Tasks
@@ -214,6 +215,7 @@ class RolloutServer:
         A run that is done has no use for more groups. A learner that starts again opens the gate. What Redis refuses
         is told here too, once each.
         """
+        await self._refuse_eviction()
         await self._sink.tell("joined", f"rollout server {self._stats.id} takes tasks")
         told: set[str] = {""}
         while True:
@@ -222,6 +224,15 @@ class RolloutServer:
                 await self._sink.tell("redis-refused", refusal)
             self._tasks.accept(not self._fleet.table.done)
             await self._fleet.changed(timeout_s=1.0)
+
+    async def _refuse_eviction(self) -> None:
+        """Raises UserError for a Redis that would throw away what it promised to keep; waits for one that is away."""
+        url = self._run.redis_url
+        policy = await insist(Outage("asking for the eviction policy", self._stats.waits), self._redis.eviction_policy)
+        if not policy:
+            log.warning("%s", unknown_policy(url))
+        elif (evicts := eviction_refusal(policy, url)) is not None:
+            raise evicts
 
     async def _roll(
         self, task: Task, should_stop: ShouldStop, on_progress: OnProgress

@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     width = max(len(f.check) for f in findings)
     for finding in findings:
         print(f"{finding.verdict:<4}  {finding.check:<{width}}  {finding.detail}")
+        if finding.why:
+            print(f"{'':<4}  {'':<{width}}  why: {finding.why}")
         if finding.mend:
             print(f"{'':<4}  {'':<{width}}  do: {finding.mend}")
     return int(failed)

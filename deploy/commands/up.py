@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from deploy.config import RunConfig, load
@@ -84,8 +85,9 @@ def up(config: RunConfig, say: Callable[[str], None]) -> tuple[int, dict[str, An
 
 
 def print_plan(config: RunConfig, *, as_json: bool) -> None:
-    """What would be started and with which settings; needs nothing that a run needs."""
+    """What would be started, with which settings, and what would stop it; needs nothing that a run needs."""
     from deploy.addresses import preview, settle
+    from deploy.doctor import preflight
     from deploy.plan import plan
     from deploy.rundir import RESOLVED
 
@@ -93,8 +95,10 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     resolved = config.run.dir / RESOLVED
     specs = plan(config, addresses, python=sys.executable, resolved=resolved, read_secrets=False)
     settled = settle(config, addresses)
+    found = [finding for finding in preflight(config) if finding.verdict != "ok"]
     if as_json:
-        print(json.dumps({"settings": settled.model_dump(mode="json"), "processes": [s.to_json() for s in specs]}))
+        plain = {"settings": settled.model_dump(mode="json"), "processes": [s.to_json() for s in specs]}
+        print(json.dumps(plain | {"findings": [asdict(finding) for finding in found]}))
         return
     print(settled.to_yaml(), end="")
     print("# processes, in start order:")
@@ -102,3 +106,8 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
         print(f"#   {spec.name}: {shlex.join(spec.argv)}")
         print(f"#     log {spec.log}; ready when: {spec.ready}; restarts: {spec.restarts}")
     print("# ports shown as 0 and a Redis shown as `redis-server` are chosen at the start")
+    for finding in found:
+        print(f"# {finding.verdict}: {finding.check}: {finding.detail}")
+        for name, text in (("why", finding.why), (" do", finding.mend)):
+            if text:
+                print(f"#   {name}: {text}")

@@ -22,11 +22,10 @@ class MlflowTracker:
     name = "mlflow"
 
     def __init__(self, settings: MlflowSettings) -> None:
+        for module in settings.modules:
+            required(module, "mlflow")
         self._mlflow = required("mlflow", "mlflow")
         self._entities = required("mlflow.entities", "mlflow")
-        if not settings.tracking_uri:
-            for module in ("sqlalchemy", "alembic"):  # which mlflow-skinny leaves out
-                required(module, "mlflow")
         self._settings = settings
         self._client: Any = None
         self._run_id = ""

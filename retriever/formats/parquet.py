@@ -15,6 +15,14 @@ _WANTED = {"id", "_id", "title", "text", "contents", "context", "question", "par
 """Columns that some format reads: dumps often hold others (vectors!) that would only cost time."""
 
 
+def columns_of(path: Path) -> list[str]:
+    """Names of the columns of a file; OSError for one that is damaged."""
+    try:
+        return list(pq.read_schema(path).names)
+    except pa.ArrowInvalid as error:
+        raise OSError(str(error)) from None
+
+
 def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[tuple[int, Record]]:
     """(number from 1, record) of every row. Holds one batch of rows; OSError for a file that is damaged."""
     try:

@@ -50,6 +50,13 @@ class ModelConfig:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def parameters(self) -> int:
+        """Weights in all, biases and norms left out."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate
+        return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize

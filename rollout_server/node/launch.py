@@ -79,9 +79,9 @@ def command(
             *("--max-total-tokens", str(kind.max_total_tokens)),
             *(word for flag, name, value in named if value for word in (flag, name)),
         ]
-    program = [str(_launcher(kind.launcher))] if kind.launcher else ["-m", "sglang.launch_server"]
+    program = [str(launcher(kind.launcher))] if kind.launcher else ["-m", "sglang.launch_server"]
     return [
-        *(_interpreter(kind.python), *program, *common),
+        *(interpreter(kind.python), *program, *common),
         *("--max-running-requests", str(kind.max_running)),
         # a streamed turn is then as long as its tokens, not as their square; and retractions can be read
         *(flag for flag in (*ALWAYS, *([NO_OVERLAP] if in_place else [])) if flag not in kind.args),
@@ -143,7 +143,7 @@ def _flags(given: Path) -> dict[str, Any]:
     return flags
 
 
-def _interpreter(given: str) -> str:
+def interpreter(given: str) -> str:
     """The program to run, symbolic links kept: through one, an interpreter knows its environment."""
     if not given:
         return sys.executable
@@ -159,7 +159,7 @@ def _interpreter(given: str) -> str:
     return str(path)
 
 
-def _launcher(given: Path) -> Path:
+def launcher(given: Path) -> Path:
     path = _found(given)
     if path is None:
         raise UserError(f"there is no launcher at {given}", "engine.kind.launcher names it", "give a script's path")

@@ -93,14 +93,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Chi
 
 
 @pytest.fixture
-def world(tmp_path: Path, healthy: tuple[str, Child], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(run_files: Path, healthy: tuple[str, Child], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(doctor_redis, "ANSWER_S", 1.0)
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"vocab_size": 8}')
-    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 7}}}')
-    for name in ("corpus.jsonl", "questions.jsonl"):
-        (tmp_path / name).write_text("{}")
     admin = redis.Redis.from_url(healthy[0])
     admin.flushall()
     for name, value in (("maxmemory-policy", "noeviction"), ("maxmemory", 64 << 20), ("appendonly", "yes")):
@@ -108,7 +102,7 @@ def world(tmp_path: Path, healthy: tuple[str, Child], monkeypatch: pytest.Monkey
     for user in admin.acl_users():
         if user != "default":
             admin.acl_deluser(user)
-    yield World(tmp_path, *healthy, admin)
+    yield World(run_files, *healthy, admin)
     admin.close()
 
 
@@ -195,7 +189,7 @@ def taken(world: World) -> Iterator[None]:
 
 @contextmanager
 def small_disk(world: World) -> Iterator[None]:
-    (world.model / "model.safetensors").write_bytes(b"\0" * (1 << 20))
+    (world.model / "other.safetensors").write_bytes(b"\0" * (1 << 20))
     usage = shutil.disk_usage(world.directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100 << 20))
@@ -330,7 +324,7 @@ def test_a_fault_is_found_and_its_mend_mends(world: World, name: str) -> None:
     assert not before, "nothing was wrong before"
     with fault(world):
         found = world.of(check)
-        assert found.verdict == verdict and words in found.detail and found.mend, found
+        assert found.verdict == verdict and words in found.detail + found.why and found.mend, found
         assert "geheim" not in f"{found}"
         if mends:
             run_mend(world, found.mend)

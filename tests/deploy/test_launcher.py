@@ -72,9 +72,6 @@ else:
 
 
 def configured(tmp_path: Path, learner: str = "0", *overrides: str) -> RunConfig:
-    (tmp_path / "model").mkdir(exist_ok=True)
-    for name in ("model/config.json", "corpus.jsonl", "questions.jsonl"):
-        (tmp_path / name).write_text("{}")
     script = tmp_path / "python"
     script.write_text(STAND_IN.format(python=sys.executable))
     script.chmod(0o755)
@@ -109,10 +106,10 @@ def wait_until(condition, what: str, seconds: float = 20.0) -> None:  # type: ig
         time.sleep(0.02)
 
 
-def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(tmp_path: Path) -> None:
+def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(run_files: Path) -> None:
     said: list[str] = []
-    launcher(configured(tmp_path), tmp_path, said).run_until_done()
-    lines = order(tmp_path)
+    launcher(configured(run_files), run_files, said).run_until_done()
+    lines = order(run_files)
     assert lines[0] == "start retriever"
     begun = {line for line in lines if line.startswith("start")}
     assert begun == {f"start {m}" for m in ("retriever", "rollout_server.node", "rollout_server", "learner")}
@@ -120,127 +117,127 @@ def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(tmp_path
     assert stops == ["stop rollout_server", "stop rollout_server.node", "stop retriever"]
     steps = [line for line in said if line.startswith("step 1/1")]
     assert len(steps) == 1 and "reward 0.250" in steps[0] and "learner waits for rollouts (75%)" in steps[0]
-    record = read_record(tmp_path / "run")
-    assert record["state"] == "done" and not is_held(tmp_path / "run")
-    assert ping(f"unix://{tmp_path}/run/redis/redis.sock"), "our Redis has ended too"
+    record = read_record(run_files / "run")
+    assert record["state"] == "done" and not is_held(run_files / "run")
+    assert ping(f"unix://{run_files}/run/redis/redis.sock"), "our Redis has ended too"
 
 
-def test_every_process_has_a_log_and_the_resolved_file_serves_by_hand(tmp_path: Path) -> None:
-    with launcher(configured(tmp_path, "wait"), tmp_path) as started:
+def test_every_process_has_a_log_and_the_resolved_file_serves_by_hand(run_files: Path) -> None:
+    with launcher(configured(run_files, "wait"), run_files) as started:
         started.start("redis", "retriever")
-        resolved = yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())
+        resolved = yaml.safe_load((run_files / "run" / "resolved.yaml").read_text())
         assert resolved["rollout"]["search"]["urls"] == list(started.addresses.retrievers)
         client = connect(resolved["run"]["redis_url"])
         assert client.ping()
         client.close()
-        record = read_record(tmp_path / "run")
+        record = read_record(run_files / "run")
         assert [p["name"] for p in record["processes"]] == ["redis", "retriever-1"]
         assert record["pid"] == os.getpid() and all(p["pid"] > 0 for p in record["processes"])
         assert started.during(lambda: 6 * 7) == 42
         started.start()
-        assert len(read_record(tmp_path / "run")["processes"]) == 5
-    names = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
+        assert len(read_record(run_files / "run")["processes"]) == 5
+    names = {path.name for path in (run_files / "run" / "logs").iterdir()}
     assert names == {"redis.log", "retriever-1.log", "engine-1.log", "rollout-1.log", "learner.log"}
 
 
-def test_the_first_failure_ends_the_run_with_its_name_code_and_log_tail(tmp_path: Path) -> None:
+def test_the_first_failure_ends_the_run_with_its_name_code_and_log_tail(run_files: Path) -> None:
     with pytest.raises(ProcessFailed) as failure:
-        launcher(configured(tmp_path, "3"), tmp_path).run_until_done()
+        launcher(configured(run_files, "3"), run_files).run_until_done()
     text = failure.value.render()
     assert "learner exited with code 3" in text and "| the last words of the learner" in text
-    assert read_record(tmp_path / "run")["state"] == "failed"
-    assert len([line for line in order(tmp_path) if line.startswith("stop")]) == 3
+    assert read_record(run_files / "run")["state"] == "failed"
+    assert len([line for line in order(run_files) if line.startswith("stop")]) == 3
 
 
-def test_a_fenced_learner_ends_the_run_with_code_75(tmp_path: Path) -> None:
+def test_a_fenced_learner_ends_the_run_with_code_75(run_files: Path) -> None:
     with pytest.raises(ProcessFailed) as failure:
-        launcher(configured(tmp_path, "75"), tmp_path).run_until_done()
+        launcher(configured(run_files, "75"), run_files).run_until_done()
     assert failure.value.exit_code == 75
 
 
-def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(run_files: Path) -> None:
     said: list[str] = []
-    with launcher(configured(tmp_path, "wait"), tmp_path, said) as started:
+    with launcher(configured(run_files, "wait"), run_files, said) as started:
         started.start()
         os.kill(started.supervisor.children["engine-1"].pid, signal.SIGKILL)
         wait_until(
-            lambda: started.check() is None and order(tmp_path).count("start rollout_server.node") == 2, "it is back"
+            lambda: started.check() is None and order(run_files).count("start rollout_server.node") == 2, "it is back"
         )
-        assert read_record(tmp_path / "run")["restarts"] == {"engine-1": 1}
+        assert read_record(run_files / "run")["restarts"] == {"engine-1": 1}
     assert any("engine-1 was killed by SIGKILL: starting it again (1 of 3)" in line for line in said)
 
 
-def test_a_learner_that_is_killed_while_the_run_waits_for_it_comes_back_and_finishes(tmp_path: Path) -> None:
+def test_a_learner_that_is_killed_while_the_run_waits_for_it_comes_back_and_finishes(run_files: Path) -> None:
     # killed at the very moment between two looks: the death of a learner must never be taken for the end of the run
     said: list[str] = []
-    with launcher(configured(tmp_path, "second", "launch.restart_learner=1"), tmp_path, said) as started:
+    with launcher(configured(run_files, "second", "launch.restart_learner=1"), run_files, said) as started:
         started.start()
-        wait_until(lambda: "start learner" in order(tmp_path), "the learner is there")
+        wait_until(lambda: "start learner" in order(run_files), "the learner is there")
         child = started.supervisor.children["learner"]
         os.kill(child.pid, signal.SIGKILL)
         wait_until(lambda: child.poll() is not None, "it is dead")
         started.wait()
-    assert order(tmp_path).count("start learner") == 2 and "end learner" in order(tmp_path)
+    assert order(run_files).count("start learner") == 2 and "end learner" in order(run_files)
     assert any("learner was killed by SIGKILL: starting it again (1 of 1)" in line for line in said)
 
 
-def test_a_second_launcher_in_the_same_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    config = configured(tmp_path, "wait", "launch.learner=false")
-    with launcher(config, tmp_path) as first:
+def test_a_second_launcher_in_the_same_directory_is_refused_with_what_to_do(run_files: Path) -> None:
+    config = configured(run_files, "wait", "launch.learner=false")
+    with launcher(config, run_files) as first:
         first.start("redis")
-        with pytest.raises(UserError) as refused, launcher(config, tmp_path):
+        with pytest.raises(UserError) as refused, launcher(config, run_files):
             pass
-        assert f"foray down {tmp_path / 'run'}" in refused.value.todo
+        assert f"foray down {run_files / 'run'}" in refused.value.todo
         assert first.supervisor.children["redis"].poll() is None
 
 
-def test_what_work_raises_comes_out_of_during(tmp_path: Path) -> None:
+def test_what_work_raises_comes_out_of_during(run_files: Path) -> None:
     def work() -> None:
         raise ZeroDivisionError("in the work")
 
-    with pytest.raises(ZeroDivisionError), launcher(configured(tmp_path), tmp_path) as started:
+    with pytest.raises(ZeroDivisionError), launcher(configured(run_files), run_files) as started:
         started.start("redis")
         started.during(work)
 
 
-def test_a_signal_stops_the_run_in_order(tmp_path: Path) -> None:
-    with pytest.raises(Stopped) as stopped, launcher(configured(tmp_path, "wait"), tmp_path) as started:
+def test_a_signal_stops_the_run_in_order(run_files: Path) -> None:
+    with pytest.raises(Stopped) as stopped, launcher(configured(run_files, "wait"), run_files) as started:
         started.start()
         os.kill(os.getpid(), signal.SIGINT)
         started.wait()
     assert stopped.value.number == signal.SIGINT
-    assert next(line for line in order(tmp_path) if line.startswith("stop")) == "stop learner"
+    assert next(line for line in order(run_files) if line.startswith("stop")) == "stop learner"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are as before"
 
 
-def test_a_model_that_is_not_there_is_prepared_first(tmp_path: Path) -> None:
-    target = tmp_path / "made"
-    make = f"import pathlib; d = pathlib.Path({str(target)!r}); d.mkdir(); (d / 'config.json').write_text('')"
+def test_a_model_that_is_not_there_is_prepared_first(run_files: Path) -> None:
+    target = run_files / "made"
+    make = f"import shutil; shutil.copytree({str(run_files / 'model')!r}, {str(target)!r})"
     command = json.dumps([[sys.executable, "-c", make + "; print('made {model}')"]])
-    config = configured(tmp_path, "0", f"run.model={target}", f"launch.prepare={command}")
-    launcher(config, tmp_path).run_until_done()
+    config = configured(run_files, "0", f"run.model={target}", f"launch.prepare={command}")
+    launcher(config, run_files).run_until_done()
     assert (target / "config.json").exists()
-    assert (tmp_path / "run" / "logs" / "prepare-1.log").exists()
+    assert (run_files / "run" / "logs" / "prepare-1.log").exists()
 
 
-def test_a_preparation_that_fails_ends_it_with_its_log(tmp_path: Path) -> None:
+def test_a_preparation_that_fails_ends_it_with_its_log(run_files: Path) -> None:
     command = json.dumps([[sys.executable, "-c", "raise SystemExit('no data')"]])
-    config = configured(tmp_path, "0", f"run.model={tmp_path / 'none'}", f"launch.prepare={command}")
+    config = configured(run_files, "0", f"run.model={run_files / 'none'}", f"launch.prepare={command}")
     with pytest.raises(ProcessFailed, match="prepare-1 exited with code 1") as failure:
-        launcher(config, tmp_path).run_until_done()
-    assert "no data" in failure.value.render() and not is_held(tmp_path / "run")
+        launcher(config, run_files).run_until_done()
+    assert "no data" in failure.value.render() and not is_held(run_files / "run")
 
 
-def test_a_missing_file_is_named_before_anything_is_started(tmp_path: Path) -> None:
-    config = configured(tmp_path, "0", f"retriever.corpus={tmp_path / 'none.jsonl'}")
+def test_a_missing_file_is_named_before_anything_is_started(run_files: Path) -> None:
+    config = configured(run_files, "0", f"retriever.corpus={run_files / 'none.jsonl'}")
     with pytest.raises(UserError, match=r"retriever\.corpus"):
-        launcher(config, tmp_path).run_until_done()
-    assert not (tmp_path / "run" / "logs").exists()
+        launcher(config, run_files).run_until_done()
+    assert not (run_files / "run" / "logs").exists()
 
 
-def test_down_stops_a_run_of_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = configured(tmp_path, "wait")
-    file = tmp_path / "run.yaml"
+def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(run_files, "wait")
+    file = run_files / "run.yaml"
     file.write_text(config.to_yaml().replace("retrievers: null", "retrievers: 1"))
     code = (
         "import sys; from pathlib import Path\n"
@@ -248,18 +245,18 @@ def test_down_stops_a_run_of_another_process(tmp_path: Path, capsys: pytest.Capt
         "sys.executable = sys.argv[2]\n"
         "sys.exit(up(load(Path(sys.argv[1])), print)[0])"
     )
-    argv = [sys.executable, "-c", code, str(file), str(tmp_path / "python")]
+    argv = [sys.executable, "-c", code, str(file), str(run_files / "python")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
-            wait_until(lambda: read_record(tmp_path / "run").get("state") == "running", "it runs")
-            assert down.run(_down(tmp_path / "run")) == 0
+            wait_until(lambda: read_record(run_files / "run").get("state") == "running", "it runs")
+            assert down.run(_down(run_files / "run")) == 0
             assert process.wait(20) == 0
         finally:
             process.kill()
         assert process.stdout is not None
         assert "stopped after" in process.stdout.read()
     assert "stopped" in capsys.readouterr().out
-    assert down.run(_down(tmp_path / "run")) == 0
+    assert down.run(_down(run_files / "run")) == 0
     assert "nothing was running" in capsys.readouterr().out
 
 

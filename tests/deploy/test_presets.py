@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy import doctor_redis
 from deploy.cli import main
 from deploy.commands.init import PRESETS, presets
 from deploy.config import RunConfig, load
@@ -55,3 +56,11 @@ def test_a_recipe_becomes_a_file_of_ones_own(tmp_path: Path, capsys: pytest.Capt
     assert str(config.run.model) == "/models/mine"
     assert config.learner.algorithm.type == "ema_pg"
     assert config.learner.algorithm.kl.type == "reverse"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_names_engines_and_a_transport_that_its_model_can_use(name: str) -> None:
+    """A model of billions of parameters is nothing for the embedded engine, and nccl has not been tried."""
+    config = preset(name)
+    assert config.engine.kind.type == "sglang" and config.learner.publish.type == "disk"
+    assert doctor_redis.memory_needed(config) <= config.launch.redis_maxmemory_mb << 20

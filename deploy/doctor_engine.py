@@ -1,0 +1,165 @@
+"""Whether engine and learner can run the model: judged by its config.json, the installed packages and the devices.
+
+Neither torch nor transformers is imported: `foray up` asks all of this before it starts a process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deploy.config import RunConfig
+from deploy.doctor_finding import Finding
+from deploy.gpus import without_cuda
+from learner.architecture import refuse_kind, refuse_packing
+from learner.config import DistributedPublishSettings
+from protocol.errors import UserError
+from rollout_server.cpu_engine.model_config import read_model_config
+from rollout_server.node.config import CpuEngine, SglangEngine
+
+CPU_PARAMETERS = 50_000_000
+"""Largest model for the embedded engine: it serves tests and demos, a larger one would take minutes for an answer."""
+ON_SGLANG = "serve it with SGLang: 'engine.kind={type: sglang}' (without a GPU see deploy/configs/demo_sglang_cpu.yaml)"
+PROBE = (
+    "import importlib.metadata as m, importlib.util as u\n"
+    "print('no' if u.find_spec('sglang') is None else m.version('sglang'))"
+)
+PROBE_S = 30.0
+
+
+def engine(config: RunConfig) -> Iterator[Finding]:
+    """The engine that is started here: whether it exists, and serves the model as long as episodes are."""
+    kind = config.engine.kind
+    if not config.launch.engines:
+        return
+    if isinstance(kind, SglangEngine):
+        yield _sglang(kind)
+    facts = read_facts(config.run.model)
+    if not facts:
+        return  # that there is no model is said elsewhere
+    if isinstance(kind, CpuEngine):
+        yield _cpu(config.run.model)
+    yield from _context(config, facts)
+
+
+def learner(config: RunConfig) -> Iterator[Finding]:
+    """The learner that is started here: whether it trains such a model, its transport and its trackers."""
+    if not config.launch.learner:
+        return
+    facts = read_facts(config.run.model)
+    if facts:
+        yield _trainable(config, facts)
+    publish = config.learner.publish
+    if isinstance(publish, DistributedPublishSettings) and publish.backend == "nccl":
+        yield _nccl(config)
+    for tracker in config.learner.trackers:
+        absent = [name for name in tracker.modules if importlib.util.find_spec(name) is None]
+        if absent:
+            why, mend = f"not installed: {', '.join(absent)}", f"pip install {tracker.type}, or leave it out"
+            yield Finding("learner.trackers", "fail", f"{tracker.type} cannot be used", mend, why)
+        else:
+            yield Finding("learner.trackers", "ok", tracker.type)
+
+
+def read_facts(model: Path) -> dict[str, Any]:
+    """The model's config.json, {} where there is none that is an object."""
+    try:
+        found = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cpu(model: Path) -> Finding:
+    try:
+        parameters = read_model_config(model).parameters
+    except UserError as error:
+        detail = f"the CPU engine (engine.kind.type cpu) cannot serve {model}"
+        why = f"{error.what}{': ' if error.why else ''}{error.why}"
+        return Finding("engine", "fail", detail, f"{ON_SGLANG}, or {error.todo or 'use another model'}", why)
+    size = f"{model} has {parameters / 1e6:,.1f} million parameters"
+    if parameters > CPU_PARAMETERS:
+        why = f"engine.kind.type is cpu, the embedded engine for models of up to {CPU_PARAMETERS / 1e6:.0f} million"
+        return Finding("engine", "fail", f"{size}, too many for the CPU engine", ON_SGLANG, why)
+    return Finding("engine", "ok", f"the CPU engine serves it: {size}")
+
+
+def _sglang(kind: SglangEngine) -> Finding:
+    """Asks the interpreter of the engine's environment, which may be another than ours."""
+    from rollout_server.node.launch import MAKE_ENVIRONMENT, environment, interpreter, launcher
+
+    try:
+        python = interpreter(kind.python)
+        if kind.launcher:
+            launcher(kind.launcher)
+        asked = subprocess.run(
+            [python, "-c", PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=dict(environment(kind)),
+        )
+    except UserError as error:
+        return Finding.of("engine", error)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("engine", "fail", f"{kind.python} is no interpreter that runs", MAKE_ENVIRONMENT, str(error))
+    answer = asked.stdout.strip()
+    if asked.returncode or answer == "no":
+        last = asked.stderr.strip().rpartition("\n")[2] if asked.returncode else f"{python} finds no package sglang"
+        mend = f"{MAKE_ENVIRONMENT}; or install the extra [engine] there"
+        return Finding("engine", "fail", "engine.kind.type is sglang, and there is no SGLang", mend, last)
+    return Finding("engine", "ok", f"SGLang {answer} of {python}")
+
+
+def _context(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
+    """Whether the longest episode fits into the positions that the model knows."""
+    scaled = not isinstance(config.engine.kind, CpuEngine)
+    wanted, limit = config.rollout.episode.max_context, _positions(facts, scaled=scaled)
+    if limit and wanted > limit:
+        detail = f"rollout.episode.max_context = {wanted} is more than the {limit} positions of {config.run.model}"
+        why = "the engine would refuse, or cut off, every longer trajectory"
+        yield Finding("max_context", "fail", detail, f"rollout.episode.max_context={limit}, or a model of more", why)
+
+
+def _positions(facts: dict[str, Any], *, scaled: bool) -> int:
+    """The longest context, `scaled` as SGLang does by the rotary settings; 0 where the configuration does not say."""
+    text = facts["text_config"] if isinstance(facts.get("text_config"), dict) else facts
+    limit = text.get("max_position_embeddings")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters")
+    if not isinstance(limit, int):
+        return 0
+    if not scaled or not isinstance(scaling, dict) or "original_max_position_embeddings" in scaling:
+        return limit
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor", 1.0)
+    return int(limit * factor) if kind != "llama3" and isinstance(factor, int | float) else limit
+
+
+def _trainable(config: RunConfig, facts: dict[str, Any]) -> Finding:
+    """What the learner says at its load of the model, as far as config.json tells it."""
+    given = SimpleNamespace(**({"is_encoder_decoder": False, "model_type": "model"} | facts))
+    if given.model_type.startswith("qwen") and not facts.get("use_sliding_window"):
+        given.sliding_window = None  # written in its file, and without effect
+    try:
+        refuse_kind(config.run.model, given, config.learner.model.attention)
+        if config.learner.batch.row_tokens:
+            refuse_packing(config.run.model, given)
+    except UserError as error:
+        return Finding.of("learner", error)
+    return Finding("learner", "ok", f"trains a {given.model_type} model")
+
+
+def _nccl(config: RunConfig) -> Finding:
+    mend = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
+    if config.launch.engines and isinstance(config.engine.kind, CpuEngine):
+        why = "the CPU engine receives weights over gloo only"
+        return Finding("learner.publish", "fail", "backend is nccl, and engine.kind.type is cpu", mend, why)
+    if reason := without_cuda():
+        return Finding("learner.publish", "fail", "backend is nccl, and there is no CUDA device", mend, reason)
+    return Finding("learner.publish", "ok", "nccl, with a CUDA device")
