@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -46,3 +47,26 @@ def warm_model(request: pytest.FixtureRequest) -> Path:
         return Path(given)
     made: WarmStart = request.getfixturevalue("warm_start_once")
     return made.directory
+
+
+TINY = {
+    **{"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096},
+}
+"""config.json of a model that the CPU engine serves."""
+
+
+@pytest.fixture
+def run_files(tmp_path: Path) -> Path:
+    """A directory with all files of a run that may start: model (8 words), corpus.jsonl, questions.jsonl."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY))
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 7}}}')
+    save_file({"weight": np.zeros(4, np.float32)}, model / "model.safetensors")
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "\\"Paris\\"\\nA city."}\n')
+    (tmp_path / "questions.jsonl").write_text('{"id": "q1", "question": "where ?", "answers": ["Paris"]}\n')
+    return tmp_path

@@ -194,26 +194,23 @@ if module == "rollout_server":
 
 
 def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
-    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    written: Path, run_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The launcher's own environment holds the operator's token: no child may inherit it."""
     monkeypatch.setenv("FORAY_OPERATOR_TOKEN", "not-for-children-" + "x" * 20)
     monkeypatch.setenv("FORAY_RUN_KEY_FILE", "/somewhere")
     monkeypatch.delenv("FORAY_REDIS_URL", raising=False)
-    out, script = tmp_path / "out", tmp_path / "python"
+    out, script = run_files / "out", run_files / "python"
     out.mkdir()
-    (tmp_path / "model").mkdir()
-    for name in ("model/config.json", "questions.jsonl"):
-        (tmp_path / name).write_text("{}")
     script.write_text(CHILD.format(python=sys.executable, out=out))
     script.chmod(0o755)
     given = [
-        f"run.dir={tmp_path / 'run'}",
-        f"run.model={tmp_path / 'model'}",
+        f"run.dir={run_files / 'run'}",
+        f"run.model={run_files / 'model'}",
         "run.id=mine",
         f"launch.secrets={written}",
     ]
-    given += ["launch.engines=0", "launch.retrievers=0", f"learner.questions={tmp_path / 'questions.jsonl'}"]
+    given += ["launch.engines=0", "launch.retrievers=0", f"learner.questions={run_files / 'questions.jsonl'}"]
     with Launcher(load(None, given), python=str(script)) as launcher:
         launcher.start("redis")
         seen = observe(launcher.redis_url, "mine")
@@ -221,9 +218,9 @@ def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
         assert "AuthenticationError" in ping(launcher.addresses.redis_url), "the default user is off"
         launcher.start()
         launcher.wait()
-        assert main(["status", str(tmp_path / "run")]) in (0, 1), "status finds the viewer's login by itself"
+        assert main(["status", str(run_files / "run")]) in (0, 1), "status finds the viewer's login by itself"
         monkeypatch.setenv("FORAY_REDIS_URL", read_env(written, "operator")["FORAY_REDIS_URL"])
-        found = locate(Namespace(config=None, given=[str(tmp_path / "run")])).redis_url
+        found = locate(Namespace(config=None, given=[str(run_files / "run")])).redis_url
         assert parse(found).username == "operator" and not ping(found), "an operator's login, where this Redis is"
         monkeypatch.delenv("FORAY_REDIS_URL")
     assert "redis " in capsys.readouterr().out
@@ -231,7 +228,7 @@ def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
     assert set(learner) == set(read_env(written, "learner")) and parse(learner["FORAY_REDIS_URL"]).username == "learner"
     rollout = json.loads((out / "rollout_server").read_text())
     assert set(rollout) == set(read_env(written, "rollout")) and "not-for-children" not in str(rollout)
-    for path in (tmp_path / "run").rglob("*"):
+    for path in (run_files / "run").rglob("*"):
         if path.is_file() and path.suffix in (".json", ".yaml", ".log"):
             text = path.read_text()
             assert not any(value in text for value in learner.values() if SECRETS.search(value)), path
