@@ -9,8 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import Zygote
 from private_redis import redis_at
 from warm_start_cache import WarmStart, cached_warm_start
+
+# One thread for each process of the tests, before torch is imported: there are more processes than cores already, and
+# a second thread only spins while it waits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HEAVY = ("simulation", "learner", "contracts", "e2e", "chaos")
 """Folders with files of many seconds, in this order: a worker that gets one last would keep the others waiting."""
@@ -31,6 +36,13 @@ def redis_socket() -> Iterator[str]:
         redis_at(Path(folder), "--appendonly", "yes", "--maxmemory-policy", "noeviction"),
     ):
         yield str(Path(folder) / "s")
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process that has imported torch, DeepSpeed and the product, and forks into what tests run beside themselves."""
+    with Zygote(tmp_path_factory.mktemp("zygote") / "log") as zygote:
+        yield zygote
 
 
 @pytest.fixture(scope="session")

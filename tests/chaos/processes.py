@@ -1,23 +1,14 @@
-"""The zygote as the driver sees it, and the lives of one process: each start is a life with a log of its own."""
+"""The lives of one process: each start is a life with a log of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import itertools
-import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-START_S = 120.0
-"""How long the imports may take on a busy machine."""
 
 
 @dataclass
@@ -55,88 +46,6 @@ class Life:
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
-
-
-class Zygote:
-    """Forks processes on demand, in milliseconds. `with Zygote(log) as zygote`."""
-
-    def __init__(self, log: Path) -> None:
-        self._log, self._asked = log, itertools.count()
-        self._news = threading.Condition()
-        self._answers: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
-        self._ready = False
-
-    def __enter__(self) -> Zygote:
-        scratch = self._log.parent / "tmp"  # what killed nodes leave behind goes with the rest
-        scratch.mkdir(exist_ok=True)
-        env = {
-            **os.environ,
-            "TMPDIR": str(scratch),
-            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-        }
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).parent / "zygote.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=env | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,
-                text=True,
-            )
-        self._reader = threading.Thread(target=self._read, name="zygote", daemon=True)
-        self._reader.start()
-        with self._news:
-            if not self._news.wait_for(lambda: self._ready, START_S):
-                raise RuntimeError(f"the zygote did not start:\n{self._log.read_text()[-2000:]}")
-        return self
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            said = json.loads(line)
-            with self._news:
-                if "ready" in said:
-                    self._ready = True
-                elif "ask" in said:
-                    self._answers[said["ask"]] = said["pid"]
-                    self._ends.pop(said["pid"], None)  # of an earlier process that had this number
-                else:
-                    self._ends[said["pid"]] = said["status"]
-                self._news.notify_all()
-
-    def start(
-        self, module: str, argv: Sequence[str], log: Path, env: dict[str, str], cwd: Path, wrong: Sequence[str] = ()
-    ) -> int:
-        """The pid of a new process."""
-        ask = next(self._asked)
-        order = {"ask": ask, "module": module, "argv": list(argv), "log": str(log), "env": env, "cwd": str(cwd)}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order | {"wrong": list(wrong)}) + "\n")
-        self._process.stdin.flush()
-        with self._news:
-            if not self._news.wait_for(lambda: ask in self._answers, 30):
-                raise RuntimeError("the zygote does not answer")
-            return self._answers.pop(ask)
-
-    def ended(self, pid: int) -> int | None:
-        """The exit status of a process, None while it lives."""
-        with self._news:
-            return self._ends.get(pid)
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()  # its children die with it
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(10)
-        self._reader.join(10)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
 
 
 @dataclass

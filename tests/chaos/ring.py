@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from processes import Life, Ward, Zygote, die_with_parent
+from forks import Zygote
+from processes import Life, Ward, die_with_parent
 from proxy import FAIR, Links
 
 from deploy.ports import free_port

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -259,12 +257,12 @@ def test_the_moments_are_those_of_all_ranks_together():
 
 
 RANK = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from learner.advantages import whiten
 torch.set_num_threads(1)
-store, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["FORAY_STORE"], rank=rank, world_size=2)
 values = torch.arange(10, dtype=torch.float64) ** 2
 mask = values.long() % 3 != 0
 place = slice(0, 4) if rank == 0 else slice(4, 10)
@@ -282,15 +280,9 @@ dist.destroy_process_group()
 """
 
 
-def test_two_ranks_whiten_as_one(tmp_path):
-    argv = [sys.executable, "-c", RANK, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*argv, str(n)], stderr=subprocess.PIPE, text=True) for n in range(2)]
-    try:
-        ends = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [code for _, code in ends] == [0, 0], ends
+def test_two_ranks_whiten_as_one(tmp_path, zygote):
+    (tmp_path / "rank.py").write_text(RANK)
+    zygote.run_ranks(tmp_path / "rank.py", [], tmp_path, 2)
 
 
 @pytest.mark.parametrize("values", [[5.0], [], [0.1 + 0.2, 0.3, 0.3], [1e8, 1e8], [0.0, 0.0]])

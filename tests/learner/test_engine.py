@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -241,35 +240,15 @@ def test_nothing_is_written_to_stdout(capfd):
 # What runs in processes of its own: this file is started with a role and writes what it found as JSON.
 
 
-def run_role(role: str, directory: Path, stage: int, **env: str) -> subprocess.Popen[bytes]:
-    with (directory / f"{role}{env.get('RANK', '')}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, __file__, role, str(directory), str(stage)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-        )
-
-
-def finish(processes: list[subprocess.Popen[bytes]], directory: Path) -> None:
-    try:
-        codes = [process.wait(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * len(processes), "\n".join(log.read_text()[-2000:] for log in directory.glob("*.log"))
-
-
 @pytest.mark.parametrize("stage", [0, 2])
-def test_another_process_goes_on_bit_for_bit(stage, tmp_path):
+def test_another_process_goes_on_bit_for_bit(stage, tmp_path, zygote):
     engine = start(stage)
     for _ in range(2):
         update(engine, data(), 2)
     torch.rand(5)
     engine.save_state(tmp_path / "state")
-    finish([run_role("resume", tmp_path, stage)], tmp_path)
-    resumed = json.loads((tmp_path / "resume.json").read_text())
+    zygote.run_ranks(__file__, ["resume", str(tmp_path), str(stage)], tmp_path, 1)
+    resumed = json.loads((tmp_path / "resume0.json").read_text())
     norm = update(engine, data(), 2).grad_norm
     assert resumed["updates"] == engine.updates == 3
     assert resumed["norm"] == norm.hex()
@@ -277,11 +256,10 @@ def test_another_process_goes_on_bit_for_bit(stage, tmp_path):
     assert resumed["weights"] == {name: [x.hex() for x in t.flatten().tolist()] for name, t in engine.iter_weights()}
 
 
-def test_two_ranks_do_what_one_does(tmp_path):
+def test_two_ranks_do_what_one_does(tmp_path, zygote):
     expected, norms = plain(2)
     losses = [plain_loss(updates) for updates in range(2)]
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    finish([run_role("ranks", tmp_path, 0, RANK=str(r), LOCAL_RANK=str(r), **env) for r in range(2)], tmp_path)
+    zygote.run_ranks(__file__, ["ranks", str(tmp_path)], tmp_path, 2)
     found = [json.loads((tmp_path / f"ranks{rank}.json").read_text()) for rank in range(2)]
     for stage in STAGES:
         for rank in range(2):
@@ -294,14 +272,6 @@ def test_two_ranks_do_what_one_does(tmp_path):
             assert of["skipped"] == [False, False], "a NaN on one rank skips the update on both"
             assert of["sums"] == [3.0, 1.0]
             assert of["maxima"] == [2.0]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _resume(directory: Path, stage: int) -> dict[str, object]:
@@ -354,4 +324,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     role, where = sys.argv[1], Path(sys.argv[2])
     result = _resume(where, int(sys.argv[3])) if role == "resume" else _ranks(where)
-    (where / f"{role}{os.environ.get('RANK', '')}.json").write_text(json.dumps(result))
+    (where / f"{role}{os.environ['RANK']}.json").write_text(json.dumps(result))

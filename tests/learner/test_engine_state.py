@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import Zygote
 from safetensors.torch import load_file, save_file
 
 from learner.config_engine import EngineSettings, OptimSettings
@@ -27,8 +26,6 @@ from protocol.errors import UserError
 KINDS = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32")]
 KINDS += [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")]
 name_of = "z{}.{}".format
-pytestmark = pytest.mark.timeout(300)
-"""The first test starts five processes, each of which imports torch and DeepSpeed."""
 
 TAU = 0.75
 ROWS = 12
@@ -180,30 +177,11 @@ def same_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(*raw), name
 
 
-def run_ranks(role: str, folder: Path, ranks: int) -> None:
-    store = folder / f"store.{role}.{ranks}"
-    env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "FORAY_STORE": str(store)}
-    logs = [folder / f"{role}.{ranks}.{rank}.log" for rank in range(ranks)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as out:
-                argv = [sys.executable, __file__, role, str(folder)]
-                mine = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(argv, env=mine, stdout=out, stderr=out))
-        codes = [process.wait(timeout=140) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
-
-
 # ---- tests
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """What one and two ranks trained and saved, and what two and three made of it."""
     where = tmp_path_factory.mktemp("state")
     for name in ("one", *(name_of(stage, dtype) for stage, dtype in KINDS)):
@@ -214,11 +192,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     engine.start_ema()
     engine.save_state(where / "one" / "state")
     engine.close()
-    run_ranks("two", where, 2)
-    run_ranks("three", where, 3)
-    yield where
+    zygote.run_ranks(__file__, ["two", str(where)], where, 2)
+    zygote.run_ranks(__file__, ["three", str(where)], where, 3)
+    return where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), KINDS)
 def test_the_same_ranks_at_the_same_stage_go_on_bit_for_bit(folder: Path, stage: int, dtype: str) -> None:
     here = folder / name_of(stage, dtype)
@@ -238,6 +217,7 @@ def saved_values(here: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), KINDS)
 def test_any_ranks_at_any_stage_take_up_the_same_values(folder: Path, stage: int, dtype: str) -> None:
     here = folder / name_of(stage, dtype)
@@ -260,6 +240,7 @@ def test_any_ranks_at_any_stage_take_up_the_same_values(folder: Path, stage: int
     assert_close(load_file(here / "resumed.3.0"), go_on(engine, dropout=False), dtype)
 
 
+@pytest.mark.slow
 def test_two_ranks_take_up_what_one_saved_at_another_stage(folder: Path) -> None:
     here = folder / "one"
     same_bytes(load_file(here / "loaded.2"), saved_values(here))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -219,27 +216,8 @@ def test_a_damaged_checkpoint_of_a_run_is_found_out(model, tmp_path):
         find_state(tmp_path)
 
 
-def test_a_state_that_two_ranks_wrote(model, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    argv = [sys.executable, __file__, str(model), str(tmp_path)]
-    logs = [(tmp_path / f"{rank}.log").open("wb") for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            argv, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL, stderr=logs[rank],
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        assert [rank.wait(100) for rank in ranks] == [0, 0], (tmp_path / "0.log").read_text()[-2000:]
-    finally:
-        for rank, log in zip(ranks, logs, strict=True):
-            rank.kill()
-            rank.wait()
-            log.close()
+def test_a_state_that_two_ranks_wrote(model, tmp_path, zygote):
+    zygote.run_ranks(__file__, [str(model), str(tmp_path)], tmp_path, 2)
     settings = ModelSettings(dtype="bfloat16")
     assert len(list((tmp_path / "state").glob("master*"))) == 2
     export_model(tmp_path / "state", model, settings, tmp_path / "out")

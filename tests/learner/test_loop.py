@@ -529,6 +529,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.slow
 @pytest.mark.fault(7, 10)
 def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(
     launch: Callable[[int], subprocess.Popen[str]], run: RunSettings, tiny: ModuleType, address: dict[str, Any]

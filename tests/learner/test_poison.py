@@ -115,6 +115,7 @@ def test_a_connection_that_breaks_again_and_again_makes_no_group_poisonous(
     assert db.xpending_range(KEYS.traj, "learner", "-", "+", 1)[0]["times_delivered"] == 0, "it did no harm"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(35)
 def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
     run: RunSettings, settings: LearnerSettings, tiny: ModuleType, address: dict[str, Any], tmp_path: Path

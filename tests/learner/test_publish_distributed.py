@@ -124,7 +124,7 @@ class Fleet:
         found = [e for e in self.stores[-1].engines() if e.id == name]
         return found[0] if found else None
 
-    def until(self, true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+    def until(self, true: Callable[[], object], what: str, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             logs = "\n".join(self.log(name)[-3000:] for name in self.nodes)

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -28,6 +28,9 @@ from learner.ranked import RankedEngine, follow_lead, lead
 from learner.ranks import RankLost, Ranks
 from learner.share_codec import decode, encode
 from protocol.errors import UserError
+
+if TYPE_CHECKING:  # torchrun runs this file too, and knows no folder but this one
+    from forks import Zygote
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -186,6 +189,7 @@ def role_toy(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_a_trainer_over_ranks_looks_like_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -247,34 +251,17 @@ def role_mortal(folder: Path) -> None:
 
 @pytest.mark.fault(12)
 @pytest.mark.parametrize(("size", "die"), [(2, 0), (3, 1)])
-def test_a_rank_that_dies_takes_the_others_down_at_once(size: int, die: int, tmp_path: Path) -> None:
-    with mortals(tmp_path, size, die) as processes:
+def test_a_rank_that_dies_takes_the_others_down_at_once(size: int, die: int, tmp_path: Path, zygote: Zygote) -> None:
+    with zygote.ranks(__file__, ["mortal", str(tmp_path)], tmp_path, size, {"DIE": str(die)}) as ranks:
         wait_for(lambda: all((tmp_path / f"worked{rank}").exists() for rank in range(1, size)), 90)
-        assert all(process.poll() is None for process in processes), "an idle rank waits"
+        assert all(zygote.ended(rank) is None for rank in ranks), "an idle rank waits"
         (tmp_path / "now").touch()
-        for process in processes:
-            process.wait(10)
+        for rank in ranks:
+            zygote.wait(rank, 30)
     lost = {rank for rank in range(size) if (tmp_path / f"lost{rank}").exists()}
     assert lost == set(range(size)) - {die}
     for rank in lost:
         assert "another rank is gone" in (tmp_path / f"lost{rank}").read_text()
-
-
-@contextmanager
-def mortals(folder: Path, size: int, die: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """`size` ranks, ended whatever happens."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DIE": str(die), "FORAY_STORE": str(folder / "store")}
-    processes = []
-    try:
-        for rank in range(size):
-            mine = env | {"RANK": str(rank), "WORLD_SIZE": str(size)}
-            argv = [sys.executable, __file__, "mortal", str(folder)]
-            processes.append(subprocess.Popen(argv, env=mine, stderr=subprocess.DEVNULL))
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def wait_for(done: Callable[[], bool], seconds: float) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -230,26 +227,8 @@ def test_a_reference_in_another_dtype(directory):
     torch.testing.assert_close(narrow.scores(*inputs()).logprobs, run.policy(), rtol=0.1, atol=0.1)
 
 
-def test_over_two_ranks_at_stage_3_each_holds_half_and_scores_as_the_whole(directory, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    logs = [(tmp_path / f"{rank}.log").open("wb") for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(directory)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL, stderr=logs[rank],
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        assert [rank.wait(100) for rank in ranks] == [0, 0], (tmp_path / "0.log").read_text()[-2000:]
-    finally:
-        for rank, log in zip(ranks, logs, strict=True):
-            rank.kill()
-            rank.wait()
-            log.close()
+def test_over_two_ranks_at_stage_3_each_holds_half_and_scores_as_the_whole(directory, tmp_path, zygote):
+    zygote.run_ranks(__file__, [str(directory)], tmp_path, 2)
 
 
 def be_a_rank(directory: Path) -> None:

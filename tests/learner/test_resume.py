@@ -130,6 +130,7 @@ def final(directory: Path) -> Checkpoint:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.fault(7, 8, 9)
 def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     run: RunSettings, tiny: ModuleType, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
@@ -158,6 +159,7 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     assert [seq for line in lines for seq in line["seqs"]] == seqs[: len(seqs) // 6 * 6]
 
 
+@pytest.mark.slow
 def test_all_that_has_a_state_of_its_own_is_resumed_too(
     run: RunSettings, tiny: ModuleType, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
     tmp_path: Path,

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from forks import Zygote
 
 from protocol.codec import encode
 from protocol.messages import Status, Trajectory, TrajectoryGroup
@@ -63,32 +60,13 @@ def groups(model: Path) -> list[TrajectoryGroup]:
     ]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
-def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> tuple[Path, list[dict[str, Any]]]:
     """The file of the groups, and what each of two ranks found."""
     out = tmp_path_factory.mktemp("ranks")
     path = out / "groups.txt"
     path.write_text("\n".join(encode(g).hex() for g in groups(model)))
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = []
-    for rank in ("0", "1"):
-        with (out / f"rank{rank}.log").open("wb") as log:
-            argv = [sys.executable, str(PAIR), str(model), str(path), str(out)]
-            mine = env | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(argv, env=mine, stdout=subprocess.DEVNULL, stderr=log))
-    try:
-        codes = [rank.wait(110) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert codes == [0, 0], "\n".join(log.read_text()[-2000:] for log in out.glob("*.log"))
+    zygote.run_ranks(PAIR, [str(model), str(path), str(out)], out, 2)
     return path, [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -6,6 +6,7 @@ The same schedules with the product broken on purpose: each mistake is found, so
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from sim.install import installed
@@ -14,6 +15,7 @@ from sim.mutations import MUTATIONS
 from sim.world import Result, play
 
 SCHEDULES = 110
+QUICK = 25
 MUTANT_SCHEDULES = 60
 LAWS = 10
 
@@ -25,18 +27,30 @@ def failure(result: Result) -> str:
     return f"seed {result.seed}: {result.problem}\n{log}\n{again}"
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.fault(1, 3, 7, 8, 9, 10, 11, 13, 14, 23, 24, 25, 27, 28, 29, 30, 32, 33, 41, 44, 45)
-def test_every_law_holds_in_every_schedule() -> None:
+def play_all(schedules: int) -> Result:
+    """What all of them met, together; fails at the first law that is broken."""
     faults, checks, endings = Counter[str](), Counter[str](), Counter[str]()
     with installed():
-        for seed in range(SCHEDULES):
+        for seed in range(schedules):
             result = play(seed)
             assert not result.problem, failure(result)
             faults, checks, endings = faults + result.faults, checks + result.checks, endings + result.endings
-    assert endings["done"] >= SCHEDULES and endings["fenced"] and endings["killed"] and endings["refused"]
-    assert not [kind for kind in KINDS if not faults[kind]], "a fault that never happened was not tested"
+    assert endings["done"] >= schedules and endings["fenced"] and endings["killed"]
     assert len(checks) >= LAWS, "a law that was never asked was not tested"
+    return replace(result, faults=faults, checks=checks, endings=endings)
+
+
+def test_every_law_holds_in_the_first_schedules() -> None:
+    assert len(play_all(QUICK).faults) > len(KINDS) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.fault(1, 3, 7, 8, 9, 10, 11, 13, 14, 23, 24, 25, 27, 28, 29, 30, 32, 33, 41, 44, 45)
+def test_every_law_holds_in_every_schedule() -> None:
+    seen = play_all(SCHEDULES)
+    assert seen.endings["refused"]
+    assert not [kind for kind in KINDS if not seen.faults[kind]], "a fault that never happened was not tested"
 
 
 @pytest.mark.timeout(600)

@@ -1,11 +1,12 @@
 """A process that has imported everything and becomes each process of the run by forking: a restart in milliseconds.
 
-Run as a program. Reads lines of JSON from stdin, `{"ask": n, "module": "learner", "argv": [...], "log": path, "env":
-{...}, "wrong": [...]}`, and answers `{"ask": n, "pid": p}`; says `{"pid": p, "status": s}` when a child has ended
-(negative: by that signal). `wrong` names the faults of the control that are built into that child (control.py).
+Run as a program by forks.py. Reads lines of JSON from stdin, `{"ask": n, "module": "learner", "argv": [...], "log":
+path, "env": {...}, "wrong": [...]}`, and answers `{"ask": n, "pid": p}`; says `{"pid": p, "status": s}` when a child
+has ended (negative: by that signal). `wrong` names the faults of the control that are built into that child
+(tests/chaos/control.py). A `module` that ends in .py is the path of a program.
 
-A child runs the product's own `main(argv)`, in a session of its own, and dies with the zygote, which dies with the
-driver: no process is left behind whatever happens. What it shares with a real start is everything but the imports.
+A child runs the product's own `main(argv)`, or the program, in a session of its own, and dies with the zygote, which
+dies with the driver: no process is left behind. What it shares with a real start is everything but the imports.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import sys
@@ -61,12 +63,17 @@ def become(order: dict[str, Any], parent: int) -> None:
         os.chdir(order["cwd"])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-        if order.get("wrong"):
+        if order["wrong"]:
+            sys.path.append(order["control"])
             importlib.import_module("control").install(order["wrong"])
         sys.argv = [order["module"], *order["argv"]]
-        status = importlib.import_module(MAIN[order["module"]]).main(order["argv"])
+        if order["module"].endswith(".py"):
+            runpy.run_path(order["module"], run_name="__main__")
+            status = 0
+        else:
+            status = importlib.import_module(MAIN[order["module"]]).main(order["argv"])
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()  # os._exit prints nothing
     finally:
