@@ -30,6 +30,8 @@ from protocol.versions import PolicyVersion
 from rollout_server.testing import write_tokenizer
 
 Weights = dict[str, torch.Tensor]
+pytestmark = pytest.mark.slow
+
 ADMIN_KEY = "of-the-engines-in-these-tests"
 
 

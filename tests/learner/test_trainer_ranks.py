@@ -18,6 +18,7 @@ from protocol.codec import encode
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 
+pytestmark = pytest.mark.slow
 PAIR = Path(__file__).parent / "rank_pair.py"
 VOCABULARY = 40
 
