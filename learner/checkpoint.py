@@ -8,20 +8,27 @@ The manifest lists every file with its sha256 and is signed with the run's key (
 only from what a learner of this run has written, to the last byte. A checkpoint without a signature (written before
 there were any, or by somebody else: nobody can tell) is refused like a foreign one; a person who knows where it is from
 says --trust-checkpoint once, and the next checkpoint is signed.
+
+The name of a checkpoint is bound to its manifest, which says step and epoch too. `CURRENT` is not signed: by its text a
+person goes back to an older checkpoint of the run, and so can everybody who may write to the folder. A newer one that
+was passed over is told in the log. The state is read from its files after they were hashed, by every rank:
+`confirm_unchanged` looks again when all have read, and refuses what was written to or exchanged meanwhile. It cannot
+see a writer that turns back the clock of the file system, or writes below it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.durable import flush, locked, sha256, write_text
+from learner.durable import flush, flush_tree, locked, make_folder, open_regular, sha256, sha256_of, write_text
 from learner.run_key import SIGNATURE, RunKey
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.meta import LINEAGE_FIELD, lineage_id_in
@@ -33,6 +40,8 @@ FORMAT = 1
 CURRENT = "CURRENT"
 MANIFEST = "manifest.json"
 STATE = "state"
+Look = tuple[int, ...]
+"""Of a file or folder: device, inode, size, and when its content and its entry were changed last."""
 _NAME = re.compile(r"^step_([0-9]{1,18})\.e([0-9]{1,18})$")
 
 
@@ -48,12 +57,26 @@ class Checkpoint:
     epoch    learner start that wrote it
     lineage  first version of each learner start
     facts    the whole manifest: ledger, tally, step and what the learner added
+    looks    how every file and folder looked when it was hashed
     """
 
     path: Path
     epoch: int
     lineage: tuple[PolicyVersion, ...]
     facts: dict[str, Any]
+    looks: Mapping[Path, Look]
+
+    def confirm_unchanged(self) -> None:
+        """After the state was read: raises UserError unless its files are still the ones that were verified."""
+        for path, look in self.looks.items():
+            if (now := _look(path)) != look:
+                raise UserError(
+                    f"the checkpoint changed while it was read: {path}",
+                    why="it was written to, moved or removed after its sha256 was checked"
+                    if now
+                    else "it is not there any more",
+                    todo="find out what writes into the checkpoint's directory, then start again",
+                )
 
 
 class Checkpoints:
@@ -68,16 +91,19 @@ class Checkpoints:
         self._folder, self._keep, self._key, self._trust = folder, keep, key, trust
 
     def current_epoch(self) -> int:
-        """Epoch of the committed checkpoint, 0 when there is none: the floor of the next one."""
-        name = self._current()
-        return int(name[2]) if name else 0
+        """Epoch of the committed checkpoint by its manifest, 0 when there is none: the floor of the next one.
+
+        Raises UserError as `load` does, but for the files, which are not looked at.
+        """
+        found = self._current()
+        return 0 if found is None else int(self._manifest(found)["epoch"])
 
     def lineage_id(self) -> str | None:
         """The lineage that the committed checkpoint says it is of, nothing verified; "" where an older Foray wrote it,
         None when there is none.
         """
         found = self._current()
-        return None if found is None else lineage_id_in(str(self._manifest(self._folder / found[0]).get(LINEAGE_FIELD)))
+        return None if found is None else lineage_id_in(str(self._manifest(found).get(LINEAGE_FIELD)))
 
     def load(self) -> Checkpoint | None:
         """The committed checkpoint, every file checked.
@@ -88,17 +114,17 @@ class Checkpoints:
         if found is None:
             return None
         path = self._folder / found[0]
-        facts = self._manifest(path)
-        self._refuse_foreign(path, facts)
-        there = {str(p.relative_to(path)) for p in path.rglob("*") if not p.is_dir() or p.is_symlink()}
+        facts = self._manifest(found)
+        self._warn_of_newer(found)
+        inside = list(path.rglob("*"))
+        there = {str(p.relative_to(path)) for p in inside if not p.is_dir() or p.is_symlink()}
         if strange := sorted(there - {MANIFEST, *facts["files"]}):
             raise self._damaged(path / strange[0], "the manifest does not list it, so nobody vouches for it")
+        looks = {p: _look(p) for p in (path, *inside) if p.is_dir()}
         for name, expected in facts["files"].items():
-            file = path / name
-            if not file.is_file() or file.stat().st_size != expected["bytes"] or sha256(file) != expected["sha256"]:
-                raise self._damaged(file, "it is missing, cut short or altered: its sha256 is not the manifest's")
+            looks[path / name] = self._verified(path / name, expected)
         lineage = tuple(PolicyVersion(*pair) for pair in facts["lineage"])
-        return Checkpoint(path, int(facts["epoch"]), lineage, facts)
+        return Checkpoint(path, int(facts["epoch"]), lineage, facts, looks)
 
     def write(
         self,
@@ -121,6 +147,7 @@ class Checkpoints:
         name = f"step_{step}.e{epoch}"
         part, final = self._folder / f".{name}.tmp", self._folder / name
         try:
+            make_folder(self._folder)
             shutil.rmtree(part, ignore_errors=True)
             (part / STATE).mkdir(parents=True)
             save(part / STATE)
@@ -131,12 +158,13 @@ class Checkpoints:
             if self._key is not None:
                 manifest[SIGNATURE] = self._key.sign(manifest)
             write_text(part / MANIFEST, json.dumps(manifest, indent=1))
-            for path in [*files.values(), *(p for p in part.rglob("*") if p.is_dir()), part]:
-                flush(path)
+            flush_tree(part)
             confirm()
             # A learner that sleeps between looking and moving must not undo what its successor commits meanwhile.
             with locked(self._folder):
-                if (newest := self.current_epoch()) > epoch:
+                found = self._current()
+                # its manifest is asked only where the name says so: a damaged one must not keep a good one out
+                if found and int(found[2]) > epoch and (newest := self.current_epoch()) > epoch:
                     raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
                 shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier try that could not move CURRENT
                 part.rename(final)
@@ -167,11 +195,43 @@ class Checkpoints:
             raise self._damaged(self._folder / CURRENT, f"it names {name[:80]!r}, which is no checkpoint")
         return found
 
-    def _manifest(self, path: Path) -> dict[str, Any]:
+    def _manifest(self, found: re.Match[str]) -> dict[str, Any]:
+        """The manifest of the checkpoint that `found` names, signed by us and of that name."""
+        path = self._folder / found[0]
         try:
-            return _facts(json.loads((path / MANIFEST).read_text()))
+            if path.is_symlink():
+                raise ValueError("the checkpoint's directory is a link")
+            with open_regular(path / MANIFEST) as file:
+                facts = _facts(json.loads(file.read()))
         except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(path / MANIFEST, str(error)) from None
+        self._refuse_foreign(path, facts)
+        if (facts["step"], facts["epoch"]) != (int(found[1]), int(found[2])):
+            says = f"step {facts['step']} of epoch {facts['epoch']}"
+            raise self._damaged(path / MANIFEST, f"it is of {says}: the directory was renamed, or is a copy")
+        return facts
+
+    def _verified(self, file: Path, expected: dict[str, Any]) -> Look:
+        """How a file looks that is whole. Raises UserError for one that is not, and for a link."""
+        try:
+            with open_regular(file) as opened:
+                look = _look(opened.fileno())
+                if os.fstat(opened.fileno()).st_size == expected["bytes"] and sha256_of(opened) == expected["sha256"]:
+                    return look
+                why = "it is cut short or altered: its sha256 is not the manifest's"
+        except OSError as error:
+            why = f"it is missing, or no regular file: {error.strerror}"
+        raise self._damaged(file, why)
+
+    def _warn_of_newer(self, found: re.Match[str]) -> None:
+        """One that was renamed and not put in force is left by a crash, or by a person who went back: or by a thief."""
+        order = (int(found[2]), int(found[1]))
+        newer = [
+            p.name for p in self._folder.iterdir() if (m := _NAME.match(p.name)) and (int(m[2]), int(m[1])) > order
+        ]
+        if newer:
+            log.warning("%s says %s, although %s is newer: its steps are done again", self._folder / CURRENT, found[0],
+                        ", ".join(sorted(newer)))  # fmt: skip
 
     def _refuse_foreign(self, path: Path, facts: dict[str, Any]) -> None:
         why = self._key.refuses(facts) if self._key is not None else ""
@@ -206,6 +266,15 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
 
 
+def _look(at: Path | int) -> Look:
+    """What changes when a file is written to, exchanged or moved; () when it is not there."""
+    try:
+        found = os.stat(at, follow_symlinks=False) if isinstance(at, Path) else os.fstat(at)
+    except FileNotFoundError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def _facts(found: Any) -> dict[str, Any]:
     """`found` as a manifest. Raises ValueError where what `load` looks at is not there, or is something else."""
     if not isinstance(found, dict):
@@ -213,8 +282,9 @@ def _facts(found: Any) -> dict[str, Any]:
     if found.get("format") != FORMAT:
         raise ValueError(f"format {str(found.get('format'))[:80]} is not {FORMAT}, which this version reads")
     files, lineage = found.get("files"), found.get("lineage")
-    if type(found.get("epoch")) is not int or not isinstance(files, dict) or not isinstance(lineage, list):
-        raise ValueError("no epoch, no lineage or no files")
+    numbers = [type(found.get(name)) for name in ("step", "epoch")]
+    if numbers != [int, int] or not isinstance(files, dict) or not isinstance(lineage, list):
+        raise ValueError("no step, no epoch, no lineage or no files")
     if not all(isinstance(f, dict) and type(f.get("bytes")) is int and "sha256" in f for f in files.values()):
         raise ValueError("a file without size or sha256")
     if not all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in lineage):

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 
 from learner.checkpoint import Checkpoints
-from learner.durable import make_once
+from learner.durable import make_folder, write_once
 from learner.lease import ANOTHER_RUN, describe
 from learner.redis_client import RunStore
 from learner.reserved import Reserved
@@ -32,8 +32,8 @@ def own_lineage(run: RunSettings) -> str:
     """
     path = run.dir / LINEAGE_FILE
     committed = Checkpoints(run.checkpoint_dir, 1).lineage_id()
-    run.dir.mkdir(parents=True, exist_ok=True)
-    make_once(path, (committed or uuid.uuid4().hex) + "\n")
+    make_folder(run.dir)
+    write_once(path, (committed or uuid.uuid4().hex) + "\n", mode=0o600)
     try:
         found = lineage_id_in(path.read_text())
         why = "" if found else "it does not hold 32 hex digits"

@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from learner.durable import flush, make_folder
 from learner.journal_index import FRAME, Place, heal, index_of, places, read_frame, record
 from protocol.codec import decode_as, pack
 from protocol.header import read_header
@@ -113,7 +114,7 @@ class Journal:
         _write(index, records)
 
     def flush(self) -> None:
-        """Flushes to the device."""
+        """Flushes the open files to the device; the closed ones and the names of all are there already."""
         for file in (self._file, self._index):
             if file is not None:
                 os.fsync(file.fileno())
@@ -135,6 +136,7 @@ class Journal:
             excess -= sizes[path]
 
     def close(self) -> None:
+        """Closes the open files. What was not flushed before may be lost: no checkpoint relies on it."""
         for file in (self._file, self._index):
             if file is not None:
                 file.close()
@@ -142,9 +144,10 @@ class Journal:
 
     def _open(self) -> tuple[FileIO, FileIO]:
         if self._file is not None and self._file.tell() >= self._file_bytes:
+            self.flush()  # the next checkpoint relies on this file, and can only reach the one that is open then
             self.close()
         if self._file is None or self._index is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
             older = data_files(self._folder)
             for path in () if self._healed else older:
                 heal(path)
@@ -152,6 +155,7 @@ class Journal:
             path = self._folder / f"groups-{_number(older[-1]) + 1 if older else 1:05d}.bin"
             # Without buffers: what a full disk refused is not tried again when the files are closed.
             self._file, self._index = FileIO(path, "xb"), FileIO(index_of(path), "wb")
+            flush(self._folder)
         return self._file, self._index
 
 

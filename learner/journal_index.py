@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from learner.durable import flush
+from learner.durable import write_bytes
 from protocol.codec import MAX_BYTES, unpack
 from protocol.errors import ProtocolError
 from protocol.header import read_header
@@ -69,10 +69,7 @@ def heal(data: Path) -> None:
     if index.is_file() and index.read_bytes() == wanted:
         return
     log.warning("%s is written anew from the data", index)
-    part = index.with_suffix(".idx.tmp")
-    part.write_bytes(wanted)
-    flush(part)
-    part.rename(index)
+    write_bytes(index, wanted)
 
 
 def read_frame(file: BinaryIO, place: Place) -> dict[str, Any] | None:

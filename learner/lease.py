@@ -14,6 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
+from learner.durable import make_folder, write_once
 from learner.redis_client import Holder, RedisUnavailable, RunStore
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.meta import foreign
@@ -79,13 +80,9 @@ class Lease:
         return foreign(store.meta(), run=store.keys.run, redis=store.url, ours=ours, todo=ANOTHER_RUN)
 
     def _claim_epoch(self, epoch: int) -> bool:
-        self.epochs_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            with (self.epochs_dir / f"e{epoch}").open("x") as file:
-                file.write(self.token + "\n")
-        except FileExistsError:
-            return False
-        return True
+        """Whether the epoch is ours. It is on the device then: no Redis can give it to another learner again."""
+        make_folder(self.epochs_dir)
+        return write_once(self.epochs_dir / f"e{epoch}", self.token + "\n")
 
     def renew(self) -> None:
         """Extends the lease; raises Fenced when it is not ours any more, RedisUnavailable when nobody knows."""

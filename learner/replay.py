@@ -21,6 +21,7 @@ from pathlib import Path
 from learner.books import Books
 from learner.checkpoint import Checkpoint, CheckpointFailed, Checkpoints
 from learner.config import LearnerSettings
+from learner.durable import make_folder
 from learner.filtering import GroupFilter
 from learner.metrics import Meter, StepLog
 from learner.replay_batches import Batches, RecordedBatches, Recording, RegroupedBatches, Replayed
@@ -212,7 +213,7 @@ class ReplayLoop:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Holds a lock in the folder; raises UserError when another replay does."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with (folder / "replay.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

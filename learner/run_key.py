@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from learner.durable import make_once
+from learner.durable import make_folder, write_once
 from protocol.errors import UserError
 
 KEY_VARIABLE, KEY_FILE_VARIABLE = "FORAY_RUN_KEY", "FORAY_RUN_KEY_FILE"
@@ -77,8 +77,8 @@ def run_key(run_dir: Path, environ: Mapping[str, str]) -> RunKey:
     named = environ.get(KEY_FILE_VARIABLE, "")
     path = Path(named) if named else run_dir / KEY_FILE
     if not named:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        make_once(path, secrets.token_hex(32) + "\n")
+        make_folder(run_dir)
+        write_once(path, secrets.token_hex(32) + "\n", mode=0o600)
     try:
         return RunKey(path.read_text().strip(), str(path))
     except (OSError, ValueError) as error:

@@ -171,6 +171,7 @@ def resumed_engine(
     engine = make_engine(run, settings)
     if checkpoint is not None:
         engine.load_state(checkpoint.path / STATE)
+        checkpoint.confirm_unchanged()
     return engine
 
 

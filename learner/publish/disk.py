@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from learner.config import FilesSettings
-from learner.durable import flush, sha256
+from learner.durable import flush, flush_tree, make_folder, sha256
 from learner.publish.base import Link
 from learner.publish.sanity import Inspection, Sanity
 from protocol.messages import Transport, WeightUpdate
@@ -50,7 +50,7 @@ class DiskPublisher:
         self.sanity = Sanity(settings.max_norm_jump)
         self._last: dict[str, float] = {}
         self._folder = run.weights_dir.absolute()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         for left in self._folder.glob(".v*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
         if any(p.name == self.weights_file for p in model_files):
@@ -74,17 +74,17 @@ class DiskPublisher:
             files = {}
             for name in (self.weights_file, *made):
                 files[name] = {"bytes": (part / name).stat().st_size, "sha256": sha256(part / name)}
-                self._flush(part / name)
             for name, (source, size, digest_of_file) in self._files.items():
                 _place(source, part / name)
                 files[name] = {"bytes": size, "sha256": digest_of_file}
             manifest = {"version": version.label, "digest": digest, "files": files, "tensors": len(tensors)}
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            self._flush(part / MANIFEST)
-            self._flush(part)
+            if self._settings.fsync:
+                flush_tree(part)
             shutil.rmtree(final, ignore_errors=True)  # what a learner left that died before it announced it
             part.rename(final)
-            self._flush(self._folder)
+            if self._settings.fsync:
+                flush(self._folder)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -123,10 +123,6 @@ class DiskPublisher:
     def _described(self, tensors: Tensors) -> dict[str, str]:
         """More files of a version, by name, that follow from its tensors."""
         return {}
-
-    def _flush(self, path: Path) -> None:
-        if self._settings.fsync:
-            flush(path)
 
 
 def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: Inspection) -> tuple[Tensors, str]:

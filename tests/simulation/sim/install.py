@@ -116,6 +116,7 @@ def replacements() -> dict[str, Any]:
         "learner.serve.open_trackers": _Quiet,
         "learner.loop.batch_under": lambda conditions, groups, *_, **__: SimBatch(groups),
         "learner.checkpoint.flush": lambda path: world.disk(path),
+        "learner.checkpoint.flush_tree": lambda path: world.disk(path),
         "learner.checkpoint.write_text": _write_text,
         "learner.checkpoint.shutil": _Disk(),
         "rollout_server.sink.seal": lambda message: world.seal(message),
