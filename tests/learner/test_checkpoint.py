@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -15,8 +16,11 @@ from learner import checkpoint as module
 from learner import durable
 from learner.books import Books
 from learner.checkpoint import CheckpointFailed, Checkpoints
+from learner.config import LearnerSettings
 from learner.run_key import RunKey, run_key
+from learner.serve import resumed_engine
 from protocol.errors import Fenced, UserError
+from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
 LINEAGE = [PolicyVersion(1, 0), PolicyVersion(2, 4)]
@@ -211,6 +215,81 @@ def test_a_checkpoint_that_the_key_refuses_is_loaded_only_when_a_person_says_so(
     assert trusting.load() and "--trust-checkpoint: going on" in caplog.text
     write(trusting, 8)
     assert signed.load().facts["step"] == 8, "what is written from then on is signed"
+
+
+def test_a_checkpoint_under_another_ones_name_is_refused_and_its_epoch_is_no_floor(
+    signed: Checkpoints, tmp_path: Path
+) -> None:
+    write(signed, 4)
+    write(signed, 8).rename(tmp_path / "c" / "step_999999.e77")
+    (tmp_path / "c" / "CURRENT").write_text("step_999999.e77\n")
+    for look in (signed.load, signed.current_epoch):
+        with pytest.raises(UserError) as caught:
+            look()
+        assert "it is of step 8 of epoch 2" in caught.value.why and "step_4.e2" in caught.value.todo
+    write(signed, 12, epoch=78)
+    assert signed.current_epoch() == 78, "a good one may follow"
+
+
+def test_going_back_to_an_older_checkpoint_is_told(
+    signed: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (4, 8):
+        write(signed, step)
+    assert signed.load().facts["step"] == 8 and not caplog.records
+    (tmp_path / "c" / "CURRENT").write_text("step_4.e2\n")
+    assert signed.load().facts["step"] == 4
+    assert "CURRENT says step_4.e2, although step_8.e2 is newer" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["state/model.pt", "state/ranks", "manifest.json", "."])
+def test_a_link_is_refused_whatever_it_leads_to(signed: Checkpoints, tmp_path: Path, what: str) -> None:
+    write(signed, 4)
+    target = write(signed, 8) / what
+    elsewhere = tmp_path / "elsewhere"
+    target.rename(elsewhere)
+    (tmp_path / "c" / "step_8.e2" / what).symlink_to(elsewhere)
+    with pytest.raises(UserError, match="is damaged") as caught:
+        signed.load()
+    assert str(tmp_path / "c" / "step_8.e2") in caught.value.what
+
+
+@pytest.mark.parametrize("harm", ["written", "exchanged", "exchanged and put back", "folder put back", "removed"])
+def test_what_changes_between_check_and_use_is_refused(signed: Checkpoints, tmp_path: Path, harm: str) -> None:
+    path = write(signed, 8)
+    found = signed.load()
+    found.confirm_unchanged()
+    time.sleep(0.02)  # a tick of the file system's clock
+    state = path / "state"
+    file = state / "model.pt"
+    if harm == "written":
+        file.write_bytes(b"n" * 1000)
+    elif harm == "removed":
+        file.unlink()
+    elif harm == "folder put back":
+        state.rename(tmp_path / "aside")
+        state.mkdir()
+        state.rmdir()
+        (tmp_path / "aside").rename(state)
+    else:
+        file.rename(tmp_path / "aside")
+        file.write_bytes(b"m" * 1000)
+        if harm == "exchanged and put back":
+            (tmp_path / "aside").rename(file)
+    with pytest.raises(UserError, match="the checkpoint changed while it was read"):
+        found.confirm_unchanged()
+
+
+def test_a_learner_refuses_a_state_that_changed_while_it_was_read(signed: Checkpoints) -> None:
+    class Slow:
+        def load_state(self, directory: Path) -> None:
+            time.sleep(0.02)
+            (directory / "model.pt").write_bytes(b"n" * 1000)
+
+    write(signed, 8)
+    run, settings = RunSettings(id="t"), LearnerSettings()
+    with pytest.raises(UserError, match=r"the checkpoint changed while it was read: .*model\.pt"):
+        resumed_engine(lambda *_: Slow(), run, settings, signed.load())  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.fault(11)
