@@ -19,7 +19,7 @@ from learner.checkpoint import CheckpointFailed
 from learner.entry import Entry
 from learner.journal import Conditions
 from learner.parts import Parts
-from learner.publish.base import BadWeights, in_use
+from learner.publish.base import BadWeights, Gathered, in_use
 from learner.redis_client import RedisUnavailable
 from learner.seams import Report
 from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
@@ -173,7 +173,7 @@ class TrainingLoop:
         version = PolicyVersion(p.lease.epoch, self.policy_step)
         try:
             if self._update is None or self._update.version != version:
-                self._update = p.publisher.publish(version, p.engine.iter_weights(p.publisher.device))
+                self._update = p.publisher.publish(version, Gathered(lambda: p.engine.iter_weights(p.publisher.device)))
             p.publisher.announce(self._update, state)
         except BadWeights as error:
             p.history.tell("weights-refused", f"{version.label} was not published: {error}")

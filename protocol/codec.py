@@ -25,7 +25,7 @@ from protocol.messages import (
     WeightView,
 )
 
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 3
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 4
 MAX_BYTES = 32 << 20
 """Largest message. 8 trajectories of 32k tokens take 8 * 32k * 8 B = 2 MiB."""
 

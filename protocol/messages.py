@@ -253,8 +253,7 @@ class WeightUpdate(Message):
     """A published (committed) policy version: what a node must hold.
 
     disk         `path` is a directory with model.safetensors and a manifest
-    distributed  the members of the view hold it already; `path` is such a directory for all others, "" until one of
-                 them needs it
+    distributed  the members of the view hold it already; `path` is such a directory for others, once one needs it
     adapter      `path` is a directory with a LoRA adapter and a manifest, over the run's initial model
     """
 
@@ -274,9 +273,7 @@ class WeightUpdate(Message):
 class WeightBucket(Message):
     """Tensors that travel as one broadcast: their bytes one after the other, in this order, aligned to their dtype.
 
-    names   Hugging Face names
-    dtypes  torch's words, e.g. "bfloat16"
-    shapes  one tuple of sizes a tensor
+    Hugging Face names, torch's words for dtypes (e.g. "bfloat16"), and one tuple of sizes a tensor.
     """
 
     names: tuple[Name, ...] = Field(max_length=65536)
@@ -321,7 +318,9 @@ class ViewAnswer(Message):
 
     phase     prepared: in the group; loaded: every tensor is there, generation still paused; failed: see `detail`
     checksum  of all weights as the engine holds them, comparable between engines of one `kind`; "" when it has none
-    pause_s   seconds since generation was paused; transfer_s and verify_s are parts of it
+    tensors_sha256  `weight_sums.sum_of` the view's tensors but the `unused` ones (a tied head), each as the engine
+              holds it, to be compared with the learner's own; "" where its layout is not Hugging Face's
+    pause_s   seconds since generation was paused, transfer_s and verify_s among them
     touched   failed after the first tensor: the engine holds weights of no version
     """
 
@@ -330,6 +329,8 @@ class ViewAnswer(Message):
     phase: Literal["prepared", "loaded", "failed"]
     kind: Name = ""
     checksum: Name = ""
+    tensors_sha256: Name = ""
+    unused: tuple[Name, ...] = Field(default=(), max_length=65536)
     pause_s: Number = 0.0
     transfer_s: Number = 0.0
     verify_s: Number = 0.0
@@ -380,6 +381,8 @@ class EngineInfo(Message):
     """Tokens its KV cache holds; 0 where it does not say."""
     retractions: Count = 0
     """Requests put back for want of KV cache since its start: the sign of too many at once."""
+    dtype: Name = ""
+    """torch's word for that of its weights; "" where it does not say what it holds tensor by tensor."""
 
     @property
     def version(self) -> PolicyVersion:

@@ -6,7 +6,7 @@ the new version before `announce`, which is fenced by the learner's lease.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from protocol.errors import ForayError
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 class BadWeights(ForayError):
     """A tensor is not finite, or these are no policy's weights (`learner.publish.sanity`): no engine gets them."""
+
+
+class Gathered:
+    """The policy's tensors, gathered each time that it is iterated; by all ranks together, to the end."""
+
+    def __init__(self, gather: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+        self._gather = gather
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._gather()
 
 
 class Link(Protocol):
@@ -73,7 +83,10 @@ class Publisher(Protocol):
         ...
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-        """Makes `version` available. weights: Hugging Face name -> tensor. Raises BadWeights, OSError, Fenced."""
+        """Makes `version` available. Raises BadWeights, OSError, Fenced.
+
+        weights: Hugging Face name -> tensor; iterated again when what was made of them turns out wrong.
+        """
         ...
 
     def announce(self, update: WeightUpdate, state: str) -> None:

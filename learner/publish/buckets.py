@@ -8,7 +8,7 @@ dtypes come before narrow ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,12 +75,16 @@ def num_bytes(bucket: WeightBucket) -> int:
 
 
 def pack(
-    planned: Iterable[WeightBucket], weights: Iterator[Named], inspection: Inspection | None = None
+    planned: Iterable[WeightBucket],
+    weights: Iterator[Named],
+    inspection: Inspection | None = None,
+    look: Callable[[str, torch.Tensor], None] = lambda name, tensor: None,
 ) -> Iterator[Packed]:
     """`weights` in the buckets that were planned, each as soon as its last tensor is there.
 
     Takes from `weights` only what the next bucket needs. Raises OtherLayout when names, dtypes or shapes differ from
     the plan's, and BadWeights for a tensor that fails the inspection (of its own: whether all is finite).
+    look: is shown each tensor as it comes.
     """
     inspection = inspection or Inspection({}, 0.0)
     for bucket in planned:
@@ -95,6 +99,7 @@ def pack(
             ):
                 raise OtherLayout(f"tensor {name!r} is not the one that was planned" if name else "tensors are missing")
             inspection.look(name, tensor)
+            look(name, tensor)
             if flat is None:
                 flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=tensor.device)
             start, size = starts[name], tensor.numel() * tensor.element_size()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ from learner.publish.disk import DiskPublisher
 from learner.publish.process_group import free_port
 from learner.publish.sender import Meeting, Sender
 from learner.publish.snapshot import Snapshots
+from learner.publish.sums import Mispacked, SourceSums
 from learner.publish.transfer import Transfer, TransferFailed
 from learner.redis_client import RedisUnavailable
 from protocol.messages import EngineInfo, NodeState, WeightBucket, WeightUpdate, WeightView
@@ -82,15 +83,26 @@ class DistributedPublisher:
         if not members:
             return self._by_disk(version, named, why)
         copy: list[Packed] = []
-        inspection = self._disk.sanity.inspection()
-        packed = self._kept(pack(self._plan, named, inspection), copy)
-        transfer = self._begin(version, members)
+        inspection, sums = self._disk.sanity.inspection(), SourceSums(engine.dtype for engine in members)
+        blind = any(not engine.dtype for engine in members)
+        packed = self._kept(pack(self._plan, named, inspection, sums.add), copy, sums.check if blind else None)
+        transfer = self._begin(version, members, sums)
         try:
             s = self._settings
             transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s)
-        except (TransferFailed, RedisUnavailable) as error:
+        except (TransferFailed, Mispacked, RedisUnavailable) as error:
             self._failed(transfer, error)
-            return self._fall_back(version, packed, copy, str(error))
+            log.warning("%s goes by files: %s", version.label, error)
+            self._counts["publish_fallbacks"] += 1
+            try:
+                return self._fall_back(version, packed, copy, sums, error)
+            except Mispacked as wrong:
+                if isinstance(weights, Iterator):
+                    raise
+                log.error("%s is gathered again: %s", version.label, wrong)
+                for _ in named:  # gathering is collective and must be brought to its end
+                    pass
+                return self._write(version, weights)
         except BaseException:
             self._failed(transfer, None)
             raise
@@ -152,7 +164,7 @@ class DistributedPublisher:
         ready = engine.state is NodeState.READY and engine.epoch == last.epoch
         return ready and idle and "distributed" in engine.transports
 
-    def _begin(self, version: PolicyVersion, engines: list[EngineInfo]) -> Transfer:
+    def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceSums) -> Transfer:
         members = tuple(_member(e) for e in engines)
         self._number = self._number + 1 if self._epoch == version.epoch else 1
         self._epoch = version.epoch
@@ -164,6 +176,8 @@ class DistributedPublisher:
             self._disband()
             self._sender = Sender(self._meeting(name, offsets[-1]))
             self._group = members
+            if blind := [e.id for e in engines if not e.dtype]:
+                log.info("%s cannot be compared with the policy, only with engines of their kind", ", ".join(blind))
         meeting = self._sender.meeting
         view = WeightView(
             run=self._run,
@@ -181,7 +195,7 @@ class DistributedPublisher:
             buckets=self._plan,
             flattened=self._settings.flattened,
         )
-        return Transfer(self._link, self._sender, view)
+        return Transfer(self._link, self._sender, view, sums, {_member(e): e.dtype for e in engines})
 
     def _meeting(self, name: str, world_size: int) -> Meeting:
         s = self._settings
@@ -195,13 +209,17 @@ class DistributedPublisher:
             timeout_s=s.transfer_s,
         )
 
-    def _kept(self, packed: Iterator[Packed], copy: list[Packed]) -> Iterator[Packed]:
-        """The buckets as they pass, kept in `copy`. The copy of the version before gives way to them one by one."""
+    def _kept(
+        self, packed: Iterator[Packed], copy: list[Packed], check: Callable[[Packed], None] | None
+    ) -> Iterator[Packed]:
+        """The buckets as they pass, checked and kept. The copy of the version before gives way to them one by one."""
         with self._copy_lock:
             old, self._copy = self._copy, None
         for one in packed:
             if old is not None and old[1]:
                 del old[1][0]
+            if check is not None:
+                check(one)
             yield one  # on its way before it is copied
             copy.append(replace(one, flat=one.flat.cpu()))  # the same tensor, where it is on the CPU already
 
@@ -238,12 +256,21 @@ class DistributedPublisher:
         except RedisUnavailable as unavailable:
             log.warning("the members of view %d are not told: %s", transfer.view.number, unavailable)
 
-    def _fall_back(self, version: PolicyVersion, rest: Iterator[Packed], copy: list[Packed], why: str) -> WeightUpdate:
-        """Files of what was gathered, and of the rest: gathering is collective and must be brought to its end."""
-        log.warning("%s goes by files: %s", version.label, why)
-        self._counts["publish_fallbacks"] += 1
+    def _fall_back(
+        self,
+        version: PolicyVersion,
+        rest: Iterator[Packed],
+        copy: list[Packed],
+        sums: SourceSums,
+        error: TransferFailed | Mispacked | RedisUnavailable,
+    ) -> WeightUpdate:
+        """Files of what was gathered, and of the rest. Raises Mispacked when that is not the policy."""
+        if isinstance(error, Mispacked):
+            raise error
         for _ in rest:
             pass
+        for one in copy:
+            sums.check(one)
         return self._write(version, (named for one in copy for named in one.tensors()))
 
     def _by_disk(self, version: PolicyVersion, named: Iterator[Named], why: str) -> WeightUpdate:

@@ -3,7 +3,8 @@
     prepare    view written; the members say that they are there, join (a new group), and answer "prepared" without
                a detail; the first bucket is gathered meanwhile
     transfer   view written; each bucket is sent while the next one is gathered
-    verify     every member has answered with a checksum; those of one kind agree
+    verify     every member has answered with a checksum; those of one kind agree, and who can say what it holds
+               tensor by tensor holds what the policy has
 
 Every wait has a deadline, and ends early when a member says that it failed, or is seen to be gone.
 """
@@ -13,12 +14,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from learner.publish.base import Link
 from learner.publish.buckets import Packed
 from learner.publish.sender import Sender
+from learner.publish.sums import SourceSums
 from protocol.errors import ForayError
 from protocol.messages import NodeState, ViewAnswer, WeightView
 
@@ -40,10 +42,17 @@ class TransferFailed(ForayError):
 
 
 class Transfer:
-    """`seconds` holds how long each phase took, by name. Link's errors pass through every method."""
+    """`seconds` holds how long each phase took, by name. Link's errors pass through every method.
 
-    def __init__(self, link: Link, sender: Sender, view: WeightView) -> None:
+    sums    of the tensors that are sent, complete when all are gathered
+    dtypes  that each member holds its weights in
+    """
+
+    def __init__(
+        self, link: Link, sender: Sender, view: WeightView, sums: SourceSums, dtypes: Mapping[str, str]
+    ) -> None:
         self._link, self._sender, self.view = link, sender, view
+        self._sums, self._dtypes = sums, dtypes
         self.seconds: dict[str, float] = {}
         self.answers: dict[str, ViewAnswer] = {}
         self._next_roll_call = 0.0
@@ -141,11 +150,14 @@ class Transfer:
                 raise TransferFailed(f"{member} is gone", [member])
 
     def _compare(self) -> None:
-        """Engines of one kind must hold the same."""
+        """Engines of one kind must hold the same, and each what was to be sent, as far as it can say so."""
         sums: dict[str, dict[str, str]] = {}
         for member in self.view.members:
             answer = self.answers[member]
             sums.setdefault(answer.kind, {})[member] = answer.checksum
+            wanted = self._sums.total(self._dtypes[member], answer.unused)
+            if answer.tensors_sha256 and answer.tensors_sha256 != wanted:
+                raise TransferFailed(f"{member} does not hold the weights of the policy")
         for kind, by_member in sums.items():
             if len(set(by_member.values())) > 1:
                 raise TransferFailed(f"the checksums of the {kind} engines differ: {by_member}")

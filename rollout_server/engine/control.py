@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import aiohttp
@@ -13,6 +15,18 @@ from protocol.messages import WeightBucket, WeightView
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.http import CONTROL_TIMEOUT_S, EngineHttp, json_object
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """Of an engine's weights.
+
+    whole    of all of them, comparable between engines of one kind and layout
+    tensors  sha256 hex by Hugging Face name, in the engine's dtype; empty where it has another layout (SGLang)
+    """
+
+    whole: str
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 class EngineControl:
@@ -185,17 +199,19 @@ class EngineControl:
         body = {"new_version": label, "abort_all_requests": False}
         await self._weights("/update_weight_version", body, CONTROL_TIMEOUT_S)
 
-    async def checksum(self, *, timeout_s: float) -> str:
-        """One checksum of all weights as the engine holds them, comparable between engines of one kind and layout."""
+    async def checksums(self, *, timeout_s: float) -> Checksums:
+        """What the engine holds."""
         reply = json_object(
             await self._http.control("POST", "/weights_checker", {"action": "checksum"}, timeout_s), self.name
         )
         whole = reply.get("per_engine_checksum")
         if isinstance(whole, str) and whole:
-            return whole
+            return Checksums(whole)
         if reply.get("success") is not True or not reply.get("ranks"):
             raise EngineError("bad_output", self.name, f"/weights_checker: {str(reply.get('message', reply))[:300]}")
-        return hashlib.sha256(json.dumps(reply["ranks"], sort_keys=True).encode()).hexdigest()
+        ranks = hashlib.sha256(json.dumps(reply["ranks"], sort_keys=True).encode()).hexdigest()
+        tensors = reply.get("checksums")
+        return Checksums(ranks, tensors if isinstance(tensors, dict) else {})
 
     # --- adapters ---
 

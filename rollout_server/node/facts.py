@@ -42,6 +42,7 @@ async def read_facts(client: EngineControl, *, pause_mode: str) -> dict[str, Any
         )
     out: dict[str, Any] = {
         "kind": "sglang" if real else "cpu",
+        "dtype": "" if real else str(info.get("dtype") or ""),
         # SGLang takes adapters where it was started with --enable-lora, the embedded engine always
         "transports": ("disk", "distributed") if real and not info.get("enable_lora") else EVERY_TRANSPORT,
         "ranks": max(1, _number(info, "tp_size", 1)) * max(1, _number(info, "pp_size", 1)),

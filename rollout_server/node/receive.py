@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from protocol.errors import ForayError
 from protocol.messages import NodeState, ViewAnswer, WeightView
+from protocol.weight_sums import sum_of
 from rollout_server.engine.base import EngineError
-from rollout_server.engine.control import EngineControl
+from rollout_server.engine.control import Checksums, EngineControl
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
 from rollout_server.node.registry import Orders, Registry
@@ -45,6 +46,7 @@ LISTENS_S = 2.0
 CLEAN_UP_S = 10.0
 """Deadline of a call that tidies up after a failure."""
 MARGIN_S = 1.0
+NONE = Checksums("")
 
 
 class Over(ForayError):
@@ -128,7 +130,7 @@ class Receiver:
             await self._prepare(client, part)
             await self._phase(part, "transfer")
             await self._load(client, part)
-            await self._answer(part, "loaded", checksum=await self._verify(client, part))
+            await self._answer(part, "loaded", sums=await self._verify(client, part))
             if self._settings.pause_mode == "retract":
                 await client.flush_cache()  # SGLang takes 0.3 s for it: while the learner hears the others
             await self._phase(part, "commit")
@@ -216,11 +218,11 @@ class Receiver:
         part.paused_at = time.monotonic()
         await client.pause(self._settings.pause_mode)
 
-    async def _verify(self, client: EngineControl, part: Part) -> str:
+    async def _verify(self, client: EngineControl, part: Part) -> Checksums:
         began = time.monotonic()
-        checksum = await client.checksum(timeout_s=part.left_s)
+        sums = await client.checksums(timeout_s=part.left_s)
         part.verify_s = time.monotonic() - began
-        return checksum
+        return sums
 
     async def _commit(self, client: EngineControl, part: Part) -> None:
         standing, version = self._standing, part.view.version
@@ -240,15 +242,18 @@ class Receiver:
             version.label, standing.pause_s, part.transfer_s, part.verify_s,
         )  # fmt: skip
 
-    async def _answer(self, part: Part, phase: str, *, checksum: str = "", detail: str = "") -> None:
+    async def _answer(self, part: Part, phase: str, *, sums: Checksums = NONE, detail: str = "") -> None:
         """Raises Over when Redis does not take it."""
+        sent = [name for bucket in part.view.buckets for name in bucket.names] if sums.tensors else []
         answer = ViewAnswer.model_validate(
             {
                 "member": part.member,
                 "number": part.view.number,
                 "phase": phase,
                 "kind": self._standing.info().kind,
-                "checksum": checksum,
+                "checksum": sums.whole,
+                "tensors_sha256": sum_of({n: sums.tensors[n] for n in sent if n in sums.tensors}) if sent else "",
+                "unused": [name for name in sent if name not in sums.tensors],
                 "pause_s": part.pause_s(),
                 "transfer_s": part.transfer_s,
                 "verify_s": part.verify_s,

@@ -80,26 +80,32 @@ def reframed(raw: bytes) -> bytes:
     return FRAME.pack(len(content), zlib.crc32(content)) + content
 
 
-def _checkpoint(folder: Path) -> tuple[bytes, Any]:
-    folder = folder / "checkpoints"
+def _made_checkpoint(folder: Path) -> tuple[Path, bytes]:
+    """A checkpoint in force in `folder`: its directory, and its manifest, which is not written yet."""
     path = folder / "step_4.e1"
     (path / "state").mkdir(parents=True)
     (path / "state" / "a.bin").write_bytes(b"weights")
     (folder / "CURRENT").write_text("step_4.e1\n")
     listed = {"state/a.bin": {"bytes": 7, "sha256": sha256(b"weights").hexdigest()}}
     facts = {"format": 1, "step": 4, "epoch": 1, "lineage": [[1, 0]], "ledger": {"watermark": 4}, "files": listed}
-    checkpoints = Checkpoints(folder, keep=2)
+    return path, json.dumps(facts).encode()
+
+
+def _checkpoint(folder: Path) -> tuple[bytes, Any]:
+    path, manifest = _made_checkpoint(folder / "checkpoints")
+    checkpoints = Checkpoints(path.parent, keep=2)
 
     def read(raw: bytes) -> object:
         (path / MANIFEST).write_bytes(raw)
         return checkpoints.load()
 
-    return json.dumps(facts).encode(), read
+    return manifest, read
 
 
 def _current(folder: Path) -> Any:
     folder = folder / "current"
-    folder.mkdir()
+    path, manifest = _made_checkpoint(folder)
+    (path / MANIFEST).write_bytes(manifest)
     checkpoints = Checkpoints(folder, keep=2)
 
     def read(raw: bytes) -> object:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ import torch
 from safetensors.torch import load_file
 
 from learner.config import AdapterPublishSettings, DistributedPublishSettings
+from learner.publish import buckets
 from learner.publish.base import BadWeights, Publisher
+from learner.publish.sender import Sender
 from learner.redis_client import RunStore
 from protocol.codec import decode_as
 from protocol.errors import Fenced
-from protocol.messages import EngineInfo, NodeState, ViewAnswer, WeightUpdate, WeightView
+from protocol.messages import EngineInfo, NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.testing import write_tokenizer
@@ -356,6 +359,82 @@ def test_members_that_hold_different_weights_are_quarantined_and_load_files_in_p
     fleet.ready("a", "b", at=v[1])
     assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.5))
     assert before == {name: fleet.info(name).incarnation for name in "ab"}, "neither engine was restarted"
+
+
+class Only:
+    """A link on which there is one engine. blind: it does not say what it holds tensor by tensor, as SGLang."""
+
+    def __init__(self, store: RunStore, engine: str, *, blind: bool) -> None:
+        self._store, self._engine, self._blind = store, engine, blind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def engines(self) -> list[EngineInfo]:
+        found = [e for e in self._store.engines() if e.id == self._engine]
+        return [e.model_copy(update={"dtype": ""}) for e in found] if self._blind else found
+
+    def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+        found = self._store.answers(epoch, number)
+        return {m: a.model_copy(update={"tensors_sha256": ""}) for m, a in found.items()} if self._blind else found
+
+
+@pytest.mark.parametrize("wrong", ["packed", "packed for one that cannot say", "sent"])
+def test_one_engine_that_does_not_hold_what_the_policy_has_gets_files(
+    fleet: Fleet, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no other engine to be compared with: the learner's own tensors say what it must hold."""
+    store, publisher, epoch = fleet.learner()
+    publisher.close()
+    settings = DistributedPublishSettings(fsync=False, bucket_mb=1, max_norm_jump=0)
+    link = Only(store, "a", blind="cannot say" in wrong)
+    publisher = settings.build(fleet.run, sorted(fleet.run.model.glob("*.json")), link)
+    fleet.publishers.append(publisher)
+    v = [PolicyVersion(epoch, n) for n in range(3)]
+    step(publisher, v[0], fleet.weights)
+    fleet.ready("a", at=v[0])
+
+    def swapped(bucket: WeightBucket) -> list[int]:
+        starts = real_starts(bucket)
+        first, second = (bucket.names.index(f"model.layers.0.self_attn.{n}_proj.weight") for n in "qo")
+        starts[first], starts[second] = starts[second], starts[first]
+        return starts
+
+    def flipped(self: Sender, tensors: Sequence[torch.Tensor]) -> Future[None]:
+        harmed = [tensor.clone() for tensor in tensors]
+        harmed[0].view(torch.uint8).reshape(-1)[5] ^= 1
+        return real_send(self, harmed)
+
+    real_starts, real_send = buckets._starts, Sender.send
+    with monkeypatch.context() as patch:
+        if wrong == "sent":
+            patch.setattr(Sender, "send", flipped)
+        else:
+            patch.setattr(
+                buckets, "_starts", lambda b: swapped(b) if any("layers.0" in n for n in b.names) else real_starts(b)
+            )
+        update = publisher.publish(v[1], fleet.shifted(0.5).items())
+    assert (update.transport, publisher.facts()["publish_fallbacks"]) == ("disk", 1)
+    publisher.announce(update, "ready")
+    fleet.ready("a", at=v[1])
+    assert fleet.checksums("a") == fleet.expected(fleet.shifted(0.5)), "neither the files are of what was packed"
+    assert step(publisher, v[2], fleet.shifted(0.25)).transport == "distributed", "the next one goes over a group again"
+    fleet.ready("a", at=v[2])
+    assert fleet.checksums("a") == fleet.expected(fleet.shifted(0.25))
+
+
+def test_an_engine_of_another_dtype_and_with_a_head_that_is_tied_is_compared_all_the_same(fleet: Fleet) -> None:
+    half = {name: tensor.bfloat16() for name, tensor in fleet.weights.items()}
+    half["lm_head.weight"] = half["model.embed_tokens.weight"].clone()
+    _, publisher, epoch = fleet.learner()
+    v = [PolicyVersion(epoch, n) for n in range(2)]
+    for version in v:
+        update = step(publisher, version, half)
+        fleet.ready("a", "b", at=version)
+    assert (update.transport, publisher.facts()["publish_fallbacks"]) == ("distributed", 0)
+    answers = fleet.stores[-1].answers(epoch, fleet.view().number).values()
+    assert all(answer.tensors_sha256 and answer.unused == ("lm_head.weight",) for answer in answers)
+    assert fleet.checksums("a") == fleet.expected({n: half[n].float() for n in fleet.weights})
 
 
 DYING = """

@@ -78,6 +78,13 @@ def _write_text(path: Path, text: str) -> None:
     world.disk(path)
 
 
+def _flush_tree(folder: Path) -> None:
+    """learner.durable.flush_tree; the manifest had its moments when it was written."""
+    inside = sorted(p for p in folder.rglob("*") if p.name != "manifest.json")
+    for path in [*sorted(inside, key=Path.is_dir), folder]:
+        world.disk(path)
+
+
 class _Disk:
     """In place of shutil: the dead tidy nothing up."""
 
@@ -116,7 +123,7 @@ def replacements() -> dict[str, Any]:
         "learner.serve.open_trackers": _Quiet,
         "learner.loop.batch_under": lambda conditions, groups, *_, **__: SimBatch(groups),
         "learner.checkpoint.flush": lambda path: world.disk(path),
-        "learner.checkpoint.flush_tree": lambda path: world.disk(path),
+        "learner.checkpoint.flush_tree": _flush_tree,
         "learner.checkpoint.write_text": _write_text,
         "learner.checkpoint.shutil": _Disk(),
         "rollout_server.sink.seal": lambda message: world.seal(message),
