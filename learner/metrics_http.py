@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
-from protocol.access import Access, check_bind, decide, read_access
+from protocol.access import Access, check_bind, read_access
 from protocol.errors import UserError
+from protocol.http_rules import Asked, decide
 from protocol.messages import MetricsSnapshot
 
 if TYPE_CHECKING:
@@ -78,13 +79,7 @@ def _handler(access: Access, text: Callable[[], bytes]) -> type[BaseHTTPRequestH
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            verdict = decide(
-                path,
-                needs="viewer",
-                authorization=self.headers.get("Authorization", ""),
-                host=self.headers.get("Host", ""),
-                access=access,
-            )
+            verdict = decide(Asked(self.command, path, self.headers), needs="viewer", access=access)
             if verdict.status:
                 return self._answer(verdict.status, verdict.message.encode())
             if path == "/health":

@@ -16,13 +16,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from protocol.codec import pack
+from protocol.codec import LIMITS, pack
 from protocol.errors import UserError
 from protocol.messages import Question, Scalar
 
 ANSWER_FIELDS = ("answers", "golden_answers", "answer")
 META_FIELDS = ("dataset", "hops", "type", "level", "supporting_ids")
 """What is kept of a record beside the question; a list becomes a comma-separated string."""
+MAX_QUESTION_BYTES = LIMITS["task"] - 4096
+"""The rest is for the other fields of a task."""
 
 
 EXAMPLE = '{"id": "q1", "question": "who ..?", "answers": ["..."]}'
@@ -118,7 +120,9 @@ def _question(line: str, number: int, path: Path) -> Question:
             answers=_answers(record, path, number),
             meta=_meta(record),
         )
-        pack(question.model_dump())
+        size = len(pack(question.model_dump()))
+        if size > MAX_QUESTION_BYTES:
+            raise ValueError(f"{size} bytes are more than the {MAX_QUESTION_BYTES} that a task has room for")
         return question
     except ValidationError as error:
         raise _bad(path, number, error.errors()[0]["msg"]) from None

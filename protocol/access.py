@@ -1,11 +1,10 @@
-"""Who may call what over HTTP: roles, tokens from the environment, and one decision that every service asks for.
+"""Who may call what over HTTP: roles and tokens from the environment. `protocol.http_rules` decides on requests.
 
     viewer    reads: /status, /metrics, /info
     node      machine to machine: searches, generation; reads too
     operator  what costs money (POST /v1/episodes), and all that the others may
 
-Without any token a service is open, and then it listens on loopback only and answers only to loopback names: a web
-page that had its own name point to 127.0.0.1 (DNS rebinding) is not let in. With a token set every route asks for one,
+Without any token a service is open, and then it listens on loopback only. With a token set every route asks for one,
 but for `OPEN`. Pure, but for the files that `FORAY_*_TOKEN_FILE` names; knows no HTTP library.
 """
 
@@ -18,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
-from urllib.parse import urlsplit
 
 from protocol.errors import UserError
 from protocol.redaction import remember
@@ -73,34 +71,6 @@ class Access:
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What to answer: status 0 lets the request pass, else 401 or 403 with `message`."""
-
-    status: int = 0
-    message: str = ""
-
-
-PASS = Verdict()
-
-
-def decide(path: str, *, needs: Role, authorization: str, host: str, access: Access) -> Verdict:
-    """Whether a request to `path`, a route for `needs`, may pass.
-
-    authorization, host  its headers of these names, "" where there is none
-    """
-    if path in OPEN:
-        return PASS
-    if access.open:
-        return PASS if _names_loopback(host) else Verdict(403, "without tokens only loopback names are answered")
-    role = access.role_of(authorization)
-    if role is None:
-        return Verdict(401, f"a token is needed: Authorization: Bearer <{variable(needs)}>")
-    if role not in MAY[needs]:
-        return Verdict(403, f"this needs the role {needs}, the token is of {role}")
-    return PASS
-
-
 def read_access(environ: Mapping[str, str]) -> Access:
     """The tokens in `environ`. Raises UserError for one that is weak, given twice, unreadable or that of two roles."""
     tokens: dict[Role, str] = {}
@@ -152,13 +122,6 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
-def _names_loopback(header: str) -> bool:
-    try:
-        return not header or is_loopback(urlsplit(f"//{header}").hostname or "")
     except ValueError:
         return False
 

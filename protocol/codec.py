@@ -1,12 +1,13 @@
 """Messages to bytes and back: a msgpack envelope {v, kind, body}.
 
-Order of the checks in `decode`: size, msgpack, envelope, kind, then the body's types, lengths and finiteness
-(pydantic). Whatever is wrong raises a `ProtocolError` with a `reason`; nothing else ever escapes.
+Order of the checks in `decode`: size, msgpack and how many values it holds, envelope, kind, then the body's types,
+lengths and finiteness (pydantic). Whatever is wrong raises a `ProtocolError` with a `reason`, nothing else escapes.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgpack
@@ -28,6 +29,9 @@ from protocol.messages import (
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 4
 MAX_BYTES = 32 << 20
 """Largest message. 8 trajectories of 32k tokens take 8 * 32k * 8 B = 2 MiB."""
+MAX_VALUES = 1_000_000
+"""Most values in a message: elements of arrays, entries of maps. A byte of msgpack may become a dict of 64 bytes in
+memory, or a string of 76; a turn with its observation takes about 40 values."""
 
 KINDS: dict[str, type[Message]] = {
     "task": Task,
@@ -40,18 +44,21 @@ KINDS: dict[str, type[Message]] = {
     "metrics": MetricsSnapshot,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
+SMALL_BYTES = 1 << 20
+LIMITS = dict.fromkeys(KINDS, SMALL_BYTES) | {"group": MAX_BYTES, "view": 8 << 20}
+"""Largest message of each kind in bytes. A view names every tensor of the model."""
 
 M = TypeVar("M", bound=Message)
+C = TypeVar("C", bound=Collection[Any])
 
 
 def encode(message: Message) -> bytes:
-    """The envelope's bytes. Raises MessageTooLarge beyond MAX_BYTES."""
-    body = message.model_dump(mode="python")
-    raw: bytes = msgpack.packb(
-        {"v": [SCHEMA_MAJOR, SCHEMA_MINOR], "kind": _NAMES[type(message)], "body": body}, use_bin_type=True
-    )
-    if len(raw) > MAX_BYTES:
-        raise MessageTooLarge(f"a {_NAMES[type(message)]} of {len(raw)} bytes is beyond the limit of {MAX_BYTES}")
+    """The envelope's bytes. Raises MessageTooLarge for what no reader would take."""
+    name, body = _NAMES[type(message)], message.model_dump(mode="python")
+    raw: bytes = msgpack.packb({"v": [SCHEMA_MAJOR, SCHEMA_MINOR], "kind": name, "body": body}, use_bin_type=True)
+    _check_size(name, raw)
+    if len(raw) > MAX_VALUES:  # every value takes a byte at least
+        unpack(raw)
     return raw
 
 
@@ -70,6 +77,7 @@ def decode(raw: bytes, *, max_bytes: int = MAX_BYTES) -> Message:
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise UnknownKind(f"unknown kind {str(name)[:64]!r}")
+    _check_size(name, raw)
     try:
         return kind.model_validate(envelope["body"])
     except ValidationError as error:
@@ -82,7 +90,7 @@ def decode(raw: bytes, *, max_bytes: int = MAX_BYTES) -> Message:
 
 def decode_as(kind: type[M], raw: bytes) -> M:
     """The message in `raw`, which must be of `kind`; raises ProtocolError."""
-    message = decode(raw)
+    message = decode(raw, max_bytes=LIMITS[_NAMES[kind]])
     if not isinstance(message, kind):
         raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
     return message
@@ -95,12 +103,23 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(raw: bytes) -> Any:
-    """Plain values from bytes; raises CorruptMessage. The limits leave msgpack nothing to amplify."""
+    """Plain values from bytes; raises CorruptMessage, or MessageTooLarge for more than MAX_VALUES."""
+    left = MAX_VALUES
+
+    def counted(value: C) -> C:
+        nonlocal left
+        left -= 1 + len(value)
+        if left < 0:
+            raise MessageTooLarge(f"more than {MAX_VALUES} values in a message of {len(raw)} bytes")
+        return value
+
     try:
         return msgpack.unpackb(
             raw,
             raw=False,
             strict_map_key=True,
+            object_hook=counted,
+            list_hook=counted,
             # room for an array is taken when its length is read, and every element takes a byte at least
             max_array_len=min(65536, len(raw)),
             max_map_len=65536,
@@ -110,6 +129,11 @@ def unpack(raw: bytes) -> Any:
         )
     except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
         raise CorruptMessage(f"not msgpack: {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def _check_size(name: str, raw: bytes) -> None:
+    if len(raw) > LIMITS[name]:
+        raise MessageTooLarge(f"a {name} of {len(raw)} bytes is beyond the limit of {LIMITS[name]}")
 
 
 def number_of(raw: bytes) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from protocol.access import Access
+from protocol.http_rules import SERVER_OPTIONS
 from protocol.search import MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK
 from retriever import app_flashrag, app_openai, app_search_r1
 from retriever.app_access import guard
@@ -26,7 +27,9 @@ Shape = Callable[[Refusal], dict[str, Any]]
 def create_app(service: Service, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
     """The aiohttp application. Run it with `handler_cancellation=True`, so that abandoned requests are dropped."""
     limit = int(service.settings.max_body_mb * 2**20)
-    app = web.Application(middlewares=[guard(access), _errors_as_json], client_max_size=limit)
+    app = web.Application(
+        middlewares=[guard(access), _errors_as_json], client_max_size=limit, handler_args=SERVER_OPTIONS
+    )
     app[SERVICE] = service
     post, get, metrics = app.router.add_post, app.router.add_get, service.metrics
     post("/retrieve", _counted(metrics, "/retrieve", app_search_r1.retrieve))

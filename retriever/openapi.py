@@ -68,9 +68,11 @@ SUMMARIES = {
 FAILURES = {
     "400": "what is wrong with the request",
     "401": "no token",
-    "403": "a token of another role",
+    "403": "a token of another role; without tokens a page of another origin, or no loopback name",
     "404": "there is no such thing here",
+    "408": "the body did not come in time",
     "413": "the body is too large",
+    "415": "the body is compressed, or without tokens no JSON",
     "429": "too much at once; see Retry-After",
     "500": "the index failed",
     "502": "a provider failed",

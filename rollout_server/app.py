@@ -22,6 +22,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
+from protocol.http_rules import SERVER_OPTIONS
 from rollout_server.engine.places import incarnation_key
 from rollout_server.engine.router import Router
 from rollout_server.episodes import Episodes, EpisodesRequest, summarise
@@ -56,7 +57,7 @@ SERVED = web.AppKey("served", Served)
 
 
 def build_app(served: Served) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, handler_args=SERVER_OPTIONS)
     app[SERVED] = served
     app.router.add_get("/health", _health)
     app.router.add_get("/ready", _ready)

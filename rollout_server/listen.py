@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from protocol.access import Access, Role, check_bind, decide, read_access
+from protocol.access import Access, Role, check_bind, read_access
 from protocol.errors import UserError
+from protocol.http_rules import Asked, decide
 from rollout_server.config import RolloutSettings
 
 NEEDS: Mapping[str, Role] = {
@@ -23,17 +24,12 @@ NEEDS: Mapping[str, Role] = {
 
 
 def guard(access: Access) -> Middleware:
-    """Middleware that answers 401 and 403 as `protocol.access.decide` says, before a body is read."""
+    """Middleware that refuses what `protocol.http_rules.decide` refuses, before a body is read."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        verdict = decide(
-            request.path,
-            needs=NEEDS.get(request.path, "operator"),
-            authorization=request.headers.get("Authorization", ""),
-            host=request.headers.get("Host", ""),
-            access=access,
-        )
+        asked = Asked(request.method, request.path, request.headers)
+        verdict = decide(asked, needs=NEEDS.get(request.path, "operator"), access=access)
         if verdict.status:
             return web.json_response({"error": verdict.message}, status=verdict.status)
         return await handler(request)

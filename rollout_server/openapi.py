@@ -58,11 +58,16 @@ def describe() -> Object:
     body = EpisodesRequest.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas = body.pop("$defs", {}) | {"EpisodesRequest": body}
     asked = {"required": True, "content": {JSON: {"schema": {"$ref": "#/components/schemas/EpisodesRequest"}}}}
-    refusals = {"401": _answer("no token", ERROR), "403": _answer("a token of another role", ERROR)}
+    refusals = {
+        "401": _answer("no token", ERROR),
+        "403": _answer("a token of another role; without tokens a page of another origin, or no loopback name", ERROR),
+        "415": _answer("the body is compressed, or without tokens no JSON", ERROR),
+    }
     finished = {JSON: {"schema": EPISODES}, EVENTS: {}}
     episodes = {
         "200": {"description": "finished episodes; server-sent events where `stream` was true", "content": finished},
         "400": _answer("what is wrong with the body", ERROR),
+        "408": _answer("the body did not come in time", ERROR),
         "413": _answer("the body is too large", {"type": "string"}, TEXT),
         "503": _answer("the versions cannot be pinned", ERROR),
     }

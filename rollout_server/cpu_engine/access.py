@@ -1,4 +1,4 @@
-"""Who may call which route, by SGLang's rules, and how errors are answered."""
+"""Who may call which route, by SGLang's rules for keys and ours for requests, and how errors are answered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import secrets
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from protocol import access
 from protocol.errors import UserError
+from protocol.http_rules import Asked, check_request
 from rollout_server.cpu_engine.contract import BadRequest
 from rollout_server.cpu_engine.engine import Refused
 from rollout_server.cpu_engine.weights import WeightsError
@@ -37,13 +39,21 @@ ADMIN = frozenset(
 
 
 def guard(api_key: str, admin_key: str) -> Middleware:
-    """Middleware. OPEN never needs a key; ADMIN takes only the admin key where there is one; the rest the API key."""
+    """Middleware. OPEN never needs a key; ADMIN takes only the admin key where there is one; the rest the API key.
+
+    Without an API key the engine is on loopback, and no web page may use it; SGLang has no such rule.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         key = "" if request.path in OPEN else admin_key if admin_key and request.path in ADMIN else api_key
         if key and not _matches(request.headers.get("Authorization", ""), key):
             return problem(401, "Unauthorized")
+        if request.path not in access.OPEN:
+            asked = Asked(request.method, request.path, request.headers)
+            verdict = check_request(asked, is_open=not api_key)
+            if verdict.status:
+                return problem(verdict.status, verdict.message)
         try:
             return await handler(request)
         except (BadRequest, Refused, WeightsError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,11 +10,20 @@ from aiohttp import web
 
 from rollout_server.cpu_engine.contract import BadRequest
 
+BODY_S = 30.0
+"""Longest wait for a body in seconds."""
+
 
 async def read_json(http: web.Request) -> Any:
-    """The body as JSON. Raises BadRequest."""
+    """The body as JSON. Raises BadRequest, or the HTTP errors 408 and 413."""
+    if (http.content_length or 0) > http.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
     try:
-        return json.loads(await http.read())
+        async with asyncio.timeout(BODY_S):
+            raw = await http.read()
+        return json.loads(raw)
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason=f"the body did not come within {BODY_S:g} s") from None
     except web.RequestPayloadError:
         raise BadRequest("the body is not what its headers say") from None
     except (ValueError, RecursionError) as error:

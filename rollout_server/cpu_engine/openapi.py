@@ -130,7 +130,10 @@ PROBLEM: Object = {"type": "object", "required": ["message", "error"], "properti
 FAILURES = {
     "400": "what is wrong with the request, or why it cannot be done now",
     "401": "no key, or not the one of this route",
+    "403": "without an API key: a page of another origin, or no loopback name",
+    "408": "the body did not come in time",
     "413": "the body is too large",
+    "415": "the body is compressed, or without an API key no JSON",
     "500": "the generation failed",
     "503": "paused, or the engine is gone",
 }

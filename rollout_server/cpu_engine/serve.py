@@ -19,6 +19,7 @@ import torch
 from aiohttp import web
 
 from protocol.errors import UserError
+from protocol.http_rules import SERVER_OPTIONS
 from protocol.redaction import start_logging
 from rollout_server.cpu_engine.access import guard
 from rollout_server.cpu_engine.adapters import Adapters
@@ -93,7 +94,7 @@ def build_app(
         "eos_token_ids": sorted(tokenizer.eos_ids),
         "dtype": settings.dtype,
     }
-    app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)])
+    app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)], handler_args=SERVER_OPTIONS)
     app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
     app.add_routes(Control(engine, generation, info, settings.model_dump(mode="json")).routes())
     updates = app[UPDATES] = Updates(engine, settings.update_timeout_s)

@@ -102,7 +102,8 @@ async def _going_on(service: Service) -> None:
 
 def _let_go_on(service: Service) -> None:
     if service.kind == "engine":
-        request = urllib.request.Request(f"{service.url}/continue_generation", data=b"{}", method="POST")
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{service.url}/continue_generation", data=b"{}", headers=headers)
         urllib.request.urlopen(request, timeout=20).close()
 
 

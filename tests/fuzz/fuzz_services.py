@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib
 import json
 import mmap
 import os
@@ -24,6 +25,12 @@ from pathlib import Path
 from protocol.redaction import start_logging
 
 KINDS = ("retriever", "rollout", "engine")
+BODIES = {
+    "retriever": "retriever.app_base",
+    "rollout": "rollout_server.app",
+    "engine": "rollout_server.cpu_engine.bodies",
+}
+"""Modules that read the bodies of requests."""
 CONTEXT = 24
 """Tokens of the engine's model: what is asked of it is over soon."""
 Running = tuple[Awaitable[None], Callable[[], int]]
@@ -148,8 +155,10 @@ async def engine(scratch: Path) -> AsyncIterator[Running]:
         made.stop()
 
 
-async def main(kind: str, scratch: Path) -> None:
-    """Starts the service, says its port, and looks whenever it is asked to."""
+async def main(kind: str, scratch: Path, body_s: float) -> None:
+    """Starts the service, says its port, and looks whenever it is asked to. `body_s` > 0: its deadline for a body."""
+    if body_s:
+        importlib.import_module(BODIES[kind]).BODY_S = body_s  # type: ignore[attr-defined]
     start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s %(message)s")
     async with {"retriever": retriever, "rollout": rollout, "engine": engine}[kind](scratch) as (serving, port):
         task = asyncio.ensure_future(serving)
@@ -169,6 +178,6 @@ async def main(kind: str, scratch: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))
     if sys.argv[1] == "engine":
         os._exit(0)  # a group that never came about may hold a thread of gloo's

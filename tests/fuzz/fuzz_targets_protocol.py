@@ -10,9 +10,10 @@ import msgpack
 from fuzz_targets import Decoder, scratch
 
 from protocol import codec, events, redis_url
-from protocol.access import Access, decide, is_loopback
+from protocol.access import Access, is_loopback
 from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.header import check_body, read_header, seal
+from protocol.http_rules import Asked, check_request, decide
 from protocol.ledger import Ledger, Outcome
 from protocol.messages import GroupFailed
 from protocol.settings import RunSettings, read_tree, section
@@ -98,10 +99,12 @@ def _access(access: Access) -> Any:
     def read(raw: bytes) -> object:
         # as aiohttp hands headers over
         text = raw.decode("utf-8", "surrogateescape")
-        verdict = decide("/retrieve", needs="node", authorization=text, host="localhost", access=access)
+        asked = Asked("POST", "/retrieve", {"Authorization": text, "Host": "localhost"})
+        verdict = decide(asked, needs="node", access=access)
         assert verdict.status or raw == f"Bearer {TOKEN}".encode() or access.open or TOKEN in text
-        named = decide("/retrieve", needs="node", authorization="", host=text, access=access)
-        return verdict, named, is_loopback(text)
+        names = ("Host", "Origin", "Sec-Fetch-Site", "Content-Encoding", "Content-Length", "Content-Type")
+        others = [check_request(Asked("POST", "/retrieve", {name: text}), is_open=access.open) for name in names]
+        return verdict, others, is_loopback(text)
 
     return read
 

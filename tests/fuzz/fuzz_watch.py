@@ -10,9 +10,10 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 SERVICES = Path(__file__).with_name("fuzz_services.py")
@@ -31,10 +32,14 @@ class Held:
 
 
 class Service:
-    """`with Service("retriever") as service:` it answers at `service.url` while the block runs."""
+    """`with Service("retriever") as service:` it answers at `service.url` while the block runs.
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    body_s  its deadline for a body in seconds, 0 for the usual one
+    env     more of its environment, e.g. tokens
+    """
+
+    def __init__(self, kind: str, *, body_s: float = 0.0, env: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.kind, self._body_s, self._env = kind, body_s, env
         # short: the path of Redis' socket may have 107 characters
         self._scratch = tempfile.TemporaryDirectory(prefix="foray-f-")
         self.folder = Path(self._scratch.name)
@@ -44,8 +49,9 @@ class Service:
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         for name in [name for name in env if name.startswith("FORAY_")]:
             del env[name]
+        env |= self._env
         with self.log.open("wb") as log:
-            argv = [sys.executable, str(SERVICES), self.kind, str(self.folder)]
+            argv = [sys.executable, str(SERVICES), self.kind, str(self.folder), str(self._body_s)]
             self._child = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=self.folder
             )
@@ -54,6 +60,7 @@ class Service:
         except BaseException:
             self._child.kill()
             raise
+        self.pid = self._child.pid
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 

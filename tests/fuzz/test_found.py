@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from learner.questions import load_questions
 from protocol.access import Access
 from protocol.errors import UserError
+from protocol.http_rules import SERVER_OPTIONS
 from protocol.redaction import without_trace_of_clients
 from retriever.app import create_app
 from retriever.app_base import Service
@@ -31,6 +32,7 @@ from retriever.config import RetrieverSettings
 from retriever.formats.records import Records
 from retriever.index.faiss_file import check_survives
 from rollout_server import app as rollout_app
+from rollout_server import listen
 from rollout_server.actions import Invalid, neutralise, parse
 from rollout_server.cpu_engine.access import guard
 from rollout_server.cpu_engine.bodies import read_json
@@ -152,7 +154,9 @@ async def served(app: web.Application) -> AsyncIterator[str]:
 
 
 def _rollout() -> web.Application:
-    return rollout_app.build_app(cast(Any, object()))
+    app = rollout_app.build_app(cast(Any, object()))
+    app.middlewares.append(listen.guard(Access()))
+    return app
 
 
 def _retriever() -> web.Application:
@@ -163,7 +167,7 @@ def _engine() -> web.Application:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response(await read_json(request))
 
-    app = web.Application(middlewares=[guard("", "")])
+    app = web.Application(middlewares=[guard("", "")], handler_args=SERVER_OPTIONS)
     app.router.add_post("/generate", answer)
     return app
 
@@ -172,14 +176,14 @@ def _engine() -> web.Application:
     ("make", "path"), [(_rollout, "/v1/episodes"), (_retriever, "/retrieve"), (_engine, "/generate")]
 )
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-async def test_a_body_that_is_not_compressed_as_it_says_is_a_client_error(
+async def test_a_body_that_says_it_is_compressed_is_refused(
     make: Callable[[], web.Application], path: str, encoding: str
 ) -> None:
     async with served(make()) as url, aiohttp.ClientSession() as session:
         headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
         # given as chunks: aiohttp would compress bytes by itself
         async with session.post(url + path, data=_pieces(), headers=headers, skip_auto_headers=["Accept"]) as answer:
-            assert answer.status == 400, await answer.text()
+            assert answer.status == 415, await answer.text()
 
 
 async def _pieces() -> AsyncIterator[bytes]:

@@ -19,20 +19,21 @@ from protocol.access import (
     Access,
     Role,
     check_bind,
-    decide,
     engine_key,
     is_loopback,
     read_access,
     variable,
 )
 from protocol.errors import UserError
+from protocol.http_rules import Asked, decide
 
 TOKENS: dict[Role, str] = {role: secrets.token_urlsafe(32) for role in ROLES}
 LOCKED = Access(TOKENS)
 
 
 def _status(needs: Role, authorization: str, access: Access = LOCKED, path: str = "/x", host: str = "h:1") -> int:
-    return decide(path, needs=needs, authorization=authorization, host=host, access=access).status
+    asked = Asked("GET", path, {"Authorization": authorization, "Host": host})
+    return decide(asked, needs=needs, access=access).status
 
 
 def test_each_role_may_what_the_table_says_and_nothing_else() -> None:
@@ -51,7 +52,7 @@ def test_without_the_right_token_there_is_only_what_is_open() -> None:
         assert _status("viewer", strange) == 401, "bytes that are no text"
     for path in OPEN:
         assert _status("operator", "", path=path) == 0
-    message = decide("/x", needs="node", authorization="Bearer no", host="", access=LOCKED).message
+    message = decide(Asked("GET", "/x", {"Authorization": "Bearer no"}), needs="node", access=LOCKED).message
     assert "FORAY_NODE_TOKEN" in message and not any(token in message for token in TOKENS.values())
 
 

@@ -39,6 +39,7 @@ async def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 
 async def _post(url: str, body: bytes, **headers: str) -> tuple[int, str]:
+    headers = {"Content-Type": "application/json"} | headers
     async with aiohttp.ClientSession(headers=headers) as session, session.post(url, data=io.BytesIO(body)) as response:
         return response.status, await response.text()
 
@@ -61,7 +62,7 @@ async def test_a_body_beyond_the_limit_is_refused_by_its_length_alone(retriever:
         assert (await _post(retriever + path, b" " * (1 << 20) + b"{}"))[0] == 413
     host, port = retriever.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"POST /retrieve HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9999999999999\r\n\r\n".encode())
+    writer.write(_head("/retrieve", 9999999999999))
     async with asyncio.timeout(10):
         assert b" 413 " in await reader.readline(), "nobody waits for it, and it takes nobody's room"
     writer.close()
@@ -115,12 +116,17 @@ async def test_the_rollout_server_leaves_it_too(monkeypatch: pytest.MonkeyPatch)
         await runner.cleanup()
 
 
+def _head(path: str, length: int) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}")
+    return "\r\n".join((*lines, "", "")).encode()
+
+
 async def _drip(url: str, path: str) -> int:
     """Status of a request whose body has begun and does not go on."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        writer.write(f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 50\r\n\r\n{{".encode())
+        writer.write(_head(path, 50) + b"{")
         async with asyncio.timeout(10):
             return int((await reader.readline()).split()[1])
     finally:

@@ -21,6 +21,8 @@ LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 CLONE_THREAD, AF_UNIX = 0x10000, 1
+CLONE_NEW = 0x7E020080
+"""Every CLONE_NEW* flag: a thread in a namespace that it makes."""
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what is asked of a pipe or a file."""
 FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)
@@ -67,8 +69,8 @@ def filter_for(machine: str, pid: int) -> list[Instruction]:
 def _conditions(pid: int) -> dict[str, list[Instruction]]:
     """What each conditional call may be given. Every block ends in a return."""
     return {
-        # threads, no processes; without clone3, whose flags a filter cannot see, libc falls back to clone
-        "clone": [_low(0), (ANY_BIT, 0, 1, CLONE_THREAD), _ALLOW, refuse(errno.EPERM)],
+        # threads only: no processes, no namespaces; a filter cannot see clone3's flags, without it libc takes clone
+        "clone": [_low(0), (ANY_BIT, 2, 0, CLONE_NEW), (ANY_BIT, 0, 1, CLONE_THREAD), _ALLOW, refuse(errno.EPERM)],
         "clone3": [refuse(errno.ENOSYS)],
         "prlimit64": _only_null(2),
         "tgkill": _one_of(0, (pid,)),
