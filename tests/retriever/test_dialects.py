@@ -312,7 +312,8 @@ async def test_memory_for_bodies_and_answers_is_bounded(settings: Settings) -> N
     ):
         status, answer = await post(session, "/retrieve", {"queries": ["a", "b"], "topk": 501})
         assert status == 400 and "more than 1000" in answer["error"]
-        head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+        kind = b"Content-Type: application/json\r\n"
+        head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\n" + kind + b"Content-Length: 100000\r\n\r\n"
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
         for _, writer in held:
             writer.write(head)

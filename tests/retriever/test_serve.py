@@ -34,7 +34,8 @@ def test_the_process_starts_quickly_serves_and_ends_on_sigterm(tmp_path: Path) -
         took = time.monotonic() - start
         port = int(port_file.read_text())
         body = json.dumps({"queries": ["word7"]}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/retrieve", data=body)
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/retrieve", data=body, headers=headers)
         with urllib.request.urlopen(request, timeout=10) as response:
             assert json.load(response)["result"][0][0]["id"] == "7"
         process.send_signal(signal.SIGTERM)

@@ -71,6 +71,7 @@ async def test_the_embedded_engine_refuses_what_sglang_takes(client: Client, nam
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "bytes", "nested"])
 async def test_a_body_that_is_not_json_is_refused(client: Client, raw: bytes) -> None:
-    async with client.session.post(client.server.url + "/generate", data=raw) as response:
+    headers = {"Content-Type": "application/json"}  # an engine without a key wants it
+    async with client.session.post(client.server.url + "/generate", data=raw, headers=headers) as response:
         assert response.status == 400
     assert (await client.get("/model_info"))[0] == 200
