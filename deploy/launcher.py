@@ -50,10 +50,10 @@ class Stopped(ForayError):
 
 
 class Launcher:
-    """One run. `say` gets the lines a person should see."""
+    """One run. `say` gets the lines a person should see; `again` is the command that goes on with the run."""
 
-    def __init__(self, config: RunConfig, *, say: Say = lambda line: None, python: str = "") -> None:
-        self._given, self._say, self._python = config, say, python or sys.executable
+    def __init__(self, config: RunConfig, *, say: Say = lambda line: None, python: str = "", again: str = "") -> None:
+        self._given, self._say, self._python, self._again = config, say, python or sys.executable, again
         self.directory = config.run.dir
         self._exits = ExitStack()
         self._stop_signal: int | None = None
@@ -244,6 +244,7 @@ class Launcher:
             "started": self._started,
             "updated": time.time(),
             "config": str(self.resolved),
+            "again": self._again,
             "redis_url": redacted(self.addresses.redis_url),
             "retrievers": list(self.addresses.retrievers),
             "rollouts": list(self.addresses.rollouts),

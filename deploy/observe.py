@@ -104,6 +104,9 @@ class Observation:
     max_memory: int = 0
     books: Books | None = None
     unreadable: tuple[str, ...] = field(default=())
+    stopped: bool = False
+    """A person stopped the run, and it goes on with the command `again`."""
+    again: str = ""
 
     def of(self, process: str) -> tuple[MetricsSnapshot, ...]:
         """Snapshots of all processes of one kind: learner, rollout or node."""

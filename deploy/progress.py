@@ -37,6 +37,23 @@ class StepTail:
             yield record
 
 
+def last_figures(path: Path) -> dict[str, float]:
+    """The numbers of the newest step in `path`, {} before the first."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return {}
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+    return {}
+
+
 def format_step(record: Mapping[str, Any], *, steps: int) -> str:
     """The learner's own line for a step: reward, EM, lag, tokens/s and the bottleneck in words."""
 

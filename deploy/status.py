@@ -60,7 +60,10 @@ _OUTCOMES = ("trained", "filtered", "stale", "dead")
 
 
 def with_record(seen: Observation, record: Mapping[str, Any]) -> Observation:
-    """`seen`, finished where Redis is away because the launcher stopped it after the learner's last step."""
+    """`seen`, finished where Redis is away because the launcher stopped it after the learner's last step, or stopped
+    where a person asked for that and no learner was started since."""
+    if record.get("state") == "stopped" and seen.learner is None:
+        return replace(seen, error="", stopped=True, again=str(record.get("again", "")))
     if seen.error and record.get("state") == "done":
         return replace(seen, error="", target_state="done")
     return seen
@@ -70,6 +73,8 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
     """What is wrong, the worst first; nothing for a run that goes well or has been finished."""
     if seen.todo:
         return [Problem(seen.error, seen.todo)]
+    if seen.stopped:
+        return delivery.of_tokens(seen)
     if seen.error:
         todo = "start the run (again) with `foray up`: it goes on from its checkpoint"
         return [Problem(f"Redis does not answer: {seen.error}", todo)]
@@ -171,7 +176,10 @@ def to_json(seen: Observation, *, max_lag: int) -> dict[str, Any]:
 
 
 def state(seen: Observation) -> str:
-    """One word: down, done, waiting (no learner yet or any more) or what the learner says: starting, training."""
+    """One word: stopped (by a person), down, done, waiting (no learner yet or any more) or what the learner says:
+    starting, training."""
+    if seen.stopped:
+        return "stopped"
     if seen.error:
         return "down"
     if seen.is_done:
@@ -223,6 +231,8 @@ def render(seen: Observation, *, max_lag: int) -> str:
             f"checkpoint step {seen.books.step}, epoch {seen.books.epoch}: {seen.books.settled} settled, {verdict}"
         )
     lines += [f"event     {line}" for line in delivery.event_lines(seen)]
+    if seen.stopped:
+        lines.append(f"next      {seen.again or 'the command that started the run'} goes on from the checkpoint")
     for problem in wrong:
         lines += [f"problem:  {problem.what}", f"   do:    {problem.todo}"]
     return "\n".join(lines)

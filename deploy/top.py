@@ -11,6 +11,7 @@ import re
 import urllib.error
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from deploy.asking import ask
 from deploy.delivery import letters_line, token_law
@@ -73,11 +74,21 @@ def table(columns: tuple[str, ...], rows: Iterable[Row]) -> list[str]:
     return ["  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
 
 
-def frame(seen: Observation, before: Observation | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
-    """What to show of `seen`; `before` is the look that precedes it, for rates and shares of the time between."""
+def frame(
+    seen: Observation,
+    before: Observation | None,
+    searches: Mapping[str, float],
+    *,
+    max_lag: int,
+    last: Mapping[str, float] = MappingProxyType({}),
+) -> Frame:
+    """What to show of `seen`; `before` is the look that precedes it, for rates and shares of the time between.
+
+    last  the learner's figures of its last step, for when it reports no more
+    """
     learner, rollouts = seen.learner, seen.of("rollout")
     target = seen.target.version.label if seen.target else "none yet"
-    values = learner.values if learner else {}
+    values = learner.values if learner else last
     generated = sum(p.values.get("tokens_generated_per_s", 0.0) for p in rollouts)
     in_flight = sum(p.values.get("groups_in_flight", 0.0) for p in rollouts)
     flying = sum(p.values.get("trajectories_in_flight", 0.0) for p in rollouts)

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 from deploy.rundir import is_held, read_record, require, wait_until_free
+from deploy.saved import saved
 from protocol.errors import ForayError
 
 
@@ -32,4 +33,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"run_dir": str(directory), "was_running": was_running}))
     else:
         print(f"{directory}: {'stopped' if was_running else 'nothing was running'}")
+        if was_running:
+            print("\n".join(saved(directory, read_record(directory).get("again", ""))))
     return 0

@@ -43,14 +43,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _frames(found: locate.Located, interval: float) -> Iterator[Frame]:
     from deploy.observe import observe
+    from deploy.progress import last_figures
+    from deploy.rundir import read_record
     from deploy.status import with_record
     from deploy.top import frame, read_searches
 
     urls = found.record.get("retrievers", [])
     before = None
     while True:
-        seen = with_record(observe(found.redis_url, found.run.id, found.directory), found.record)
-        yield frame(seen, before, read_searches(urls), max_lag=found.run.max_lag)
+        # it changes when the run ends
+        record = read_record(found.directory)
+        seen = with_record(observe(found.redis_url, found.run.id, found.directory), record)
+        last = {"steps": float(found.run.steps)} | last_figures(found.directory / "metrics.jsonl")
+        yield frame(seen, before, read_searches(urls), max_lag=found.run.max_lag, last=last)
         before = seen
         time.sleep(interval)
 

@@ -48,20 +48,21 @@ def run(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", file=out, flush=True)
 
-    code, summary = up(config, say)
+    code, summary = up(config, say, again=shlex.join(["foray", "up", str(path), *overrides]))
     if args.json:
         print(json.dumps(summary))
     return code
 
 
-def up(config: RunConfig, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """(exit code, what is to be said of the run); prints a failure on stderr."""
+def up(config: RunConfig, say: Callable[[str], None], *, again: str = "") -> tuple[int, dict[str, Any]]:
+    """(exit code, what is to be said of the run); prints a failure on stderr. `again`: the command that goes on."""
     from deploy.child import ProcessFailed
     from deploy.launcher import Launcher, Stopped
+    from deploy.saved import saved
 
     began = time.monotonic()
-    launcher = Launcher(config, say=say)
-    say(f"run {config.run.id} in {config.run.dir}")
+    launcher = Launcher(config, say=say, again=again)
+    say(f"run {config.run.id} in {config.run.dir.absolute()}")
     state, code, error = "done", 0, ""
     try:
         launcher.run_until_done()
@@ -72,7 +73,10 @@ def up(config: RunConfig, say: Callable[[str], None]) -> tuple[int, dict[str, An
         print(failure.render(), file=sys.stderr, flush=True)
     seconds = time.monotonic() - began
     say(f"{state} after {seconds:.0f} s; logs, weights and checkpoints are in {config.run.dir}")
-    if state == "done":
+    if state != "done":
+        for line in saved(config.run.dir, again):
+            say(line)
+    else:
         say(f"next: foray replay {config.run.dir} --show 3")
     return code, {
         "run": config.run.id,

@@ -18,9 +18,8 @@ from pathlib import Path
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray demo`."""
     parser.add_argument("--seed", type=int, default=0, help="of worlds, model, sampler (default: 0)")
-    parser.add_argument(
-        "--dir", type=Path, help="run directory (default: runs/demo-SEED); an old demo there is removed"
-    )
+    parser.add_argument("--dir", type=Path, help="run directory (default: runs/demo-SEED)")
+    parser.add_argument("--fresh", action="store_true", help="replace the demo that was trained in that directory")
     parser.add_argument(
         "--control",
         choices=["none", "shuffled-reward"],
@@ -40,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from deploy.demo.report import table
     from deploy.demo.run import run_demo
     from deploy.launcher import Stopped
+    from deploy.saved import saved
 
     out = sys.stderr if args.json else sys.stdout
     began = time.monotonic()
@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{time.monotonic() - began:6.1f}s  {line}", file=out, flush=True)
 
     directory = args.dir or Path("runs") / (f"demo-{args.seed}" + ("-control" if args.control != "none" else ""))
-    options = DemoOptions(directory, args.seed, args.control == "shuffled-reward", args.model, tuple(args.overrides))
+    options = DemoOptions(
+        directory, args.seed, args.control == "shuffled-reward", args.model, tuple(args.overrides), args.fresh
+    )
     prepared = prepare(options, say)
     if args.prepare_only:
         say(f"next: start each process with --config {prepared.config_path} (see the README)")
@@ -56,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         summary = run_demo(prepared, began, say)
     except Stopped as stopped:
+        for line in saved(directory, f"foray up {prepared.config_path}"):
+            say(line)
         return 130 if stopped.number == signal.SIGINT else 0
     except ProcessFailed as failure:
         print(failure.render(), file=sys.stderr, flush=True)

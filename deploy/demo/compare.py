@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a warm-started model of an earlier demo, instead of a new one")
     parser.add_argument("--seed", type=int, default=0, help="of worlds, model, sampler (default: 0)")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", dest="set", help="for all variants too")
+    parser.add_argument("--fresh", action="store_true", help="replace the runs that are there already")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end (progress on stderr)")
 
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{time.monotonic() - began:6.1f}s  {line}", file=out, flush=True)
 
         directory = args.dir / name
-        prepared = prepare(DemoOptions(directory, args.seed, False, model, (*shared, *overrides)), say)
+        prepared = prepare(DemoOptions(directory, args.seed, False, model, (*shared, *overrides), args.fresh), say)
         try:
             summary = run_demo(prepared, began, say)
         except ProcessFailed as failure:

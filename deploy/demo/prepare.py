@@ -40,6 +40,8 @@ class DemoOptions:
     shuffled_reward: bool = False
     model: Path | None = None
     overrides: tuple[str, ...] = ()
+    fresh: bool = False
+    """Replace a demo that was trained in the directory."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,14 @@ class Prepared:
 
 
 def prepare(options: DemoOptions, say: Say) -> Prepared:
-    """Make the run directory anew and fill it. Raises UserError when it holds something that is not a demo."""
+    """Make the run directory and fill it. Raises UserError when it holds something else, or a demo that was trained and
+    may not be replaced."""
     directory = options.directory
-    _clear(directory)
+    _clear(directory, fresh=options.fresh)
     directory.mkdir(parents=True)
     (directory / MARKER).touch()
     tree = demo_tree(options)
-    (directory / CONFIG_COPY).write_text(yaml.safe_dump(tree, sort_keys=False))
+    (directory / CONFIG_COPY).write_text(yaml.safe_dump(dict(tree), sort_keys=False))
     config = from_tree(tree)
     began = time.monotonic()
     held_out = write_worlds(options.seed, directory / "world")
@@ -75,7 +78,7 @@ def prepare(options: DemoOptions, say: Say) -> Prepared:
 
 def demo_tree(options: DemoOptions) -> dict[str, Any]:
     """The demo's configuration with this run's paths and seed; overrides last."""
-    directory = options.directory
+    directory = options.directory.absolute()
     chosen = [
         f"run.dir={directory}",
         f"run.model={directory / 'model'}",
@@ -119,7 +122,7 @@ def _model(options: DemoOptions, config: RunConfig, say: Say) -> dict[str, Any]:
     return report.to_json()
 
 
-def _clear(directory: Path) -> None:
+def _clear(directory: Path, *, fresh: bool) -> None:
     if not directory.exists():
         return
     from deploy.rundir import is_held
@@ -128,4 +131,13 @@ def _clear(directory: Path) -> None:
         raise UserError(f"{directory} exists and is not a demo", todo="choose another --dir")
     if is_held(directory):
         raise UserError(f"a demo is running in {directory}", todo=f"foray down {directory}, or another --dir")
+    metrics = directory / "metrics.jsonl"
+    if metrics.exists() and not fresh:
+        steps = len(metrics.read_text().splitlines())
+        finished = (directory / "summary.json").exists()
+        go_on = "" if finished else f"go on with `foray up {directory / CONFIG_COPY}`; or "
+        raise UserError(
+            f"{directory} holds a demo that {'has finished' if finished else 'was stopped'} ({steps} steps)",
+            todo=f"{go_on}replace it with --fresh, or take another --dir or --seed",
+        )
     shutil.rmtree(directory)

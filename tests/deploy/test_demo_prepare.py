@@ -36,14 +36,22 @@ def test_a_directory_that_no_demo_made_is_never_removed(tmp_path: Path) -> None:
     assert (tmp_path / "demo.yaml").read_text() == "mine"
 
 
-def test_an_old_demo_makes_way_for_a_new_one(tmp_path: Path) -> None:
+def test_an_old_demo_makes_way_for_a_new_one_only_when_that_is_said(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").touch()
     directory = tmp_path / "demo"
     prepare(DemoOptions(directory, 0, model=model), silent)
-    (directory / "metrics.jsonl").write_text("old")
-    prepared = prepare(DemoOptions(directory, 1, model=model, shuffled_reward=True), silent)
+    prepare(DemoOptions(directory, 0, model=model), silent)  # nothing was trained in it
+    (directory / "metrics.jsonl").write_text("old\n")
+    with pytest.raises(UserError) as kept:
+        prepare(DemoOptions(directory, 1, model=model), silent)
+    assert "was stopped (1 steps)" in kept.value.what and f"foray up {directory}/demo.yaml" in kept.value.todo
+    (directory / "summary.json").touch()
+    with pytest.raises(UserError, match="has finished") as kept:
+        prepare(DemoOptions(directory, 1, model=model), silent)
+    assert "--fresh" in kept.value.todo and "foray up" not in kept.value.todo
+    prepared = prepare(DemoOptions(directory, 1, model=model, shuffled_reward=True, fresh=True), silent)
     assert not (directory / "metrics.jsonl").exists() and prepared.config.run.seed == 1
     assert prepared.config.learner.batch.shuffle_rewards
 

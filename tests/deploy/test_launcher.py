@@ -243,7 +243,7 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
         "import sys; from pathlib import Path\n"
         "from deploy.config import load; from deploy.commands.up import up\n"
         "sys.executable = sys.argv[2]\n"
-        "sys.exit(up(load(Path(sys.argv[1])), print)[0])"
+        "sys.exit(up(load(Path(sys.argv[1])), print, again='foray up run.yaml')[0])"
     )
     argv = [sys.executable, "-c", code, str(file), str(run_files / "python")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -254,8 +254,11 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
         finally:
             process.kill()
         assert process.stdout is not None
-        assert "stopped after" in process.stdout.read()
-    assert "stopped" in capsys.readouterr().out
+        said = process.stdout.read()
+        assert "stopped after" in said and "no checkpoint was written yet" in said
+        assert "go on from the start with: foray up run.yaml" in said
+    out = capsys.readouterr().out
+    assert "stopped" in out and "foray up run.yaml" in out
     assert down.run(_down(run_files / "run")) == 0
     assert "nothing was running" in capsys.readouterr().out
 

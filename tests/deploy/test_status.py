@@ -13,6 +13,7 @@ import redis
 from deploy.commands import status as status_command
 from deploy.commands import top as top_command
 from deploy.observe import Observation, observe, read_books
+from deploy.progress import last_figures
 from deploy.rundir import write_record
 from deploy.status import conservation, problems, render, to_json, with_record
 from deploy.top import frame, waits_in_words
@@ -141,6 +142,24 @@ def test_a_redis_that_is_away_is_a_problem_unless_the_run_was_finished(tmp_path:
     assert problems(finished, max_lag=2) == []
     assert "issued 1 = trained 1" in render(finished, max_lag=2)
     assert with_record(seen, {"state": "failed"}) is seen
+
+
+def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, Ledger())
+    again = "foray up run.yaml run.steps=9"
+    away = with_record(observe("redis://127.0.0.1:1/0", "test", tmp_path), {"state": "stopped", "again": again})
+    for seen in (away, with_record(Observation("test", "redis://x"), {"state": "stopped", "again": again})):
+        assert problems(seen, max_lag=2) == []
+        page = render(seen, max_lag=2)
+        assert "run test: stopped, healthy" in page and f"{again} goes on from the checkpoint" in page
+
+
+def test_top_shows_the_last_step_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 14, "em_mean": 0.5}\n{"step": 15, "em_mean": 0.75}\n{"step"')
+    last = {"steps": 15.0} | last_figures(tmp_path / "metrics.jsonl")
+    text = frame(Observation("test", "redis://x", target_state="done"), None, {}, max_lag=2, last=last).plain()
+    assert "run test: done" in text and "step          15 of 15" in text and "0.750 trained" in text
+    assert last_figures(tmp_path / "none.jsonl") == {}
 
 
 def test_without_a_learner_the_checkpoint_keeps_the_books(
