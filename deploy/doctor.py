@@ -10,7 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from deploy import doctor_access, doctor_acl, doctor_data, doctor_engine, doctor_machine, doctor_model, doctor_redis
+from deploy import (
+    doctor_access,
+    doctor_acl,
+    doctor_data,
+    doctor_engine,
+    doctor_identity,
+    doctor_machine,
+    doctor_model,
+    doctor_redis,
+)
 from deploy.addresses import choose_redis
 from deploy.config import RunConfig
 from deploy.doctor_finding import Finding
@@ -85,3 +94,5 @@ def _redis(config: RunConfig, environ: Mapping[str, str], clock: Callable[[], fl
     else:
         yield from doctor_acl.user(url, config.run.id)
     yield from doctor_model.fleet(url, config)
+    if config.launch.learner:
+        yield from doctor_identity.lineage(url, config)

@@ -12,6 +12,7 @@ from deploy.doctor_finding import Finding
 from deploy.ports import Holder, holder, socket_holder
 from deploy.redis_child import OLDEST, connect, find_server
 from protocol.errors import UserError
+from protocol.keys import Keys
 from protocol.redis_policy import eviction_refusal
 from protocol.redis_url import cli, parse, redacted
 
@@ -23,6 +24,8 @@ BYTES_PER_TOKEN = 8 * 1.25
 MOST_SKEW_S = 1.0
 ANSWER_S = 3.0
 """Longest wait for an answer: a Redis that is slower than that stalls a run."""
+FULL = 0.98
+"""Share of maxmemory from which there is no room for a task."""
 FIXED_IN = (8, 6, 3)
 """First Redis without CVE-2026-23479 (a use after free behind blocking reads, since 7.2.0)."""
 
@@ -53,6 +56,7 @@ def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) 
             yield Finding("redis", "warn", f"{redacted(url)} answers, but tells this user nothing of itself", mend)
             return
         yield from _version(url, info)
+        yield from _room(client, url, config.run.id, info)
         yield from _settings(url, info, memory_needed(config))
     except (redis.RedisError, OSError) as error:
         yield _away(url, error)
@@ -148,6 +152,20 @@ def _settings(url: str, info: dict[str, Any], needed: int) -> Iterator[Finding]:
         yield Finding("redis persistence", "fail", "it cannot write its append-only file, and refuses writes", mend)
     else:
         yield Finding("redis persistence", "ok", "append-only file")
+
+
+def _room(client: redis.Redis, url: str, run: str, info: dict[str, Any]) -> Iterator[Finding]:
+    """Whether a Redis with a memory limit takes anything at all. What fills it may be this very run."""
+    limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
+    if not limit or used < FULL * limit:
+        return
+    detail = f"Redis is full: {used / 2**20:.0f} of {limit / 2**20:.0f} MiB are used"
+    if client.exists(Keys(run).traj):
+        mend = "start the learner: it makes room as it trains; or raise maxmemory"
+        yield Finding("redis room", "warn", detail, mend, "it holds this run, whose groups may be what fills it")
+    else:
+        mend = f"{cli(url)} CONFIG SET maxmemory {limit * 2 >> 20}mb, or remove what others keep there"
+        yield Finding("redis room", "fail", detail, mend, "it would refuse the tasks of a new run, and all would wait")
 
 
 def _away(url: str, error: Exception) -> Finding:

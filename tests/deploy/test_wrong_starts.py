@@ -34,6 +34,7 @@ from learner.seams import TrainEngine
 from learner.serve import serve as serve_learner
 from protocol.errors import UserError
 from protocol.keys import Keys
+from protocol.meta import LINEAGE_FILE, RunMeta
 from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
 from rollout_server.redis_client import RedisClient
@@ -90,6 +91,7 @@ class Start:
 def start(run_files: Path, redis_url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.delenv("FORAY_REDIS_URL", raising=False)
     yield Start(run_files, redis_url, client, monkeypatch)
+    client.config_set("maxmemory", 0)
     client.config_set("maxmemory-policy", "noeviction")
 
 
@@ -112,6 +114,18 @@ def parquet(start: Start) -> None:
 
 def evicting(start: Start) -> None:
     start.admin.config_set("maxmemory-policy", "allkeys-lru")
+    start.overrides.append(f"run.redis_url={start.redis_url}")
+
+
+def another_run(start: Start) -> None:
+    meta = RunMeta(facts={"host": "elsewhere", "dir": "/runs/theirs"}, lineage_id="f" * 32).fields()
+    start.admin.hset(Keys("wrong").meta, mapping=meta)
+    start.overrides.append(f"run.redis_url={start.redis_url}")
+
+
+def full(start: Start) -> None:
+    start.admin.set("ballast", b"x" * (1 << 20))
+    start.admin.config_set("maxmemory", int(start.admin.info("memory")["used_memory"]))
     start.overrides.append(f"run.redis_url={start.redis_url}")
 
 
@@ -224,7 +238,11 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         no_cuda,
         ["there is no CUDA device", "learner.publish.backend=gloo"],
     ),
-    # run identity: a second run of one id in one Redis; messages of a full Redis
+    "a second run of one id": (
+        another_run,
+        ["already holds another run named 'wrong'", "lineage ffffffff", "host elsewhere", "run.id"],
+    ),
+    "a full Redis": (full, ["Redis is full", "refuse the tasks of a new run", "CONFIG SET maxmemory"]),
 }
 
 
@@ -270,6 +288,20 @@ def test_a_right_start_gets_as_far_as_its_first_process(start: Start, capsys: py
     assert main(["up", *start.argv, "--dry-run", "--json", "learner.questions=/nowhere"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert found["check"] == "learner.questions" and found["verdict"] == "fail"
+
+
+def test_the_run_that_fills_redis_may_go_on(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only its own learner can make room; that it has the name is no obstacle to itself."""
+    another_run(start)
+    full(start)
+    (start.directory / "run").mkdir()
+    (start.directory / "run" / LINEAGE_FILE).write_text("f" * 32)
+    start.admin.config_set("maxmemory", 0)
+    start.admin.xadd(Keys("wrong").traj, {"b": "x"})
+    start.admin.config_set("maxmemory", int(start.admin.info("memory")["used_memory"]))
+    with pytest.raises(Spawned, match="retriever-1"):
+        main(["up", *start.argv])
+    assert "warning: redis room: Redis is full" in capsys.readouterr().out
 
 
 def test_all_that_is_wrong_is_said_at_once(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
