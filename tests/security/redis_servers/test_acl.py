@@ -17,15 +17,22 @@ from deploy.redis_child import check_server, ping
 from deploy.secrets_acl import REDIS_ROLES, rules
 from deploy.secrets_env import login_at, read_env
 from deploy.secrets_files import Place, write_secrets
+from learner.books import Books
+from learner.config_data import FilterSettings
 from learner.connect import connect
+from learner.evidence import Evidence
+from learner.filtering import GroupFilter
+from learner.history import History
 from learner.redis_client import RunStore
+from learner.source import Source
 from protocol import functions
 from protocol.codec import encode
 from protocol.errors import UserError
+from protocol.header import seal
 from protocol.keys import TASK_GROUP, Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
-from protocol.testing import make_group
+from protocol.testing import make_group, make_task
 from rollout_server.fleet import Fleet
 from rollout_server.metrics import Stats
 from rollout_server.node.registry import Registry
@@ -230,6 +237,109 @@ def test_a_rollout_server_cannot_reach_what_is_the_learners(
         refused(rollout, *command)
     assert store.holder() is not None and store.renew(60_000)
     store.close()
+
+
+@pytest.fixture
+def source(urls: dict[str, str], users: dict[str, redis.Redis], tmp_path: Path) -> Iterator[Source]:
+    """The learner's reader, under the learner's user."""
+    store = RunStore(urls["learner"], RUN)
+    store.prepare()
+    assert store.acquire("me", 0, 60_000, takeover=False) == 1
+    store.own(1, "me")
+    parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
+    yield Source(store, Books(issued=9), RUN, GroupFilter(FilterSettings(), 1), room=9, max_attempts=3, **parts)
+    store.close()
+
+
+async def leased(client: RedisClient, source: Source, seq: int) -> str:
+    """The entry of a task of `seq` that the server behind `client` has leased."""
+    source._store.reissue([(seq, encode(make_task(seq)))])
+    ((entry, _),) = await client.read(KEYS.tasks, TASK_GROUP, "healthy", 1)
+    return entry.decode()
+
+
+async def test_a_rollout_user_cannot_stop_publishing_by_a_statistic(
+    urls: dict[str, str], users: dict[str, redis.Redis], source: Source
+) -> None:
+    assert users["rollout"].hincrby(KEYS.tokens, "published", 2**63 - 1) == 2**63 - 1
+    client = RedisClient(urls["rollout"], KEYS)
+    assert await Sink(client, Stats("rollout", "r")).publish(await leased(client, source, 1), make_group(1, run=RUN))
+    await client.aclose()
+    source.turn()
+    assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [1]
+
+
+async def test_a_rollout_user_that_uses_up_the_ids_stops_the_run_with_words_and_loses_nothing(
+    urls: dict[str, str], users: dict[str, redis.Redis], source: Source
+) -> None:
+    client, stats = RedisClient(urls["rollout"], KEYS), Stats("rollout", "r")
+    entry = await leased(client, source, 1)
+    users["rollout"].xadd(KEYS.traj, {"x": "y"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    publishing = asyncio.create_task(Sink(client, stats).publish(entry, make_group(1, run=RUN)))
+    while not client.refusal:
+        assert not publishing.done()
+        await asyncio.sleep(0.01)
+    assert f"`DEL {KEYS.traj}`" in client.refusal
+    assert users["viewer"].xpending(KEYS.tasks, TASK_GROUP)["pending"] == 1
+    with pytest.raises(UserError, match=KEYS.traj) as caught:
+        source._store.snapshot()
+    assert f"DEL {KEYS.traj}" in caught.value.todo
+    users["learner"].delete(KEYS.traj)
+    source._store.prepare()
+    assert await publishing is True
+    await client.aclose()
+
+
+async def test_a_rollout_user_is_trusted_with_what_the_run_learns(
+    urls: dict[str, str], users: dict[str, redis.Redis], source: Source
+) -> None:
+    """What SECURITY.md says of it: it can forge a group of any open seq, and suppress the true one."""
+    client = RedisClient(urls["rollout"], KEYS)
+    entry = await leased(client, source, 5)
+    header, body = seal(make_group(5, (1.0, 1.0, 1.0, 0.0), run=RUN))
+    users["rollout"].xadd(KEYS.traj, {"seq": 5, "h": header, "b": body})
+    assert await Sink(client, Stats("rollout", "r")).publish(entry, make_group(5, run=RUN))
+    source.turn()
+    assert [e.raw_header for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [header]
+    assert source._books.tally.duplicates == 1, "the true one came second"
+    await client.aclose()
+
+
+async def test_a_rollout_user_that_forges_tasks_kills_no_seq(
+    urls: dict[str, str], users: dict[str, redis.Redis], source: Source
+) -> None:
+    client, stats = RedisClient(urls["rollout"], KEYS), Stats("rollout", "r")
+    entry, sink = await leased(client, source, 5), Sink(client, stats)
+    tasks = Tasks(client, sink, stats, consumer="r", concurrency=9, idle_ms=60_000)
+    for _ in range(4):
+        users["rollout"].xadd(KEYS.tasks, {"seq": 5, "b": b"junk"})
+    for junk, fields in await client.read(KEYS.tasks, TASK_GROUP, "r", 9):
+        assert await tasks._open(junk.decode(), fields) is None
+    source.turn()
+    assert await sink.publish(entry, make_group(5, run=RUN))
+    source.turn()
+    assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [5]
+    assert source._books.tally.dead_letters == 4 and source._books.attempts == {}
+    await client.aclose()
+
+
+def test_a_ring_goes_on_while_a_rollout_user_forges_tasks(
+    urls: dict[str, str],
+    users: dict[str, redis.Redis],
+    run: RunSettings,
+    settings: Any,
+    learn: Callable[..., int],
+    books_of: Callable[[RunSettings], Any],
+) -> None:
+    run = run.model_copy(update={"redis_url": urls["learner"]})
+
+    def forge(_: int) -> None:
+        for seq in range(1, 13):
+            users["rollout"].xadd(KEYS.tasks, {"seq": seq, "b": b"junk"})
+
+    with RolloutHalf(urls["rollout"]):
+        assert learn(run, settings, before=forge, pace_s=0.1) == 0
+    assert books_of(run).facts["ledger"]["counts"]["dead"] == 0
 
 
 def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(users: dict[str, redis.Redis]) -> None:
