@@ -2,7 +2,7 @@
 
 A function runs with the rights of who calls it, so what it does inside is granted here too: FCALL opens nothing by
 itself. Each group of keys has its own commands (selectors, Redis 7.0), all below the run's own prefix. A rollout server
-can still forge trajectories for the tasks it holds: making them is its work.
+may append to the trajectory stream, so it can forge or suppress any group of the run: SECURITY.md says what follows.
 """
 
 from __future__ import annotations
