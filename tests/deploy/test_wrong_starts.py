@@ -124,7 +124,8 @@ def another_run(start: Start) -> None:
 
 
 def full(start: Start) -> None:
-    start.admin.set("ballast", b"x" * (1 << 20))
+    # a large value by a small command: the buffer of a large one would count, and be freed a moment later
+    start.admin.setrange("ballast", 32 << 20, b"x")
     start.admin.config_set("maxmemory", int(start.admin.info("memory")["used_memory"]))
     start.overrides.append(f"run.redis_url={start.redis_url}")
 
