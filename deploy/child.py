@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from deploy.harmless import harmless
 from deploy.plan import ProcessSpec
 from protocol.errors import ForayError
 
@@ -102,6 +103,13 @@ class Child:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - 64 * 1024))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+    def waiting_line(self, until: str = "", *, since: float = 0.0) -> str:
+        """`waiting for engine-1 (registered in Redis as ready), 12 s; its log: ...`"""
+        seconds = time.monotonic() - (since or self.spawned)
+        last = next((line for line in reversed(self.tail().splitlines()) if line.strip()), "")
+        log = f"; its log: {harmless(last.strip(), 100)}" if last else ""
+        return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"
 
     def failed(self, what: str) -> ProcessFailed:
         """The error that says how this process ended the run."""

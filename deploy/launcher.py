@@ -28,6 +28,7 @@ from deploy.doctor_finding import NotReady
 from deploy.doctor_machine import usable
 from deploy.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.progress import StepTail, format_step
+from deploy.pulse import Pulse, beside
 from deploy.readiness import Readiness
 from deploy.redis_child import check_server
 from deploy.rundir import RESOLVED, hold, write_atomically, write_record
@@ -37,6 +38,8 @@ from protocol.errors import ForayError
 from protocol.redis_url import redacted
 
 T = TypeVar("T")
+STEP_S = 30.0
+"""A step may take longer than other things before a line says what the learner does."""
 STAGES = (("redis",), ("retriever",), ("engine", "rollout", "learner"))
 """Kinds that start together: later stages may need the earlier ones, within a stage all find each other."""
 
@@ -53,7 +56,9 @@ class Launcher:
     """One run. `say` gets the lines a person should see; `again` is the command that goes on with the run."""
 
     def __init__(self, config: RunConfig, *, say: Say = lambda line: None, python: str = "", again: str = "") -> None:
-        self._given, self._say, self._python, self._again = config, say, python or sys.executable, again
+        self._given, self._python, self._again = config, python or sys.executable, again
+        self._pulse = Pulse(say)
+        self._say = self._pulse.say
         self.directory = config.run.dir
         self._exits = ExitStack()
         self._stop_signal: int | None = None
@@ -92,6 +97,7 @@ class Launcher:
             ready_s=launch.ready_s,
             shutdown_s=launch.shutdown_s,
             say=self._say,
+            beat=self._pulse.beat,
             interrupted=self._raise_if_stopped,
         )
         self._catch_signals()
@@ -144,33 +150,23 @@ class Launcher:
         """Until the learner has ended with code 0 (without a learner: until stopped)."""
         while not ("learner" in self.supervisor.children and self.supervisor.ended("learner")):
             self.check()
+            if learner := self.supervisor.children.get("learner"):
+                self._pulse.beat(lambda: learner.waiting_line("to do its next step"), every_s=STEP_S)
             time.sleep(POLL_S * 2)
         self.check()
 
-    def during(self, work: Callable[[], T]) -> T:
+    def during(self, work: Callable[[], T], doing: str = "working") -> T:
         """The result of `work`, which runs in a thread while the processes are watched; raises what it raises."""
-        result: list[T] = []
-        failure: list[BaseException] = []
+        begun = time.monotonic()
 
-        def call() -> None:
-            try:
-                result.append(work())
-            except BaseException as error:
-                failure.append(error)
-
-        thread = threading.Thread(target=call, name="during", daemon=True)
-        thread.start()
-        while thread.is_alive():
+        def look() -> None:
             self.check()
-            thread.join(POLL_S)
-        if failure:
-            raise failure[0]
-        return result[0]
+            self._pulse.beat(lambda: f"{doing}: {time.monotonic() - begun:.0f} s so far")
+
+        return beside(work, look)
 
     def stop(self, state: str = "stopped") -> None:
         """Stop everything that was started, in order; may be called twice."""
-        if self.supervisor.children:
-            self._say("stopping")
         self.supervisor.stop()
         self._state = state
         self._record()
@@ -211,6 +207,7 @@ class Launcher:
             try:
                 while child.poll() is None:
                     self._raise_if_stopped()
+                    self._pulse.beat(lambda child=child: child.waiting_line("to end"))  # type: ignore[misc]
                     time.sleep(POLL_S)
             finally:
                 child.kill()

@@ -25,6 +25,7 @@ class Supervisor:
     is_ready    judges whether a started process can be relied on; called every `POLL_S` * 2, must return soon
     ready_s     longest wait for one process to be ready
     shutdown_s  longest wait between SIGTERM and SIGKILL, for each stage of the stop
+    beat        is given, in every turn of a loop that waits, what it waits for
     interrupted raises at each look when a person asked the run to end
     """
 
@@ -35,10 +36,11 @@ class Supervisor:
         ready_s: float,
         shutdown_s: float,
         say: Say = lambda line: None,
+        beat: Callable[[Callable[[], str]], None] = lambda line: None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> None:
         self._is_ready, self._ready_s, self._shutdown_s = is_ready, ready_s, shutdown_s
-        self._say, self._interrupted = say, interrupted
+        self._say, self._beat, self._interrupted = say, beat, interrupted
         self.children: dict[str, Child] = {}
         self.restarts: dict[str, int] = {}
 
@@ -53,8 +55,9 @@ class Supervisor:
         deadline = time.monotonic() + self._ready_s
         while waiting := [name for name in names if not self._look(name)]:
             self.check()
+            child = self.children[waiting[0]]
+            self._beat(child.waiting_line)
             if time.monotonic() > deadline:
-                child = self.children[waiting[0]]
                 raise child.failed(f"was not ready after {self._ready_s:g} s ({child.spec.ready})")
             time.sleep(POLL_S * 2)
 
@@ -97,11 +100,16 @@ class Supervisor:
         self._shutdown_s = 0.0
 
     def _stop_stage(self, stage: list[Child]) -> list[str]:
+        if alive := [child.spec.name for child in stage if child.poll() is None]:
+            checkpoint = ", which writes a checkpoint" if stage[0].spec.kind == "learner" else ""
+            self._say(f"stopping {', '.join(alive)}{checkpoint}")
         for child in stage:
             child.terminate()
         begun = time.monotonic()
         # `hurry` may change the limit meanwhile
         while any(child.poll() is None for child in stage) and time.monotonic() - begun < self._shutdown_s:
+            slow = next((child for child in stage if child.poll() is None), stage[0])
+            self._beat(lambda slow=slow: slow.waiting_line("to stop", since=begun))  # type: ignore[misc]
             time.sleep(POLL_S)
         late = [child for child in stage if child.poll() is None]
         for child in late:

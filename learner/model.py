@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from learner.accelerator import without_gpu
 from learner.architecture import refuse_kind, without_dropout
 from learner.attention import Spans, attention_mask, takes_spans
 from learner.config_model import CriticSettings, ModelSettings
@@ -166,6 +167,7 @@ def load_causal(directory: Path, settings: ModelSettings) -> Any:
             todo="give run.model=DIR",
         )
     refuse_pickled(directory)
+    without_gpu()
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

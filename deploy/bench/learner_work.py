@@ -109,6 +109,8 @@ def _write_model(settings: LearnerBench, directory: Path) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    from learner.accelerator import without_gpu
+
     disable_progress_bar()
     config = Qwen2Config(
         vocab_size=settings.vocabulary,
@@ -121,6 +123,7 @@ def _write_model(settings: LearnerBench, directory: Path) -> Path:
         **SHAPES[settings.shape],
     )
     torch.manual_seed(settings.seed)
+    without_gpu()
     Qwen2ForCausalLM(config).save_pretrained(directory)
     return directory
 

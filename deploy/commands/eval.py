@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when every episode was scored, 1 when some failed for reasons of infrastructure."""
     from deploy.evaluate import evaluate
+    from deploy.pulse import Pulse, beside
     from learner.questions import load_questions
 
     if not args.questions.is_file():
@@ -42,10 +45,19 @@ def run(args: argparse.Namespace) -> int:
     questions = load_questions(args.questions).questions[: args.limit]
     url = _url(args.where)
 
-    def progress(done: int) -> None:
-        print(f"{done} of {len(questions)} questions", file=sys.stderr, flush=True)
+    pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
+    done, begun = 0, time.monotonic()
 
-    score = evaluate(
+    def progress(number: int) -> None:
+        nonlocal done
+        done = number
+        pulse.say(f"{done} of {len(questions)} questions")
+
+    def line() -> str:
+        return f"{done} of {len(questions)} questions, {time.monotonic() - begun:.0f} s"
+
+    work = partial(
+        evaluate,
         url,
         questions,
         n=args.n,
@@ -55,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         progress=progress,
     )
+    score = beside(work, lambda: pulse.beat(line))
     if args.out is not None:
         args.out.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in score.episodes))
     summary: dict[str, Any] = {

@@ -66,10 +66,12 @@ def prepare(options: DemoOptions, say: Say) -> Prepared:
     tree = demo_tree(options)
     (directory / CONFIG_COPY).write_text(yaml.safe_dump(dict(tree), sort_keys=False))
     config = from_tree(tree)
+    say("[1/5] make two worlds of facts")
     began = time.monotonic()
     held_out = write_worlds(options.seed, directory / "world")
     worlds_s = time.monotonic() - began
     say(f"two worlds in {directory / 'world'}: one to train on, one to be asked about")
+    say("[2/5] warm start of the model: format and reading, by supervised training")
     began = time.monotonic()
     report = _model(options, config, say)
     seconds = {"worlds": worlds_s, "warm_start": time.monotonic() - began}

@@ -195,8 +195,10 @@ def prepare(config: RunConfig, steps: int, say: Callable[[str], None]) -> None:
     """Write tokenizer and warm-started model to `run.model` (atomically: the directory appears when it is whole)."""
     import torch
 
+    from learner.accelerator import without_gpu
     from rollout_server.episode import build_episode
 
+    without_gpu()
     torch.set_num_threads(1)
     target = config.run.model
     building = target.with_name(target.name + ".building")

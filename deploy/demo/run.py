@@ -35,21 +35,25 @@ def run_demo(prepared: Prepared, began: float, say: Say) -> dict[str, Any]:
     hops = [int(q["hops"]) for q in prepared.held_out]
     with Launcher(prepared.config, say=say) as launcher:
         mark = time.monotonic()
+        say("[3/5] start the processes, and ask questions before the training")
         launcher.start("redis", "retriever", "engine", "rollout")
         seconds["start"] = time.monotonic() - mark
         mark = time.monotonic()
         say(f"asking {len(questions)} questions about a world that is never trained on")
-        before = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]))
+        doing = f"asking {len(questions)} questions, sampled and greedy"
+        before = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]), doing)
         say(describe("before", before, hops))
         seconds["ask_before"] = time.monotonic() - mark
         mark = time.monotonic()
+        say(f"[4/5] training, {prepared.config.run.steps} steps")
         launcher.start("learner")
         launcher.wait()
         seconds["training"] = time.monotonic() - mark
         mark = time.monotonic()
-        seen = launcher.during(lambda: await_last_version(launcher))
-        after = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]))
-        blind = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED], search=False))
+        say("[5/5] ask the same questions again, and once with search disabled")
+        seen = launcher.during(lambda: await_last_version(launcher), "waiting for the last weights in all engines")
+        after = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]), doing)
+        blind = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED], search=False), doing)
         say(describe("after", after, hops))
         seconds["ask_after"] = time.monotonic() - mark
     summary = scores(before, after, blind, hops) | books(prepared.config.run.dir, seen)

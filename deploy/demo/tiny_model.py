@@ -55,6 +55,9 @@ def new_model(seed: int) -> Qwen2ForCausalLM:
 
 def save_model(model: Qwen2ForCausalLM, directory: Path) -> None:
     """Write config, weights (safetensors), generation config and tokenizer in Hugging Face layout."""
+    from learner.accelerator import without_gpu
+
+    without_gpu()
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of less than a megabyte, in the middle of our own lines

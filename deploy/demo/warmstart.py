@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from deploy.demo.gate import GateReport, gate
 from deploy.demo.lookup import Lookup
 from deploy.demo.tiny_model import new_model, save_model
 from deploy.demo.world import Puzzle, World
+from deploy.pulse import Pulse
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class WarmStartReport:
 
 @dataclass
 class _Course:
-    """A model in training, with everything random drawn from one generator."""
+    """A model in training, with everything random drawn from one generator. `beat` is told how far it is."""
 
     model: Qwen2ForCausalLM
     optimizer: torch.optim.Optimizer
@@ -93,6 +95,7 @@ class _Course:
     worlds: list[tuple[Scene, dict[int, list[Puzzle]]]] = field(default_factory=list)
     dealt: int = 0
     steps: int = 0
+    beat: Callable[[Callable[[], str]], None] = lambda line: None
 
     def deal(self) -> None:
         """Take in a new world and drop the oldest."""
@@ -107,7 +110,7 @@ class _Course:
         import torch
         from torch.nn import functional
 
-        loss = torch.zeros(())
+        loss, began = torch.zeros(()), time.monotonic()
         for step in range(steps):
             if self.steps % self.budget.steps_per_world == 0:
                 self.deal()
@@ -123,7 +126,12 @@ class _Course:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.steps += 1
+            self.beat(partial(self._line, step + 1, steps, time.monotonic() - began))
         return loss.item()
+
+    def _line(self, done: int, steps: int, seconds: float) -> str:
+        left = seconds / done * (steps - done)
+        return f"warm start: step {self.steps}, {done} of {steps} of this stage, about {left:.0f} s left of it"
 
 
 def warm_start(
@@ -143,7 +151,9 @@ def warm_start(
     began, began_cpu, threads_before = time.monotonic(), time.process_time(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        course = _course(seed, limits)
+        pulse = Pulse(log)
+        log, course = pulse.say, _course(seed, limits)
+        course.beat = pulse.beat
         passed, looks = _practise(course, seed, log)
         practised = course.steps
         peak = limits.learning_rate / 4

@@ -7,12 +7,12 @@ the batch's), builds C++ operations while starting, looks for MPI, and writes to
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from typing import Any
 
 import torch
 
+from learner.accelerator import without_gpu
 from learner.config_engine import EngineSettings, OptimSettings
 
 NEVER = 1 << 40
@@ -22,8 +22,7 @@ REDUCE_BUCKET = 500_000_000
 
 def import_deepspeed() -> Any:
     """The module."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    without_gpu()
     import deepspeed
 
     # It would ask gcc which of its C++ operations can be built, and then build one for minutes to save microseconds.
