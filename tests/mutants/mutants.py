@@ -27,23 +27,21 @@ FUNCTIONS = ("protocol/test_functions.py", "simulation/test_sim_redis.py")
 MUTANTS = (
     # delivery: functions of Redis
     Mutant("ack is not fenced", LUA, f"{OWN}\n  local n = 0", "local n = 0", FUNCTIONS),
-    Mutant(
-        "view is not fenced", LUA, f"{OWN}\n  redis.call('SET', k[2], a[3]", "redis.call('SET', k[2], a[3]", FUNCTIONS
-    ),
-    Mutant("a lease without its epoch", LUA, "redis.call('HGET', lease, 'epoch') == epoch and ", "", FUNCTIONS),
-    Mutant("a lease without its token", LUA, " and redis.call('HGET', lease, 'token') == token", "", FUNCTIONS),
+    Mutant("view is not fenced", LUA, f"{OWN}\n  call('SET', k[2], a[3]", "call('SET', k[2], a[3]", FUNCTIONS),
+    Mutant("a lease without its epoch", LUA, "call('HGET', lease, 'epoch') == epoch and ", "", FUNCTIONS),
+    Mutant("a lease without its token", LUA, " and call('HGET', lease, 'token') == token", "", FUNCTIONS),
     Mutant(
         "a new epoch ignores the checkpoint's",
         LUA,
-        "math.max(tonumber(redis.call('GET', k[2]) or '0'), tonumber(a[2])) + 1",
-        "tonumber(redis.call('GET', k[2]) or '0') + 1",
+        "math.max(number_at(k[2]), tonumber(a[2])) + 1",
+        "number_at(k[2]) + 1",
         FUNCTIONS,
     ),
     Mutant(
         "published although the task is not ours",
         LUA,
-        "if redis.call('XACK', k[1], 'rollout', a[1]) == 0 then return 'DUP' end\n  count(k[3]",
-        "redis.call('XACK', k[1], 'rollout', a[1])\n  count(k[3]",
+        "if not leased(k[1], a[1]) then return 'DUP' end\n  local id = call('XADD', k[2]",
+        "local id = call('XADD', k[2]",
         FUNCTIONS,
     ),
     Mutant(
@@ -57,8 +55,8 @@ MUTANTS = (
     Mutant(
         "issues below the floor",
         LUA,
-        "math.max(tonumber(redis.call('GET', k[2]) or '0'), tonumber(a[3]))",
-        "tonumber(redis.call('GET', k[2]) or '0')",
+        "issued = math.max(issued, tonumber(a[3]))",
+        "issued = issued",
         FUNCTIONS,
     ),
     # delivery: learner
@@ -153,12 +151,26 @@ MUTANTS = (
         "if s not in books.held]",
         ("learner/test_issue.py",),
     ),
+    Mutant(
+        "any count of issued tasks is believed",
+        "learner/issue.py",
+        "        if issued <= most:",
+        "        if True:",
+        ("learner/test_issue.py",),
+    ),
     # what is durable
+    Mutant(
+        "the journal rolls over without fsync",
+        "learner/journal.py",
+        "            self.flush()  # the next",
+        "            pass  # the next",
+        ("learner/test_durability.py",),
+    ),
     Mutant(
         "checkpoint without fsync of its files",
         "learner/checkpoint.py",
-        "                flush(path)\n            confirm()",
-        "                pass\n            confirm()",
+        "            flush_tree(part)\n            confirm()",
+        "            confirm()",
         ("learner/test_checkpoint.py", "learner/test_durability.py"),
     ),
     Mutant(
@@ -175,7 +187,13 @@ MUTANTS = (
         "if False and not hmac.compare_digest(",
         ("learner/test_checkpoint.py", "learner/test_trust.py"),
     ),
-    Mutant("an epoch is begun twice", "learner/lease.py", 'open("x")', 'open("w")', ("learner/test_lease.py",)),
+    Mutant(
+        "an epoch is begun twice",
+        "learner/lease.py",
+        "return write_once(self.epochs_dir",
+        "return True or write_once(self.epochs_dir",
+        ("learner/test_lease.py",),
+    ),
     Mutant(
         "a damaged frame of the journal is read",
         "learner/journal_index.py",
@@ -193,8 +211,8 @@ MUTANTS = (
     Mutant(
         "weights published without fsync",
         "learner/publish/disk.py",
-        "        if self._settings.fsync:\n            flush(path)",
-        "        return",
+        "                flush_tree(part)",
+        "                pass",
         ("learner/test_publish.py", "learner/test_durability.py"),
     ),
     # weights
@@ -329,10 +347,24 @@ MUTANTS = (
     ),
     Mutant(
         "any name leads to a loopback service",
-        "protocol/access.py",
-        "return not header or is_loopback(",
-        "return True or is_loopback(",
+        "protocol/http_rules.py",
+        "return not header or _is_loopback_url(",
+        "return True or _is_loopback_url(",
         ("security/test_access.py", "security/test_http_access.py"),
+    ),
+    Mutant(
+        "bodies are inflated",
+        "protocol/http_rules.py",
+        '"auto_decompress": False',
+        '"auto_decompress": True',
+        ("security/test_http_bodies.py",),
+    ),
+    Mutant(
+        "other origins may use an open service",
+        "protocol/http_rules.py",
+        "and (not origin or _is_loopback_url(origin))",
+        "and True",
+        ("security/test_http_origin.py", "security/test_http_access.py"),
     ),
     Mutant(
         "secrets are shown",
