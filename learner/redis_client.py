@@ -148,9 +148,9 @@ class RunStore(Accounts):
         if int(reply[0]) == 1:
             return int(reply[1])
         found = self.holder()
-        if found is not None and found.token == reply[3].decode():
+        if found is not None and found.token == reply[3].decode(errors="replace"):
             return found
-        return Holder(int(reply[1]), reply[3].decode(), max(0, int(reply[2])) / 1000)
+        return Holder(int(reply[1]), reply[3].decode(errors="replace"), max(0, int(reply[2])) / 1000)
 
     def renew(self, ttl_ms: int) -> bool:
         """Whether the lease is ours; if so it now lives `ttl_ms` longer."""

@@ -58,6 +58,7 @@ def calls_of(store: RunStore) -> dict[str, list[Callable[[], object]]]:
         KEYS.tasks: [store.prepare, store.snapshot, lambda: store.issue(0, [(1, b"b")])],
         KEYS.traj: [store.prepare, store.snapshot, lambda: store.read(1), store.claim, lambda: store.ack([b"1-1"])],
         KEYS.tokens: [store.census, store.rejected, lambda: store.committed("c"), lambda: store.begin_life("l")],
+        KEYS.meta: [store.meta, lambda: store.acquire("you", 0, 1000, takeover=True, lineage_id="a")],
         KEYS.target: [store.announced],
         KEYS.engines: [store.engines],
     }
