@@ -62,6 +62,7 @@ def test_the_fingerprint_is_of_what_is_asked_not_of_how_it_is_written(tmp_path: 
         ({"question": "who ?", "answers": []}, "`answers` is not"),
         ({"question": "who ?", "answers": [1]}, "`answers` is not"),
         ({"question": "who ?", "answers": ["x"], "id": "i" * 300}, "at most 256"),
+        ({"question": "who ?", "answers": ["x" * 600_000] * 2}, "are more than the 1044480 that a task has room for"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, why: str) -> None:

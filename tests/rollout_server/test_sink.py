@@ -88,7 +88,7 @@ async def test_a_group_beyond_the_size_limit_is_reported_as_failed(world, monkey
     from protocol import codec
 
     sink, _, entry = await leased(world)
-    monkeypatch.setattr(codec, "MAX_BYTES", 4096)
+    monkeypatch.setitem(codec.LIMITS, "group", 4096)
     await sink.publish(entry, make_group(1, run=world.keys.run, length=2000))
     (message,) = world.published()
     assert isinstance(message, GroupFailed) and message.reason == "too_large"
