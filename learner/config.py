@@ -23,7 +23,8 @@ class FilesSettings(Settings):
     keep_versions: int = Field(default=4, ge=1)
     """Newest published versions that are kept, besides those that a live engine still reports."""
     fsync: bool = True
-    """Flush weights to the device before they are announced. Off: a power cut may leave a torn version behind."""
+    """Flush weights to the device before they are announced. Off: a power cut may leave a torn version behind, which
+    nodes refuse by its sha256; the next start publishes the checkpoint's weights anew."""
     max_norm_jump: float = Field(default=4.0, ge=0)
     """Weights whose Euclidean norm, all tensors together, is more than so many times that of the version before, or
     less than that part of it, are not published, and the learner stops. No sane step does that; 0: never looked at."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Member(FakeServer):
     def __init__(self) -> None:
         super().__init__()
         self.bodies: dict[str, list[dict[str, Any]]] = {}
+        self.sums: dict[str, Any] = {"per_engine_checksum": "c0ffee"}
 
     @web.middleware
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -54,7 +56,7 @@ class Member(FakeServer):
         async def yes(_: web.Request) -> web.Response:
             if request.path == LABEL:
                 self.version = body["new_version"]
-            return web.json_response({"success": True, "message": "", "per_engine_checksum": "c0ffee"})
+            return web.json_response({"success": True, "message": "", **(self.sums if request.path == CHECK else {})})
 
         return await super()._faulty(request, yes)  # type: ignore[no-any-return]
 
@@ -153,6 +155,7 @@ async def test_the_calls_of_a_view_and_their_order(world, until: Until, tmp_path
         await until(lambda: len(engine.swap()) == 7 + len(flush), "the cache is flushed")
         assert engine.swap() == [JOIN, PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK, *flush] and engine.paused
         assert (answer.checksum, answer.touched) == ("c0ffee", True)
+        assert (answer.tensors_sha256, answer.unused) == ("", ()), "SGLang holds them in another layout"
         assert 0 < answer.transfer_s < answer.pause_s
         assert stands(world, NodeState.LOADING, V1)(), "not READY before the commit"
         assert engine.bodies[BUCKET][0] == {
@@ -176,6 +179,20 @@ async def test_the_calls_of_a_view_and_their_order(world, until: Until, tmp_path
         await until(stands(world, NodeState.READY, PolicyVersion(1, 2)), "READY at the next one")
         assert engine.swap() == [PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK, *flush, LABEL, CONTINUE]
         assert engine.bodies[BUCKET][-1]["load_format"] is None
+
+
+async def test_an_engine_that_says_what_it_holds_is_summed_up_over_what_was_sent(
+    world, until: Until, tmp_path: Path
+) -> None:
+    async with ring(world, until, tmp_path) as (engine, learner):
+        sums = {"a": "11", "c": "33", "not of this view": "44"}
+        engine.sums = {"ranks": [{"rank": 0, "checksums": sums}], "checksums": sums}
+        learner.say("prepare")
+        await learner.hears("prepared")
+        learner.say("transfer")
+        answer = await learner.hears("loaded")
+        assert answer.tensors_sha256 == hashlib.sha256(b"a 11\nc 33\n").hexdigest()
+        assert answer.unused == ("b",) and len(answer.checksum) == 64
 
 
 @pytest.mark.parametrize("route", [JOIN, BEGIN, PAUSE])
