@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -78,13 +79,13 @@ def pack(
     planned: Iterable[WeightBucket],
     weights: Iterator[Named],
     inspection: Inspection | None = None,
-    look: Callable[[str, torch.Tensor], None] = lambda name, tensor: None,
+    seen: Callable[[str, torch.Tensor], Future[None]] | None = None,
 ) -> Iterator[Packed]:
     """`weights` in the buckets that were planned, each as soon as its last tensor is there.
 
     Takes from `weights` only what the next bucket needs. Raises OtherLayout when names, dtypes or shapes differ from
     the plan's, and BadWeights for a tensor that fails the inspection (of its own: whether all is finite).
-    look: is shown each tensor as it comes.
+    seen: is shown each tensor as it comes, and has until its future is done.
     """
     inspection = inspection or Inspection({}, 0.0)
     for bucket in planned:
@@ -98,12 +99,14 @@ def pack(
                 tuple(tensor.shape),
             ):
                 raise OtherLayout(f"tensor {name!r} is not the one that was planned" if name else "tensors are missing")
+            seeing = seen(name, tensor) if seen else None
             inspection.look(name, tensor)
-            look(name, tensor)
             if flat is None:
                 flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=tensor.device)
             start, size = starts[name], tensor.numel() * tensor.element_size()
             flat[start : start + size].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+            if seeing:
+                seeing.result()
         if flat is not None:
             yield Packed(bucket, flat)
     inspection.finish()

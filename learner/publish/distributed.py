@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -60,6 +61,7 @@ class DistributedPublisher:
         self._transfer: Transfer | None = None
         """A transfer that is verified and waits for its announcement."""
         self._epoch, self._number = 0, 0
+        self._hashing = ThreadPoolExecutor(1, "hash weights")
         self._failures, self._skip = 0, 0
         self._shunned: dict[str, float] = {}
         self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks"), 0)
@@ -83,7 +85,7 @@ class DistributedPublisher:
         if not members:
             return self._by_disk(version, named, why)
         copy: list[Packed] = []
-        inspection, sums = self._disk.sanity.inspection(), SourceSums(engine.dtype for engine in members)
+        inspection, sums = self._disk.sanity.inspection(), SourceSums(self._hashing, (e.dtype for e in members))
         blind = any(not engine.dtype for engine in members)
         packed = self._kept(pack(self._plan, named, inspection, sums.add), copy, sums.check if blind else None)
         transfer = self._begin(version, members, sums)
@@ -132,6 +134,7 @@ class DistributedPublisher:
     def close(self) -> None:
         """Ends the thread and the group."""
         self._snapshots.close()
+        self._hashing.shutdown()
         self._disband()
         for sender in self._disbanded:
             sender.join()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable
+from concurrent.futures import Executor, Future
 
 import torch
 
@@ -23,12 +24,16 @@ class Mispacked(ForayError):
 class SourceSums:
     """`dtypes`: torch's words for those that engines hold their weights in, whatever the policy's own are."""
 
-    def __init__(self, dtypes: Iterable[str] = ()) -> None:
+    def __init__(self, pool: Executor, dtypes: Iterable[str] = ()) -> None:
+        self._pool = pool
         self._own: dict[str, str] = {}
         self._of: dict[str, dict[str, str]] = {word: {} for word in dtypes if word}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes the sum of one tensor, in its own dtype and as each engine will hold it."""
+    def add(self, name: str, tensor: torch.Tensor) -> Future[None]:
+        """Takes the sum of one tensor, in its own dtype and as each engine will hold it, while others look at it."""
+        return self._pool.submit(self._add, name, tensor)
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
         self._own[name] = _sha256(tensor)
         for word, sums in self._of.items():
             dtype = getattr(torch, word)
