@@ -103,6 +103,12 @@ class Zygote:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
+    def kill(self, pid: int) -> None:
+        """End a process at once, if it has not ended."""
+        if self.ended(pid) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def wait(self, pid: int, seconds: float) -> int:
         """The exit status of a process when it has ended. Raises TimeoutError."""
         with self._news:
@@ -127,8 +133,7 @@ class Zygote:
             yield pids
         finally:
             for pid in pids:
-                if self.ended(pid) is None:
-                    os.kill(pid, signal.SIGKILL)
+                self.kill(pid)
 
     def run_ranks(
         self, program: Path | str, argv: Sequence[str], folder: Path, size: int, seconds: float = 140

@@ -3,7 +3,8 @@
 Run as a program by forks.py. Reads lines of JSON from stdin, `{"ask": n, "module": "learner", "argv": [...], "log":
 path, "env": {...}, "wrong": [...]}`, and answers `{"ask": n, "pid": p}`; says `{"pid": p, "status": s}` when a child
 has ended (negative: by that signal). `wrong` names the faults of the control that are built into that child
-(tests/chaos/control.py). A `module` that ends in .py is the path of a program.
+(tests/chaos/control.py). A `module` that ends in .py is the path of a
+program.
 
 A child runs the product's own `main(argv)`, or the program, in a session of its own, and dies with the zygote, which
 dies with the driver: no process is left behind. What it shares with a real start is everything but the imports.
@@ -42,7 +43,12 @@ def import_everything() -> None:
     _ = transformers.Qwen2ForCausalLM, transformers.AutoModelForCausalLM  # imported when they are named
     for name in (*MAIN.values(), "learner.serve", "learner.trainer", "learner.publish.disk", "rollout_server.serve"):
         importlib.import_module(name)
-    for name in ("rollout_server.node.serve", "retriever.serve", "retriever.index.bm25"):
+    for name in (
+        "rollout_server.node.serve",
+        "rollout_server.cpu_engine.serve",
+        "retriever.serve",
+        "retriever.index.bm25",
+    ):
         importlib.import_module(name)
 
 
@@ -69,6 +75,9 @@ def become(order: dict[str, Any], parent: int) -> None:
         sys.argv = [order["module"], *order["argv"]]
         if order["module"].endswith(".py"):
             runpy.run_path(order["module"], run_name="__main__")
+            status = 0
+        elif order["module"] not in MAIN:
+            runpy.run_module(order["module"], run_name="__main__")
             status = 0
         else:
             status = importlib.import_module(MAIN[order["module"]]).main(order["argv"])

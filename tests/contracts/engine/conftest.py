@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -22,8 +22,10 @@ import torch
 from contract_client import Client
 from contract_engines import ADMIN_KEY, LOGS, USER_KEY, Kind, Server, embedded, scripted, sglang, tail
 from contract_models import RANK, perturbed, write_model, write_word_model
+from forks import Zygote
 
 PYTHON, URL, MODEL = (os.environ.get(f"FORAY_SGLANG_{name}", "") for name in ("PYTHON", "URL", "MODEL"))
+Flags = Mapping[Kind, Sequence[str]]
 AVAILABLE: tuple[Kind, ...] = ("fake", "embedded", "sglang") if PYTHON or URL else ("fake", "embedded")
 
 
@@ -66,23 +68,47 @@ def two_models(scratch: Path) -> tuple[Path, Path]:
     return write_model(scratch / "first", 0), write_model(scratch / "second", 1)
 
 
-@pytest.fixture(scope="session")
-def server(request: pytest.FixtureRequest, scratch: Path, two_models: tuple[Path, Path]) -> Iterator[Server]:
-    """One engine of each kind for nearly all tests."""
-    kind: Kind = request.param
-    first, second = two_models
-    with contextlib.ExitStack() as stack:
-        log = None
+class Engines:
+    """The engines of this session, each started by the first test that asks for it. Tests of one file meet several
+    kinds, one after the other, so they run side by side until the end."""
+
+    def __init__(self, zygote: Zygote, scratch: Path, running: contextlib.ExitStack) -> None:
+        self._zygote, self._scratch, self._running = zygote, scratch, running
+        self._started: dict[tuple[str, Kind], Server] = {}
+
+    def get(self, name: str, kind: Kind, models: tuple[Path, Path], flags: Flags, **env: str) -> Server:
+        """The engine `name` of this kind with the first of the models, and the flags for its kind."""
+        if (name, kind) not in self._started:
+            log = self._scratch / f"{name}-{kind}.log"
+            self._started[name, kind] = Server(
+                self._start(kind, models[0], log, flags, env), kind, *models, self._scratch, log
+            )
+        return self._started[name, kind]
+
+    def _start(self, kind: Kind, model: Path, log: Path, flags: Flags, env: dict[str, str]) -> str:
         if kind == "fake":
-            url = stack.enter_context(scripted())
-        elif kind == "embedded":
-            url = stack.enter_context(embedded(first, "--weight-version", "1.0", "--max-running", "32"))
-        elif URL:
-            url = URL.rstrip("/")
-        else:
-            log = scratch / "sglang.log"
-            url = stack.enter_context(sglang(Path(PYTHON), first, log, "--weight-version", "1.0"))
-        yield Server(url, kind, first, second, scratch, log)
+            return self._running.enter_context(scripted())
+        if kind == "embedded":
+            return self._running.enter_context(embedded(self._zygote, model, log, *flags[kind], env=env))
+        if URL:
+            return URL.rstrip("/")
+        return self._running.enter_context(sglang(Path(PYTHON), model, log, *flags[kind]))
+
+
+@pytest.fixture(scope="session")
+def engines(zygote: Zygote, scratch: Path) -> Iterator[Engines]:
+    """All of them; they end with the session."""
+    with contextlib.ExitStack() as running:
+        yield Engines(zygote, scratch, running)
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest, engines: Engines, two_models: tuple[Path, Path]) -> Server:
+    """One engine of each kind for nearly all tests."""
+    flags = ["--weight-version", "1.0"]
+    return engines.get(
+        "server", request.param, two_models, {"embedded": [*flags, "--max-running", "32"], "sglang": flags}
+    )
 
 
 @pytest.fixture
@@ -100,41 +126,27 @@ async def client(server: Server) -> AsyncIterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def guarded(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Server]:
+def guarded(request: pytest.FixtureRequest, engines: Engines, scratch: Path) -> Server:
     """A second engine of each kind: with keys, streaming in increments, and with the demo's kind of tokenizer.
     SGLang must be told that adapters will come."""
-    kind: Kind = request.param
-    model = scratch / f"words-{kind}"
-    write_word_model(model, 0)
-    with contextlib.ExitStack() as stack:
-        if kind == "embedded":
-            flags = ["--api-key-env", "TEST_KEY", "--admin-api-key-env", "TEST_ADMIN_KEY"]
-            keys = {"TEST_KEY": USER_KEY, "TEST_ADMIN_KEY": ADMIN_KEY}
-            flags += ["--incremental-streaming-output", "true"]
-            yield Server(stack.enter_context(embedded(model, *flags, env=keys)), kind, model, model, scratch)
-            return
-        log = scratch / "sglang-guarded.log"
-        flags = ["--api-key", USER_KEY, "--admin-api-key", ADMIN_KEY, "--incremental-streaming-output"]
-        flags += ["--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK)]
-        flags += ["--lora-target-modules", "all"]
-        url = stack.enter_context(sglang(Path(PYTHON), model, log, *flags))
-        yield Server(url, kind, model, model, scratch, log)
+    model = scratch / f"words-{request.param}"
+    if not model.exists():
+        write_word_model(model, 0)
+    flags = ["--api-key", USER_KEY, "--admin-api-key", ADMIN_KEY, "--incremental-streaming-output"]
+    flags += ["--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK)]
+    flags += ["--lora-target-modules", "all"]
+    ours = ["--api-key-env", "TEST_KEY", "--admin-api-key-env", "TEST_ADMIN_KEY"]
+    ours += ["--incremental-streaming-output", "true"]
+    keys = {"TEST_KEY": USER_KEY, "TEST_ADMIN_KEY": ADMIN_KEY}
+    return engines.get("guarded", request.param, (model, model), {"embedded": ours, "sglang": flags}, **keys)
 
 
 @pytest.fixture(scope="session")
-def unlapped(request: pytest.FixtureRequest, scratch: Path, two_models: tuple[Path, Path]) -> Iterator[Server]:
+def unlapped(request: pytest.FixtureRequest, engines: Engines, two_models: tuple[Path, Path]) -> Server:
     """A third one, for swaps in place: SGLang's versions are right to the token when it does not launch a step before
     it has booked the one before."""
-    kind: Kind = request.param
-    first, second = two_models
-    with contextlib.ExitStack() as stack:
-        if kind == "embedded":
-            url = stack.enter_context(embedded(first, "--max-running", "32"))
-            yield Server(url, kind, first, second, scratch)
-            return
-        log = scratch / "sglang-unlapped.log"
-        url = stack.enter_context(sglang(Path(PYTHON), first, log, "--disable-overlap-schedule"))
-        yield Server(url, kind, first, second, scratch, log)
+    flags: Flags = {"embedded": ["--max-running", "32"], "sglang": ["--disable-overlap-schedule"]}
+    return engines.get("unlapped", request.param, two_models, flags)
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from forks import Zygote
 from transformers import AutoModelForCausalLM
 
 from learner.publish.process_group import free_port
@@ -103,22 +104,21 @@ def _as_many_as_asked(body: dict[str, Any]) -> list[int]:
 
 
 @contextlib.contextmanager
-def embedded(model: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[str]:
+def embedded(zygote: Zygote, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[str]:
     """The embedded CPU engine as a process of its own, which must end with code 0 on SIGTERM."""
-    command = [sys.executable, "-m", "rollout_server.cpu_engine", "--model-path", str(model), "--port", "0", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=model.parent, env=environment)
-    assert process.stdout is not None
+    said = log.stat().st_size if log.exists() else 0
+    argv = ["--model-path", str(model), "--port", "0", *flags]
+    pid = zygote.start("rollout_server.cpu_engine", argv, log, env or {}, model.parent)
     try:
-        line = process.stdout.readline()
-        assert line.startswith("listening on http://127.0.0.1:"), line
-        yield line.removeprefix("listening on ").strip()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        deadline = time.monotonic() + START_S
+        while not (found := re.search(r"^listening on (http://127.0.0.1:\d+)$", log.read_text()[said:], re.M)):
+            assert zygote.ended(pid) is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        yield found[1]
+        os.kill(pid, signal.SIGTERM)
+        assert zygote.wait(pid, 60) == 0
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        zygote.kill(pid)
 
 
 @contextlib.contextmanager

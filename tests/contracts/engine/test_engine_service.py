@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import aiohttp
 import pytest
 from contract_client import PROMPT, Client
 from contract_engines import Server, embedded
+from forks import Zygote
 
 
 @pytest.mark.engines("fake", "embedded", "sglang")
@@ -59,12 +61,14 @@ async def test_flush_is_refused_while_requests_run(client: Client) -> None:
 
 
 @pytest.mark.engines("embedded", why="SGLang is ended as a process group, by its node")
-async def test_a_signal_ends_the_engine_cleanly_while_a_request_runs(server: Server) -> None:
+async def test_a_signal_ends_the_engine_cleanly_while_a_request_runs(
+    server: Server, zygote: Zygote, tmp_path: Path
+) -> None:
     import asyncio
 
     body = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(embedded(server.first))
+        url = stack.enter_context(embedded(zygote, server.first, tmp_path / "log"))
         async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
             await response.content.readline()
             await asyncio.to_thread(stack.close)  # sends SIGTERM and asserts exit code 0

@@ -81,13 +81,14 @@ async def generate_through_updates(
     return await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed"])
+@pytest.mark.parametrize("transport", ["disk", pytest.param("distributed", marks=pytest.mark.slow)])
 async def test_retract_samples_every_token_from_its_version_alone(
     server: Server, redis_url: str, tmp_path: Path, transport: Transport
 ) -> None:
     await check(server, redis_url, tmp_path, transport, "retract")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["disk", "distributed"])
 async def test_in_place_versions_are_right_to_the_token(
     unlapped: Server, redis_url: str, tmp_path: Path, transport: Transport
