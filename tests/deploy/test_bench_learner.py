@@ -40,6 +40,7 @@ def test_a_small_run_is_of_the_same_step_and_says_who_was_left_out(
     assert set(told["absent"]) == {"unfused", "padded_sorted", "trl"} and TRL_VARIABLE in told["absent"]["trl"]
 
 
+@pytest.mark.slow
 def test_the_batch_on_disk_is_what_was_drawn(tmp_path: Path) -> None:
     settings = LearnerBench.model_validate(SMALL)
     work = write_work(settings, tmp_path)

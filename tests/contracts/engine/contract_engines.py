@@ -106,12 +106,12 @@ def _as_many_as_asked(body: dict[str, Any]) -> list[int]:
 @contextlib.contextmanager
 def embedded(zygote: Zygote, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[str]:
     """The embedded CPU engine as a process of its own, which must end with code 0 on SIGTERM."""
-    said = log.stat().st_size if log.exists() else 0
+    log.touch()
     argv = ["--model-path", str(model), "--port", "0", *flags]
     pid = zygote.start("rollout_server.cpu_engine", argv, log, env or {}, model.parent)
     try:
         deadline = time.monotonic() + START_S
-        while not (found := re.search(r"^listening on (http://127.0.0.1:\d+)$", log.read_text()[said:], re.M)):
+        while not (found := re.search(r"^listening on (http://127.0.0.1:\d+)$", log.read_text(), re.M)):
             assert zygote.ended(pid) is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
         yield found[1]
