@@ -12,6 +12,7 @@ from learner.reserved import Reserved
 from protocol.errors import ForayError
 from protocol.meta import LINEAGE_FILE, lineage_id_in
 
+CHECK = "run.id"
 NEW = "new"
 """Stands for the lineage id that a learner would make: Redis cannot know it yet."""
 
@@ -31,6 +32,6 @@ def lineage(url: str, config: RunConfig) -> Iterator[Finding]:
     finally:
         store.close()
     if refusal is None:
-        yield Finding("run.id", "ok", f"no other run is called {run.id} there")
+        yield Finding(CHECK, "ok", f"no other run is called {run.id} there")
     else:
-        yield Finding.of("run.id", refusal)
+        yield Finding.of(CHECK, refusal)

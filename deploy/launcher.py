@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from deploy import doctor_identity
 from deploy.addresses import choose, seen_from_here, settle
 from deploy.child import Child
 from deploy.config import RunConfig
@@ -34,6 +35,7 @@ from deploy.redis_child import check_server
 from deploy.rundir import RESOLVED, hold, write_atomically, write_record
 from deploy.secrets_env import SECRET_VARIABLES
 from deploy.supervisor import POLL_S, Say, Supervisor
+from learner.identity import own_lineage
 from protocol.errors import ForayError
 from protocol.redis_url import redacted
 
@@ -55,8 +57,17 @@ class Stopped(ForayError):
 class Launcher:
     """One run. `say` gets the lines a person should see; `again` is the command that goes on with the run."""
 
-    def __init__(self, config: RunConfig, *, say: Say = lambda line: None, python: str = "", again: str = "") -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        say: Say = lambda line: None,
+        python: str = "",
+        again: str = "",
+        takeover: bool = False,
+    ) -> None:
         self._given, self._python, self._again = config, python or sys.executable, again
+        self._takeover = takeover
         self._pulse = Pulse(say)
         self._say = self._pulse.say
         self.directory = config.run.dir
@@ -81,7 +92,10 @@ class Launcher:
         return self
 
     def _prepare(self) -> None:
-        self._require(preflight(self._given))
+        found = preflight(self._given)
+        self._require([f for f in found if f.check != doctor_identity.CHECK or not self._takeover])
+        if self._given.launch.learner:  # elsewhere the run directory may be on another disk than the learner's
+            own_lineage(self._given.run)
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
@@ -89,7 +103,9 @@ class Launcher:
         self.config = settle(self._given, self.addresses)
         self.resolved = self.directory / RESOLVED
         write_atomically(self.resolved, self.config.to_yaml())
-        self.specs = plan(self.config, self.addresses, python=self._python, resolved=self.resolved)
+        self.specs = plan(
+            self.config, self.addresses, python=self._python, resolved=self.resolved, takeover=self._takeover
+        )
         launch = self.config.launch
         readiness = Readiness(self._redis_url, self.config.run.id)
         self.supervisor = Supervisor(

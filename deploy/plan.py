@@ -92,7 +92,13 @@ class Addresses:
 
 
 def plan(
-    config: RunConfig, addresses: Addresses, *, python: str, resolved: Path, read_secrets: bool = True
+    config: RunConfig,
+    addresses: Addresses,
+    *,
+    python: str,
+    resolved: Path,
+    read_secrets: bool = True,
+    takeover: bool = False,
 ) -> list[ProcessSpec]:
     """The processes of `config`, in start order; `resolved` is the YAML file that each of them will read.
 
@@ -131,7 +137,8 @@ def plan(
         # not /ready: that needs a published version, and evaluations may come before the learner
         specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.ALIVE, url=url))
     if launch.learner:
-        specs.append(process("learner", "learner", "learner", ready=Ready.RUNNING))
+        extra = ("--takeover",) if takeover else ()
+        specs.append(process("learner", "learner", "learner", *extra, ready=Ready.RUNNING))
     return specs
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,11 @@ from protocol.errors import UserError
 from protocol.settings import Tree, read_tree
 
 RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"
+
+
+def unique_id(stem: str) -> str:
+    """A run id that no other run is likely to have: two runs of one id in one Redis are refused."""
+    return f"{stem[:58]}-{secrets.token_hex(2)}"
 
 
 @contextmanager

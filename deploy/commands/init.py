@@ -7,6 +7,7 @@ a Redis that uses them, and the key that checkpoints are signed with. A file tha
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     recipe = PRESETS / f"{args.preset}.yaml" if args.preset else None
     given = [f"launch.secrets={directory.absolute()}"] if args.secure else []
+    given += _name(recipe, args.overrides)
     # `${NAME}` stays as it is: the file is to be read on other machines too
     config = from_tree(read_tree(recipe, [*given, *args.overrides]))
     if args.secure:
@@ -70,6 +72,17 @@ def run(args: argparse.Namespace) -> int:
     args.file.write_text(document(config))
     print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")
     return 0
+
+
+def _name(recipe: Path | None, overrides: Sequence[str]) -> list[str]:
+    """Overrides that give the run an id and a directory that no other run has, as far as the person gave none."""
+    from deploy.rundir import unique_id
+    from protocol.settings import RunSettings, read_tree
+
+    chosen = read_tree(None, overrides).get("run") or {}
+    stem = (read_tree(recipe).get("run") or {}).get("id", RunSettings().id)
+    run = chosen.get("id") or unique_id(stem)
+    return [f"run.id={run}", *([] if "dir" in chosen else [f"run.dir=runs/{run}"])]
 
 
 def _secure(args: argparse.Namespace, config: RunConfig, directory: Path) -> None:

@@ -29,6 +29,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved settings and processes, start nothing"
     )
+    parser.add_argument(
+        "--takeover", action="store_true", help="take the run id over from another run or learner in the same Redis"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end (progress on stderr)")
 
 
@@ -48,20 +51,23 @@ def run(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", file=out, flush=True)
 
-    code, summary = up(config, say, again=shlex.join(["foray", "up", str(path), *overrides]))
+    again = shlex.join(["foray", "up", str(path), *overrides])
+    code, summary = up(config, say, again=again, takeover=args.takeover)
     if args.json:
         print(json.dumps(summary))
     return code
 
 
-def up(config: RunConfig, say: Callable[[str], None], *, again: str = "") -> tuple[int, dict[str, Any]]:
+def up(
+    config: RunConfig, say: Callable[[str], None], *, again: str = "", takeover: bool = False
+) -> tuple[int, dict[str, Any]]:
     """(exit code, what is to be said of the run); prints a failure on stderr. `again`: the command that goes on."""
     from deploy.child import ProcessFailed
     from deploy.launcher import Launcher, Stopped
     from deploy.saved import saved
 
     began = time.monotonic()
-    launcher = Launcher(config, say=say, again=again)
+    launcher = Launcher(config, say=say, again=again, takeover=takeover)
     say(f"run {config.run.id} in {config.run.dir.absolute()}")
     state, code, error = "done", 0, ""
     try:

@@ -17,6 +17,7 @@ import yaml
 
 from deploy.config import RunConfig, from_tree
 from deploy.demo.world import World, write_jsonl
+from deploy.rundir import is_held, unique_id
 from protocol.errors import UserError
 from protocol.settings import read_tree
 
@@ -70,7 +71,7 @@ def prepare(options: DemoOptions, say: Say) -> Prepared:
     began = time.monotonic()
     held_out = write_worlds(options.seed, directory / "world")
     worlds_s = time.monotonic() - began
-    say(f"two worlds in {directory / 'world'}: one to train on, one to be asked about")
+    say(f"run {config.run.id}: two worlds in {directory / 'world'}: one to train on, one to be asked about")
     say("[2/5] warm start of the model: format and reading, by supervised training")
     began = time.monotonic()
     report = _model(options, config, say)
@@ -79,9 +80,10 @@ def prepare(options: DemoOptions, say: Say) -> Prepared:
 
 
 def demo_tree(options: DemoOptions) -> dict[str, Any]:
-    """The demo's configuration with this run's paths and seed; overrides last."""
+    """The demo's configuration with a run id, this run's paths and seed; overrides last."""
     directory = options.directory.absolute()
     chosen = [
+        f"run.id={unique_id('demo')}",
         f"run.dir={directory}",
         f"run.model={directory / 'model'}",
         f"run.seed={options.seed}",
@@ -127,8 +129,6 @@ def _model(options: DemoOptions, config: RunConfig, say: Say) -> dict[str, Any]:
 def _clear(directory: Path, *, fresh: bool) -> None:
     if not directory.exists():
         return
-    from deploy.rundir import is_held
-
     if not (directory / MARKER).exists():
         raise UserError(f"{directory} exists and is not a demo", todo="choose another --dir")
     if is_held(directory):

@@ -61,6 +61,7 @@ def run_demo(prepared: Prepared, began: float, say: Say) -> dict[str, Any]:
     summary["seconds"] = round(time.monotonic() - began, 1)
     summary["seconds_by_phase"] = {name: round(value, 1) for name, value in seconds.items()}
     summary["warm_start"] = prepared.warm_start
+    summary["run"] = prepared.config.run.id
     summary["seed"] = prepared.options.seed
     summary["control"] = "shuffled-reward" if prepared.options.shuffled_reward else "none"
     return summary

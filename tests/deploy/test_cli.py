@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import VERBS, main
+from deploy.config import load
 
 HEAVY = ("torch", "aiohttp", "transformers", "deepspeed", "faiss", "redis")
 PROBE = (
@@ -90,6 +91,17 @@ def test_init_writes_a_file_that_up_reads(tmp_path: Path, capsys: pytest.Capture
     assert main(["init", str(path), "run.steps=3"]) == 0
     assert main(["up", str(path), "--dry-run"]) == 0
     assert "steps: 3" in capsys.readouterr().out
+
+
+def test_init_gives_a_run_an_id_and_a_directory_of_its_own_unless_they_are_chosen(tmp_path: Path) -> None:
+    made = []
+    for name, given in (("a", []), ("b", []), ("c", ["run.id=mine"]), ("d", ["--preset", "ema_pg", "run.dir=/x"])):
+        path = tmp_path / f"{name}.yaml"
+        assert main(["init", str(path), *given]) == 0
+        made.append(load(path).run)
+    ids = [run.id for run in made]
+    assert len({*ids}) == 4 and [run_id.rpartition("-")[0] for run_id in ids] == ["run", "run", "", "ema-pg"]
+    assert [str(run.dir) for run in made] == [*(f"runs/{run_id}" for run_id in ids[:3]), "/x"]
 
 
 def test_index_build_makes_what_the_retriever_of_that_configuration_looks_for(

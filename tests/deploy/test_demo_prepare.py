@@ -9,6 +9,7 @@ import pytest
 
 from deploy.demo.prepare import HELD_OUT_PER_HOPS, DemoOptions, demo_tree, prepare, write_worlds
 from protocol.errors import UserError
+from protocol.keys import Keys
 
 
 def silent(line: str) -> None:
@@ -54,6 +55,12 @@ def test_an_old_demo_makes_way_for_a_new_one_only_when_that_is_said(tmp_path: Pa
     prepared = prepare(DemoOptions(directory, 1, model=model, shuffled_reward=True, fresh=True), silent)
     assert not (directory / "metrics.jsonl").exists() and prepared.config.run.seed == 1
     assert prepared.config.learner.batch.shuffle_rewards
+
+
+def test_two_demos_are_two_runs_to_one_redis(tmp_path: Path) -> None:
+    ids = [demo_tree(DemoOptions(tmp_path / "d", 0))["run"]["id"] for _ in range(2)]
+    assert ids[0] != ids[1] and all(Keys(run_id) and run_id.startswith("demo-") for run_id in ids)
+    assert demo_tree(DemoOptions(tmp_path / "d", 0, overrides=("run.id=mine",)))["run"]["id"] == "mine"
 
 
 def test_overrides_win_over_the_demos_own_settings(tmp_path: Path) -> None:

@@ -240,6 +240,13 @@ def other_learner(world: World) -> Iterator[None]:
 
 
 @contextmanager
+def other_run(world: World) -> Iterator[None]:
+    meta = RunMeta(facts={"host": "far", "dir": "/runs/theirs"}, lineage_id="d" * 32)
+    world.admin.hset(Keys(RUN).meta, mapping=meta.fields())
+    yield
+
+
+@contextmanager
 def other_for_sglang(world: World) -> Iterator[None]:
     other = world.directory / "other"
     other.mkdir()
@@ -304,6 +311,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
     "SGLang's tokenizer": (other_for_sglang, "tokenizer", "fail", "--tokenizer-path", False),
     "an engine's tokenizer": (registered(tokenizer="a" * 64), "tokenizer of the engines", "fail", "e1 has aaaa", False),
     "the learner's tokenizer": (other_learner, "tokenizer of the run", "fail", "has cccccccccccc", False),
+    "another run": (other_run, "run.id", "fail", "lineage dddddddd, host far, run.dir /runs/theirs", False),
     "remote code": (told(TRUSTING), "remote code", "warn", "runs on every engine", False),
     "code in the model": (written("model/config.json", WITH_CODE), "remote code", "fail", "auto_map", False),
     "open rollout server": (told("rollout.host=0.0.0.0"), "access", "fail", "rollout.host = 0.0.0.0", False),

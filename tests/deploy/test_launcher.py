@@ -23,6 +23,7 @@ from deploy.launcher import Launcher, Stopped
 from deploy.redis_child import connect, ping
 from deploy.rundir import is_held, read_record
 from protocol.errors import UserError
+from protocol.meta import LINEAGE_FILE
 
 STAND_IN = """#!{python}
 import http.server, json, os, signal, sys, threading, time
@@ -120,6 +121,15 @@ def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(run_file
     record = read_record(run_files / "run")
     assert record["state"] == "done" and not is_held(run_files / "run")
     assert ping(f"unix://{run_files}/run/redis/redis.sock"), "our Redis has ended too"
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_directory_has_a_lineage_id_from_the_start_where_the_learner_runs(run_files: Path, learns: bool) -> None:
+    path = run_files / "run" / LINEAGE_FILE
+    with launcher(configured(run_files, "wait", f"launch.learner={learns}"), run_files) as started:
+        assert path.exists() == learns
+        assert not started.supervisor.children
+    assert not learns or len(path.read_text()) == 33
 
 
 def test_every_process_has_a_log_and_the_resolved_file_serves_by_hand(run_files: Path) -> None:

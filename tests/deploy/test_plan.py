@@ -31,6 +31,11 @@ def test_processes_come_in_start_order() -> None:
     assert [s.name for s in planned()] == ["redis", "retriever-1", "engine-1", "rollout-1", "learner"]
 
 
+def test_a_takeover_is_the_learners_alone() -> None:
+    specs = plan(load(None, ["run.dir=/r"]), OWN, python="py", resolved=Path("/r/resolved.yaml"), takeover=True)
+    assert [s.name for s in specs if "--takeover" in s.argv] == ["learner"]
+
+
 def test_counts_are_those_of_the_configuration() -> None:
     kinds = [s.kind for s in planned("launch.engines=3", "launch.learner=false")]
     assert kinds.count("engine") == 3 and "learner" not in kinds

@@ -18,7 +18,7 @@ from protocol.ledger import Ledger
 from protocol.messages import NodeState
 
 STEPS, GROUPS = 60, 8
-SMALL = (f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "learner.checkpoint_every=5")
+SMALL = ("run.id=demo", f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "learner.checkpoint_every=5")
 
 
 def steps_done(directory: Path) -> int:

@@ -30,7 +30,13 @@ QUICK = ("engine.hang_s=2", "engine.probe_s=0.5", "engine.drain_s=10", "engine.h
 @pytest.mark.fault(5, 19)
 def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, tmp_path: Path) -> None:
     run_dir, began = tmp_path / "elastic", time.monotonic()
-    small = (f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", f"run.max_lag={LAG}", "learner.checkpoint_every=5")
+    small = (
+        "run.id=demo",
+        f"run.steps={STEPS}",
+        f"run.groups_per_step={GROUPS}",
+        f"run.max_lag={LAG}",
+        "learner.checkpoint_every=5",
+    )
     prepare = [sys.executable, "-m", "deploy", "demo", "--prepare-only", "--dir", str(run_dir)]
     subprocess.run([*prepare, "--model", str(warm_model), *small], check=True, cwd=tmp_path, timeout=60)
     keys, routes = Keys("demo"), tmp_path / "routes.jsonl"

@@ -86,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
     home = tmp_path_factory.mktemp("canary")
     save_model(new_model(0), home / "model")
-    prepared = _foray("demo", "--prepare-only", "--dir", "run", "--model", "model", *SMALL, cwd=home)
+    prepared = _foray("demo", "--prepare-only", "--dir", "run", "--model", "model", "run.id=demo", *SMALL, cwd=home)
     assert prepared.returncode == 0, prepared.stderr
     made = _foray("init", "run/demo.yaml", "--secure", "--no-tls", "--secrets", str(home / "secrets"), cwd=home)
     assert made.returncode == 0, made.stderr
