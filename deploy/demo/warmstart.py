@@ -26,7 +26,7 @@ from deploy.demo.gate import GateReport, gate
 from deploy.demo.lookup import Lookup
 from deploy.demo.tiny_model import new_model, save_model
 from deploy.demo.world import Puzzle, World
-from deploy.pulse import Pulse
+from deploy.pulse import Pulse, beside
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
@@ -145,14 +145,18 @@ def warm_start(
 
     Raises WarmStartFailed when `budget.most` steps of practice do not suffice.
     """
+    pulse, begun = Pulse(log), time.monotonic()
+    log = pulse.say
+    beside(
+        _load, lambda: pulse.beat(lambda: f"loading torch and transformers, {time.monotonic() - begun:.0f} s so far")
+    )
     import torch
 
     limits = budget or WarmStartBudget()
     began, began_cpu, threads_before = time.monotonic(), time.process_time(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        pulse = Pulse(log)
-        log, course = pulse.say, _course(seed, limits)
+        course = _course(seed, limits)
         course.beat = pulse.beat
         passed, looks = _practise(course, seed, log)
         practised = course.steps
@@ -165,6 +169,11 @@ def warm_start(
     save_model(course.model, out_dir)
     seconds, cpu_seconds = time.monotonic() - began, time.process_time() - began_cpu
     return WarmStartReport(seed, course.steps, practised, seconds, cpu_seconds, passed, final, looks)
+
+
+def _load() -> None:
+    import torch  # noqa: F401
+    from transformers import Qwen2ForCausalLM  # noqa: F401
 
 
 def _course(seed: int, budget: WarmStartBudget) -> _Course:
