@@ -45,6 +45,20 @@ MUTANTS = (
         FUNCTIONS,
     ),
     Mutant(
+        "acknowledged before the group is added",
+        LUA,
+        "if not leased(k[1], a[1]) then return 'DUP' end\n  local id = call('XADD', k[2]",
+        "if call('XACK', k[1], 'rollout', a[1]) == 0 then return 'DUP' end\n  local id = call('XADD', k[2]",
+        FUNCTIONS,
+    ),
+    Mutant(
+        "a forged task costs the true one an attempt",
+        "learner/source.py",
+        "if entry.seq in self._store.snapshot().tasks:",
+        "if False:",
+        ("learner/test_hostile_redis.py",),
+    ),
+    Mutant(
         "trimmed one entry too far",
         LUA,
         "if pending[2] then return pending[2] end",
