@@ -47,7 +47,7 @@ def model(config: RunConfig) -> Finding:
         shards = _shards(directory)
     except OSError as error:
         return Finding("run.model", "fail", f"no model in {directory}: {error.strerror}", MODEL_FILES)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Finding("run.model", "fail", f"a file of the model in {directory} is damaged", MODEL_FILES, str(error))
     except UserError as error:
         return Finding.of("run.model", error)
@@ -133,7 +133,8 @@ def _with_columns(path: Path, found: Finding) -> Finding:
     mend = found.mend
     if "question" in wanted and wanted[-1] in ANSWER_FIELDS:
         code, lines = TO_LINES.format(path=str(path), columns=wanted), path.with_suffix(".jsonl")
-        mend = f"python -c {shlex.quote(code)} > {shlex.quote(str(lines))}; then learner.questions={lines}"
+        quoted = shlex.quote(code) if set(code) & set('"$`\\') else f'"{code}"'
+        mend = f"python -c {quoted} > {shlex.quote(str(lines))}; then learner.questions={lines}"
     return Finding(found.check, found.verdict, found.detail, mend, why)
 
 

@@ -25,6 +25,8 @@ from rollout_server.node.config import CpuEngine, SglangEngine
 CPU_PARAMETERS = 50_000_000
 """Largest model for the embedded engine: it serves tests and demos, a larger one would take minutes for an answer."""
 ON_SGLANG = "serve it with SGLang: 'engine.kind={type: sglang}' (without a GPU see deploy/configs/demo_sglang_cpu.yaml)"
+NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
+"""What values of other types than a model's lead to."""
 PROBE = (
     "import importlib.metadata as m, importlib.util as u\n"
     "print('no' if u.find_spec('sglang') is None else m.version('sglang'))"
@@ -44,7 +46,10 @@ def engine(config: RunConfig) -> Iterator[Finding]:
         return  # that there is no model is said elsewhere
     if isinstance(kind, CpuEngine):
         yield _cpu(config.run.model)
-    yield from _context(config, facts)
+    try:
+        yield from _context(config, facts)
+    except NOT_FACTS as error:
+        yield _unusable(config.run.model, error)
 
 
 def learner(config: RunConfig) -> Iterator[Finding]:
@@ -70,7 +75,7 @@ def read_facts(model: Path) -> dict[str, Any]:
     """The model's config.json, {} where there is none that is an object."""
     try:
         found = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -143,16 +148,23 @@ def _positions(facts: dict[str, Any], *, scaled: bool) -> int:
 
 def _trainable(config: RunConfig, facts: dict[str, Any]) -> Finding:
     """What the learner says at its load of the model, as far as config.json tells it."""
-    given = SimpleNamespace(**({"is_encoder_decoder": False, "model_type": "model"} | facts))
-    if given.model_type.startswith("qwen") and not facts.get("use_sliding_window"):
-        given.sliding_window = None  # written in its file, and without effect
     try:
+        given = SimpleNamespace(**({"is_encoder_decoder": False, "model_type": "model"} | facts))
+        if given.model_type.startswith("qwen") and not facts.get("use_sliding_window"):
+            given.sliding_window = None  # written in its file, and without effect
         refuse_kind(config.run.model, given, config.learner.model.attention)
         if config.learner.batch.row_tokens:
             refuse_packing(config.run.model, given)
     except UserError as error:
         return Finding.of("learner", error)
+    except NOT_FACTS as error:
+        return _unusable(config.run.model, error)
     return Finding("learner", "ok", f"trains a {given.model_type} model")
+
+
+def _unusable(model: Path, error: Exception) -> Finding:
+    detail, why = f"{model / 'config.json'} does not describe a model", f"{type(error).__name__}: {error}"
+    return Finding("config.json", "fail", detail, "take the model's directory whole, from where it was published", why)
 
 
 def _nccl(config: RunConfig) -> Finding:

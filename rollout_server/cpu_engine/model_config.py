@@ -71,11 +71,11 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise UserError(
             f"cannot read {path}", why=error.strerror or str(error), todo="point --model-path at a model directory"
         ) from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON", why=str(error)) from None
     try:
         return _convert(raw)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path} does not describe a usable model", why=f"{type(error).__name__}: {error}") from None
 
 

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from fuzz_targets import Decoder, scratch
 from fuzz_targets_protocol import entries, resealed
 
+from deploy import doctor_data, doctor_engine
+from deploy.config import load
 from learner import share_codec
 from learner.checkpoint import MANIFEST, Checkpoints
 from learner.entry import BadEntry, read_entry
@@ -26,6 +28,14 @@ from protocol.header import seal
 from protocol.messages import Task
 from protocol.testing import make_group
 from protocol.versions import PolicyVersion
+
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 4096},
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+}
+QWEN = {"model_type": "qwen3_next", "sliding_window": 64, "use_sliding_window": True, "layer_types": ["full_attention"]}
+MODEL_CONFIGS = (json.dumps(LLAMA).encode(), json.dumps(QWEN | {"text_config": LLAMA}).encode())
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,19 @@ def _questions(folder: Path) -> Any:
     return read
 
 
+def _model_config(folder: Path) -> Any:
+    """What doctor and `foray up` read of a model that somebody else wrote: any text gives findings."""
+    model = folder / "model"
+    model.mkdir()
+    config = load(None, [f"run.model={model}", "learner.batch.row_tokens=64"])
+
+    def read(raw: bytes) -> object:
+        (model / "config.json").write_bytes(raw)
+        return [*doctor_engine.engine(config), *doctor_engine.learner(config), doctor_data.model(config)]
+
+    return read
+
+
 def decoders() -> tuple[Decoder, ...]:
     folder = scratch()
     data, read_data, index, read_index = _journal(folder)
@@ -151,6 +174,7 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder("journal.index", read_index, (ProtocolError,), (index,), "bytes", share=0.5),
         Decoder("checkpoint.manifest", read_manifest, (UserError,), (manifest,), "json", share=0.5),
         Decoder("checkpoint.current", _current(folder), (UserError,), (b"step_4.e1\n",), "text", share=0.5),
+        Decoder("doctor.model_config", _model_config(folder), (), MODEL_CONFIGS, "json", share=0.5),
         Decoder("questions.load", _questions(folder), (UserError,), asked, "text", share=0.5),
         Decoder("questions.record", _questions(folder), (UserError,), (asked[0].splitlines()[0],), "json", share=0.5),
     )
