@@ -15,7 +15,6 @@ from deploy import (
     doctor_acl,
     doctor_data,
     doctor_engine,
-    doctor_identity,
     doctor_machine,
     doctor_model,
     doctor_redis,
@@ -95,4 +94,6 @@ def _redis(config: RunConfig, environ: Mapping[str, str], clock: Callable[[], fl
         yield from doctor_acl.user(url, config.run.id)
     yield from doctor_model.fleet(url, config)
     if config.launch.learner:
+        from deploy import doctor_identity  # imports redis, as nothing else here does before it is needed
+
         yield from doctor_identity.lineage(url, config)
