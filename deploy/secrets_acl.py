@@ -27,17 +27,18 @@ _LOOK = (
 GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
     # owns every key of its run; alone loads the functions, which all runs on a server share
     "learner": (
-        "+function|load +info",
+        "+function|load +function|list +info",
         "(~{run}:* +fcall +@stream +@hash +@string +@set +@sortedset +exists +del +pexpire +pttl)",
     ),
     "rollout": (
         "+info",
         "(~{run}:tasks ~{run}:traj ~{run}:tokens +fcall)",
-        "(~{run}:tasks +xreadgroup +xautoclaim +xclaim +xpending +xack +xadd +xgroup|delconsumer)",
+        "(~{run}:tasks +xreadgroup +xautoclaim +xclaim +xpending +xack +xadd +xdel +xgroup|delconsumer)",
         "(~{run}:traj +exists +xadd)",
         "(~{run}:tokens +hincrby)",
         "(~{run}:dlq ~{run}:events +xadd)",
         "(~{run}:metrics:rollout:* +set +del)",
+        "(~{run}:metrics:rollout:* ~{run}:processes +fcall)",
         f"(~{{run}}:processes {_SWEPT})",
         "(~{run}:evaluation +set +get +del)",
         "(%R~{run}:engines +zrangebyscore)",
@@ -46,11 +47,13 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
     "node": (
         "(~{run}:engine:* +hset +pexpire +del)",
         f"(~{{run}}:engines {_SWEPT})",
+        "(~{run}:engine:* ~{run}:engines +fcall)",
         "(%R~{run}:wv:target %R~{run}:meta +hget +hmget +hgetall)",
         "(%R~{run}:wv:view +get)",
-        "(~{run}:wv:answers:* +hset +pexpire)",
+        "(~{run}:wv:answers:* +hset +pexpire +fcall)",
         "(%R~{run}:evaluation +exists)",
         "(~{run}:metrics:node:* +set +del)",
+        "(~{run}:metrics:node:* ~{run}:processes +fcall)",
         f"(~{{run}}:processes {_SWEPT})",
         "(~{run}:events +xadd)",
     ),

@@ -12,7 +12,7 @@ from typing import Any
 from learner.books import Books
 from learner.crosscheck import CrossCheck
 from learner.history import History
-from learner.redis_client import RedisUnavailable, RunStore
+from learner.redis_client import RedisFull, RedisUnavailable, RunStore
 from learner.requests import Requests
 from protocol.errors import Fenced, StateLost
 from protocol.meta import RunMeta
@@ -36,7 +36,7 @@ class Audit:
         with self._books.lock:
             honoured = sorted(self._books.requests)
         self._requests.committed(honoured)
-        self._tell(self._books.check(whole=False) or self._cross.look())
+        self._tell(self._books.check(whole=False) or self._compared())
 
     def mended(self, why: str, *, epoch: int, lost: bool, again: bool) -> None:
         """All is there again. lost: streams or functions were gone. again: the lease had lapsed and was taken anew.
@@ -82,6 +82,13 @@ class Audit:
             values = self._books.law.values() | self._cross.values()
             closes = bool(values["tokens_law_closes"]) and not self._told
             return values | {"tokens_law_closes": float(closes), "books_close": float(closes)}
+
+    def _compared(self) -> str:
+        try:
+            return self._cross.look()
+        except RedisFull as error:
+            log.info("Redis' counts were not compared: %s", error)
+            return ""
 
     def _tell(self, problem: str) -> None:
         if problem and problem != self._told:

@@ -54,6 +54,7 @@ class Books:
     held       seqs that arrived and are not settled: buffered or being trained
     unacked    stream entry id -> its seq (0: unknown), for every entry read and not acknowledged
     committed  the ledger as the last durable checkpoint has it
+    durable    those of `unacked` of which it says what became of them
     due        seqs that must be issued again as soon as Redis allows
     attempts   seq -> attempts known of, where more than one
     reasons    (outcome, reason) -> how many seqs, of those that were not trained
@@ -68,6 +69,7 @@ class Books:
     step: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     committed: Ledger = field(default_factory=Ledger)
+    durable: set[bytes] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
     issued: int = 0
     credit: int = 0
@@ -207,6 +209,7 @@ class Books:
             self.tally = Tally(**{k: int(v) for k, v in state["tally"].items() if k in known})
             self.law = TokenLaw.from_state(state.get("tokens", {}))
             self.unacked = {id_.encode(): 0 for id_ in state.get("entries", ())}
+            self.durable = set(self.unacked)
             self.due = {int(seq) for seq in state.get("due", ())}
             self.attempts = {int(seq): int(n) for seq, n in state.get("attempts", {}).items()}
             self.requests = {int(seq) for seq in state.get("requests", ())}
@@ -215,19 +218,22 @@ class Books:
         """A checkpoint with `state` is durable: the entries that may now be acknowledged."""
         with self.lock:
             self.committed = Ledger.from_state(state["ledger"])
-            return [id_ for name in state.get("entries", ()) if (id_ := name.encode()) in self.unacked]
+            decided = [id_ for name in state.get("entries", ()) if (id_ := name.encode()) in self.unacked]
+            self.durable.update(decided)
+            return decided
 
     def changed(self) -> bool:
         """Whether something was decided that no durable checkpoint says."""
         with self.lock:
             undecided = {arrived.id for arrived in self.law.flying.values()}
-            return self.ledger != self.committed or any(id_ not in undecided for id_ in self.unacked)
+            return self.ledger != self.committed or not self.unacked.keys() <= undecided | self.durable
 
     def forget(self, ids: Iterable[bytes]) -> None:
         """These entries are acknowledged."""
         with self.lock:
             for id_ in ids:
                 self.unacked.pop(id_, None)
+                self.durable.discard(id_)
 
     def check(self, *, whole: bool = True) -> str:
         """Where the books do not close, in words; "" when they do.

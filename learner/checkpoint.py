@@ -42,7 +42,8 @@ MANIFEST = "manifest.json"
 STATE = "state"
 Look = tuple[int, ...]
 """Of a file or folder: device, inode, size, and when its content and its entry were changed last."""
-_NAME = re.compile(r"^step_([0-9]{1,18})\.e([0-9]{1,18})$")
+_NAME = re.compile(r"^step_([0-9]{1,18})\.e([0-9]{1,18})(?:\.r([0-9]{1,9}))?$")
+"""Step, epoch, and which one of several of that step: what is decided between two steps may need one more."""
 
 
 class CheckpointFailed(ForayError):
@@ -140,11 +141,13 @@ class Checkpoints:
 
         save     writes the train engine's state into a directory that exists and is empty
         confirm  raises Fenced when this learner may no longer commit
-        Raises CheckpointFailed when the disk is full or fails, ValueError for the one that is committed already.
+        Raises CheckpointFailed when the disk is full or fails. What is in force is never touched: where it is of the
+        same step and epoch, this one gets the next number after it.
         """
-        if self.committed(step, epoch):
-            raise ValueError(f"step {step} of epoch {epoch} is committed already")
-        name = f"step_{step}.e{epoch}"
+        name, revision = f"step_{step}.e{epoch}", 1
+        if self.committed(step, epoch) and (found := self._current()):
+            revision = _order(found)[2] + 1
+            name += f".r{revision}"
         part, final = self._folder / f".{name}.tmp", self._folder / name
         try:
             make_folder(self._folder)
@@ -154,7 +157,8 @@ class Checkpoints:
             files = {str(p.relative_to(part)): p for p in sorted(part.rglob("*")) if p.is_file()}
             listed = {n: {"bytes": p.stat().st_size, "sha256": sha256(p)} for n, p in files.items()}
             versions = [list(version) for version in lineage]
-            manifest = {"format": FORMAT, "step": step, "epoch": epoch, "lineage": versions, **facts, "files": listed}
+            place = {"step": step, "epoch": epoch, "revision": revision}
+            manifest = {"format": FORMAT, **place, "lineage": versions, **facts, "files": listed}
             if self._key is not None:
                 manifest[SIGNATURE] = self._key.sign(manifest)
             write_text(part / MANIFEST, json.dumps(manifest, indent=1))
@@ -181,7 +185,7 @@ class Checkpoints:
         return final
 
     def committed(self, step: int, epoch: int) -> bool:
-        """Whether the checkpoint in force is this one."""
+        """Whether the checkpoint in force is of this step and epoch."""
         found = self._current()
         return found is not None and (int(found[1]), int(found[2])) == (step, epoch)
 
@@ -206,8 +210,8 @@ class Checkpoints:
         except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(path / MANIFEST, str(error)) from None
         self._refuse_foreign(path, facts)
-        if (facts["step"], facts["epoch"]) != (int(found[1]), int(found[2])):
-            says = f"step {facts['step']} of epoch {facts['epoch']}"
+        if (facts["epoch"], facts["step"], facts.get("revision", 1)) != _order(found):
+            says = f"step {facts['step']} of epoch {facts['epoch']}, revision {facts.get('revision', 1)}"
             raise self._damaged(path / MANIFEST, f"it is of {says}: the directory was renamed, or is a copy")
         return facts
 
@@ -225,10 +229,7 @@ class Checkpoints:
 
     def _warn_of_newer(self, found: re.Match[str]) -> None:
         """One that was renamed and not put in force is left by a crash, or by a person who went back: or by a thief."""
-        order = (int(found[2]), int(found[1]))
-        newer = [
-            p.name for p in self._folder.iterdir() if (m := _NAME.match(p.name)) and (int(m[2]), int(m[1])) > order
-        ]
+        newer = [p.name for p in self._folder.iterdir() if (m := _NAME.match(p.name)) and _order(m) > _order(found)]
         if newer:
             log.warning("%s says %s, although %s is newer: its steps are done again", self._folder / CURRENT, found[0],
                         ", ".join(sorted(newer)))  # fmt: skip
@@ -255,9 +256,9 @@ class Checkpoints:
         )
 
     def _collect(self, current: str, epoch: int) -> None:
-        found = [(int(m[2]), int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.match(p.name))]
-        newest = {p for _, _, p in sorted(found)[-self._keep :]}
-        for _, _, path in found:
+        found = sorted((_order(m), p) for p in self._folder.iterdir() if (m := _NAME.match(p.name)))
+        newest = {path for _, path in found[-self._keep :]}
+        for _, path in found:
             if path not in newest and path.name != current:
                 shutil.rmtree(path, ignore_errors=True)
         for left in self._folder.glob(".step_*.tmp"):
@@ -273,6 +274,11 @@ def _look(at: Path | int) -> Look:
     except FileNotFoundError:
         return ()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _order(name: re.Match[str]) -> tuple[int, int, int]:
+    """Epoch, step and revision: of two checkpoints the greater one is the newer."""
+    return int(name[2]), int(name[1]), int(name[3] or 1)
 
 
 def _facts(found: Any) -> dict[str, Any]:

@@ -7,18 +7,22 @@ there is credit.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from learner.crosscheck import CrossCheck
+from learner.io_loop import SILENCE_S
 from learner.issue import Issuer
 from learner.lease import Lease
 from learner.reconcile import Reconciler
-from learner.redis_client import RunStore
+from learner.redis_client import RedisFull, RunStore
 from learner.redis_errors import Tolerated
 from learner.requests import Requests
 from protocol.messages import MetricsSnapshot
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 METRICS_S = 1.0
@@ -61,6 +65,7 @@ class Keeper:
         self._store, self._lease, self._issuer, self._reconciler = store, lease, issuer, reconciler
         self._requests, self._cross, self.snapshot = requests, cross, snapshot
         self._renewal, self._reconciling, self._metrics = Every(lease_s / 3), Every(reconcile_s), Every(METRICS_S)
+        self._complaints = Every(SILENCE_S)
         self._reconciling.due()  # not before the first interval has passed
         self._tolerated = Tolerated()
         self.wake = threading.Event()
@@ -76,7 +81,11 @@ class Keeper:
                 raise
         if self._issuer.open.is_set() and self._reconciling.due():
             self._reconciler.turn()
-        self._issuer.turn()
+        try:
+            self._issuer.turn()
+        except RedisFull as error:  # no reason to renew the lease less often, or to report less
+            if self._complaints.due():
+                log.warning("no tasks are issued at the moment: %s", error)
         if self._metrics.due():
             self._cross.update()
             self.report()

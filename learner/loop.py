@@ -33,6 +33,8 @@ from protocol.versions import PolicyVersion
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+STARVING_S = 2.0
+"""Without a batch for so long, the learner looks whether a checkpoint would let more groups come."""
 RETRY_CHECKPOINT_S = 10.0
 FAILED_CHECKPOINTS = 3
 """So many failures in a row close the valve: what is trained cannot be acknowledged, and Redis would fill up."""
@@ -54,15 +56,16 @@ class TrainingLoop:
         parts.meter.put(checkpoint_step=parts.books.step, checkpoint_every=parts.settings.checkpoint_every)
         self._patience = Patience(parts.settings.max_skipped, parts.run.dir / "skipped")
         self._announced = False
+        self._refusals = 0
         self._watch = Stopwatch(parts.meter)
 
     # --- the training step, whole ---
 
     def run(self) -> None:
-        """Announce the weights, open the valve, train."""
+        """Make room, announce the weights, open the valve, train."""
         p = self.parts
-        self.surely(self.announce)
         self.surely(self._acknowledge_rest)
+        self.surely(self.announce)
         self.surely(p.audit.begin)
         self.surely(p.issuer.recount)
         p.issuer.open.set()
@@ -100,7 +103,12 @@ class TrainingLoop:
         self._write_down(entries, conditions)
         p.mix.add(self.policy_step, groups)
         with p.meter.waiting("publish"):
-            self.surely(self.announce)
+            try:
+                self.surely(self.announce)
+            except (RedisUnavailable, StateLost) as error:
+                # Told to stop meanwhile. The step is done all the same: a checkpoint will have it, and the next start
+                # announces what it has.
+                log.warning("version %d is announced by the next start: %s", self.policy_step, error)
         trained = [e.seq for e in entries]
         own = split_of(batch, everything, len(groups))
         p.books.finish_step(trained, sampled=_sampled(entries), trained=report.tokens_trained, own=own)
@@ -127,7 +135,7 @@ class TrainingLoop:
         """The next batch of groups; [] when the run was told to stop. Mends what the I/O threads report meanwhile."""
         p, run = self.parts, self.parts.run
         max_lag = run.max_lag if p.settings.on_stale == "drop" else None
-        looked = time.monotonic()
+        looked = hungry = time.monotonic()
         with p.meter.waiting("data"):
             while not self.stopping():
                 self._mend_if_alarmed()
@@ -137,9 +145,26 @@ class TrainingLoop:
                 entries = p.source.take(run.groups_per_step, self.policy_step, max_lag=max_lag, timeout_s=POLL_S)
                 if entries:
                     return entries
-                if self._failed_checkpoints and time.monotonic() > self._failed_time + RETRY_CHECKPOINT_S:
-                    self.checkpoint()
+                if self._failed_checkpoints:
+                    if time.monotonic() > self._failed_time + RETRY_CHECKPOINT_S:
+                        self.checkpoint()
+                elif time.monotonic() > hungry + STARVING_S:
+                    self.surely(self._starving)
+                    hungry = time.monotonic()
         return []
+
+    def _starving(self) -> None:
+        """No batch comes. Perhaps because Redis is full of groups that are trained: only a checkpoint lets them go."""
+        p = self.parts
+        refusals = p.store.refusals()
+        full, self._refusals = refusals > self._refusals, refusals
+        overdue = time.monotonic() - self._checkpoint_time >= p.settings.checkpoint_s
+        if (full or overdue) and p.books.changed():
+            if full:
+                log.warning("Redis is full and no batch comes: a checkpoint now, which makes room in it")
+            self.checkpoint()
+        elif full and (dropped := p.store.drop_evidence()):
+            log.warning("Redis is full: %d of the oldest dead letters and events in it are removed", dropped)
 
     def _skip(self, entries: list[Entry], report: Report) -> None:
         seqs = [e.seq for e in entries]
@@ -210,10 +235,10 @@ class TrainingLoop:
     def checkpoint(self) -> bool:
         """Commits a checkpoint, then acknowledges; False when the disk refused it. Training may go on without."""
         p = self.parts
-        state = p.books.to_state() | p.audit.to_state()
         names = {"run": p.run.id, LINEAGE_FIELD: p.lease.lineage_id, "sampler": p.sampler.fingerprint}
-        if p.checkpoints.committed(p.books.step, p.lease.epoch):
+        if p.checkpoints.committed(p.books.step, p.lease.epoch) and not p.books.changed():
             return True
+        state = p.books.to_state() | p.audit.to_state()
         with p.meter.waiting("checkpoint"):
             try:
                 if p.journal is not None:
@@ -275,9 +300,6 @@ class TrainingLoop:
 
     def interrupt(self) -> None:
         """Told to stop before the end: a checkpoint now, so that nothing has to be done twice."""
-        if self.policy_step != self.parts.books.step:
-            log.warning("stopped in the middle of a step: it will be done again")
-            return
         try:
             self.checkpoint()
         except RedisUnavailable as error:

@@ -95,6 +95,25 @@ class Accounts:
         except redis.ResponseError:
             return ""
 
+    def refusals(self) -> int:
+        """Commands of anybody that this Redis process has refused for want of memory; 0 where this user may not ask."""
+        with translated():
+            try:
+                stats = self._db.info("errorstats")
+            except NoPermissionError:
+                return 0
+        return int(stats.get("errorstat_OOM", {}).get("count", 0))
+
+    def drop_evidence(self) -> int:
+        """Removes the older half of what is kept in Redis for people only; how many entries that were."""
+        with translated(), self._db.pipeline(transaction=False) as pipe:
+            for stream in (self.keys.dlq, self.keys.events):
+                pipe.xlen(stream)
+            lengths: list[int] = pipe.execute()
+            for stream, length in zip((self.keys.dlq, self.keys.events), lengths, strict=True):
+                pipe.xtrim(stream, maxlen=length // 2, approximate=False)
+            return sum(pipe.execute())
+
     def rejected(self) -> tuple[int, str]:
         """Tokens of rejected attempts that this Redis has counted, and since when (`life`)."""
         with translated(self.keys.tokens):

@@ -1,5 +1,6 @@
 """The learner's only door to Redis: typed calls in, and every way they may fail as one of four errors
-(`learner/redis_errors.py`). What is counted and told beside the delivery itself is in `learner/redis_accounts.py`.
+(`learner/redis_errors.py`). What must be there first is in `learner/redis_setup.py`, what is counted and told beside the
+delivery itself in `learner/redis_accounts.py`.
 
 Two clients, as redis-py 8 needs it: its own retries would duplicate an XADD whose reply was lost, and a blocking read
 needs a socket time-out longer than its block.
@@ -7,7 +8,7 @@ needs a socket time-out longer than its block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -15,12 +16,14 @@ import redis
 
 from learner.connect import connect
 from learner.redis_accounts import Accounts
+from learner.redis_errors import RedisFull as RedisFull
 from learner.redis_errors import RedisUnavailable as RedisUnavailable
 from learner.redis_errors import translated as translated
 from learner.redis_errors import unusable
+from learner.redis_setup import prepare
 from protocol import functions
 from protocol.codec import decode_as, encode, number_of
-from protocol.errors import ProtocolError, StateLost, UserError
+from protocol.errors import ProtocolError, StateLost
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
 from protocol.redis_policy import SETTING
@@ -34,6 +37,8 @@ MAX_DIGITS = 15
 """Of a count: the functions' numbers are exact so far."""
 LAST_ID = (2**64 - 1, 2**64 - 1)
 """A stream that holds an entry of this id takes no other."""
+CHUNK_BYTES = 1 << 16
+"""Most tasks, and most bytes of them, in one call: a request counts as used memory, too large a one is refused."""
 
 Fields = dict[bytes, bytes]
 M = TypeVar("M", bound=Message)
@@ -97,26 +102,10 @@ class RunStore(Accounts):
         return int(self._owner[0])
 
     def prepare(self) -> bool:
-        """Loads the functions and creates streams and groups where they are missing; whether any was. May be called at
-        any time.
+        """Loads the functions and creates streams and groups where they are missing; whether a stream or group was.
+        May be called at any time.
         """
-        made = False
-        with translated():
-            try:
-                self._db.function_load(functions.source(), replace=True)
-            except redis.ResponseError as error:
-                if "unknown command" not in str(error):
-                    raise
-                raise UserError("this Redis has no functions", why="it is older than 7.0", todo="upgrade it") from error
-            for stream, group in ((self.keys.tasks, TASK_GROUP), (self.keys.traj, TRAJ_GROUP)):
-                try:
-                    self._db.xgroup_create(stream, group, id="0", mkstream=True)
-                    made = True
-                except redis.ResponseError as error:
-                    if "BUSYGROUP" not in str(error):
-                        with translated(stream):
-                            raise
-        return made
+        return prepare(self._db, self.keys)
 
     def eviction_policy(self) -> str:
         """`maxmemory-policy` of the server; "" where this user may not ask for it."""
@@ -204,16 +193,14 @@ class RunStore(Accounts):
         ceiling  a higher count in Redis is not believed, and corrected
         """
         issued = floor
-        for start in range(0, len(pairs), CHUNK):
-            flat = [item for pair in pairs[start : start + CHUNK] for item in pair]
+        for flat in _chunks(pairs):
             keys = (self.keys.lease, self.keys.issued, self.keys.tasks)
             issued = int(self._call(functions.ISSUE, keys, *self._owner, floor, ceiling, *flat))
         return issued
 
     def reissue(self, pairs: Sequence[tuple[int, bytes]]) -> None:
         """Adds tasks whatever was issued before."""
-        for start in range(0, len(pairs), CHUNK):
-            flat = [item for pair in pairs[start : start + CHUNK] for item in pair]
+        for flat in _chunks(pairs):
             self._call(functions.REISSUE, (self.keys.lease, self.keys.tasks), *self._owner, *flat)
 
     def snapshot(self) -> InRedis:
@@ -356,10 +343,23 @@ class RunStore(Accounts):
         key = self.keys.metrics(snapshot.process, snapshot.id)
         with translated():
             expiry = self.now() + METRICS_TTL_MS / 1000
-            with self._db.pipeline(transaction=False) as pipe:
-                pipe.set(key, encode(snapshot), px=METRICS_TTL_MS)
-                pipe.zadd(self.keys.processes, {f"{snapshot.process}:{snapshot.id}": expiry})
-                pipe.execute()
+        member = f"{snapshot.process}:{snapshot.id}"
+        keys = (key, self.keys.processes)
+        self._call(functions.REPORT, keys, encode(snapshot), METRICS_TTL_MS, f"{expiry:.6f}", member)
+
+
+def _chunks(pairs: Sequence[tuple[int, bytes]]) -> Iterator[list[int | bytes]]:
+    """`pairs` one after the other, in pieces of at least one pair and of at most CHUNK_BYTES."""
+    flat: list[int | bytes] = []
+    size = 0
+    for seq, body in pairs:
+        if flat and (size + len(body) > CHUNK_BYTES or len(flat) >= 2 * CHUNK):
+            yield flat
+            flat, size = [], 0
+        flat += (seq, body)
+        size += len(body)
+    if flat:
+        yield flat
 
 
 def _decoded(kind: type[M], raw: bytes) -> M | None:

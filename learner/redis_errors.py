@@ -1,6 +1,6 @@
 """Every way that Redis may fail, as one of four errors.
 
-RedisUnavailable  no answer, or Redis is loading, full or read-only: wait and try again
+RedisUnavailable  no answer, or Redis is loading, full (RedisFull) or read-only: wait and try again
 StateLost         streams, groups or functions are gone: the learner re-creates them
 Fenced            the lease is not ours (any more)
 UserError         a password, an address, or a key that holds something else: only a person can mend it
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import redis
 from redis.exceptions import AuthorizationError, NoPermissionError
 
-from protocol.errors import Fenced, ForayError, StateLost, UserError
+from protocol.errors import Fenced, ForayError, StateLost, UserError, redis_text
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,10 @@ class RedisUnavailable(ForayError):
     """Redis does not answer or refuses writes at the moment."""
 
 
+class RedisFull(RedisUnavailable):
+    """At maxmemory: what adds is refused, all else works. A checkpoint and its acknowledgement may make room."""
+
+
 @contextmanager
 def translated(key: str = "") -> Iterator[None]:
     """redis-py's errors as the four above. key: what the commands are about, where their errors do not name it."""
@@ -36,20 +40,19 @@ def translated(key: str = "") -> Iterator[None]:
         yield
     except (redis.AuthenticationError, AuthorizationError, NoPermissionError) as error:
         todo = "check the user and password of FORAY_REDIS_URL; `foray doctor` says what the user may not do"
-        raise UserError("Redis refuses this user or password", why=_readable(error), todo=todo) from error
+        raise UserError("Redis refuses this user or password", why=redis_text(error), todo=todo) from error
     except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError) as error:
-        raise RedisUnavailable(f"{type(error).__name__}: {_readable(error)}") from error
+        raise RedisUnavailable(f"{type(error).__name__}: {redis_text(error)}") from error
     except redis.exceptions.OutOfMemoryError as error:
         # by design nothing is lost: publishing and issuing are refused as a whole, reading and renewing go on
-        raise RedisUnavailable(f"Redis is full, all wait until maxmemory is raised: {_readable(error)}") from error
+        raise RedisFull(f"Redis is full (at its maxmemory): {redis_text(error)}") from error
     except redis.ResponseError as error:
-        text = _readable(error)
-        answer = text.rpartition(" of pipeline caused error: ")[2]
-        if answer.startswith("FENCED"):
-            raise Fenced(answer) from error
-        if any(word in answer for word in _LOST):
+        text = redis_text(error)
+        if text.startswith("FENCED"):
+            raise Fenced(text) from error
+        if any(word in text for word in _LOST):
             raise StateLost(text) from error
-        if any(word in answer for word in _BUSY):
+        if any(word in text for word in _BUSY):
             raise RedisUnavailable(text) from error
         with unusable_keys(key):
             raise
@@ -61,10 +64,10 @@ def unusable_keys(key: str = "") -> Iterator[None]:
     try:
         yield
     except redis.ResponseError as error:
-        quoted, _, answer = _readable(error).rpartition(" of pipeline caused error: ")
+        answer = redis_text(error)
         if not answer.startswith(("BADKEY", "WRONGTYPE")):
             raise
-        named = _KEY.search(quoted or answer)
+        named = _KEY.search(str(error))
         raise unusable(named[0] if named else key, answer) from error
 
 
@@ -93,8 +96,3 @@ class Tolerated:
                 log.error("left out, training goes on: %s", error.render())
             return False
         return True
-
-
-def _readable(error: Exception) -> str:
-    # In a pipeline redis-py quotes the command, bodies and all.
-    return "".join(c if c.isprintable() else "." for c in str(error)[:300])

@@ -29,7 +29,7 @@ from learner.metrics_http import serve_prometheus
 from learner.mixing import Mix, Trained, mix_count
 from learner.parts import Parts
 from learner.questions import load_questions
-from learner.redis_client import RedisUnavailable, RunStore
+from learner.redis_client import RedisFull, RedisUnavailable, RunStore
 from learner.reserved import Reserved
 from learner.run_key import run_key
 from learner.sampler import Sampler
@@ -242,6 +242,17 @@ def _evicting(store: RunStore, url: str) -> UserError | None:
     return eviction_refusal(policy, url)
 
 
+def _unreachable(store: RunStore, error: Exception) -> UserError:
+    if not isinstance(error, RedisFull):
+        return UserError(f"cannot reach Redis at {store.url}", why=str(error), todo="start it, or set run.redis_url")
+    return UserError(
+        f"the Redis at {store.url} is full: it takes neither the functions nor the streams of this run",
+        why=f"it answers: {error}. Nothing is lost",
+        todo="raise its maxmemory (CONFIG SET maxmemory 2gb; launch.redis_maxmemory_mb for one of our own), or remove "
+        "what else it holds, then start again: it goes on from the checkpoint",
+    )
+
+
 def _reach(store: RunStore, call: Callable[[], T]) -> T:
     """Calls until Redis has answered, and makes it ready when it has lost its state; raises UserError when it stays
     away. `call` may be made again after a reply that never came.
@@ -253,9 +264,7 @@ def _reach(store: RunStore, call: Callable[[], T]) -> T:
         except (RedisUnavailable, StateLost) as error:
             deadline = deadline or time.monotonic() + REDIS_PATIENCE_S
             if time.monotonic() >= deadline:
-                raise UserError(
-                    f"cannot reach Redis at {store.url}", why=str(error), todo="start it, or set run.redis_url"
-                ) from None
+                raise _unreachable(store, error) from None
             if not told:
                 log.warning("waiting for Redis at %s: %s", store.url, error)
             told = True

@@ -1,7 +1,11 @@
 #!lua name=foray
 -- Foray's server-side functions (Redis >= 7.0). Each is atomic; each that the learner calls is fenced by its lease.
--- Flags: acknowledging and renewing must work when Redis is full ('allow-oom'); publishing and issuing must not,
--- so that a full Redis is refused BEFORE the task is acknowledged and shows up as back-pressure.
+-- When Redis is full, what adds to the streams is refused as a whole, BEFORE the task is acknowledged: publishing,
+-- retrying and issuing. That is the back-pressure. All else carries 'allow-oom', for one of two reasons:
+--   it frees memory, or keeps what would free it alive: foray_ack, foray_reset, foray_renew, foray_release, foray_beat
+--   it is needed to get so far, and writes in the place of what it wrote before (bounded): foray_acquire and foray_meta
+--   (a start), foray_target and foray_view (the step after which a checkpoint may follow), foray_register (engines that
+--   are not listed answer no requests), foray_report (else a full Redis looks like dead processes)
 
 -- BADKEY names the key that cannot be used as it is: of another type, no number, or a stream that is full to the last id.
 local function bad(key, why)
@@ -57,13 +61,20 @@ local function trim(stream, group)
   if id then call('XTRIM', stream, 'MINID', '=', id) end
 end
 
+-- What is acknowledged is gone at once: one straggler below it must not keep it from making room.
+local function acknowledge(stream, group, id)
+  local n = call('XACK', stream, group, id)
+  if n == 1 then redis.pcall('XDEL', stream, id) end -- a user who may not (an older ACL file) leaves it to the trimming
+  return n
+end
+
 local function exists(stream)
   return call('EXISTS', stream) == 1
 end
 
 -- lease, epoch, meta | token, checkpoint epoch, ttl ms, takeover ('1' or '0'), lineage id
 --   -> {1, epoch}, {0, epoch, ttl left, holder}, or {2, lineage id} when the run in this Redis is another one
-redis.register_function('foray_acquire', function(k, a)
+redis.register_function{function_name = 'foray_acquire', flags = {'allow-oom'}, callback = function(k, a)
   local lineage = k[3] and call('HGET', k[3], 'lineage_id')
   if lineage and a[5] and lineage ~= a[5] and a[4] ~= '1' then return {2, lineage} end
   local holder = call('HGET', k[1], 'token')
@@ -78,7 +89,7 @@ redis.register_function('foray_acquire', function(k, a)
   call('PEXPIRE', k[1], a[3])
   if k[3] and a[5] then call('HSETNX', k[3], 'lineage_id', a[5]) end
   return {1, epoch}
-end)
+end}
 
 -- lease | epoch, token, ttl ms -> 1 held, 0 lost. PEXPIRE works at maxmemory, SET would not.
 redis.register_function{function_name = 'foray_renew', flags = {'allow-oom'}, callback = function(k, a)
@@ -176,7 +187,7 @@ redis.register_function('foray_publish', function(k, a)
   if not exists(k[2]) then return lost(k[2]) end
   if not leased(k[1], a[1]) then return 'DUP' end
   local id = call('XADD', k[2], 'NOMKSTREAM', '*', 'seq', a[2], 'h', a[3], 'b', a[4], 't', a[5] or '0')
-  call('XACK', k[1], 'rollout', a[1])
+  acknowledge(k[1], 'rollout', a[1])
   count(k[3], 'published', a[5])
   return id
 end)
@@ -186,7 +197,7 @@ end)
 redis.register_function('foray_retry', function(k, a)
   if not leased(k[1], a[1]) then return 'DUP' end
   local id = call('XADD', k[1], 'NOMKSTREAM', '*', 'seq', a[2], 'b', a[3])
-  call('XACK', k[1], 'rollout', a[1])
+  acknowledge(k[1], 'rollout', a[1])
   count(k[2], 'rejected', a[4])
   return id
 end)
@@ -195,24 +206,39 @@ end)
 redis.register_function{function_name = 'foray_ack', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   local n = 0
-  for i = 3, #a do n = n + call('XACK', k[2], 'learner', a[i]) end
+  for i = 3, #a do n = n + acknowledge(k[2], 'learner', a[i]) end
   trim(k[2], 'learner')
   return n
 end}
 
 -- lease, target | epoch, token, body (a WeightUpdate), state ('ready' or 'done') -> 1
-redis.register_function('foray_target', function(k, a)
+redis.register_function{function_name = 'foray_target', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   call('HSET', k[2], 'b', a[3], 'state', a[4])
   return 1
-end)
+end}
 
 -- lease, view | epoch, token, body (a WeightView), ttl ms -> 1
-redis.register_function('foray_view', function(k, a)
+redis.register_function{function_name = 'foray_view', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   call('SET', k[2], a[3], 'PX', a[4])
   return 1
-end)
+end}
+
+-- hash [, sorted set] | field, body, ttl ms [, score, member] -> 1. A registration, or an answer, that ends by itself.
+redis.register_function{function_name = 'foray_register', flags = {'allow-oom'}, callback = function(k, a)
+  call('HSET', k[1], a[1], a[2])
+  call('PEXPIRE', k[1], a[3])
+  if k[2] then call('ZADD', k[2], a[4], a[5]) end
+  return 1
+end}
+
+-- metrics, processes | body, ttl ms, score, member -> 1
+redis.register_function{function_name = 'foray_report', flags = {'allow-oom'}, callback = function(k, a)
+  call('SET', k[1], a[1], 'PX', a[2])
+  call('ZADD', k[2], a[3], a[4])
+  return 1
+end}
 
 -- Nothing comes after an entry of this id, and XRANGE refuses to look.
 local LAST_ID = '18446744073709551615-18446744073709551615'

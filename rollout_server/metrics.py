@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from protocol.codec import encode
+from protocol.functions import REPORT
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
 from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull
 from rollout_server.waits import Waits
@@ -162,11 +163,13 @@ async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[Rate, .
 async def _write(redis: RedisClient, stats: Stats) -> None:
     keys, raw = redis.keys, encode(stats.snapshot())
     now = await redis.now()
-    await redis.batch(
-        ("SET", keys.metrics(stats.process, stats.id), raw, "PX", LIFETIME_MS),
-        ("ZADD", keys.processes, now + LIFETIME_MS / 1000, f"{stats.process}:{stats.id}"),
+    key, until, member = keys.metrics(stats.process, stats.id), now + LIFETIME_MS / 1000, f"{stats.process}:{stats.id}"
+    await redis.write(
+        ("SET", key, raw, "PX", LIFETIME_MS),
+        ("ZADD", keys.processes, until, member),
         # whoever writes also sweeps: entries of processes that were killed
         ("ZREMRANGEBYSCORE", keys.processes, "-inf", now - 60),
+        full=(REPORT, [key, keys.processes], raw, LIFETIME_MS, str(until), member),
     )
 
 

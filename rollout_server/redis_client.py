@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import redis.asyncio
 from redis import exceptions
 
-from protocol.errors import ForayError, StateLost, UserError
+from protocol.errors import ForayError, StateLost, UserError, redis_text
 from protocol.keys import Keys
 from protocol.redis_policy import SETTING
 from rollout_server.connect import connect
@@ -80,26 +80,24 @@ def _typed_errors(key: str = "") -> Iterator[None]:
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise RedisDown(f"{type(error).__name__}: {error}") from None
     except exceptions.ReadOnlyError as error:
-        raise RedisDown(str(error)) from None
+        raise RedisDown(redis_text(error)) from None
+    except exceptions.OutOfMemoryError as error:
+        raise RedisFull(f"Redis is full (at its maxmemory): {redis_text(error)}") from None
     except exceptions.ResponseError as error:
-        quoted, _, answer = str(error).rpartition(" of pipeline caused error: ")
-        # in a pipeline the library quotes the command, and then a tuple with the answer
-        text = answer.removeprefix("(").removesuffix(",)").strip("\"'") if quoted else answer
-        if isinstance(error, exceptions.OutOfMemoryError) or text.startswith("OOM "):
-            raise RedisFull(text) from None
+        text = redis_text(error)
         if text.startswith(("NOGROUP", "NOSTREAM")) or "Function not found" in text:
             raise StateLost(text) from None
         if text.startswith(_AWAY):
             raise RedisDown(text) from None
         if any(words in text for words in _OUR_MISTAKE):
             raise
-        raise RedisRefused(_advice(text, _KEY.search(quoted or text), key)) from None
+        raise RedisRefused(_advice(text, _KEY.search(str(error)), key)) from None
 
 
 def _advice(answer: str, named: re.Match[str] | None, key: str) -> str:
     """A refusal in words: which key, what Redis says, what to do."""
     name = named[0] if named else key
-    says = "".join(c if c.isprintable() else "." for c in answer[:300]).partition(" script: ")[0]
+    says = answer.partition(" script: ")[0]
     if not name:
         return says
     says = says.removeprefix(f"BADKEY {name}: ")
@@ -159,6 +157,19 @@ class RedisClient:
             for command in commands:
                 await pipe.execute_command(*command)  # queues it; the reply comes with execute
             return await pipe.execute() if commands else []
+
+    async def write(self, *commands: tuple[Any, ...], full: tuple[Any, ...], atomic: bool = False) -> None:
+        """`commands` sent together; where Redis is full the function `full` (name, keys, arguments), which writes the
+        same and is allowed to then. Raises RedisDown, RedisFull.
+        """
+        try:
+            await self.batch(*commands, atomic=atomic)
+        except RedisFull as error:
+            name, keys, *args = full
+            try:
+                await self.call(name, keys, *args)
+            except (StateLost, UserError):  # no learner has loaded it, or an ACL file of an older Foray denies it
+                raise error from None
 
     async def now(self) -> float:
         """Seconds by the clock of Redis, which all hosts share; raises RedisDown."""

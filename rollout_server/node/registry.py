@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from protocol.codec import decode_as, encode
 from protocol.errors import ProtocolError
+from protocol.functions import REGISTER
 from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
 from rollout_server.agreement import Agreement
 from rollout_server.redis_client import RedisClient
@@ -47,12 +48,14 @@ class Registry:
         """Write or renew the registration. Its end is reckoned by Redis' clock: hosts need not agree on the time."""
         keys = self._redis.keys
         now = await self._redis.now()
-        await self._redis.batch(
-            ("HSET", keys.engine(info.id), "b", encode(info)),
-            ("PEXPIRE", keys.engine(info.id), int(self.lease_s * 1000)),
-            ("ZADD", keys.engines, now + self.lease_s, info.id),
+        key, body, ttl_ms, until = keys.engine(info.id), encode(info), int(self.lease_s * 1000), now + self.lease_s
+        await self._redis.write(
+            ("HSET", key, "b", body),
+            ("PEXPIRE", key, ttl_ms),
+            ("ZADD", keys.engines, until, info.id),
             # whoever writes also sweeps: ids of nodes that were killed
             ("ZREMRANGEBYSCORE", keys.engines, "-inf", now - 60),
+            full=(REGISTER, [key, keys.engines], "b", body, ttl_ms, str(until), info.id),
             atomic=True,
         )
 
@@ -82,8 +85,12 @@ class Registry:
 
     async def answer(self, view: WeightView, answer: ViewAnswer) -> None:
         """Tells the learner where this engine stands in `view`."""
-        key = self._redis.keys.answers(view.epoch, view.number)
-        await self._redis.batch(("HSET", key, answer.member, encode(answer)), ("PEXPIRE", key, ANSWER_TTL_MS))
+        key, body = self._redis.keys.answers(view.epoch, view.number), encode(answer)
+        await self._redis.write(
+            ("HSET", key, answer.member, body),
+            ("PEXPIRE", key, ANSWER_TTL_MS),
+            full=(REGISTER, [key], answer.member, body, ANSWER_TTL_MS),
+        )
 
     def _decoded(self, kind: type[M], raw: bytes | None) -> M | None:
         if raw is None or raw in self._garbage:

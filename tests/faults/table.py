@@ -72,7 +72,11 @@ ROWS: dict[int, Row] = {
     24: Row(
         "Q killed, without a file", "streams and functions made again; issued from the ledger on", "event: state-lost"
     ),
-    25: Row("Q at maxmemory", "publishing is refused before the task is acknowledged; leases live", "wait redis"),
+    25: Row(
+        "Q at maxmemory",
+        "publishing is refused before the task is acknowledged; leases live; a starving L checkpoints and makes room",
+        "wait redis, log: Redis is full",
+    ),
     26: Row("Q's disk full", "everybody waits and tries again", "wait redis"),
     27: Row("Q fails over to a replica that lags", "as 23; the epoch cannot repeat", "event: epoch"),
     28: Row("Q stopped for seconds", "time-outs, no blocked event loop, nothing sent twice", "wait redis"),

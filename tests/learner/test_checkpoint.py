@@ -60,8 +60,11 @@ def test_the_newest_two_are_kept_and_the_committed_one_always(checkpoints: Check
     write(checkpoints, 35, epoch=2)  # a successor that began at 30
     left = {p.name for p in (tmp_path / "c").iterdir()}
     assert left == {"CURRENT", "step_40.e1", "step_35.e2"}
-    with pytest.raises(ValueError, match="committed already"):
-        write(checkpoints, 35)
+    again = [write(checkpoints, 35).name for _ in range(2)]
+    assert again == ["step_35.e2.r2", "step_35.e2.r3"], "what is in force is never touched"
+    assert {p.name for p in (tmp_path / "c").iterdir()} == {"CURRENT", *again}
+    found = checkpoints.load()
+    assert found is not None and found.path.name == again[-1] and checkpoints.committed(35, 2)
 
 
 @pytest.mark.fault(9)

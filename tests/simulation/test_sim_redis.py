@@ -157,6 +157,10 @@ functions_calls = st.one_of(
     ),
     st.builds(lambda e, s, t: fcall("foray_retry", [TASKS, TOKENS], e, s, b"b", t), entry, seqs, st.integers(0, 9)),
     st.builds(lambda o, e: fcall("foray_ack", [LEASE, TRAJ], *o, *e), owner, st.lists(entry, min_size=1, max_size=3)),
+    st.builds(
+        lambda k: fcall("foray_register", ["{s}:e", *k], "b", b"x", 60000, "5", "p"), st.sampled_from([[], ["{s}:z"]])
+    ),
+    st.just(fcall("foray_report", ["{s}:m", "{s}:z"], b"x", 60000, "7", "q")),
     st.builds(lambda o: fcall("foray_target", [LEASE, "{s}:target"], *o, b"b", "ready"), owner),
     st.builds(lambda o: fcall("foray_view", [LEASE, "{s}:view"], *o, b"b", 60000), owner),
     st.just(fcall("foray_census", [TRAJ, TOKENS])),
@@ -189,6 +193,7 @@ stream_calls = st.one_of(
     st.builds(lambda s: call("xinfo_consumers", s[0], s[1]), stream),
     st.builds(lambda s: call("xlen", s[0]), stream),
     st.builds(lambda s, e: call("xdel", s[0], e), stream, entry),
+    st.builds(lambda s, n: call("xtrim", s[0], maxlen=n, approximate=False), stream, st.integers(0, 4)),
     st.builds(lambda s, e: call("xack", s[0], s[1], e), stream, entry),
     st.builds(lambda s, w: call("xgroup_delconsumer", s[0], s[1], w), stream, who),
     st.builds(lambda s: call("xgroup_create", s[0], s[1], id="0", mkstream=True), stream),
@@ -308,6 +313,12 @@ def test_a_full_redis_refuses_and_allows_the_same_calls(real: redis.Redis) -> No
         fcall("foray_renew", [LEASE], "1", "me", 60000),
         fcall("foray_beat", [TASKS], "a", Entry(0)),
         fcall("foray_ack", [LEASE, TRAJ], "1", "me", "1-1"),
+        fcall("foray_register", ["{s}:e"], "b", b"x", 60000),
+        fcall("foray_report", ["{s}:m", "{s}:z"], b"x", 60000, "5", "p"),
+        fcall("foray_view", [LEASE, "{s}:view"], "2", "you", b"b", 60000),
+        call("function_load", functions.source(), replace=True),
+        call("xgroup_create", TASKS, "other", id="0"),
+        call("xtrim", "{s}:none", maxlen=0, approximate=False),
         fcall("foray_census", [TRAJ, TOKENS]),
         call("xadd", TRAJ, {"x": 1}),
         call("hset", TOKENS, "commit", "c"),
@@ -317,7 +328,7 @@ def test_a_full_redis_refuses_and_allows_the_same_calls(real: redis.Redis) -> No
         fcall("foray_release", [LEASE], "1", "me"),
     ]
     real.config_set("maxmemory", 1)
-    sim.full = True
+    sim.made_full = True
     try:
         replies = [(one, ours.call(*one), theirs.call(*one)) for one in tried]
     finally:

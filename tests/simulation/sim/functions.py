@@ -19,11 +19,11 @@ FUNCTIONS: dict[str, tuple[Call, bool]] = {}
 def function(name: str, *, oom: bool = False) -> Callable[[Call], Call]:
     """Registers; `oom`: it carries the flag allow-oom."""
 
-    def register(call: Call) -> Call:
+    def keep(call: Call) -> Call:
         FUNCTIONS[name] = (call, oom)
         return call
 
-    return register
+    return keep
 
 
 def own(r: SimRedis, lease: str, epoch: bytes, token: bytes) -> bool:
@@ -47,6 +47,14 @@ def trim(r: SimRedis, stream: str, group: str) -> None:
     r.trim_below(stream, text_of(ids[0] if ids else last))
 
 
+def acknowledge(r: SimRedis, stream: str, group: str, id_: bytes) -> int:
+    """What is acknowledged is gone at once."""
+    done = r.xack(stream, group, id_)
+    if done:
+        r.xdel(stream, id_)
+    return done
+
+
 def number_at(r: SimRedis, key: str) -> int:
     """The whole number at `key`, 0 where there is none."""
     text = r.get(key) or b"0"
@@ -55,7 +63,7 @@ def number_at(r: SimRedis, key: str) -> int:
     return int(text)
 
 
-@function("foray_acquire")
+@function("foray_acquire", oom=True)
 def acquire(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     lineage = r.hget(k[2], "lineage_id") if len(k) > 2 else None
     if lineage is not None and len(a) > 4 and lineage != a[4] and a[3] != b"1":
@@ -169,7 +177,7 @@ def publish(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
         return b"DUP"
     fields = {"seq": a[1], "h": a[2], "b": a[3], "t": a[4] if len(a) > 4 else b"0"}
     new = r.xadd(k[1], fields, nomkstream=True)
-    r.xack(k[0], "rollout", a[0])
+    acknowledge(r, k[0], "rollout", a[0])
     count(r, k, 2, "published", a, 4)
     return new
 
@@ -179,7 +187,7 @@ def retry(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     if not leased(r, k[0], a[0]):
         return b"DUP"
     new = r.xadd(k[0], {"seq": a[1], "b": a[2]}, nomkstream=True)
-    r.xack(k[0], "rollout", a[0])
+    acknowledge(r, k[0], "rollout", a[0])
     count(r, k, 1, "rejected", a, 3)
     return new
 
@@ -188,12 +196,12 @@ def retry(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
 def ack(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     if not own(r, k[0], a[0], a[1]):
         raise fenced()
-    done = sum(r.xack(k[1], "learner", id_) for id_ in a[2:])
+    done = sum(acknowledge(r, k[1], "learner", id_) for id_ in a[2:])
     trim(r, k[1], "learner")
     return done
 
 
-@function("foray_target")
+@function("foray_target", oom=True)
 def target(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     if not own(r, k[0], a[0], a[1]):
         raise fenced()
@@ -201,11 +209,27 @@ def target(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     return 1
 
 
-@function("foray_view")
+@function("foray_view", oom=True)
 def view(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     if not own(r, k[0], a[0], a[1]):
         raise fenced()
     r.set(k[1], a[2], px=int(a[3]))
+    return 1
+
+
+@function("foray_register", oom=True)
+def register(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    r.hset(k[0], a[0], a[1])
+    r.pexpire(k[0], a[2])
+    if len(k) > 1:
+        r.zadd(k[1], {a[4]: float(a[3])})
+    return 1
+
+
+@function("foray_report", oom=True)
+def report(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    r.set(k[0], a[0], px=int(a[1]))
+    r.zadd(k[1], {a[3]: float(a[2])})
     return 1
 
 

@@ -1,7 +1,7 @@
 """A model of Redis 7.0: the commands that Foray uses, with redis-py's names, arguments and replies.
 
 `test_sim_redis.py` makes random sequences of the same calls on this and on a real Redis and compares every reply.
-The clock is given: it may jump. A full Redis refuses what may grow (`full`).
+The clock is given: it may jump. A full Redis (made so, or one that holds more than `limit`) refuses what may grow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 from redis import exceptions
 from sim.streams import LAST, Fields, Group, Id, Pending, Stream, id_of, text_of
-from sim.values import Values, key_fault, name_of, raw
+from sim.values import Values, key_fault, name_of, raw, size_of
+
+from protocol import functions
 
 DENIED_WHEN_FULL = frozenset(
     ["xadd", "set", "hset", "hincrby", "zadd", "sadd", "xgroup_create", "function_load", "hsetnx"]
@@ -35,9 +37,10 @@ class SimRedis(Values):
 
     def __init__(self, clock_ms: Callable[[], float]) -> None:
         self._clock_ms = clock_ms
-        self.full = False
-        self.lives = 0
-        """Restarts of the server so far."""
+        self.made_full = False
+        self.limit = 0
+        """maxmemory in bytes of names, keys and values; 0: none."""
+        self.lives = self.refused = 0
         self.observer: Any = Nothing()
         self.added = 0
         """Counts entries added to any stream."""
@@ -67,10 +70,23 @@ class SimRedis(Values):
         for listener in list(self.listeners):
             listener()
 
+    def used(self) -> int:
+        """Bytes of all that has not expired."""
+        return sum(len(name) + size_of(found) for name in list(self.data) if (found := self.find(name)) is not None)
+
+    @property
+    def full(self) -> bool:
+        """Whether what adds is refused."""
+        return self.made_full or (bool(self.limit) and self.used() > self.limit)
+
     def guard(self, command: str) -> None:
         """Raises what a full Redis answers."""
-        if self.full and command in DENIED_WHEN_FULL:
-            raise exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+        if command in DENIED_WHEN_FULL and self.full:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        self.refused += 1
+        raise exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
 
     # --- streams ---
 
@@ -248,6 +264,11 @@ class SimRedis(Values):
         stream = self.stream(name)
         return sum(stream.entries.pop(id_of(i), None) is not None for i in ids) if stream else 0
 
+    def xtrim(self, name: Any, maxlen: int, approximate: bool = True) -> int:
+        stream = self.stream(name)
+        ids = list(stream.entries) if stream else []
+        return stream.trim(ids[-maxlen] if maxlen else (1 << 62, 0)) if stream and len(ids) > maxlen else 0
+
     def trim_below(self, name: Any, lowest: Any) -> int:
         """XTRIM MINID =."""
         stream = self.stream(name)
@@ -294,14 +315,18 @@ class SimRedis(Values):
         self.functions = True
         return b"foray"
 
+    def function_list(self, library: str = "*", withcode: bool = False) -> list[Any]:
+        code = functions.source().encode()
+        return [[b"library_name", library.encode(), b"library_code", code]] if self.functions else []
+
     def fcall(self, function: str, numkeys: int, *keys_and_args: Any) -> Any:
         from sim.functions import FUNCTIONS
 
         if not self.functions or function not in FUNCTIONS:
             raise exceptions.ResponseError("Function not found")
         call, oom = FUNCTIONS[function]
-        if self.full and not oom:
-            raise exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+        if not oom and self.full:
+            self._refuse()
         keys, args = [name_of(k) for k in keys_and_args[:numkeys]], [raw(a) for a in keys_and_args[numkeys:]]
         self.observer.called(function, keys, args)
         try:

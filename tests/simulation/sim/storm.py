@@ -153,13 +153,13 @@ class Storm:
         return True
 
     def redis_full(self) -> bool:
-        self.w.redis.full = True
+        self.w.redis.made_full = True
         self.w.clock.at(self.w.clock.now + self.w.rng.uniform(0.5, 6.0), self.room)
         return True
 
     def room(self) -> None:
         """Redis has room again."""
-        self.w.redis.full = False
+        self.w.redis.made_full = False
 
     def redis_stopped(self) -> bool:
         self.w.network.stopped_until = self.w.clock.now + self.w.rng.choice((0.5, 3.0, 14.0))

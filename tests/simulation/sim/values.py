@@ -14,6 +14,17 @@ def raw(value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
+def size_of(value: Any) -> int:
+    """Bytes of a value, without what Redis needs to manage them."""
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(k) + (len(v) if isinstance(v, bytes) else 8) for k, v in value.items())
+    if isinstance(value, set):
+        return sum(map(len, value))
+    return sum(size_of(fields) for fields in value.entries.values())
+
+
 def name_of(key: Any) -> str:
     return key.decode() if isinstance(key, bytes) else str(key)
 
@@ -26,11 +37,15 @@ def key_fault(key: Any, text: str) -> exceptions.ResponseError:
 
 
 class Values:
-    """Keys and when they expire, in milliseconds by this Redis' clock. lives: restarts of the server so far."""
+    """Keys and when they expire, in milliseconds by this Redis' clock.
+
+    lives  restarts of the server so far; refused: commands refused for want of memory
+    """
 
     data: dict[str, Any]
     expires: dict[str, float]
     lives: int
+    refused: int
     _clock_ms: Callable[[], float]
 
     def now_ms(self) -> int:
@@ -91,7 +106,8 @@ class Values:
         return -1 if until is None else int(until - self.now_ms())
 
     def info(self, section: str = "") -> dict[str, Any]:
-        return {"run_id": f"life-{self.lives}", "maxmemory": 0}
+        errors = {"errorstat_OOM": {"count": self.refused}} if self.refused else {}
+        return {"run_id": f"life-{self.lives}", "maxmemory": 0, **errors}
 
     def time(self) -> tuple[int, int]:
         micros = int(self._clock_ms() * 1000)

@@ -266,7 +266,7 @@ class World:
     def _calm(self) -> None:
         """The storm is over."""
         self.storming = False
-        self.redis.full = False
+        self.redis.made_full = False
         self.dies_at_disk = 0
         trouble = self.network.trouble
         trouble.lost_request = trouble.lost_reply = trouble.late = trouble.slow = 0.0
