@@ -1,6 +1,6 @@
 """The learner's only door to Redis: typed calls in, and every way they may fail as one of four errors
-(`learner/redis_errors.py`). What must be there first is in `learner/redis_setup.py`, what is counted and told beside the
-delivery itself in `learner/redis_accounts.py`.
+(`learner/redis_errors.py`). What must be there first is in `learner/redis_setup.py`, what is counted and told beside
+the delivery itself in `learner/redis_accounts.py`.
 
 Two clients, as redis-py 8 needs it: its own retries would duplicate an XADD whose reply was lost, and a blocking read
 needs a socket time-out longer than its block.
