@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -21,6 +22,7 @@ from protocol.errors import ForayError
 
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 25
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (INFO )?")
 
 
 class ProcessFailed(ForayError):
@@ -108,7 +110,7 @@ class Child:
         """`waiting for engine-1 (registered in Redis as ready), 12 s; its log: ...`"""
         seconds = time.monotonic() - (since or self.spawned)
         last = next((line for line in reversed(self.tail().splitlines()) if line.strip()), "")
-        log = f"; its log: {harmless(last.strip(), 100)}" if last else ""
+        log = f"; its log: {harmless(_STAMP.sub('', last.strip()), 100)}" if last else ""
         return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"
 
     def failed(self, what: str) -> ProcessFailed:

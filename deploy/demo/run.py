@@ -33,7 +33,7 @@ def run_demo(prepared: Prepared, began: float, say: Say) -> dict[str, Any]:
     seconds = dict(prepared.seconds)
     questions = [Question(id=q["id"], text=q["question"], answers=tuple(q["answers"])) for q in prepared.held_out]
     hops = [int(q["hops"]) for q in prepared.held_out]
-    with Launcher(prepared.config, say=say) as launcher:
+    with Launcher(prepared.config, say=say, again=f"foray up {prepared.config_path}") as launcher:
         mark = time.monotonic()
         say("[3/5] start the processes, and ask questions before the training")
         launcher.start("redis", "retriever", "engine", "rollout")

@@ -54,7 +54,7 @@ SLOW = (
     "import signal, sys, time\n"
     "def stop(*_): print('writing the checkpoint', flush=True); time.sleep(0.5); sys.exit(0)\n"
     "signal.signal(signal.SIGTERM, stop)\n"
-    "print('3 of 9 passages\\x1b[2J', flush=True)\n"
+    "print('2026-01-01 10:00:00,123 INFO 3 of 9 passages\\x1b[2J', flush=True)\n"
     "time.sleep(60)\n"
 )
 
