@@ -260,7 +260,7 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
         try:
             wait_until(lambda: read_record(run_files / "run").get("state") == "running", "it runs")
             assert down.run(_down(run_files / "run")) == 0
-            assert process.wait(20) == 0
+            assert process.wait(90) == 0
         finally:
             process.kill()
         assert process.stdout is not None
@@ -276,4 +276,4 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
 def _down(directory: Path):  # type: ignore[no-untyped-def]
     import argparse
 
-    return argparse.Namespace(run_dir=directory, timeout=20.0, json=False)
+    return argparse.Namespace(run_dir=directory, timeout=90.0, json=False)

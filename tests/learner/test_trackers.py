@@ -102,13 +102,11 @@ def test_a_tracker_that_hangs_delays_neither_training_nor_the_end(
     hold = threading.Event()
     tracker = Broken(at="log", hold=hold)
     trackers = Trackers([tracker], facts_of(tmp_path))
-    begun = time.monotonic()
     for step in range(50):
-        trackers.log(step, VALUES)
-    assert time.monotonic() - begun < 1.0
+        trackers.log(step, VALUES)  # would wait for `hold`, which nothing sets before the end
     assert 50 - 4 - 1 <= trackers.dropped <= 50 - 4, "all but those in the queue and the one in its hands"
     trackers.close(0.2)
-    assert time.monotonic() - begun < 2.0 and "left behind" in caplog.text
+    assert "left behind" in caplog.text and not hold.is_set()
     hold.set()
 
 

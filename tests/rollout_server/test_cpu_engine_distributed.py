@@ -367,7 +367,7 @@ async def test_a_meeting_that_cannot_be_is_refused_at_once(engine: Engine, name:
     meeting = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     began = time.monotonic()
     assert await engine.refused("/init_weights_update_group", **meeting | MEETINGS[name])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 0.9 * TIMEOUT_S, "it did not wait for anybody"
 
 
 async def test_a_trainer_that_never_comes_costs_the_timeout_and_no_token(engine: Engine) -> None:
@@ -380,7 +380,7 @@ async def test_a_trainer_that_never_comes_costs_the_timeout_and_no_token(engine:
     assert not waiting.done()
     assert await engine.refused("/init_weights_update_group", **meeting, backend="gloo", group_name="alone")
     assert "Failed to initialize" in await waiting
-    assert time.monotonic() - began < TIMEOUT_S + 1
+    assert time.monotonic() - began > 0.9 * TIMEOUT_S
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls", "destroyed"])
@@ -400,7 +400,8 @@ async def test_a_trainer_that_fails_within_a_bucket_leaves_the_engine_well(engin
     if how == "destroyed":
         await engine.ok("/destroy_weights_update_group", group_name=group.name)
     assert "Failed to receive" in await call
-    assert time.monotonic() - began < (2 * TIMEOUT_S if how == "stalls" else TIMEOUT_S / 2)
+    # a trainer that is gone is noticed before the time-out, one that stalls by it
+    assert (time.monotonic() - began > 0.9 * TIMEOUT_S) == (how == "stalls")
     assert "not received" in await engine.refused("/end_weight_update")
     assert await engine.sums() == before
     if how != "destroyed":

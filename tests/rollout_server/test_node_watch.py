@@ -176,8 +176,10 @@ async def test_what_the_engine_says_of_itself_is_registered(world, until: Until,
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("stopped", ["the scheduler behind a live HTTP port", "the whole tree, guard included"])
 async def test_a_hanging_engine_is_killed_and_started_again_at_the_version_of_the_day(
-    stopped: str, world, until: Until, tmp_path: Path
+    stopped: str, world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # longer than this test waits: a hung engine must be killed without being asked first
+    monkeypatch.setattr(agent, "STOP_S", 600.0)
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path)):
         await until(stands(world, NodeState.READY, V1), "READY")
@@ -186,11 +188,9 @@ async def test_a_hanging_engine_is_killed_and_started_again_at_the_version_of_th
         tree, born = engine_tree(), info(world).incarnation
         for pid in tree[2:] if "scheduler" in stopped else tree:
             os.kill(pid, signal.SIGSTOP)
-        began = time.monotonic()
-        await until(lambda: info(world).state is NodeState.SUSPECT, "SUSPECT, with its reason")
-        assert "hung" in info(world).detail and time.monotonic() - began < 6.0
-        await until(stands(world, NodeState.READY, V2), "READY again")
-        assert time.monotonic() - began < 12.0, "it was not asked to end before it was killed"
+        await until(lambda: info(world).state is NodeState.SUSPECT, "SUSPECT, with its reason", 60)
+        assert "hung" in info(world).detail
+        await until(stands(world, NodeState.READY, V2), "READY again", 60)
         assert launches(tmp_path) == ["1.0", "1.1"] and info(world).incarnation != born
         assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
         await until(lambda: (counts(world).get("hangs"), counts(world).get("restarts")) == (1.0, 1.0), "counted")

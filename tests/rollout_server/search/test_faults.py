@@ -23,9 +23,10 @@ from rollout_server.search.http import HttpSearch, HttpSearchSettings
 from rollout_server.testing import make_episode
 
 QUESTION = Question(id="q", text="a b ?", answers=("c",))
-LIMITS = {"deadline_s": 0.8, "attempt_s": 0.35, "probe_s": 0.3, "outage_wait_s": 0.3}
-PATIENT = LIMITS | {"deadline_s": 4.0, "attempt_s": 2.0}
-"""For answers that take their time on a slow machine: ten megabytes, eight at once."""
+PATIENT = {"deadline_s": 60.0, "attempt_s": 30.0, "probe_s": 10.0, "outage_wait_s": 30.0}
+"""The number of attempts ends a query, no clock: a slow machine must not make a time-out of another failure."""
+SHORT = PATIENT | {"deadline_s": 1.6, "attempt_s": 0.8}
+"""For a retriever that never answers."""
 
 FAULTS: dict[str, Fault] = {
     "http_500": Fault(500, "Internal Server Error"),
@@ -56,7 +57,7 @@ def member(episode: Episode, query: str) -> Callable[[int], Play]:
 
 
 async def roll(
-    episode: Episode, retriever: FakeRetriever, stats: Stats, queries: str, limits: dict[str, float] = LIMITS
+    episode: Episode, retriever: FakeRetriever, stats: Stats, queries: str, limits: dict[str, float] = PATIENT
 ) -> TrajectoryGroup | GroupRejected:
     """A group whose members search for one of `queries` each."""
     members: dict[str, Callable[[int], Play]] = {}
@@ -82,7 +83,7 @@ async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting
 ) -> None:
     retriever.script = lambda query: FAULTS[cause] if query == "a" else None
     episode, stats = make_episode(tmp_path, on_search_error=setting), Stats("rollout", "r")
-    group = await roll(episode, retriever, stats, "bbab", PATIENT if cause == "too_large" else LIMITS)
+    group = await roll(episode, retriever, stats, "bbab", SHORT if cause == "timeout" else PATIENT)
     named = {name: n for name, n in stats.counts.items() if name.startswith("search_errors_") and n}
     assert named == {f"search_errors_{cause}": 1}
     assert stats.counts["searches"] == 4 and stats.counts["search_outcome_found"] == 3
@@ -114,7 +115,8 @@ async def test_a_retriever_that_fails_for_everybody_is_unavailable_in_the_end_an
     retriever.ready = way != "timeout"
     if way == "killed":
         await retriever.stop()
-    group = await roll(episode, retriever, stats, "abcdefgh", LIMITS if way == "timeout" else PATIENT)
+    limits = (SHORT if way == "timeout" else PATIENT) | {"probe_s": 0.3, "outage_wait_s": 0.3}
+    group = await roll(episode, retriever, stats, "abcdefgh", limits)
     assert isinstance(group, TrajectoryGroup)
     assert all(t.status is Status.ANSWERED and t.searches == 1 for t in group.trajectories)
     errors = {s.error for t in group.trajectories for s in t.segments if s.owner is Owner.ENVIRONMENT}
@@ -146,7 +148,7 @@ async def test_prometheus_is_told_of_causes_outcomes_durations_and_the_state(
     outcomes = {s.labels["outcome"]: s.value for s in families["foray_rollout_search_outcomes"].samples}
     assert outcomes == {"found": 2, "nothing": 0}
     seconds = {s.name.rpartition("_")[2]: s for s in families["foray_rollout_search_seconds"].samples}
-    assert seconds["count"].value == 3 and 0 < seconds["sum"].value < 3
+    assert seconds["count"].value == 3 and seconds["sum"].value > 0
     for gauge in ("search_window", "searches_in_flight", "retrievers_healthy", "search_breaker"):
         assert families[f"foray_rollout_{gauge}"].type == "gauge"
     assert stats.snapshot().text["search_outage"] == ""
@@ -157,7 +159,7 @@ async def test_a_strangers_names_for_failures_do_not_fill_the_metrics(retriever:
     retriever.script = lambda query: (
         Fault(body={"result": [[]], "errors": [f"cause {query}"]}) if query.isdigit() else None
     )
-    service = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **LIMITS))  # type: ignore[arg-type]
+    service = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **PATIENT))  # type: ignore[arg-type]
     search = MeasuredSearch(service, stats)
     for number in range(200):
         await search(str(number))

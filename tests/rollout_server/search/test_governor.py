@@ -132,7 +132,7 @@ async def test_an_outage_that_lasts_too_long_has_a_name(until: Until) -> None:
         await retriever.stop()
         started = time.monotonic()
         assert await client.errors(10) == {"unavailable"}
-        assert 0.4 <= time.monotonic() - started < 0.6 + 0.4 + 0.3
+        assert time.monotonic() - started >= 0.4
         await retriever.start()
         await until(lambda: not client.search.outage, "it is found again though nobody searches", 2)
         assert await client.errors(10) == {""}
