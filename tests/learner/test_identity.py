@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -20,12 +21,13 @@ from learner.questions import load_questions
 from learner.run_key import SIGNATURE, run_key
 from learner.sampler import Sampler
 from protocol import events
-from protocol.errors import UserError
+from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
 from protocol.meta import LINEAGE_FIELD, LINEAGE_FILE
 from protocol.settings import RunSettings
 
 Serve = Callable[..., int]
+Refusal = Callable[[RunSettings], UserError]
 KEYS = Keys("t1")
 
 
@@ -68,6 +70,22 @@ def begun(
     return run
 
 
+@pytest.fixture
+def refusal(settings: LearnerSettings, serve: Serve, tiny: ModuleType) -> Refusal:
+    """The error with which a start is refused, before it has trained anything."""
+
+    def start(run: RunSettings) -> UserError:
+        def die(updates: int) -> None:
+            raise tiny.Crash
+
+        with pytest.raises((UserError, tiny.Crash)) as ended:
+            serve(run, settings, before=die)
+        assert isinstance(ended.value, UserError), "it trains"
+        return ended.value
+
+    return start
+
+
 def trains_to_the_end(
     run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
@@ -82,13 +100,11 @@ def trains_to_the_end(
 
 
 def test_a_new_directory_does_not_join_the_run_that_redis_holds(
-    begun: RunSettings, settings: LearnerSettings, serve: Serve, db: redis.Redis
+    begun: RunSettings, refusal: Refusal, db: redis.Redis
 ) -> None:
     """`rm -rf runs/x` and start again, or a copied YAML: its seqs would be ours, unbounded by any credit."""
     before, fresh = kept(db), other_directory(begun)
-    with pytest.raises(UserError) as refused:
-        serve(fresh, settings)
-    text = refused.value.render()
+    text = refusal(fresh).render()
     assert f"already holds another run named 't1' (lineage {lineage(begun)[:8]}, host " in text
     assert f"run.dir {begun.dir}" in text and "step 5" in text and "tasks up to seq" in text
     assert f"{fresh.dir}, lineage {lineage(fresh)[:8]}" in text, "and who is refused"
@@ -98,15 +114,18 @@ def test_a_new_directory_does_not_join_the_run_that_redis_holds(
 
 
 def test_a_learner_that_trains_is_not_fenced_by_one_of_another_lineage(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    refusal: Refusal,
+    tiny: ModuleType,
+    address: dict[str, Any],
 ) -> None:
     refusals: list[str] = []
 
     def intrude(updates: int) -> None:
         if updates == 4:
-            with pytest.raises(UserError) as refused:
-                serve(other_directory(run), settings)
-            refusals.append(str(refused.value))
+            refusals.append(str(refusal(other_directory(run))))
 
     facts = trains_to_the_end(run, settings, serve, tiny, address, before=intrude)
     assert facts["lineage"] == [[1, 0]] and facts[LINEAGE_FIELD] == lineage(run)
@@ -117,6 +136,7 @@ def test_a_takeover_trains_nothing_of_the_run_it_replaces(
     begun: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
+    refusal: Refusal,
     tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
@@ -132,14 +152,14 @@ def test_a_takeover_trains_nothing_of_the_run_it_replaces(
     assert db.hget(KEYS.meta, LINEAGE_FIELD).decode() == lineage(heir) != lineage(begun)
     told = [events.parse(fields)["text"] for _, fields in db.xrange(KEYS.events)]
     assert [text for text in told if lineage(begun)[:8] in text], "the history says what was deleted"
-    with pytest.raises(UserError, match=f"run.dir {heir.dir}"):
-        serve(begun, settings)
+    assert f"run.dir {heir.dir}" in str(refusal(begun))
 
 
 def test_a_run_from_before_there_were_lineage_ids_is_adopted(
     begun: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
+    refusal: Refusal,
     tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
@@ -154,8 +174,7 @@ def test_a_run_from_before_there_were_lineage_ids_is_adopted(
     facts = json.loads(manifest.read_text())
     del facts[LINEAGE_FIELD], facts[SIGNATURE]
     manifest.write_text(json.dumps(facts | {SIGNATURE: run_key(begun.dir, {}).sign(facts)}))
-    with pytest.raises(UserError, match=r"another run named .t1. .lineage unknown"):
-        serve(other_directory(begun), settings)
+    assert "another run named 't1' (lineage unknown" in str(refusal(other_directory(begun)))
     with caplog.at_level(logging.INFO, "learner.identity"):
         after = trains_to_the_end(begun, settings, serve, tiny, address)
     assert after[LINEAGE_FIELD] == lineage(begun) == db.hget(KEYS.meta, LINEAGE_FIELD).decode()
@@ -165,16 +184,16 @@ def test_a_run_from_before_there_were_lineage_ids_is_adopted(
 
 
 def test_a_checkpoint_that_was_copied_from_another_run_is_refused_with_the_way_out(
-    begun: RunSettings, settings: LearnerSettings, serve: Serve, db: redis.Redis
+    begun: RunSettings, refusal: Refusal, db: redis.Redis
 ) -> None:
     copy = other_directory(begun)
     own_lineage(copy)
     shutil.copytree(begun.checkpoint_dir, copy.checkpoint_dir)
     shutil.copy(begun.dir / "run.key", copy.dir)
     before = kept(db)
-    with pytest.raises(UserError, match=f"is of lineage {lineage(begun)[:8]}, .* of {lineage(copy)[:8]}") as refused:
-        serve(copy, settings)
-    assert "foray export" in refused.value.todo and lineage(begun) in refused.value.todo
+    error = refusal(copy)
+    assert f"is of lineage {lineage(begun)[:8]}, the run directory of {lineage(copy)[:8]}" in str(error)
+    assert "foray export" in error.todo and lineage(begun) in error.todo
     assert kept(db) == before
 
 
@@ -192,14 +211,15 @@ def test_a_count_beyond_what_this_directory_can_have_issued_stops_the_start(
     begun: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
+    refusal: Refusal,
     tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
     db.set(KEYS.issued, 20_000)
-    with pytest.raises(UserError, match=r"has issued tasks up to seq 20000, and .* none above 10") as refused:
-        serve(begun, settings)
-    assert "--takeover" in refused.value.todo
+    error = refusal(begun)
+    assert "has issued tasks up to seq 20000, and" in str(error) and "none above 10" in str(error)
+    assert "--takeover" in error.todo
     trains_to_the_end(begun, settings, serve, tiny, address, takeover=True)
 
 
@@ -218,7 +238,7 @@ def test_a_count_that_grows_while_the_run_goes_on_is_ignored_and_told(
         if updates == 3:
             db.set(KEYS.issued, 20_000)
 
-    with tiny.Player(address, run.id) as player:
+    with tiny.Player(address, run.id) as player, suppress(ForayError):
         serve(run, settings, before=meddle)
     assert max(seq for seq, _ in player.seen) == 32 == int(db.get(KEYS.issued))
     assert len(tiny.surviving(run.dir)) == run.steps
@@ -233,11 +253,10 @@ def test_a_count_that_grows_while_the_run_goes_on_is_ignored_and_told(
     ids=["checkpoints", "all"],
 )
 def test_a_directory_that_lost_its_checkpoints_does_not_take_the_old_tasks_for_its_own(
-    begun: RunSettings, settings: LearnerSettings, serve: Serve, db: redis.Redis, lost: list[str], words: str
+    begun: RunSettings, refusal: Refusal, db: redis.Redis, lost: list[str], words: str
 ) -> None:
     for name in lost:
         (begun.dir / name).rename(begun.dir / f"{name}.lost")
     before = kept(db)
-    with pytest.raises(UserError, match=words):
-        serve(begun, settings)
+    assert words in str(refusal(begun))
     assert kept(db) == before
