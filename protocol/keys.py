@@ -14,7 +14,7 @@ engines             zset     node       id -> expiry in Redis seconds, for listi
 metrics:{p}:{id}    string   process    TTL
 processes           zset     process    "{p}:{id}" -> expiry, for listing without KEYS
 tokens              hash     functions  tokens of attempts that ended (published, rejected) since Redis was empty
-meta                hash     learner    written at every start: schema, tokenizer, settings that all must share
+meta                hash     learner    written at every start: lineage id, schema, tokenizer, settings of the run
 events              stream   anyone     what happened, for people; bounded, informational
 dlq                 stream   anyone     bounded evidence; the files of the learner are the record
 requeue             set      operator   seqs that a person wants tried again; the learner empties it
