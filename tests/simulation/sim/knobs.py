@@ -35,6 +35,7 @@ KINDS = (
 class Knobs:
     """One schedule. Seconds are virtual.
 
+    memory  0, or the groups that a Redis with a limit can hold when no rollout waits for room: one batch at least
     faults  kind -> how many, at random moments of the first `storm_s` seconds
     """
 
@@ -57,9 +58,14 @@ class Knobs:
     nonfinite: float = 0.0
     disk: float = 0.0
     same_host: bool = False
+    memory: int = 0
     storm_s: float = 12.0
     trouble: Trouble = field(default_factory=Trouble)
     faults: dict[str, int] = field(default_factory=dict)
+
+    def tighten(self, more: int) -> None:
+        """Redis holds one batch and `more` groups, and only a learner that is short of groups writes checkpoints."""
+        self.memory, self.checkpoint_every = self.groups_per_step + more, 1000
 
 
 def draw(seed: int) -> Knobs:
@@ -99,4 +105,6 @@ def draw(seed: int) -> Knobs:
         # learner cannot tell them apart; what it misses is generated again, and the books by token say so.
         knobs.faults.pop("redis rolled back", None)
         knobs.faults.pop("redis wiped", None)
+    if rng.random() < 0.3:
+        knobs.tighten(rng.choice((0, 1, 2)))
     return knobs

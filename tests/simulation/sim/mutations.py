@@ -25,16 +25,20 @@ class Mutation:
     """name.of.what -> what stands there instead; `laws`: words of which the finding must contain one.
 
     faults  befall every schedule besides its own, so that the mistake is met soon
+    tight   Redis holds little more than one batch in all of them
     """
 
     replaced: Callable[[], dict[str, Any]]
     laws: tuple[str, ...]
     faults: dict[str, int] = field(default_factory=dict)
+    tight: bool = False
 
     def knobs(self, seed: int) -> Knobs:
         """The schedule of `seed` with these faults in it."""
         knobs = draw(seed)
         knobs.faults |= self.faults
+        if self.tight:
+            knobs.tighten(seed % 3)
         return knobs
 
 
@@ -170,7 +174,33 @@ def begun_twice() -> dict[str, Any]:
     return {"rollout_server.tasks.Tasks._start": broken}
 
 
+def no_checkpoint_while_starving() -> dict[str, Any]:
+    """A learner without a batch waits for one, whatever fills Redis."""
+    return {"learner.loop.TrainingLoop._starving": lambda self: None}
+
+
+def one_checkpoint_a_step() -> dict[str, Any]:
+    """What is decided between two steps waits for the next one."""
+    checkpoint = TrainingLoop.checkpoint
+
+    def broken(self: TrainingLoop) -> bool:
+        return self.parts.checkpoints.committed(self.parts.books.step, self.parts.lease.epoch) or checkpoint(self)
+
+    return {"learner.loop.TrainingLoop.checkpoint": broken}
+
+
+def refused_when_full(name: str) -> Callable[[], dict[str, Any]]:
+    """A function without the flag allow-oom."""
+    return lambda: {"sim.functions.FUNCTIONS": functions.FUNCTIONS | {name: (functions.FUNCTIONS[name][0], False)}}
+
+
+def prepared_blindly() -> dict[str, Any]:
+    """A learner that starts loads its functions, whether they are there or not."""
+    return {"learner.redis_setup._has_functions": lambda db: False}
+
+
 ENDLESS = ("did not end", "no end")
+LOCKED = (*ENDLESS, "is full")
 MUTATIONS: dict[str, Mutation] = {
     "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
     "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
@@ -183,5 +213,13 @@ MUTATIONS: dict[str, Mutation] = {
     "gate that locks itself": Mutation(stuck_gate, ENDLESS),
     "nothing taken over": Mutation(nothing_taken_over, (*ENDLESS, "not settled", "books do not close")),
     "tasks of the dead stay": Mutation(no_reclaim, ENDLESS, {"rollouts killed": 3}),
+    "no checkpoint while starving": Mutation(no_checkpoint_while_starving, ENDLESS, tight=True),
+    "one checkpoint a step": Mutation(one_checkpoint_a_step, ENDLESS, tight=True),
+    "ack refused when full": Mutation(refused_when_full("foray_ack"), ENDLESS, tight=True),
+    "acquire refused when full": Mutation(
+        refused_when_full("foray_acquire"), ENDLESS, {"learner killed": 3}, tight=True
+    ),
+    "target refused when full": Mutation(refused_when_full("foray_target"), ENDLESS, tight=True),
+    "functions loaded blindly": Mutation(prepared_blindly, LOCKED, {"learner killed": 3}, tight=True),
     "task begun twice": Mutation(begun_twice, ("broke",), {"redis rolled back": 6}),
 }

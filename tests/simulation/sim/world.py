@@ -44,6 +44,8 @@ PATIENCE_S = 300.0
 """Virtual seconds after the storm in which the run must end."""
 EXPECTED = ("is held by", "cannot reach Redis", "could not be written", "were not trained")
 """Refusals that a learner may end with; whoever started it starts it again."""
+SMALL_KEYS, TASK, GROUP = 3000, 200, 2000
+"""Bytes, a little more than they are here."""
 WAITABLE = ("RedisUnavailable", "StateLost")
 
 
@@ -66,6 +68,12 @@ def _trajectory(reward: float, version: PolicyVersion) -> Trajectory:
     return make_trajectory(reward, version=version)
 
 
+def _bytes(knobs: Knobs) -> int:
+    """The limit in which so many groups have their place, beside the tasks in flight and the small keys of a run."""
+    window = (knobs.max_lag + 1) * knobs.groups_per_step
+    return knobs.memory and SMALL_KEYS + 4 * window * TASK + knobs.memory * GROUP
+
+
 class World:
     """Everything of one schedule."""
 
@@ -75,6 +83,7 @@ class World:
         self.rng = random.Random(f"world {seed}")
         self.redis_ahead = 0.0
         self.redis = SimRedis(lambda: 1.6e12 + (self.clock.now + self.redis_ahead) * 1000)
+        self.redis.limit = _bytes(self.knobs)
         self.network = Network(self.clock, self.redis, self.knobs.trouble)
         self.folder = Path(tempfile.mkdtemp(prefix="foray-sim-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         self.run = RunSettings(
@@ -293,6 +302,7 @@ class World:
                 problem += f": {self._state()}"
         finally:
             self._clear()
+        self.faults["refused at the limit"] += self.redis.refused if self.redis.limit else 0
         return Result(
             self.seed,
             problem,
