@@ -98,8 +98,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint acknowledges everything",
         "learner/books.py",
-        'return [id_ for name in state.get("entries", ()) if (id_ := name.encode()) in self.unacked]',
-        "return list(self.unacked)",
+        'decided = [id_ for name in state.get("entries", ()) if (id_ := name.encode()) in self.unacked]',
+        "decided = list(self.unacked)",
         ("learner/test_books.py", "learner/test_loop.py"),
     ),
     Mutant(

@@ -6,7 +6,7 @@ A mutation replaces names as `install.replacements` does. They are the classic m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sim import functions
@@ -26,16 +26,18 @@ class Mutation:
 
     faults  befall every schedule besides its own, so that the mistake is met soon
     tight   Redis holds little more than one batch in all of them
+    fixed   knobs that have these values in every schedule
     """
 
     replaced: Callable[[], dict[str, Any]]
     laws: tuple[str, ...]
     faults: dict[str, int] = field(default_factory=dict)
     tight: bool = False
+    fixed: dict[str, Any] = field(default_factory=dict)
 
     def knobs(self, seed: int) -> Knobs:
         """The schedule of `seed` with these faults in it."""
-        knobs = draw(seed)
+        knobs = replace(draw(seed), **self.fixed)
         knobs.faults |= self.faults
         if self.tight:
             knobs.tighten(seed % 3)
@@ -199,25 +201,38 @@ def prepared_blindly() -> dict[str, Any]:
     return {"learner.redis_setup._has_functions": lambda db: False}
 
 
+FEW_STRAGGLERS = {
+    "steps": 12,
+    "groups_per_step": 2,
+    "max_lag": 2,
+    "rollout_s": 0.1,
+    "step_s": 0.05,
+    "straggler": 0.14,
+    "reject": 0.0,
+    "corrupt": 0.0,
+    "memory": 0,
+    "checkpoint_every": 3,
+}
+"""Quick groups, a few that last until the others have used up the credit."""
 ENDLESS = ("did not end", "no end")
 LOCKED = (*ENDLESS, "is full")
 MUTATIONS: dict[str, Mutation] = {
     "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
     "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
-    "no ledger check": Mutation(no_ledger_check, ("trained once",), {"learner killed": 3}),
+    "no ledger check": Mutation(no_ledger_check, ("trained once", "books are true"), {"learner killed": 3}),
     "not fenced": Mutation(not_fenced, ("fenced",)),
     "reissue after one look": Mutation(one_look, ("missing twice",), {"redis stopped": 3}),
     "no reconciler": Mutation(no_reconciler, ENDLESS, {"task deleted": 3}),
     "publish without its task": Mutation(unguarded_publish, ("published once",)),
     "gate without watermark": Mutation(gate_without_watermark, ("credit",)),
-    "gate that locks itself": Mutation(stuck_gate, ENDLESS),
+    "gate that locks itself": Mutation(stuck_gate, ENDLESS, fixed=FEW_STRAGGLERS),
     "nothing taken over": Mutation(nothing_taken_over, (*ENDLESS, "not settled", "books do not close")),
     "tasks of the dead stay": Mutation(no_reclaim, ENDLESS, {"rollouts killed": 3}),
     "no checkpoint while starving": Mutation(no_checkpoint_while_starving, ENDLESS, tight=True),
     "one checkpoint a step": Mutation(one_checkpoint_a_step, ENDLESS, tight=True),
     "ack refused when full": Mutation(refused_when_full("foray_ack"), ENDLESS, tight=True),
     "acquire refused when full": Mutation(
-        refused_when_full("foray_acquire"), ENDLESS, {"learner killed": 3}, tight=True
+        refused_when_full("foray_acquire"), LOCKED, {"learner killed": 3}, tight=True
     ),
     "target refused when full": Mutation(refused_when_full("foray_target"), ENDLESS, tight=True),
     "functions loaded blindly": Mutation(prepared_blindly, LOCKED, {"learner killed": 3}, tight=True),
