@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from forks import Zygote
 from private_redis import redis_at
@@ -16,6 +17,10 @@ from warm_start_cache import WarmStart, cached_warm_start
 # One thread for each process of the tests, before torch is imported: there are more processes than cores already, and
 # a second thread only spins while it waits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How fast examples are made or run says something about the machine only.
+hypothesis.settings.register_profile("foray", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("foray")
 
 HEAVY = ("simulation", "learner", "contracts", "e2e", "chaos")
 """Folders with files of many seconds, in this order: a worker that gets one last would keep the others waiting."""

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from protocol.search import Passage
@@ -44,7 +45,7 @@ async def tool(request: pytest.FixtureRequest) -> AsyncIterator[Tool]:
         try:
             built = request.param().build((str(server.make_url("")),))
         except UserError as error:
-            pytest.skip(str(error))
+            skip_or_fail("seccomp", str(error))
         yield built
         await built.close()
 

@@ -46,7 +46,7 @@ def test_the_process_starts_quickly_serves_and_ends_on_sigterm(tmp_path: Path) -
     assert process.returncode == 0
     assert f"listening on http://127.0.0.1:{port}" in log
     # 0.7 s on a quiet machine; the bound leaves room for a busy one
-    assert took < 5
+    assert took < 30
 
 
 def test_a_taken_port_is_explained(corpus: Path) -> None:

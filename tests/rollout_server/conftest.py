@@ -39,7 +39,8 @@ class RedisProcess:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.url = f"unix://{directory / 's'}"
+        self.socket = directory / "s"
+        self.url = f"unix://{self.socket}"
         self._running = ExitStack()
 
     def start(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from rollout_server.tools import confined, mechanisms
@@ -38,7 +39,7 @@ def held(request: pytest.FixtureRequest) -> tuple[str, ...]:
 def _held(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if missing(LIMITS, name):
-            pytest.skip(f"this machine has no {name}: {missing(LIMITS, name)}")
+            skip_or_fail(name, missing(LIMITS, name))
     return names
 
 

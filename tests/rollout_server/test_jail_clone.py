@@ -7,6 +7,7 @@ import json
 import textwrap
 
 import pytest
+from kernel import skip_or_fail
 
 from rollout_server.tools.confined import Limits, run_confined
 from rollout_server.tools.jail import seccomp
@@ -54,7 +55,7 @@ def test_a_thread_may_not_come_with_a_namespace(machine: str) -> None:
 async def test_the_kernel_is_never_asked_for_it() -> None:
     """CLONE_THREAD without what it needs is EINVAL, and makes nothing; EPERM comes from the filter."""
     if missing(LIMITS, "seccomp"):
-        pytest.skip(f"this machine has no seccomp: {missing(LIMITS, 'seccomp')}")
+        skip_or_fail("seccomp", missing(LIMITS, "seccomp"))
     number = CONDITIONAL["clone"][seccomp.ARCHITECTURES[this_machine()][0]]
     source = f"""
         import ctypes, json

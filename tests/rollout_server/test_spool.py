@@ -86,7 +86,7 @@ class Partition:
 
 @pytest.fixture
 async def wire(world) -> AsyncIterator[Partition]:
-    wire = Partition(world.process.socket)
+    wire = Partition(Path(world.url.removeprefix("unix://")))
     await wire.start()
     yield wire
     await wire.stop()

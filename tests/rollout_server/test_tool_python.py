@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from rollout_server.tools import python as module
@@ -28,7 +29,7 @@ def mechanisms() -> tuple[str, ...]:
 @pytest.fixture
 async def python(mechanisms: tuple[str, ...]) -> AsyncIterator[Tool]:
     if not {"namespaces", "seccomp"} & set(mechanisms):
-        pytest.skip("this machine cannot isolate programs")
+        skip_or_fail("seccomp", missing(LIMITS, "seccomp"))
     tool = Python(SETTINGS, mechanisms)
     yield tool
     await tool.close()

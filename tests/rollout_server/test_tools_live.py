@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from protocol.settings import RunSettings
@@ -133,7 +134,7 @@ async def test_a_policy_computes_with_python_and_answers(world: Any, tmp_path: P
     try:
         PythonSettings(deadline_s=20).build(())
     except UserError as error:
-        pytest.skip(str(error))
+        skip_or_fail("seccomp", str(error))
     tools = [{"type": "python", "deadline_s": 20}]
     episode, values, _ = await episode_of(world, tmp_path, retriever, turns, tools)
     assert (episode["status"], episode["answer"], episode["searches"]) == ("answered", "137846528820", 0)
