@@ -38,7 +38,7 @@ class Mutation:
     def knobs(self, seed: int) -> Knobs:
         """The schedule of `seed` with these faults in it."""
         knobs = replace(draw(seed), **self.fixed)
-        knobs.faults |= self.faults
+        knobs.faults = knobs.faults | self.faults
         if self.tight:
             knobs.tighten(seed % 3)
         return knobs
@@ -208,12 +208,19 @@ FEW_STRAGGLERS = {
     "rollout_s": 0.1,
     "step_s": 0.05,
     "straggler": 0.14,
+    "reconcile_s": 4.0,
+    "idle_s": 4.0,
+    "broken": 0.026,
+    "same_reward": 0.19,
     "reject": 0.0,
     "corrupt": 0.0,
+    "nonfinite": 0.0,
+    "disk": 0.0,
     "memory": 0,
     "checkpoint_every": 3,
+    "faults": {},
 }
-"""Quick groups, a few that last until the others have used up the credit."""
+"""Quick groups, a few that last until the others have used up the credit, and no fault that would end the wait."""
 ENDLESS = ("did not end", "no end")
 LOCKED = (*ENDLESS, "is full")
 MUTATIONS: dict[str, Mutation] = {
