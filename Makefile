@@ -63,13 +63,14 @@ reliability: setup
 	$(BIN)/python tests/faults/report.py $(ARGS)
 
 # Real processes under faults, at random, for MINUTES. CONTROL=1: without the delivery rules, which the judge must see.
+# MAXMEMORY_MB=8: with a Redis that is full again and again.
 MINUTES ?= 10
 SEED ?= 1
 PERSISTENCE ?= aof
 CHAOS := $(BIN)/python tests/chaos/driver.py --seed $(SEED) --persistence $(PERSISTENCE)
 
 chaos: setup
-	$(CHAOS) $(if $(CONTROL),--control) --minutes $(MINUTES) $(ARGS)
+	$(CHAOS) $(if $(CONTROL),--control) $(if $(MAXMEMORY_MB),--maxmemory-mb $(MAXMEMORY_MB)) --minutes $(MINUTES) $(ARGS)
 
 # The product whole in virtual time, schedule after schedule for SECONDS; a seed that fails is played again, aloud.
 SECONDS ?= 60

@@ -30,8 +30,8 @@ from attacks import KINDS
 from battle import LATE_S, Battle, Say
 from checker import Verdict, check
 from control import EVERYTHING
-from recoveries import Observer, from_logs
-from ring import Ring, open_ring
+from recoveries import MADE_ROOM, Observer, from_logs
+from ring import MAXMEMORY_MB, ROOM, Ring, open_ring
 from schedule import Planned, make_schedule, render
 
 LAST_STEPS = 8
@@ -57,6 +57,9 @@ class Result:
     left_out: int = 0
     recoveries: Counter[str] = field(default_factory=Counter)
     recovered_s: float = 0.0
+    maxmemory_mb: int = MAXMEMORY_MB
+    refused: int = 0
+    """Commands that Redis refused for want of memory."""
     failures: list[str] = field(default_factory=list)
     """Of the run or of the harness, beside the checker's."""
 
@@ -76,6 +79,7 @@ class Result:
         lines += ["", self.verdict.render(), ""]
         lines += [f"FAILURE: {failure}" for failure in self.failures]
         mode = "AOF" if self.persistence else "no persistence"
+        mode += f" and {self.maxmemory_mb} MiB, {self.refused} commands refused for want of memory"
         what = "control: no delivery rules" if self.control else "Foray"
         end = (
             ("the checker sees it" if self.ok else "THE CHECKER DOES NOT SEE IT")
@@ -105,6 +109,7 @@ def fight(
     seconds: float,
     persistence: bool,
     control: bool = False,
+    maxmemory_mb: int = MAXMEMORY_MB,
     late_s: float = LATE_S,
     say: Say = print,
 ) -> Result:
@@ -112,7 +117,7 @@ def fight(
 
     late_s  how long a fault may wait for its victim before it is left out
     """
-    result = _fight(directory, model, planned, seed, seconds, persistence, control, late_s, say)
+    result = _fight(directory, model, planned, seed, seconds, persistence, control, maxmemory_mb, late_s, say)
     if left := engines_of(directory):
         result.failures.append(f"processes are left: {left}")
     return result
@@ -126,12 +131,13 @@ def _fight(
     seconds: float,
     persistence: bool,
     control: bool,
+    maxmemory_mb: int,
     late_s: float,
     say: Say,
 ) -> Result:
     wrong = EVERYTHING if control else ()
     holes_s = 8.0 if control else HOLES_S
-    with open_ring(directory, model, persistence=persistence, wrong=wrong) as ring:
+    with open_ring(directory, model, persistence=persistence, wrong=wrong, maxmemory_mb=maxmemory_mb) as ring:
         ring.began = time.time()
         ring.start_all()
         first = 25 if control else 1
@@ -155,10 +161,13 @@ def _fight(
         failures += [f"{kind}: no path of recovery was taken" for kind in battle.unmended(paths)]
         failures += [f"{f.at:.1f} s: {f.what} ({f.log and f.log.name})" for f in ring.findings]
         failures += tracebacks(ring)
+        if maxmemory_mb < MAXMEMORY_MB and not paths[MADE_ROOM]:
+            failures.append("the memory limit was never reached, or no learner made room")
         verdict = check(ring.run_dir, issued=observer.issued, spoiled=ring.spoiled)
         return Result(
             *(seed, seconds, persistence, control, verdict),
-            *(battle.done, battle.witnessed, len(battle.left_out), paths, recovered_s, failures),
+            *(battle.done, battle.witnessed, len(battle.left_out), paths, recovered_s),
+            *(maxmemory_mb, observer.refused, failures),
         )
 
 
@@ -252,6 +261,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="of faults (default: 10)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--persistence", choices=["aof", "none"], default="aof", help="none: each kill wipes Redis")
+    parser.add_argument(
+        "--maxmemory-mb",
+        type=int,
+        default=MAXMEMORY_MB,
+        help=f"of Redis (default: {MAXMEMORY_MB}); with less a neighbour leaves the run {ROOM >> 10} KiB of it",
+    )
     parser.add_argument("--control", action="store_true", help="a ring without the delivery rules")
     parser.add_argument("--model", type=Path, help="a warm-started model (default: FORAY_TEST_MODEL, or one is made)")
     parser.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="where model and runs go")
@@ -283,6 +298,7 @@ def main() -> int:
         seconds=seconds,
         persistence=args.persistence == "aof",
         control=args.control,
+        maxmemory_mb=args.maxmemory_mb,
         say=say,
     )
     (directory / "result.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")

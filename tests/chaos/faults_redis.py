@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 
 from faults import Fault
-from ring import MAXMEMORY_MB
 
 
 class RedisFull(Fault):
@@ -23,7 +22,7 @@ class RedisFull(Fault):
 
     def heal(self) -> None:
         self.seen = self._refused()
-        self.ring.ask(lambda db: db.config_set("maxmemory", f"{MAXMEMORY_MB}mb"))
+        self.ring.ask(lambda db: db.config_set("maxmemory", f"{self.ring.maxmemory_mb}mb"))
 
     def happened(self) -> str:
         refused = getattr(self, "seen", 0) - self.before

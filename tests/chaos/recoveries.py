@@ -26,6 +26,7 @@ class Said:
     words: str
 
 
+MADE_ROOM = "a starving learner made room"
 LOGS: dict[str, tuple[Said, ...]] = {
     "resumed from a checkpoint": (Said("learner", r"resuming from "),),
     "taken over from the dead": (Said("learner", r"taking over from .* which has ended"),),
@@ -43,6 +44,7 @@ LOGS: dict[str, tuple[Said, ...]] = {
         Said("engine", r"goes on after \d+ failures"),
         Said("learner", r"waiting for Redis|Redis is not available"),
     ),
+    MADE_ROOM: (Said("learner", r"Redis is full and no batch comes"),),
     "leases lost": (Said("rollout", r"the lease on seq \d+ is lost"),),
     "tasks handed back": (Said("rollout", r"handing back seq"),),
     "groups given up as poison": (Said("rollout", r"is given up as poison"),),
@@ -84,6 +86,9 @@ class Observer:
     ring: Ring
     counts: Counter[str] = field(default_factory=Counter)
     issued: int = 0
+    refused: int = 0
+    """Commands that Redis refused for want of memory, in all of its lives."""
+    _refused: int = 0
     _before: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def __enter__(self) -> Observer:
@@ -95,6 +100,10 @@ class Observer:
     def _watch(self) -> None:
         while not self._over.wait(0.4):
             self.issued = max(self.issued, self.ring.issued())
+            stats = self.ring.ask(lambda db: db.info("errorstats"), {})
+            refused = int(stats.get("errorstat_OOM", {}).get("count", 0))
+            self.refused += refused - (self._refused if refused >= self._refused else 0)
+            self._refused = refused
             for name in self.ring.wards:
                 kind = name.partition("-")[0]
                 if kind in ("rollout", "learner"):

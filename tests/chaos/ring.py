@@ -42,6 +42,10 @@ SMALL = (
     *("engine.lease_s=4", "engine.heartbeat_s=1", "engine.drain_s=1", "engine.kind.max_running=16"),
 )
 """Short leases, so that stops outlast them; small groups, so that much happens in a minute."""
+SCARCE = ("learner.checkpoint_every=1000", "learner.checkpoint_s=60")
+"""With little memory: it is the learner that is short of groups that must see when a checkpoint is due."""
+ROOM = 1 << 20
+"""Bytes that a neighbour in a Redis with little memory leaves to the run, for what Redis itself needs for it, too."""
 RESTART_S = {"learner": 0.5, "redis": 0.5}
 
 
@@ -64,6 +68,7 @@ class Ring:
     keys: Keys
     persistence: bool
     wrong: tuple[str, ...] = ()
+    maxmemory_mb: int = MAXMEMORY_MB
     wards: dict[str, Ward] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     began: float = field(default_factory=time.time)
@@ -74,6 +79,8 @@ class Ring:
     """Its files are removed before it is started the next time."""
     spoiled: set[str] = field(default_factory=set)
     """Checkpoints that a fault has damaged: the checker must not mind them."""
+
+    _neighbour_due: float = 0.0
 
     def __post_init__(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -153,7 +160,7 @@ class Ring:
             self.lose_redis = False
         folder.mkdir(parents=True, exist_ok=True)
         url = f"redis://127.0.0.1:{self.redis_port}/0"
-        argv = list(redis_argv(self.server.path, folder, url, maxmemory_mb=MAXMEMORY_MB))
+        argv = list(redis_argv(self.server.path, folder, url, maxmemory_mb=self.maxmemory_mb))
         argv += [] if self.persistence else ["--appendonly", "no"]
         with self.wards["redis"].next_log().open("ab") as log:
             child = subprocess.Popen(
@@ -167,10 +174,19 @@ class Ring:
 
     def supervise(self) -> None:
         """Notices what has ended and starts it again; to be called often."""
+        if self.maxmemory_mb < MAXMEMORY_MB and time.monotonic() > self._neighbour_due:
+            self._neighbour_due = time.monotonic() + 1.0
+            self.ask(self._settle_neighbour)
         for ward in self.wards.values():
             for ended in ward.look():
                 if not self.explained(ended):
                     self.finding(f"{ended.name} ended with {ended.status}, and no fault explains it", ended.log)
+
+    def _settle_neighbour(self, db: redis.Redis) -> None:
+        """Another user's data takes what is more than ROOM, in each life of Redis that the run has begun to use."""
+        if not db.exists("neighbour") and db.exists(self.keys.traj):
+            left = (self.maxmemory_mb << 20) - int(db.info("memory")["used_memory"]) - ROOM
+            db.set("neighbour", b"x" * max(0, left))
 
     def explained(self, life: Life) -> bool:
         """Whether a fault is behind the end of `life`."""
@@ -276,13 +292,14 @@ def open_ring(
     rollouts: int = 2,
     wrong: Sequence[str] = (),
     overrides: Sequence[str] = (),
+    maxmemory_mb: int = MAXMEMORY_MB,
 ) -> Iterator[Ring]:
     """A ring that is prepared and not started; ends everything that was."""
     directory.mkdir(parents=True, exist_ok=True)
     with Zygote(directory / "zygote.log") as zygote, Links() as links:
-        ring = Ring(directory, zygote, links, Keys("demo"), persistence, tuple(wrong))
+        ring = Ring(directory, zygote, links, Keys("demo"), persistence, tuple(wrong), maxmemory_mb)
         try:
-            ring.prepare(model, *overrides)
+            ring.prepare(model, *(SCARCE if maxmemory_mb < MAXMEMORY_MB else ()), *overrides)
             ring.add_all(engines, rollouts)
             yield ring
         finally:
