@@ -86,6 +86,13 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
         if not books.closes or books.in_flight:
             found.append(Problem(f"the run is over but {books.line()}", "start the learner again: it settles the rest"))
         return found + delivery.of_tokens(seen)
+    if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
+        found.append(
+            Problem(
+                f"Redis uses {seen.memory / 2**20:.0f} of {seen.max_memory / 2**20:.0f} MiB",
+                "raise maxmemory, or lower learner.checkpoint_every: what was trained stays until the checkpoint",
+            )
+        )
     if seen.learner is None:
         held = f"; its lease lasts {seen.lease_ms / 1000:.0f} s more" if seen.lease_ms else ""
         found.append(Problem(f"no learner reports{held}", "start it again: it goes on from its checkpoint"))
@@ -100,13 +107,6 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
             found.append(Problem(f"Redis refuses {p.process} {p.id}: {refusal}", todo))
     found += _engine_problems(seen, max_lag)
     found += delivery.problems(seen)
-    if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
-        found.append(
-            Problem(
-                f"Redis uses {seen.memory / 2**20:.0f} of {seen.max_memory / 2**20:.0f} MiB",
-                "raise maxmemory, or lower learner.checkpoint_every: what was trained stays until the checkpoint",
-            )
-        )
     return found
 
 
