@@ -130,6 +130,7 @@ def test_a_redis_that_is_full_of_trained_groups_makes_the_starving_learner_check
     assert committed(run)["lineage"] == [[1, 0]], "the lease was renewed all the time"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(25)
 def test_groups_that_are_filtered_before_the_first_step_do_not_fill_redis_for_good(
     run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], limit: Limit

@@ -9,7 +9,7 @@ import redis
 
 from protocol import functions
 from protocol.codec import decode_as
-from protocol.messages import EngineInfo, MetricsSnapshot, ViewAnswer, WeightView
+from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, ViewAnswer, WeightView
 from rollout_server.metrics import Stats, _write
 from rollout_server.node.registry import Registry
 from rollout_server.redis_client import RedisFull
@@ -21,7 +21,7 @@ async def test_registrations_answers_and_metrics_are_renewed_in_a_full_redis(wor
     place = {"run": keys.run, "epoch": 1, "step": 1, "number": 1, "phase": "prepare", "members": ("e1/i",)}
     group = {"rank_offsets": (1,), "group": "g", "address": "127.0.0.1", "port": 1, "world_size": 2}
     registry, stats = Registry(client, lease_s=30.0), Stats("rollout", "r1")
-    info = EngineInfo(id="e1", url="http://127.0.0.1:1", incarnation="i")
+    info = EngineInfo(id="e1", url="http://127.0.0.1:1", state=NodeState.READY, incarnation="i")
     view = WeightView(**place, **group)
     await registry.register(info)
     db.config_set("maxmemory", 1)
