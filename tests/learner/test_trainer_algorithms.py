@@ -24,6 +24,8 @@ from protocol.versions import PolicyVersion
 
 VOCABULARY, RIGHT = 40, 5
 KINDS = [get_args(m)[0].model_fields["type"].default for m in get_args(get_args(AlgorithmSettings)[0])]
+TIERED = [pytest.param(kind, marks=() if kind in ("grpo", "ppo") else pytest.mark.slow) for kind in KINDS]
+"""All of them, of which the fast tier has one without and one with a critic."""
 OPTIM = {"lr": 1e-2, "eps": 1e-3}
 """With a large eps a step follows the gradient's size: an error in it shows, and rounding is not blown up."""
 
@@ -122,7 +124,7 @@ def test_it_learns(start: Start, kind: str) -> None:
     assert likelihood(trainer) > before + 0.2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TIERED)
 def test_packing_micro_batches_and_order_do_not_matter(start: Start, kind: str) -> None:
     found = []
     for layout, reverse in (({}, False), ({"micro_batch_tokens": 1}, False), ({"row_tokens": 40}, True)):
