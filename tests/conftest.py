@@ -18,8 +18,10 @@ from warm_start_cache import WarmStart, cached_warm_start
 # a second thread only spins while it waits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How fast examples are made or run says something about the machine only.
-hypothesis.settings.register_profile("foray", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# The same examples in each run; how fast they are made or run says something about the machine only.
+hypothesis.settings.register_profile(
+    "foray", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("foray")
 
 HEAVY = ("simulation", "learner", "contracts", "e2e", "chaos")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from learner.losses import VarianceSums, explained_variance, value_loss, variance_sums
@@ -34,6 +34,7 @@ def test_the_value_loss_is_that_of_a_slow_loop(clip, huber, rows):
         if clip is not None and not old - clip <= v <= old + clip:
             bounded = torch.tensor(min(max(v, old - clip), old + clip), dtype=torch.float64)
             other = slow_penalty(bounded - target, huber)
+            assume(other.item() != loss.item())  # there the maximum has no one gradient
             flag = other.item() > loss.item()
             loss = other if flag else loss
         gradient = torch.autograd.grad(loss, leaf)[0].item() if loss.requires_grad else 0.0
