@@ -60,7 +60,7 @@ test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 
 # Every test of the fault table; writes its results into docs/reliability.md.
 reliability: setup
-	$(BIN)/python tests/faults/report.py $(ARGS)
+	$(BIN)/python tests/faults/report.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Real processes under faults, at random, for MINUTES. CONTROL=1: without the delivery rules, which the judge must see.
 # MAXMEMORY_MB=8: with a Redis that is full again and again.
