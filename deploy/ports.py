@@ -16,13 +16,15 @@ from protocol.errors import UserError
 
 LOWEST, DEFAULT_HIGHEST = 15000, 32767
 _TAKEN: set[int] = set()
+_DRAW = random.SystemRandom()
+"""Not the shared generator: processes that seed it alike would draw the same ports."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port of `host` that can be bound now and that this function has not given out before."""
     highest = _highest()
     for _ in range(200):
-        port = random.randint(LOWEST, highest)
+        port = _DRAW.randint(LOWEST, highest)
         if port not in _TAKEN and is_free(host, port):
             _TAKEN.add(port)
             return port
