@@ -252,11 +252,18 @@ MUTANTS = (
         ("rollout_server/test_node.py",),
     ),
     Mutant(
-        "what was sent is not compared",
+        "what engines hold is not compared with what was sent",
+        "learner/publish/transfer.py",
+        "if answer.tensors_sha256 and answer.tensors_sha256 != wanted:",
+        "if False:",
+        ("learner/test_transfer.py",),
+    ),
+    Mutant(
+        "what engines hold is not compared among them",
         "learner/publish/transfer.py",
         "if len(set(by_member.values())) > 1:",
         "if False:",
-        ("learner/test_publish_distributed.py",),
+        ("learner/test_transfer.py",),
     ),
     # trajectories
     Mutant(

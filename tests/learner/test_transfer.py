@@ -1,0 +1,98 @@
+"""The end of a transfer: what members say that they hold is compared with the policy's tensors and with each other.
+
+The nodes are scripted here; `test_publish_distributed.py` has the same with real engines over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from learner.publish.buckets import Packed, layout
+from learner.publish.sender import Sender
+from learner.publish.sums import SourceSums
+from learner.publish.transfer import Transfer, TransferFailed
+from protocol.messages import NodeState, ViewAnswer, WeightView
+
+NAMED = [("a", torch.arange(6, dtype=torch.float32)), ("b", torch.ones(4, dtype=torch.float32))]
+
+
+class Link:
+    """Members that answer every phase at once: with "prepared", then with `loaded`."""
+
+    def __init__(self, loaded: Mapping[str, Mapping[str, Any]]) -> None:
+        self._loaded, self._phase = loaded, ""
+
+    def now(self) -> float:
+        return 0.0
+
+    def engines(self) -> list[Any]:
+        ids = (member.split("/") for member in self._loaded)
+        return [SimpleNamespace(id=id_, incarnation=life, state=NodeState.READY) for id_, life in ids]
+
+    def view(self, view: WeightView, ttl_s: float) -> None:
+        self._phase = view.phase
+
+    def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+        if self._phase == "prepare":
+            return {m: ViewAnswer(member=m, number=number, phase="prepared") for m in self._loaded}
+        return {m: ViewAnswer(member=m, number=number, phase="loaded", **said) for m, said in self._loaded.items()}
+
+
+class Sent:
+    """A sender whose group is there and takes everything."""
+
+    def __init__(self) -> None:
+        self.joined = self.send([])
+
+    def send(self, tensors: Any) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def transfer(loaded: Mapping[str, Mapping[str, Any]]) -> None:
+    """Send NAMED to members that answer as `loaded` says."""
+    bucket = layout(NAMED)
+    flat = torch.cat([tensor.view(torch.uint8) for _, tensor in NAMED])
+    view = WeightView(
+        run="t", epoch=1, step=1, number=1, phase="prepare", members=tuple(loaded), buckets=(bucket,),
+        rank_offsets=tuple(range(1, len(loaded) + 1)), group="g", address="127.0.0.1", port=1, world_size=2,
+    )  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        sums = SourceSums(pool)
+        for name, tensor in NAMED:
+            sums.add(name, tensor).result()
+        made = Transfer(cast(Any, Link(loaded)), cast(Sender, Sent()), view, sums, dict.fromkeys(loaded, "float32"))
+        made.run(iter([Packed(bucket, flat)]), prepare_s=30, transfer_s=30, stall_s=30)
+
+
+def right() -> str:
+    """What an engine says that holds NAMED."""
+    with ThreadPoolExecutor(1) as pool:
+        sums = SourceSums(pool)
+        for name, tensor in NAMED:
+            sums.add(name, tensor).result()
+        return sums.total("float32", ())
+
+
+def test_members_that_hold_what_the_policy_has_are_committed() -> None:
+    good = {"kind": "cpu", "checksum": "c", "tensors_sha256": right()}
+    transfer({"e/1": good})
+    transfer({"e/1": good, "e/2": good, "e/3": {"kind": "sglang", "checksum": "another layout"}})
+
+
+def test_one_engine_alone_that_holds_something_else_is_found_out() -> None:
+    """With one engine there is no other to compare it with: what the learner sent decides."""
+    with pytest.raises(TransferFailed, match="e/1 does not hold the weights of the policy"):
+        transfer({"e/1": {"kind": "cpu", "checksum": "c", "tensors_sha256": "0" * 64}})
+
+
+def test_engines_of_one_kind_that_differ_are_found_out() -> None:
+    with pytest.raises(TransferFailed, match="checksums of the sglang engines differ"):
+        transfer({"e/1": {"kind": "sglang", "checksum": "c"}, "e/2": {"kind": "sglang", "checksum": "d"}})
