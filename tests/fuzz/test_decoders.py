@@ -15,6 +15,7 @@ from fuzz_targets import PARTS
 INPUTS = 2000
 
 
+@pytest.mark.slow
 @pytest.mark.fault(30, 31, 37)
 @pytest.mark.timeout(300)
 def test_no_decoder_raises_anything_but_its_documented_errors(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from fuzz_watch import Held
 REQUESTS = 150
 
 
+@pytest.mark.slow
 @pytest.mark.fault(37)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)

@@ -280,6 +280,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_whiten_as_one(tmp_path, zygote):
     (tmp_path / "rank.py").write_text(RANK)
     zygote.run_ranks(tmp_path / "rank.py", [], tmp_path, 2)

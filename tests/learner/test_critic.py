@@ -94,6 +94,7 @@ def test_gradients_never_cross_into_the_text_beside_it(directory):
     assert moved.tolist() == [True] * LENGTHS[0] + [False] * (LENGTHS[1] + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_critic_learns_in_an_engine_of_its_own(directory, stage):
     engine = DeepSpeedEngine(

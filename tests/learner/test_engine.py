@@ -117,7 +117,15 @@ def test_clipping_acts(stage):
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "offload"),
-    [(0, "float32", False), *itertools.product(STAGES[1:], ("float32", "bfloat16"), (False, True))],
+    [
+        (0, "float32", False),
+        (2, "bfloat16", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(STAGES[1:], ("float32", "bfloat16"), (False, True))
+            if case != (2, "bfloat16", False)
+        ),
+    ],
 )
 @pytest.mark.fault(39)
 @pytest.mark.parametrize("spoil", [math.nan, math.inf])
@@ -240,6 +248,7 @@ def test_nothing_is_written_to_stdout(capfd):
 # What runs in processes of its own: this file is started with a role and writes what it found as JSON.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
 def test_another_process_goes_on_bit_for_bit(stage, tmp_path, zygote):
     engine = start(stage)

@@ -216,6 +216,7 @@ def test_a_damaged_checkpoint_of_a_run_is_found_out(model, tmp_path):
         find_state(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_state_that_two_ranks_wrote(model, tmp_path, zygote):
     zygote.run_ranks(__file__, [str(model), str(tmp_path)], tmp_path, 2)
     settings = ModelSettings(dtype="bfloat16")

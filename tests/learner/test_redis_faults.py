@@ -180,6 +180,7 @@ def test_at_maxmemory_leases_live_acknowledging_goes_on_and_nothing_is_lost(
     assert made["redis"]["lost"] == 0 and made["tally"]["state_lost"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("fsync", ["everysec", "always"])
 def test_a_redis_whose_disk_is_full_pauses_the_run_which_goes_on_when_there_is_room(

@@ -227,6 +227,7 @@ def test_a_reference_in_another_dtype(directory):
     torch.testing.assert_close(narrow.scores(*inputs()).logprobs, run.policy(), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.slow
 def test_over_two_ranks_at_stage_3_each_holds_half_and_scores_as_the_whole(directory, tmp_path, zygote):
     zygote.run_ranks(__file__, [str(directory)], tmp_path, 2)
 

@@ -221,6 +221,7 @@ async def test_a_bucket_of_several_dtypes_is_cut_at_any_offset(engine: Engine) -
     await engine.close(group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_generation_goes_on_while_buckets_arrive_and_changes_over_at_the_end(engine: Engine, mode: str) -> None:
     group = await engine.group()
@@ -436,6 +437,7 @@ async def test_a_caller_that_goes_away_does_not_break_the_session(engine: Engine
     await engine.close(group)
 
 
+@pytest.mark.slow
 async def test_a_signal_ends_an_engine_that_waits_for_a_trainer(running: Engine) -> None:
     process, url = start(running.first, timeout_s=60)
     try:

@@ -92,6 +92,7 @@ async def test_what_a_killed_server_had_under_way_is_done_by_another_one_and_not
     assert all(isinstance(g, TrajectoryGroup) for g in groups) and world.pending() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault(3, 32)
 async def test_a_server_that_slept_through_the_loss_of_its_tasks_is_told_that_they_were_published(
     world, until: Until, model: Path, tokens, whole
@@ -146,6 +147,7 @@ async def test_sigterm_under_load_hands_back_what_cannot_be_finished_and_ends_wi
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(44)
 async def test_hosts_whose_clocks_are_two_hours_apart_work_together(
     world, until: Until, model: Path, tokens, whole

@@ -356,6 +356,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.fault(17, 18)
 async def test_the_embedded_engine_joins_late_is_killed_and_dies_with_its_node(
     world, until: Until, tmp_path: Path, policy: Path

@@ -170,6 +170,7 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
             await asyncio.wait_for(serving, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(15, 16)
 async def test_an_engine_whose_node_was_killed_in_the_middle_of_an_update_is_loaded_whole_by_the_next_node(
     world, until: Until, tmp_path: Path

@@ -17,6 +17,8 @@ from sim.world import Result, play
 SCHEDULES = 110
 QUICK = 25
 MUTANT_SCHEDULES = 60
+PATIENT = ("reissue after one look", "task begun twice", "one checkpoint a step", "no checkpoint while starving")
+"""Mutations that take many schedules to be found."""
 LAWS = 10
 
 
@@ -55,7 +57,9 @@ def test_every_law_holds_in_every_schedule() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in PATIENT else name for name in MUTATIONS]
+)
 def test_a_product_that_is_broken_on_purpose_is_found_out(name: str) -> None:
     mutation = MUTATIONS[name]
     with installed(mutation.replaced()):

@@ -113,6 +113,7 @@ async def rollout_server(world, tmp_path: Path, model: Path, retriever: Retrieve
             await asyncio.wait_for(serving, 15)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(36)
 async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
     world, until: Until, tmp_path: Path, retriever: Retriever
