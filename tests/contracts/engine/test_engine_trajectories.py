@@ -27,6 +27,8 @@ TRAJECTORIES = 200
 AT_ONCE, LENGTHS = 40, (48, 144)
 UPDATES_AFTER = (20, 70, 120)
 """Trajectories that have ended when the next version is published, in the middle of AT_ONCE others."""
+HELD_BACK = 16
+"""Trajectories that begin after the last update: each version samples tokens, however slow the updates are."""
 VERSIONS = [PolicyVersion(1, step) for step in range(4)]
 TOLERANCE = 1e-3
 FIRST_IDS = 290
@@ -55,6 +57,7 @@ async def generate_through_updates(
     """Every prompt's completion; the versions after the first are published while they are generated."""
     ended = 0
     progress, places, rng = asyncio.Event(), asyncio.Semaphore(AT_ONCE), random.Random(1)
+    updated = asyncio.Event()
 
     async def one(number: int, prompt: list[int]) -> Completion:
         nonlocal ended
@@ -65,6 +68,8 @@ async def generate_through_updates(
             max_new_tokens=rng.randint(*LENGTHS),
             sampling=Sampling(),
         )
+        if number >= TRAJECTORIES - HELD_BACK:
+            await updated.wait()
         async with places:
             done = await whole.router(request)
         ended += 1
@@ -78,6 +83,7 @@ async def generate_through_updates(
             await progress.wait()
         await whole.publish(version, policies[version])
         await whole.until_held(version)
+    updated.set()
     return await asyncio.gather(*tasks)
 
 
