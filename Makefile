@@ -10,7 +10,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
 
-.PHONY: setup demo test test-slow test-all sglang-env test-sglang reliability lint format lock sbom clean chaos simulate fuzz
+.PHONY: setup demo test test-slow test-all sglang-env test-sglang mutants reliability lint format lock sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -59,6 +59,10 @@ $(SGLANG_STAMP): deploy/sglang_cpu/pins.txt
 # interpreter that has SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL an SGLang that runs already.
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine $(ARGS)
+
+# Known faults, built into a copy of the checkout one by one: the fast tier must notice each. ARGS="word" chooses some.
+mutants: setup
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # Every test of the fault table; writes its results into docs/reliability.md.
 reliability: setup
