@@ -21,6 +21,15 @@ PROBE = (
     f"print('LOADED', *[m for m in {HEAVY!r} if m in sys.modules])\n"
     "sys.exit(code)"
 )
+EVERY_HELP = (
+    "import sys\n"
+    "from deploy.cli import VERBS, main\n"
+    "for verb in VERBS:\n"
+    "    try:\n        code = main([verb, '--help'])\n"
+    "    except SystemExit as e:\n        code = e.code\n"
+    "    assert not code, (verb, code)\n"
+    f"    assert not [m for m in {HEAVY!r} if m in sys.modules], verb\n"
+)
 
 
 def foray(*argv: str) -> tuple[int, str, str]:
@@ -29,11 +38,10 @@ def foray(*argv: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_every_command_answers_without_a_framework(verb: str) -> None:
-    code, out, err = foray(verb, "--help")
-    assert code == 0, err
-    assert "usage:" in out and out.splitlines()[-1] == "LOADED"
+def test_help_of_every_command_answers_without_a_framework() -> None:
+    done = subprocess.run([sys.executable, "-c", EVERY_HELP], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage:") >= len(VERBS)
 
 
 def test_the_overview_names_every_command() -> None:

@@ -176,7 +176,7 @@ def batches(draw):
 
 
 @every
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batches())
 def test_it_is_what_a_slow_loop_over_the_formula_gives(name, batch):
     fast, slow = EVERY[name]
@@ -184,7 +184,7 @@ def test_it_is_what_a_slow_loop_over_the_formula_gives(name, batch):
 
 
 @every
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(batches(), st.randoms(use_true_random=False))
 def test_advantages_follow_their_trajectory_in_any_order(name, batch, random):
     order = list(range(len(batch.rewards)))
@@ -203,7 +203,7 @@ def test_advantages_follow_their_trajectory_in_any_order(name, batch, random):
 
 
 @every
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(batches())
 def test_who_does_not_vote_gets_exactly_zero_and_moves_nobody(name, batch):
     found = EVERY[name][0](batch)

@@ -76,8 +76,20 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
     return dict(causal.named_parameters())
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (3, "float32"), (3, "bfloat16")])
-@pytest.mark.parametrize("rank", [0, LORA.rank])
+@pytest.mark.parametrize(
+    ("rank", "stage", "dtype"),
+    [
+        (0, 1, "bfloat16"),
+        (LORA.rank, 3, "float32"),
+        *(
+            pytest.param(rank, stage, dtype, marks=pytest.mark.slow)
+            for rank, stage, dtype in [
+                *((0, 0, "float32"), (0, 3, "float32"), (0, 3, "bfloat16")),
+                *((LORA.rank, 0, "float32"), (LORA.rank, 1, "bfloat16"), (LORA.rank, 3, "bfloat16")),
+            ]
+        ),
+    ],
+)
 def test_an_export_is_what_was_published(model, stage, dtype, rank, tmp_path):
     settings = ModelSettings(dtype=dtype, lora=LORA if rank else LoraSettings())
     engine = trained(model, settings, stage)

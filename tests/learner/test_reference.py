@@ -82,8 +82,7 @@ def seen(run: Run) -> torch.Tensor:
     return run.reference.scores(*inputs()).logprobs
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(("rank", "stage"), [(0, 0), (4, 3)])
 def test_a_frozen_reference_stays_the_initial_model(directory, stage, rank):
     run = Run(directory, stage, rank=rank)
     before = run.policy()
@@ -116,7 +115,9 @@ def test_scores_at_given_tokens_and_the_likeliest(directory):
     assert found.top.equal(logits.topk(3).indices)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_average_is_that_of_plain_arithmetic(directory, stage, rank):
     run = Run(directory, stage, rank=rank, kind="ema", tau=0.7, every=2)

@@ -114,7 +114,7 @@ def plenty(kind: str) -> dict[str, Any]:
     return {"algorithm": algorithm, "reference": {"kind": "ema", "every": 2, "tau": 0.5}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TIERED)
 def test_it_learns(start: Start, kind: str) -> None:
     trainer = start(algorithm={"type": kind})
     before = likelihood(trainer)
@@ -145,7 +145,7 @@ def test_packing_micro_batches_and_order_do_not_matter(start: Start, kind: str) 
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TIERED)
 def test_a_restart_goes_on_bit_for_bit(start: Start, kind: str, tmp_path: Path) -> None:
     settings = plenty(kind)
     one, two = start(**settings), start(**settings)

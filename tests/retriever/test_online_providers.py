@@ -205,7 +205,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(reply=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
 def test_no_reply_raises_anything_but_garbage(name: str, reply: dict[str, Any]) -> None:
     try:
