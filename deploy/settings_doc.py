@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from deploy.config import RunConfig
+from protocol.field_docs import descriptions
 
 WIDTH = 110
 HEAD = """\
@@ -27,20 +28,20 @@ def document(config: RunConfig | None = None) -> str:
     """
     given = config or RunConfig()
     lines = [HEAD]
-    for name, field in RunConfig.model_fields.items():
+    for name in RunConfig.model_fields:
         value = getattr(given, name)
         if isinstance(value, BaseModel):
-            lines += [*_comment(field.description, ""), f"{name}:", *_fields(value, "  "), ""]
+            lines += [*_comment(descriptions(RunConfig).get(name), ""), f"{name}:", *_fields(value, "  "), ""]
     return "\n".join(lines)
 
 
 def _fields(settings: BaseModel, indent: str, *, commented: bool = False) -> Iterator[str]:
     plain = settings.model_dump(mode="json")
-    for name, field in type(settings).model_fields.items():
+    for name in type(settings).model_fields:
         value = getattr(settings, name)
         off = commented or name not in settings.model_fields_set
         mark = "#" if off else ""
-        yield from _comment(field.description, indent)
+        yield from _comment(descriptions(type(settings)).get(name), indent)
         if isinstance(value, BaseModel):
             yield f"{mark}{indent}{name}:"
             yield from _fields(value, indent + "  ", commented=off)

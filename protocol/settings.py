@@ -35,17 +35,9 @@ PATTERNS[RUN_ID.pattern] = (
 
 
 class Settings(BaseModel):
-    """Base of every settings class: frozen, strict about keys, the docstring under a field is its description."""
+    """Base of every settings class: frozen, strict about keys; `field_docs` reads the docstring under a field."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """A field whose default a subclass changes means what it meant: its description is inherited."""
-        for name, field in cls.model_fields.items():
-            bases = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, BaseModel))
-            if field.description is None:
-                field.description = next((f.description for f in bases if f is not None and f.description), None)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class RunSettings(Settings):

@@ -17,6 +17,7 @@ from typing import Any
 
 from deploy.bench.machine import machine_facts
 from deploy.bench.table import BENCHMARKS
+from protocol.field_docs import descriptions
 from protocol.settings import section
 
 
@@ -32,7 +33,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     settings = parser.add_argument_group("settings")
     for field, facts in BENCHMARKS[name].model_fields.items():
         default = ",".join(map(str, facts.default)) if isinstance(facts.default, tuple) else facts.default
-        text = f"{facts.description} (default: {default})".replace("%", "%%")
+        text = f"{descriptions(BENCHMARKS[name])[field]} (default: {default})".replace("%", "%%")
         flag = "--" + field.replace("_", "-")
         settings.add_argument(flag, dest=f"set_{field}", default=argparse.SUPPRESS, metavar="X", help=text)
 

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from protocol.errors import UserError
+from protocol.field_docs import descriptions
 from protocol.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -67,7 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> EngineSettings:
             required=field.is_required(),
             choices=choices,
             default=argparse.SUPPRESS,
-            help=f"{field.description} ({default})".replace("%", "%%"),
+            help=f"{descriptions(EngineSettings)[name]} ({default})".replace("%", "%%"),
             metavar=None if choices else name.split("_")[-1].upper(),
         )
     given = vars(parser.parse_args(argv))

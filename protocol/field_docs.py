@@ -1,0 +1,33 @@
+"""What a settings class says of its fields, read when a page or a `--help` wants it.
+
+pydantic's `use_attribute_docstrings` reads the same at import: a quarter of the time that a process takes to start.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+
+from pydantic import BaseModel
+
+
+@functools.cache
+def descriptions(kind: type[BaseModel]) -> dict[str, str]:
+    """Field name -> the docstring under it. A field that a subclass declares again without one keeps its base's."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            body = _classes(inspect.getfile(base))[base.__qualname__].body
+            for field, text in itertools.pairwise(body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found
+
+
+@functools.cache
+def _classes(path: str) -> dict[str, ast.ClassDef]:
+    """The classes of a source file that are not within another."""
+    with open(path, encoding="utf-8") as file:
+        return {node.name: node for node in ast.parse(file.read()).body if isinstance(node, ast.ClassDef)}
