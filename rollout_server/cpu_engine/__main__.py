@@ -1,4 +1,4 @@
-"""`python -m rollout_server.cpu_engine --model-path DIR`: parse first, import torch only afterwards."""
+"""`python -m rollout_server.cpu_engine --model-path DIR`: read flags and config.json first, then import torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 from protocol.errors import UserError
 from rollout_server.cpu_engine.config import parse, read_keys
+from rollout_server.cpu_engine.model_config import read_model_config
 
 
 def main() -> int:
@@ -13,6 +14,7 @@ def main() -> int:
     settings = parse()
     try:
         keys = read_keys(settings)
+        read_model_config(settings.model_path)
         from rollout_server.cpu_engine.serve import serve
 
         serve(settings, *keys)

@@ -132,6 +132,7 @@ def test_the_directory_has_a_lineage_id_from_the_start_where_the_learner_runs(ru
     assert not learns or len(path.read_text()) == 33
 
 
+@pytest.mark.slow
 def test_every_process_has_a_log_and_the_resolved_file_serves_by_hand(run_files: Path) -> None:
     with launcher(configured(run_files, "wait"), run_files) as started:
         started.start("redis", "retriever")
@@ -159,6 +160,7 @@ def test_the_first_failure_ends_the_run_with_its_name_code_and_log_tail(run_file
     assert len([line for line in order(run_files) if line.startswith("stop")]) == 3
 
 
+@pytest.mark.slow
 def test_a_fenced_learner_ends_the_run_with_code_75(run_files: Path) -> None:
     with pytest.raises(ProcessFailed) as failure:
         launcher(configured(run_files, "75"), run_files).run_until_done()

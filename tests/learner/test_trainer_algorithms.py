@@ -124,7 +124,9 @@ def test_it_learns(start: Start, kind: str) -> None:
     assert likelihood(trainer) > before + 0.2
 
 
-@pytest.mark.parametrize("kind", TIERED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "grpo" else pytest.mark.slow) for kind in KINDS]
+)
 def test_packing_micro_batches_and_order_do_not_matter(start: Start, kind: str) -> None:
     found = []
     for layout, reverse in (({}, False), ({"micro_batch_tokens": 1}, False), ({"row_tokens": 40}, True)):

@@ -55,7 +55,9 @@ def test_there_is_a_formula_for_every_index() -> None:
     assert members <= STRUCTURES.keys() == KINDS.keys()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("faiss_ivfpq", "hybrid") else pytest.mark.slow) for kind in KINDS]
+)
 def test_disk_is_estimated_within_a_fifth(
     kind: str, synthetic: CorpusInput, facts: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,6 +240,7 @@ async def test_an_engine_that_is_stopped_in_the_middle_of_an_update_is_found(
         await until(stands(world, NodeState.READY, V2), "READY, started with the target")
 
 
+@pytest.mark.slow
 async def test_a_launched_engine_that_took_part_of_an_update_is_started_anew(
     world, until: Until, tmp_path: Path
 ) -> None:
@@ -281,6 +282,7 @@ async def test_a_drain_hands_back_what_does_not_finish(world, until: Until, tmp_
         assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
 
 
+@pytest.mark.slow
 async def test_a_second_signal_hurries_a_drain(world, until: Until, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with aiohttp.ClientSession() as session, node(world, tmp_path, launched(tmp_path), drain_s=60.0) as stop:

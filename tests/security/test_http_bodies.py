@@ -43,6 +43,7 @@ def test_a_gzip_bomb_costs_nothing_and_stops_nothing(service: Service, bomb: byt
     assert statuses == [415] * 3
 
 
+@pytest.mark.slow
 def test_a_gzip_bomb_without_the_token_costs_nothing(bomb: bytes) -> None:
     with Service("retriever", env={"FORAY_NODE_TOKEN": TOKEN}) as locked:
         cpu, grown, statuses = _cost(locked, ["/retrieve"] * 3, bomb)

@@ -17,8 +17,12 @@ from sim.world import Result, play
 SCHEDULES = 110
 QUICK = 25
 MUTANT_SCHEDULES = 60
-PATIENT = ("reissue after one look", "task begun twice", "one checkpoint a step", "no checkpoint while starving")
-"""Mutations that take many schedules to be found."""
+PATIENT = (
+    *("reissue after one look", "task begun twice", "one checkpoint a step", "no checkpoint while starving"),
+    *("gate that locks itself", "gate without watermark", "tasks of the dead stay"),
+    *("acquire refused when full", "target refused when full"),
+)
+"""Mutations that take many schedules to be found, and some of those that resemble another one."""
 LAWS = 10
 
 

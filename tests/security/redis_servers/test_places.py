@@ -218,6 +218,7 @@ def move(slot: int, source: Any, target: Any) -> int:
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.fault(27)
 def test_a_run_follows_its_slot_through_a_cluster(
     cluster: Any, run: RunSettings, settings: Any, learn: Callable[..., int], tiny: ModuleType, books_of: Any
@@ -238,6 +239,7 @@ def test_a_run_follows_its_slot_through_a_cluster(
     assert target.admin.hget(Keys(run.id).target, "state") == b"done"
 
 
+@pytest.mark.slow
 async def test_both_clients_read_write_and_wait_in_a_cluster(cluster: Any) -> None:
     url, nodes = cluster
     store, client = RunStore(url, "t2"), RedisClient(url, Keys("t2"))
