@@ -15,8 +15,15 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from learner import redis_client
 from learner.config import LearnerSettings
 from protocol.settings import RunSettings
+
+
+@pytest.fixture(autouse=True)
+def short_blocking_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner stops when its blocked read returns; tests stop many."""
+    monkeypatch.setattr(redis_client, "BLOCK_MS", 50)
 
 
 @pytest.fixture
