@@ -30,8 +30,8 @@ WORKERS ?= 2
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The fast tests wait about a third of their time: three workers keep two cores busy.
-test: WORKERS := 3
+# The fast tests wait about half of their time: four workers keep two cores busy.
+test: WORKERS := 4
 test: setup
 	@( $(LINT) ) > $(VENV)/lint.log 2>&1 & \
 	$(PYTEST) -m "not slow" $(ARGS); tests=$$?; wait $$!; lint=$$?; cat $(VENV)/lint.log; exit $$((tests | lint))

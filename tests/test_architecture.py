@@ -35,7 +35,10 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 PURE = ("learner/advantages/", "learner/losses/", "learner/kl/", "learner/scoring.py", "learner/batch.py")
 """Math: torch, numpy and facts, nothing else."""
 MATH = {"torch", "numpy", "protocol", "learner"}
-HEAVY = {"torch", "transformers", "deepspeed", "peft", "faiss", "aiohttp", "bm25s", "matplotlib", "pyarrow"}
+HEAVY = {
+    *("torch", "transformers", "tokenizers", "deepspeed", "peft", "faiss", "bm25s", "aiohttp", "redis"),
+    *("matplotlib", "prometheus_client", "pyarrow"),
+}
 
 
 def sources() -> Iterator[Path]:

@@ -183,7 +183,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+QUICK = ("gemma2", "gpt2", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OTHERS])
 def test_other_architectures_are_exact_packed_and_with_their_windows(name, tmp_path):
     kind, attention, extra = OTHERS[name]
     causal = tiny(kind, **extra)

@@ -126,6 +126,7 @@ publisher.publish(PolicyVersion(1, 1), [("a", torch.arange(4.0))])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault(42)
 def test_a_learner_that_is_killed_between_two_files_has_published_nothing(run: RunSettings) -> None:
     # a process of its own: a fork of this one, in which other tests have left torch's threads, would prove nothing

@@ -39,7 +39,7 @@ def quiet(_line: str) -> None:
     """Progress that nobody reads."""
 
 
-@pytest.mark.parametrize("kind", ["bm25", "faiss_flat", "memory"])
+@pytest.mark.parametrize("kind", ["bm25", "faiss_flat", pytest.param("memory", marks=pytest.mark.slow)])
 def test_the_command_builds_what_the_service_opens(
     corpus: Path, settings: Settings, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -233,16 +231,3 @@ async def test_without_redis_it_says_what_to_do(tmp_path: Path, whole) -> None:
     errors = (await asyncio.to_thread(process.communicate))[1].decode()
     assert process.returncode == 2
     assert "no Redis to talk to" in errors and "run.redis_url=" in errors and "Traceback" not in errors
-
-
-@pytest.mark.parametrize("package", ["rollout_server", "rollout_server.node"])
-async def test_help_and_settings_import_nothing_heavy(package: str) -> None:
-    code = (
-        f"import sys; from {package}.cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'aiohttp', 'transformers', 'tokenizers', 'redis', 'prometheus_client'} & set(sys.modules)\n"
-        "print('HEAVY', sorted(heavy))"
-    )
-    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True)
-    assert "HEAVY []" in done.stdout and "key=value" in done.stdout, done.stdout + done.stderr
