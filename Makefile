@@ -28,7 +28,7 @@ demo: setup
 # The fast tier, minutes on two cores, and lint beside it.
 WORKERS ?= 2
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The fast tests wait about half of their time: four workers keep two cores busy.
 test: WORKERS := 4
