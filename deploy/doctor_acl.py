@@ -13,7 +13,7 @@ from deploy.doctor_finding import Finding
 from deploy.doctor_redis import ANSWER_S
 from deploy.redis_child import connect
 from deploy.secrets_acl import REDIS_ROLES, RedisRole, rules
-from protocol.functions import ACQUIRE, PUBLISH
+from protocol.functions import ACQUIRE, PUBLISH, REGISTER, REPORT
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.redis_url import cli, parse
 
@@ -39,6 +39,8 @@ def needs(run: str) -> Mapping[RedisRole, Sequence[Command]]:
 def _learner(k: Keys) -> tuple[Command, ...]:
     return (
         ("FUNCTION", "LOAD", "REPLACE", "#!lua name=foray"),
+        ("FUNCTION", "LIST"),
+        ("INFO",),
         ("FCALL", ACQUIRE, "2", k.lease, k.epoch),
         ("XGROUP", "CREATE", k.tasks, TASK_GROUP, "0", "MKSTREAM"),
         ("XREADGROUP", "GROUP", TRAJ_GROUP, "L1", "STREAMS", k.traj, ">"),
@@ -69,12 +71,15 @@ def _rollout(k: Keys) -> tuple[Command, ...]:
         ("XCLAIM", k.tasks, TASK_GROUP, "r", "0", "0-1"),
         ("XPENDING", k.tasks, TASK_GROUP),
         ("XACK", k.tasks, TASK_GROUP, "0-1"),
+        ("XDEL", k.tasks, "0-1"),
         ("XADD", k.tasks, "*", "f", "v"),
         ("EXISTS", k.traj),
         ("XADD", k.traj, "*", "f", "v"),
         ("HINCRBY", k.tokens, "f", "1"),
         ("XADD", k.dlq, "*", "f", "v"),
         ("SET", k.metrics("rollout", "r"), "v"),
+        ("FCALL", REPORT, "2", k.metrics("rollout", "r"), k.processes),
+        ("INFO",),
         ("ZADD", k.processes, "0", "m"),
         ("SET", k.evaluation, "v"),
         ("ZRANGEBYSCORE", k.engines, "0", "1"),
@@ -93,6 +98,8 @@ def _node(k: Keys) -> tuple[Command, ...]:
         ("HGET", k.target, "b"),
         ("HGETALL", k.meta),
         ("GET", k.view),
+        ("FCALL", REGISTER, "2", k.engine("e"), k.engines),
+        ("FCALL", REPORT, "2", k.metrics("node", "e"), k.processes),
         ("HSET", k.answers(1, 1), "m", "v"),
         ("EXISTS", k.evaluation),
         ("SET", k.metrics("node", "e"), "v"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -101,8 +102,8 @@ def ports(config: RunConfig) -> Iterator[Finding]:
 def disk(config: RunConfig) -> Iterator[Finding]:
     """Room for the checkpoints that are kept, the one being written, and the published versions."""
     weights = sum(path.stat().st_size for path in config.run.model.glob("*.safetensors"))
-    if not weights:
-        return  # what is needed follows from the model's size, which is not known
+    if not weights or not config.launch.learner or config.learner.model.lora.rank:
+        return  # the learner writes elsewhere, or its model's size is not known, or it writes small adapters
     place = _nearest(config.run.dir.absolute())
     free = shutil.disk_usage(place).free
     kept = config.learner.keep_checkpoints
@@ -142,7 +143,13 @@ def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:
 
 
 def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    """Bytes of all files. One that a learner deletes meanwhile counts as none."""
+    size = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                size += os.lstat(os.path.join(folder, name)).st_size
+    return size
 
 
 def _gib(size: int) -> str:

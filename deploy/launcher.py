@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from deploy import doctor_identity
+from deploy import doctor_identity, doctor_model
 from deploy.addresses import choose, seen_from_here, settle
 from deploy.child import Child
 from deploy.config import RunConfig
@@ -52,6 +52,10 @@ class Stopped(ForayError):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+
+
+OF_THE_OTHER = (doctor_identity.CHECK, doctor_model.TOKENIZER_OF_THE_RUN, doctor_model.TOKENIZER_OF_THE_ENGINES)
+"""What a run that is taken over has left in Redis: no reason to stop its successor."""
 
 
 class Launcher:
@@ -93,7 +97,7 @@ class Launcher:
 
     def _prepare(self) -> None:
         found = preflight(self._given)
-        self._require([f for f in found if f.check != doctor_identity.CHECK or not self._takeover])
+        self._require([f for f in found if f.check not in OF_THE_OTHER or not self._takeover])
         if self._given.launch.learner:  # elsewhere the run directory may be on another disk than the learner's
             own_lineage(self._given.run)
         self.addresses: Addresses = choose(self._given)

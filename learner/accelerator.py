@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 
 
-def without_gpu() -> bool:
-    """Whether there is no GPU; DeepSpeed is then told so."""
+def without_gpu() -> None:
+    """Tell DeepSpeed where there is no GPU."""
     import torch
 
-    if torch.cuda.is_available():
-        return False
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return True
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")

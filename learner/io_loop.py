@@ -48,8 +48,9 @@ class Alarm:
 class IoLoop:
     """Calls `turn` again and again in a thread of its own.
 
-    A turn that finds Redis unavailable is repeated after a pause. StateLost and Fenced sound the alarm and the loop
-    waits until the training thread has cleared it. Anything else sounds the alarm and ends the loop.
+    A turn that finds Redis unavailable is repeated after a pause. StateLost, Fenced and UserError sound the alarm and
+    the loop waits until the training thread has cleared it, perhaps for another thread's fault. Anything else sounds
+    the alarm and ends the loop.
     Unblocked by: the turn's own waits, `alarm.clear`, `stop`.
     """
 
@@ -81,11 +82,8 @@ class IoLoop:
                     told = time.monotonic()
                     log.warning("Redis is not available to the %s, trying again: %s", self._thread.name, error)
                 self._stop.wait(min(MAX_PAUSE_S, 0.1 * 2**failures))
-            except (StateLost, Fenced) as error:
+            except (StateLost, Fenced, UserError) as error:
                 self._alarm.sound(error)
-            except UserError as error:
-                self._alarm.sound(error)
-                return
             except BaseException as error:
                 log.exception("%s failed", self._thread.name)
                 self._alarm.sound(error)

@@ -21,6 +21,7 @@ from learner.journal import Conditions
 from learner.parts import Parts
 from learner.publish.base import BadWeights, Gathered, in_use
 from learner.redis_client import RedisUnavailable
+from learner.redis_errors import Tolerated
 from learner.seams import Report
 from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
 from learner.token_law import split_of
@@ -56,7 +57,9 @@ class TrainingLoop:
         parts.meter.put(checkpoint_step=parts.books.step, checkpoint_every=parts.settings.checkpoint_every)
         self._patience = Patience(parts.settings.max_skipped, parts.run.dir / "skipped")
         self._announced = False
-        self._refusals = 0
+        self._refusals: int | None = None
+        """As of the last look. Those of before the first may be days old."""
+        self._tolerated = Tolerated()
         self._watch = Stopwatch(parts.meter)
 
     # --- the training step, whole ---
@@ -157,13 +160,18 @@ class TrainingLoop:
         """No batch comes. Perhaps because Redis is full of groups that are trained: only a checkpoint lets them go."""
         p = self.parts
         refusals = p.store.refusals()
-        full, self._refusals = refusals > self._refusals, refusals
+        full = self._refusals is not None and refusals > self._refusals
+        self._refusals = refusals
         overdue = time.monotonic() - self._checkpoint_time >= p.settings.checkpoint_s
         if (full or overdue) and p.books.changed():
             if full:
                 log.warning("Redis is full and no batch comes: a checkpoint now, which makes room in it")
             self.checkpoint()
-        elif full and (dropped := p.store.drop_evidence()):
+        elif full:
+            self._tolerated(self._drop_evidence)
+
+    def _drop_evidence(self) -> None:
+        if dropped := self.parts.store.drop_evidence():
             log.warning("Redis is full: %d of the oldest dead letters and events in it are removed", dropped)
 
     def _skip(self, entries: list[Entry], report: Report) -> None:

@@ -79,7 +79,7 @@ def _handler(access: Access, text: Callable[[], bytes]) -> type[BaseHTTPRequestH
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            verdict = decide(Asked(self.command, path, self.headers), needs="viewer", access=access)
+            verdict = decide(Asked(path, self.headers), needs="viewer", access=access)
             if verdict.status:
                 return self._answer(verdict.status, verdict.message.encode())
             if path == "/health":

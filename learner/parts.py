@@ -25,6 +25,7 @@ from learner.sampler import Sampler
 from learner.seams import Report, TrainEngine
 from learner.source import Source
 from learner.telling import Teller
+from protocol.errors import StateLost
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Parts:
         """The final metrics; a Redis that does not take them is no reason to fail at the end."""
         try:
             self.keeper.report()
-        except RedisUnavailable as error:
+        except (RedisUnavailable, StateLost) as error:
             log.warning("the last metrics were not published: %s", error)
 
     def tell_step(self, facts: StepFacts, trained: list[int], report: Report, *, replayed: int) -> None:

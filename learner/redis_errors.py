@@ -65,7 +65,7 @@ def unusable_keys(key: str = "") -> Iterator[None]:
         yield
     except redis.ResponseError as error:
         answer = redis_text(error)
-        if not answer.startswith(("BADKEY", "WRONGTYPE")):
+        if not answer.startswith(("BADKEY", "WRONGTYPE")) and "exhausted the last possible ID" not in answer:
             raise
         named = _KEY.search(str(error))
         raise unusable(named[0] if named else key, answer) from error

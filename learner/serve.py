@@ -88,12 +88,14 @@ def serve(
         key = run_key(run.dir, os.environ)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
         _reach(store, lambda: lease.acquire(checkpoints.current_epoch(), takeover=takeover))
-        if takeover:
-            meta = meta_of(run, sampler, lineage_id).fields()
-            if taken := _reach(store, lambda: take_over(store, run, lineage_id, reserved, meta)):
-                History(store).tell("takeover", f"what Redis held was deleted: {taken}")
         parts: Parts | None = None
         try:
+            if takeover:
+                meta = meta_of(run, sampler, lineage_id).fields()
+                if taken := _reach(store, lambda: take_over(store, run, lineage_id, reserved, meta)):
+                    History(store).tell("takeover", f"what Redis held was deleted: {taken}")
+            elif reserved.most() is None:  # issued by an older Foray: adopted once, later starts find it on disk
+                reserved.cover(_reach(store, store.issued), lease.epoch)
             parts, lineage = assemble(run, settings, sampler, store, checkpoints, lease, make_engine)
             _train(parts, TrainingLoop(parts, lineage, stop.is_set), stop)
         except Fenced as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,6 @@ def config_and_overrides(args: Namespace) -> tuple[Path | None, list[str]]:
 
 
 def split(given: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """(paths, overrides): an override has a `=` and is no file."""
-    paths = [Path(item) for item in given if "=" not in item or Path(item).exists()]
+    """(paths, overrides): an override has a `=` and is no file. Path.exists raises where a name is too long."""
+    paths = [Path(item) for item in given if "=" not in item or os.path.exists(item)]
     return paths, [item for item in given if Path(item) not in paths]

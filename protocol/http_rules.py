@@ -34,7 +34,6 @@ class Headers(Protocol):
 class Asked(NamedTuple):
     """A request as far as it is known before its body is read."""
 
-    method: str
     path: str
     headers: Headers
 

@@ -19,7 +19,7 @@ def guard(access: Access) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        asked = Asked(request.method, request.path, request.headers)
+        asked = Asked(request.path, request.headers)
         verdict = decide(asked, needs=NEEDS.get(request.path, "node"), access=access)
         if verdict.status == 0:
             return await handler(request)

@@ -28,7 +28,7 @@ def guard(access: Access) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        asked = Asked(request.method, request.path, request.headers)
+        asked = Asked(request.path, request.headers)
         verdict = decide(asked, needs=NEEDS.get(request.path, "operator"), access=access)
         if verdict.status:
             return web.json_response({"error": verdict.message}, status=verdict.status)

@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     every: int = args.every or (EVERY if longest >= 3 * EVERY else 1)
     steps = {metric: {label: curves.get(metric, {}) for label, curves in found.items()} for metric in metrics}
     shown = args.metric or HEADLINE
+    if args.plot and shown not in steps:
+        raise UserError(f"no step has {shown} yet: there is nothing to plot", todo="wait for a step, or give --metric")
     if args.plot:
         from deploy.plot import plot_curves
 

@@ -83,6 +83,8 @@ def _is_gone(client: redis.Redis, found: locate.Located) -> bool:
 
     try:
         client.ping()
+    except (redis.AuthenticationError, redis.BusyLoadingError):
+        raise  # it is there; redis-py takes both for lost connections
     except (redis.ConnectionError, redis.TimeoutError, OSError):
         if not found.directory.is_dir():
             raise

@@ -19,6 +19,7 @@ from typing import Any
 from deploy.config import RunConfig, load
 from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
+from protocol.redis_url import redacted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +52,17 @@ def run(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", file=out, flush=True)
 
-    again = shlex.join(["foray", "up", str(path), *overrides])
+    again = shlex.join(["foray", "up", str(path), *(shown(word) for word in overrides)])
     code, summary = up(config, say, again=again, takeover=args.takeover)
     if args.json:
         print(json.dumps(summary))
     return code
+
+
+def shown(override: str) -> str:
+    """An override without the password of a Redis URL: FORAY_REDIS_URL is the place for one."""
+    key, equals, value = override.partition("=")
+    return f"{key}{equals}{redacted(value) if key == 'run.redis_url' else value}"
 
 
 def up(

@@ -17,7 +17,7 @@ import yaml
 
 from deploy.config import RunConfig, from_tree
 from deploy.demo.world import World, write_jsonl
-from deploy.rundir import is_held, unique_id
+from deploy.rundir import is_held, read_record, unique_id
 from protocol.errors import UserError
 from protocol.settings import read_tree
 
@@ -136,7 +136,7 @@ def _clear(directory: Path, *, fresh: bool) -> None:
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and not fresh:
         steps = len(metrics.read_text().splitlines())
-        finished = (directory / "summary.json").exists()
+        finished = (directory / "summary.json").exists() or read_record(directory).get("state") == "done"
         go_on = "" if finished else f"go on with `foray up {directory / CONFIG_COPY}`; or "
         raise UserError(
             f"{directory} holds a demo that {'has finished' if finished else 'was stopped'} ({steps} steps)",

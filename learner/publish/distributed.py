@@ -85,8 +85,8 @@ class DistributedPublisher:
         if not members:
             return self._by_disk(version, named, why)
         copy: list[Packed] = []
-        inspection, sums = self._disk.sanity.inspection(), SourceSums(self._hashing, (e.dtype for e in members))
-        blind = any(not engine.dtype for engine in members)
+        inspection, sums = self._disk.sanity.inspection(), SourceSums(self._hashing, (_dtype(e) for e in members))
+        blind = any(not _dtype(engine) for engine in members)
         packed = self._kept(pack(self._plan, named, inspection, sums.add), copy, sums.check if blind else None)
         transfer = self._begin(version, members, sums)
         try:
@@ -179,7 +179,7 @@ class DistributedPublisher:
             self._disband()
             self._sender = Sender(self._meeting(name, offsets[-1]))
             self._group = members
-            if blind := [e.id for e in engines if not e.dtype]:
+            if blind := [e.id for e in engines if not _dtype(e)]:
                 log.info("%s cannot be compared with the policy, only with engines of their kind", ", ".join(blind))
         meeting = self._sender.meeting
         view = WeightView(
@@ -198,7 +198,7 @@ class DistributedPublisher:
             buckets=self._plan,
             flattened=self._settings.flattened,
         )
-        return Transfer(self._link, self._sender, view, sums, {_member(e): e.dtype for e in engines})
+        return Transfer(self._link, self._sender, view, sums, {_member(e): _dtype(e) for e in engines})
 
     def _meeting(self, name: str, world_size: int) -> Meeting:
         s = self._settings
@@ -318,6 +318,11 @@ class DistributedPublisher:
             self._sender.close()
             self._disbanded = [sender for sender in self._disbanded if sender.alive] + [self._sender]
         self._sender, self._group = None, ()
+
+
+def _dtype(engine: EngineInfo) -> str:
+    """torch's word for what the engine says that it holds; "" where it says nothing that torch knows."""
+    return engine.dtype if isinstance(getattr(torch, engine.dtype or "dtype", None), torch.dtype) else ""
 
 
 def _member(engine: EngineInfo) -> str:

@@ -50,7 +50,7 @@ def guard(api_key: str, admin_key: str) -> Middleware:
         if key and not _matches(request.headers.get("Authorization", ""), key):
             return problem(401, "Unauthorized")
         if request.path not in access.OPEN:
-            asked = Asked(request.method, request.path, request.headers)
+            asked = Asked(request.path, request.headers)
             verdict = check_request(asked, is_open=not api_key)
             if verdict.status:
                 return problem(verdict.status, verdict.message)

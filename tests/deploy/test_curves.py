@@ -127,3 +127,8 @@ def test_what_cannot_be_plotted_is_said(
     capsys.readouterr()
     assert main(["curves", run, "--plot", str(tmp_path / "a.svg")]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_plot_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["curves", str(write_run(tmp_path / "a", [])), "--plot", str(tmp_path / "a.svg")]) == 2
+    assert "nothing to plot" in capsys.readouterr().err and not (tmp_path / "a.svg").exists()

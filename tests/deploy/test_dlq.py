@@ -196,6 +196,17 @@ def test_before_the_first_checkpoint_nothing_is_known_to_be_dead(run: Run, capsy
     assert run.foray("requeue", "1") == 2 and "no checkpoint says yet" in told(capsys)
 
 
+def test_a_wrong_password_is_no_end_of_the_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = run.directory / "resolved.yaml"
+    resolved.write_text(resolved.read_text().replace("unix://", "unix://default:wrong@"))
+    run.client.config_set("requirepass", "right")
+    try:
+        assert run.foray("list") == 2
+    finally:
+        run.client.config_set("requirepass", "")
+    assert "does not answer" not in capsys.readouterr().err
+
+
 def test_a_purge_forgets_evidence_and_only_with_files_the_learners_record(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

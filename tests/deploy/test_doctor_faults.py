@@ -284,7 +284,7 @@ def run_mend(world: World, mend: str) -> None:
 
 
 TOO_LITTLE = "~{test}:* +@read +@connection +@transaction +info +time"
-EVERY_KEY = "~* +@all -@admin -@dangerous -@scripting +info"
+EVERY_KEY = "~* +@all -@admin -@dangerous -@scripting +info +fcall"
 TRUSTING = "engine.kind={type: sglang, args: ['--trust-remote-code']}"
 WITH_CODE = '{"auto_map": {"AutoModel": "x.Y"}}'
 METRICS = ("learner.metrics_host=0.0.0.0", "learner.metrics_port=9100")

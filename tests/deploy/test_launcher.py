@@ -19,11 +19,13 @@ import yaml
 from deploy.child import ProcessFailed
 from deploy.commands import down
 from deploy.config import RunConfig, load
+from deploy.doctor_finding import NotReady
 from deploy.launcher import Launcher, Stopped
 from deploy.redis_child import connect, ping
 from deploy.rundir import is_held, read_record
 from protocol.errors import UserError
-from protocol.meta import LINEAGE_FILE
+from protocol.keys import Keys
+from protocol.meta import LINEAGE_FILE, RunMeta
 
 STAND_IN = """#!{python}
 import http.server, json, os, signal, sys, threading, time
@@ -121,6 +123,19 @@ def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(run_file
     record = read_record(run_files / "run")
     assert record["state"] == "done" and not is_held(run_files / "run")
     assert ping(f"unix://{run_files}/run/redis/redis.sock"), "our Redis has ended too"
+
+
+def test_a_takeover_passes_what_the_other_run_left_in_redis(run_files: Path, redis_socket: str) -> None:
+    config = configured(run_files, "wait", f"run.redis_url=unix://{redis_socket}", "run.id=taken-over")
+    other = RunMeta(tokenizer="c" * 64, facts={"host": "far", "dir": "/theirs"}, lineage_id="d" * 32)
+    client = connect(config.run.redis_url, config.run.id)
+    client.hset(Keys(config.run.id).meta, mapping=other.fields())
+    client.close()
+    with pytest.raises(NotReady) as refused, launcher(config, run_files):
+        pass
+    assert "--takeover" in refused.value.render()
+    with Launcher(config, say=print, python=str(run_files / "python"), takeover=True) as started:
+        assert not started.supervisor.children
 
 
 @pytest.mark.parametrize("learns", [True, False])

@@ -12,6 +12,7 @@ import redis
 
 from deploy.commands import status as status_command
 from deploy.commands import top as top_command
+from deploy.commands.up import shown
 from deploy.observe import Observation, observe, read_books
 from deploy.progress import last_figures
 from deploy.rundir import write_record
@@ -375,3 +376,9 @@ def test_values_that_are_none_and_ids_that_no_clock_makes_are_survived(
     seen = look()
     assert not seen.error and seen.issued == 0
     assert "event     00:00:00" in render(seen, max_lag=2)
+
+
+def test_the_command_to_go_on_with_shows_no_password() -> None:
+    given = "run.redis_url=redis://default:geheim@10.0.0.1:6379/0"
+    assert shown(given) == "run.redis_url=redis://default:[secret]@10.0.0.1:6379/0"
+    assert shown("run.steps=7") == "run.steps=7"

@@ -103,7 +103,7 @@ def _child(part: str, wanted: dict[str, int], seed: int, keep: Path) -> list[Res
     slot = keep / f"slot-{part}"
     slot.write_bytes(b"\0" * SLOT_BYTES)
     argv = [sys.executable, __file__, part, json.dumps(wanted), str(seed), str(keep), str(slot)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::ResourceWarning", "TMPDIR": str(keep)}
     with (keep / f"log-{part}").open("ab") as log:
         done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=log, env=env, check=False)
     results = [Result(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith(b"{")]

@@ -99,11 +99,11 @@ def _access(access: Access) -> Any:
     def read(raw: bytes) -> object:
         # as aiohttp hands headers over
         text = raw.decode("utf-8", "surrogateescape")
-        asked = Asked("POST", "/retrieve", {"Authorization": text, "Host": "localhost"})
+        asked = Asked("/retrieve", {"Authorization": text, "Host": "localhost"})
         verdict = decide(asked, needs="node", access=access)
         assert verdict.status or raw == f"Bearer {TOKEN}".encode() or access.open or TOKEN in text
         names = ("Host", "Origin", "Sec-Fetch-Site", "Content-Encoding", "Content-Length", "Content-Type")
-        others = [check_request(Asked("POST", "/retrieve", {name: text}), is_open=access.open) for name in names]
+        others = [check_request(Asked("/retrieve", {name: text}), is_open=access.open) for name in names]
         return verdict, others, is_loopback(text)
 
     return read

@@ -132,12 +132,19 @@ def test_ids_ahead_of_the_clock_are_said_once_and_delivery_goes_on(
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.05)] == [3]
 
 
-@pytest.mark.parametrize("key", [KEYS.requeue, KEYS.events, KEYS.dlq, KEYS.processes])
+@pytest.mark.parametrize(
+    ("key", "full"),
+    [(key, False) for key in (KEYS.requeue, KEYS.events, KEYS.dlq, KEYS.processes)]
+    + [(KEYS.events, True), (KEYS.dlq, True)],
+)
 def test_what_only_informs_people_never_ends_a_run(
     run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
-    db: redis.Redis, caplog: pytest.LogCaptureFixture, key: str,
+    db: redis.Redis, caplog: pytest.LogCaptureFixture, key: str, full: bool,
 ) -> None:  # fmt: skip
-    db.rpush(key, "of another type") if key != KEYS.requeue else db.set(key, "x")
+    if full:
+        db.xadd(key, {"a": "b"}, id=LAST_ID)
+    else:
+        db.rpush(key, "of another type") if key != KEYS.requeue else db.set(key, "x")
 
     def spoil(task: Any, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         return (b"\xc1", body) if (task.seq, task.attempt) == (2, 1) else (header, body)

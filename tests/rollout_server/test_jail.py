@@ -390,15 +390,16 @@ async def test_files_are_bounded(held: tuple[str, ...]) -> None:
     assert ran.stdout in (b"EFBIG\n", b"ENOSPC\n"), ran
 
 
-async def test_with_namespaces_all_files_together_are_bounded_and_none_is_left() -> None:
-    before = set(os.listdir(tempfile.gettempdir()))
+async def test_with_namespaces_all_files_together_are_bounded_and_none_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ran = await run(
         "for i in range(9):\n    open(str(i), 'wb').write(b'x' * (1 << 20))",
         _held(("namespaces",)),
     )
     assert b"No space left" in ran.stderr
-    left = {name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("foray-jail-")}
-    assert not left
+    assert not list(tmp_path.glob("foray-jail-*"))
 
 
 async def test_privileges_cannot_be_had_again(held: tuple[str, ...]) -> None:

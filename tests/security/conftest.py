@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
 from fuzz_services import KINDS
 from fuzz_watch import Service
 
-BODY_S = 1.0
+BODY_S = 3.0
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -135,9 +135,7 @@ class Zygote:
             for pid in pids:
                 self.kill(pid)
 
-    def run_ranks(
-        self, program: Path | str, argv: Sequence[str], folder: Path, size: int, seconds: float = 140
-    ) -> None:
+    def run_ranks(self, program: Path | str, argv: Sequence[str], folder: Path, size: int) -> None:
         """As `ranks`, until all have ended, each with status 0."""
         with self.ranks(program, argv, folder, size) as pids:
             codes = [self.wait(pid, RANKS_S) for pid in pids]

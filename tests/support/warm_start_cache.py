@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache"
-MAKERS = ROOT / "deploy" / "demo"
+MAKERS, PROMPTS = ROOT / "deploy" / "demo", ROOT / "rollout_server" / "prompts"
 KEPT = 2
 """Warm starts that stay: this one and the one before it."""
 PRACTICE, HABITS, SEED = 200, 60, 0
@@ -34,8 +34,10 @@ class WarmStart:
 
 def key() -> str:
     """What decides the model: the code, the budget, the libraries that compute."""
-    digest = sha256(f"{PRACTICE} {HABITS} {SEED} {version('torch')} {version('transformers')}".encode())
-    for path in sorted(MAKERS.glob("*.py")):
+    digest = sha256(
+        f"{PRACTICE} {HABITS} {SEED} {version('torch')} {version('transformers')} {version('tokenizers')}".encode()
+    )
+    for path in sorted([*MAKERS.glob("*.py"), *PROMPTS.glob("*.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
