@@ -116,6 +116,16 @@ def test_the_default_correction_truncates_importance_weights_at_two():
     assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([2, 1 / 9])
 
 
+def test_by_default_ratios_are_clipped_at_0_8_and_1_28():
+    """DAPO's clip-higher (arXiv 2503.14476). Beyond the bound a token that gains has no gradient any more."""
+    ratios = torch.tensor([1.27, 1.29, 0.81, 0.79], dtype=torch.float64)
+    old = torch.full((4,), -1.0, dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    x = inputs(4, behaviour=old, old=old, logprobs=old + ratios.log(), advantages=advantages)
+    GrpoSettings().build().loss(x).loss.backward()
+    assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([1.27, 0, -0.81, 0])
+
+
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():
     behaviour = inputs().behaviour
     out = GrpoSettings().build().loss(inputs(logprobs=behaviour))

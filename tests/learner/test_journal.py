@@ -11,7 +11,7 @@ import pytest
 
 from learner import journal as module
 from learner.journal import Conditions, Journal, all_places, frames, read_journal
-from learner.journal_index import RECORD_BYTES, index_of, places
+from learner.journal_index import RECORD_BYTES, index_of, places, record
 from protocol.header import read_header, seal
 from protocol.testing import make_group
 from protocol.versions import PolicyVersion
@@ -93,7 +93,7 @@ def test_a_step_can_be_found_and_read_alone(tmp_path: Path, journal: Callable[[]
         assert read_header(frame["h"]).seq == place.seq
 
 
-@pytest.mark.parametrize("harm", ["none", "missing", "short", "cut", "flip", "ahead"])
+@pytest.mark.parametrize("harm", ["none", "missing", "short", "cut", "flip", "off by one", "ahead"])
 def test_the_index_says_the_same_whatever_became_of_it(
     tmp_path: Path, journal: Callable[[], Journal], harm: str
 ) -> None:
@@ -109,6 +109,7 @@ def test_the_index_says_the_same_whatever_became_of_it(
         "short": good[: 2 * len(good) // 3],
         "cut": good[:-7],
         "flip": good[:50] + bytes([good[50] ^ 1]) + good[51:],
+        "off by one": good[:RECORD_BYTES] + record(whole[1]._replace(offset=whole[1].offset - 1)),
         "ahead": good + good[-RECORD_BYTES:],  # names what the data does not hold
     }[harm]
     index.write_bytes(harmed)

@@ -11,10 +11,14 @@ import pytest
 from protocol.codec import encode
 from protocol.messages import GroupFailed
 from protocol.testing import make_group, make_task
+from protocol.versions import PolicyVersion
 from rollout_server import tasks as tasks_module
+from rollout_server.fleet import Fleet, FleetTable
 from rollout_server.metrics import Stats
 from rollout_server.sink import Sink
 from rollout_server.tasks import Lease, Tasks
+from rollout_server.waits import Waits
+from rollout_server.work import Work
 
 IDLE_MS = 400
 
@@ -266,3 +270,14 @@ async def test_before_the_learner_it_says_what_it_waits_for(
     async with server.running(beating=False):
         await until(lambda: f"waiting for the learner to start run {world.keys.run}" in caplog.text, "it says so")
         assert "StateLost" not in caplog.text and "NOGROUP" not in caplog.text
+
+
+@pytest.mark.parametrize(("epoch", "step", "old"), [(1, 2, True), (1, 3, False), (1, 9, False), (0, 0, False)])
+async def test_a_group_is_too_old_beyond_max_lag_and_within_its_epoch_alone(
+    world, epoch: int, step: int, old: bool
+) -> None:
+    server = Server(world, "a")
+    fleet = Fleet(server.redis, Waits(), poll_s=1.0)
+    fleet.table = FleetTable(target=PolicyVersion(1, 5))
+    work = Work(server.tasks, None, server.sink, fleet, server.stats, max_lag=2, max_attempts=3)
+    assert work.too_old(PolicyVersion(epoch, step)) is old
