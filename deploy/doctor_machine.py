@@ -102,15 +102,17 @@ def ports(config: RunConfig) -> Iterator[Finding]:
 def disk(config: RunConfig) -> Iterator[Finding]:
     """Room for the checkpoints that are kept, the one being written, and the published versions."""
     weights = sum(path.stat().st_size for path in config.run.model.glob("*.safetensors"))
-    if not weights or not config.launch.learner or config.learner.model.lora.rank:
-        return  # the learner writes elsewhere, or its model's size is not known, or it writes small adapters
+    if not weights or not config.launch.learner:
+        return  # the model's size is not known, or the learner writes on another host
     place = _nearest(config.run.dir.absolute())
     free = shutil.disk_usage(place).free
     kept = config.learner.keep_checkpoints
-    # float32 weights and two moments in each checkpoint, and the one that is being written
-    versions = config.learner.publish.keep_versions + SPARE_DISK + 3 * (kept + 1)
+    publish = config.learner.publish
+    copies = 0 if publish.type == "adapter" else publish.keep_versions + SPARE_DISK
+    if not config.learner.model.lora.rank:  # float32 weights and two moments in each checkpoint; adapters are small
+        copies += 3 * (kept + 1)
     held = sum(_size(path) for path in (config.run.weights_dir, config.run.checkpoint_dir))
-    needed = max(int(weights * versions) - held, 0) + (1 << 28)
+    needed = max(int(weights * copies) - held, 0) + (1 << 28)
     detail = f"{_gib(free)} free at {place}, about {_gib(needed)} needed for weights and {kept} + 1 checkpoints"
     if free < needed:
         mend = f"free {_gib(needed - free)}, move run.dir, or lower learner.keep_checkpoints (now {kept})"

@@ -19,7 +19,7 @@ from protocol.messages import EngineInfo
 from protocol.meta import parse, tokenizer_digest
 from rollout_server.node.config import SglangEngine
 
-TOKENIZER_OF_THE_RUN, TOKENIZER_OF_THE_ENGINES = "tokenizer of the run", "tokenizer of the engines"
+RUN_TOKENIZER, ENGINE_TOKENIZER = "tokenizer of the run", "tokenizer of the engines"
 MODEL_FLAGS = ("--tokenizer-path", "--model-path", "--model")
 
 
@@ -72,11 +72,11 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
     for engine in engines:
         if ours and engine.tokenizer and engine.tokenizer != ours:
             detail = f"engine {engine.id} has {engine.tokenizer[:12]}, run.model {ours[:12]}: it gets no traffic"
-            yield Finding(TOKENIZER_OF_THE_ENGINES, "fail", detail, mend)
+            yield Finding(ENGINE_TOKENIZER, "fail", detail, mend)
     theirs, digest = parse(meta), tokenizer_digest(_bytes(config.run.model / "tokenizer.json"))
     if theirs is not None and theirs.tokenizer and digest and theirs.tokenizer != digest:
         detail = f"the learner of run {config.run.id} has {theirs.tokenizer[:12]}, run.model {digest[:12]}"
-        yield Finding(TOKENIZER_OF_THE_RUN, "fail", detail, mend)
+        yield Finding(RUN_TOKENIZER, "fail", detail, mend)
 
 
 def remote_code(config: RunConfig) -> Iterator[Finding]:

@@ -54,8 +54,8 @@ class Stopped(ForayError):
         self.number = number
 
 
-OF_THE_OTHER = (doctor_identity.CHECK, doctor_model.TOKENIZER_OF_THE_RUN, doctor_model.TOKENIZER_OF_THE_ENGINES)
-"""What a run that is taken over has left in Redis: no reason to stop its successor."""
+REPLACED_BY_TAKEOVER = (doctor_identity.CHECK, doctor_model.RUN_TOKENIZER, doctor_model.ENGINE_TOKENIZER)
+"""Checks of state in Redis that --takeover deletes: they do not stop the run that takes over."""
 
 
 class Launcher:
@@ -97,7 +97,7 @@ class Launcher:
 
     def _prepare(self) -> None:
         found = preflight(self._given)
-        self._require([f for f in found if f.check not in OF_THE_OTHER or not self._takeover])
+        self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
         if self._given.launch.learner:  # elsewhere the run directory may be on another disk than the learner's
             own_lineage(self._given.run)
         self.addresses: Addresses = choose(self._given)

@@ -58,8 +58,8 @@ REFUSAL_S = 15.0
 """A refusal is of the past when it has not come again for so long: longer than an `Outage` sleeps."""
 
 _AWAY = ("MISCONF", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "UNBLOCKED")
-_UNUSABLE = ("BADKEY", "WRONGTYPE", "ERR The stream has exhausted")
-"""Answers that a key holds what Foray did not write."""
+_UNUSABLE = ("BADKEY", "WRONGTYPE", "exhausted the last possible ID")
+"""Words of answers that say a key holds what Foray did not write."""
 _OUR_MISTAKE = (
     "unknown command",
     "unknown subcommand",
@@ -100,7 +100,7 @@ def _advice(answer: str, named: re.Match[str] | None, key: str) -> str:
     """A refusal in words: which key, what Redis says, what to do."""
     name = named[0] if named else key
     says = answer.partition(" script: ")[0]
-    if not name or not answer.startswith(_UNUSABLE):
+    if not name or not any(words in answer for words in _UNUSABLE):
         return f"{name}: {says}" if name else says
     says = says.removeprefix(f"BADKEY {name}: ")
     return f"{name} does not hold what Foray writes there ({says}): `DEL {name}` lets the learner create it again"

@@ -342,6 +342,22 @@ def test_a_fault_is_found_and_its_mend_mends(world: World, name: str) -> None:
                 time.sleep(0.05)
 
 
+@pytest.mark.parametrize(
+    ("override", "mib"),
+    [
+        ("learner.keep_checkpoints=3", 6 + 12 + 256),
+        ("learner.model.lora.rank=4", 6 + 256),
+        ("launch.learner=false", 0),
+    ],
+)
+def test_the_disk_that_is_needed_is_that_of_what_is_written(world: World, override: str, mib: int) -> None:
+    world.overrides.append(override)
+    with small_disk(world):
+        found = [f for f in world.findings() if f.check == "disk"]
+    assert bool(found) == bool(mib)
+    assert not found or f"about {mib} MiB needed" in found[0].detail, found
+
+
 def test_a_strong_token_opens_a_service_to_the_network(world: World) -> None:
     import secrets
 

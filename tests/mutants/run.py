@@ -72,7 +72,7 @@ def judge(mutant: Mutant, checkout: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write with a modification time of its own: compiled files are told apart by time in seconds and size."""
+    """Write with a new mtime each time: Python reuses a .pyc whose mtime (in seconds) and size match."""
     path.write_text(text, encoding="utf-8")
     when = next(TIMES)
     os.utime(path, (when, when))
