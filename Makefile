@@ -9,8 +9,11 @@ STAMP := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
+# Other people's clients, in an environment apart: their dependencies are not ours.
+PEERS_VENV := .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.installed
 
-.PHONY: setup demo test test-slow test-all sglang-env test-sglang mutants reliability lint format lock sbom clean chaos simulate fuzz
+.PHONY: setup demo test test-slow test-all sglang-env test-sglang test-peers mutants reliability lint format lock sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -59,6 +62,18 @@ $(SGLANG_STAMP): deploy/sglang_cpu/pins.txt
 # interpreter that has SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL an SGLang that runs already.
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine $(ARGS)
+
+$(PEERS_STAMP): deploy/constraints/peers.txt
+	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
+	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps -r deploy/constraints/peers.txt
+	@touch $@
+
+# Published clients and servers of others against ours; prints what each did. Models of those without a wheel are in
+# tests/contracts/test_client_models.py, which the fast tier runs too.
+PEERS := tests/peers
+test-peers: setup $(PEERS_STAMP)
+	FORAY_PEERS_PYTHON="$(CURDIR)/$(PEERS_VENV)/bin/python" $(BIN)/python -m pytest $(PEERS) $(ARGS)
 
 # Known faults, built into a copy of the checkout one by one: the fast tier must notice each. ARGS="word" chooses some.
 mutants: setup
@@ -113,4 +128,4 @@ sbom: setup
 	mv $(VENV)/sbom.json deploy/sbom/foray.cdx.json
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

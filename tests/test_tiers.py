@@ -14,7 +14,15 @@ ROOT = Path(__file__).parent.parent
 
 def selections(target: str) -> list[str | None]:
     """The marker expression of each pytest that `make TARGET` would run; None for all tests."""
-    argv = ["make", "--dry-run", "--old-file=setup", "--old-file=sglang-env", "--no-print-directory", target]
+    argv = [
+        "make",
+        "--dry-run",
+        "--old-file=setup",
+        "--old-file=sglang-env",
+        "--old-file=.venv-peers/.installed",
+        "--no-print-directory",
+        target,
+    ]
     said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout
     lines = [line for line in said.replace("\\\n", " ").splitlines() if "-m pytest" in line]
     found = [re.search(r"-m pytest .*?-m (?:\"([^\"]+)\"|(\w+))", line) for line in lines]
@@ -23,7 +31,13 @@ def selections(target: str) -> list[str | None]:
 
 @pytest.mark.parametrize(
     ("target", "expected"),
-    [("test", ["not slow"]), ("test-slow", ["slow"]), ("test-all", [None]), ("test-sglang", [None])],
+    [
+        ("test", ["not slow"]),
+        ("test-slow", ["slow"]),
+        ("test-all", [None]),
+        ("test-sglang", [None]),
+        ("test-peers", [None]),
+    ],
 )
 def test_each_target_runs_its_tier(target: str, expected: list[str | None]) -> None:
     assert selections(target) == expected

@@ -1,0 +1,25 @@
+"""Published clients of search services against a retriever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+Client = Callable[..., Any]
+Did = Callable[[str, str], None]
+
+
+def test_verl_reads_the_passages(peer: Client, retriever: str, did: Did) -> None:
+    text, status, hits = peer("verl_search", retriever, ["number3", "number4"], 2)
+    did("verl 0.5.0 perform_single_search_batch", f"2 queries: {status}, {hits} passages")
+    assert (status, hits) == ("success", 4)
+    for query, part in zip(["number3", "number4"], text.split("\n---\n"), strict=True):
+        assert part.startswith('Doc 1 (Title: "Title ') and query in part and part.count("(Title: ") == 2
+
+
+def test_openai_embeds_and_lists_the_encoder(peer: Client, retriever: str, did: Did) -> None:
+    models, vectors = peer("openai_embeddings", retriever, ["number3", "number3", "number4"])
+    did("openai 3.54.0 embeddings, models.list", f"{len(vectors)} vectors of {len(vectors[0])} by {models[0]}")
+    assert len(models) == 1 and len(vectors) == 3 and vectors[0] == vectors[1] != vectors[2]
+    assert all(math.isclose(math.hypot(*vector), 1.0, rel_tol=1e-5) for vector in vectors)
