@@ -106,8 +106,9 @@ class PolicySettings(Settings):
     """The ratio is clipped at 1 - clip_low."""
     clip_high: float = Field(default=0.28, ge=0)
     """The ratio is clipped at 1 + clip_high; more than clip_low lets rare tokens grow (DAPO, arXiv 2503.14476)."""
-    dual_clip: float = Field(default=0.0, ge=0)
-    """Bound c > 1 on the loss of tokens with a negative advantage, c * |A| (arXiv 1912.09729); 0: none."""
+    dual_clip: float = Field(default=3.0, ge=0)
+    """Bound c > 1 on the clipped loss of tokens with a negative advantage, c * |A| (arXiv 1912.09729; 3 as in verl);
+    0: none. Without it the ratio of one token that engine and learner disagree on can be most of a gradient."""
     old_logprobs: Proximal = "behaviour"
     """Proximal policy: the engines' own log-probs; the learner's before the update (decoupled PPO, arXiv 2505.24298);
     or one between them by the token's lag, without the pass that recomputing takes."""

@@ -40,6 +40,12 @@ def test_the_numbers_are_those_of_the_script(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_no_recipe_has_a_dual_clip(name: str) -> None:
+    """Search-R1's fork of verl, ReSearch's and EMA-PG's are older than verl's dual clip, which is Foray's default."""
+    assert preset(name).learner.algorithm.dual_clip == 0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_what_an_algorithm_needs_is_there(name: str) -> None:
     config = preset(name)
     needs = config.learner.algorithm.build().needs

@@ -72,6 +72,8 @@ def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[floa
         bounded = min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
         value = iw * max(-a * ratio, -a * bounded)
         slope = iw * (-a * ratio if -a * ratio >= -a * bounded else 0.0)
+        if s.dual_clip and a < 0 and ratio > s.dual_clip:
+            value, slope = iw * -a * s.dual_clip, 0.0
         k3 = math.exp(ref - lp) - (ref - lp) - 1
         total += w * (value + s.kl.coefficient * k3 - s.entropy_coefficient * h)
         to_logprobs.append(w * (slope + s.kl.coefficient * (1 - math.exp(ref - lp))))
@@ -84,6 +86,7 @@ def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[floa
     [
         {},
         {"clip_low": 0.1, "clip_high": 0.1},
+        {"dual_clip": 0, "old_logprobs": "recompute"},
         {"kl": {"coefficient": 0.3}},
         {"entropy_coefficient": 0.2, "kl": {"coefficient": 0.1}},
         {"old_logprobs": "recompute", "correction": {"high": 1.1}},
@@ -124,6 +127,18 @@ def test_by_default_ratios_are_clipped_at_0_8_and_1_28():
     x = inputs(4, behaviour=old, old=old, logprobs=old + ratios.log(), advantages=advantages)
     GrpoSettings().build().loss(x).loss.backward()
     assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([1.27, 0, -0.81, 0])
+
+
+def test_by_default_a_token_that_loses_is_clipped_at_3():
+    """The dual clip (arXiv 1912.09729), with verl's bound."""
+    ratios = torch.tensor([2.9, 3.1, 3.1], dtype=torch.float64)
+    old = torch.full((3,), -4.0, dtype=torch.float64)
+    advantages = torch.tensor([-1.0, -1.0, 1.0], dtype=torch.float64)
+    x = inputs(3, behaviour=old, old=old, logprobs=old + ratios.log(), advantages=advantages)
+    out = GrpoSettings().build().loss(x)
+    out.loss.backward()
+    assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([-2.9, 0, 0])
+    assert out.sums["clip_dual"].item() == 1
 
 
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():
