@@ -66,7 +66,7 @@ class KlSettings(Settings):
     top: int = Field(default=32, ge=0)
     """reverse and forward: tokens that are summed over; what is left is estimated from the sampled one."""
     importance: bool = False
-    """Weigh the estimate by policy / old, since the tokens are of the old policy (reverse, forward: its tail only)."""
+    """Weigh the estimate by policy / old, at most 10: the tokens are of the old policy (reverse, forward: tail only)."""
     target: float = Field(default=0.0, ge=0)
     """Divergence that an adaptive coefficient aims at (Ziegler et al., arXiv 1909.08593); 0: it is fixed."""
     horizon: int = Field(default=10_000, ge=1)

@@ -24,7 +24,7 @@ def report(
     clip_fraction, clip_low, clip_high, clip_dual  share of tokens whose ratio was clipped, and at which bound
     ratio_mean, ratio_square, ratio_max            of the surrogate's ratio; the squares make the effective sample size
     entropy                                        nats a token
-    kl_behaviour                                   k3 of the engines' policy against the learner's
+    kl_behaviour                                   k3 of the engines' policy against the learner's, at most 10 a token
     logprob_gap, logprob_gap_max                   |log-prob of the learner - that of the engine|
     rejected, weight_mean                          share of tokens left out; mean importance weight
     logprob_right, logprob_wrong                   mean log-prob of tokens in trajectories with and without reward: the

@@ -16,6 +16,11 @@ k4     r sg(-x)             reverse           reverse (k1+ by another road)     
 k5     sg(w) x + log r      forward           forward                                          EMA-PG
 
 (John Schulman, "Approximating KL divergence", 2020.)
+
+The value of the exponential kinds is capped at 10 (`CAP`), as in verl, OpenRLHF, Search-R1 and slime's low_var_kl:
+k3, k3++ and k5 have no gradient beyond (k3: x > 2.61 or x < -11.0; k5: x > 1.75), so that the table's expectations are
+those of tokens below the cap. k3+ keeps k2's gradient there, |x| <= 20, as in verl. EMA-PG caps k3++ but pushes such
+tokens down with a force of 10, and leaves k5 uncapped.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import Literal, get_args
 
 import torch
 
-from learner.kl.masked import clamped, cut, log_ratio
+from learner.kl.masked import CAP, capped, clamped, cut, log_ratio
 
 KlKind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5"]
 
@@ -46,7 +51,8 @@ def kl_estimate(
                 the table. For k1, k3 and abs the ratio carries a gradient, which is then that of the expected value:
                 k1 and k3 estimate the gradient of the reverse divergence without bias (DeepSeek-V3.2, arXiv
                 2512.02556; TRL's `use_bias_correction_kl`). For the other kinds it is a constant: their gradient
-                already is that of an expectation, and would count twice.
+                already is that of an expectation, and would count twice. The ratio is capped at 10; beyond, k1, k3
+                and abs have no gradient.
 
     Masked positions are cut off before anything is computed, so a NaN or infinity there reaches neither the value nor
     the gradient. x is clamped to +-20, where the gradient is 0. The reference is a constant. Raises TypeError for a
@@ -57,7 +63,10 @@ def kl_estimate(
     if importance is None:
         return estimate
     ratio = log_ratio(policy, importance.detach(), mask).exp()
-    return estimate * (ratio if kind in _DIFFERENTIATED else ratio.detach())
+    if kind not in _DIFFERENTIATED:
+        return estimate * capped(ratio.detach())
+    # The capped ratio's gradient is 0, and what is left of the product's would point the wrong way.
+    return torch.where(ratio > CAP, (CAP * estimate).detach(), estimate * ratio)
 
 
 def _value(x: torch.Tensor, kind: KlKind) -> torch.Tensor:
@@ -68,17 +77,17 @@ def _value(x: torch.Tensor, kind: KlKind) -> torch.Tensor:
     if kind == "k2":
         return 0.5 * x.square()
     if kind == "k3":
-        return _k3(x)
+        return capped(_k3(x))
     if kind == "abs":
         return x.abs()
     if kind in ("k1+", "k4"):
         return -fixed * (1 + move)
     if kind == "k3+":
-        return _k3(fixed) - fixed * move
+        return capped(_k3(fixed)) - fixed * move
     if kind == "k3++":
-        return move.exp() * _k3(x)
+        return capped(move.exp() * _k3(x))
     if kind == "k5":
-        return fixed.exp() * x + move
+        return capped(fixed.exp() * x + move)
     raise ValueError(f"unknown kind of divergence {kind!r}; known: {', '.join(get_args(KlKind))}")
 
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import torch
 
+CAP = 10.0
+"""Greatest value of an exponential estimate of a divergence at one token, and greatest importance weight on it: e^20
+at one token would be the whole gradient of a batch. verl, OpenRLHF and Search-R1 cap k3 at 10 likewise."""
+
 LOG_RATIO_LIMIT = 20.0
 """e^20 = 5e8: beyond it a ratio says only that two policies have nothing in common, and would overflow."""
 
@@ -32,6 +36,11 @@ def cut(values: torch.Tensor, mask: torch.Tensor, instead: float = 0.0) -> torch
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
     """`log_ratio` within +-20; the gradient is 0 beyond."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def capped(estimate: torch.Tensor) -> torch.Tensor:
+    """`estimate` up to `CAP`; the gradient is 0 beyond."""
+    return estimate.clamp(max=CAP)
 
 
 def log_ratio(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

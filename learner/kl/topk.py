@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from learner.kl.masked import clamped, cut, log_ratio, require_mask
+from learner.kl.masked import capped, clamped, cut, log_ratio, require_mask
 
 
 def topk_reverse_kl(
@@ -37,8 +37,8 @@ def topk_reverse_kl(
     inside          [N] bool, whether the sampled token is in the head
     mask            [N] bool
     importance      [N] log-probs of the sampled token under the policy that drew it, where that was not `policy`:
-                    the tail, and only it, is multiplied by the constant exp(clamp(policy - importance)); the head
-                    needs no correction, since nothing in it was sampled
+                    the tail, and only it, is multiplied by the constant exp(policy - importance), at most 10; the
+                    head needs no correction, since nothing in it was sampled
 
     r = p / sg(p). Log-ratios are clamped to +-20. 0 where `mask` is False. Raises TypeError, ValueError.
     """
@@ -63,7 +63,7 @@ def topk_forward_kl(
 ) -> torch.Tensor:
     """[N] estimate of KL(reference || policy): sum_head q (log q - log p) + 1[outside] sg(q/p) log(q/p).
 
-    Arguments as of `topk_reverse_kl`; the head is best the reference's top k.
+    Arguments as of `topk_reverse_kl`; the head is best the reference's top k. The tail is capped at 10, as k5 is.
     """
     _require(policy_head, reference_head, inside, mask)
     fixed_head = reference_head.detach()
@@ -71,7 +71,7 @@ def topk_forward_kl(
     log_q = torch.where(counts, fixed_head, -torch.inf)
     head = log_q.exp() * clamped(torch.where(counts, fixed_head - policy_head, 0.0))
     x = -log_ratio(policy, reference.detach(), mask & ~inside)
-    tail = x.detach().exp() * x
+    tail = capped(x.detach().exp() * x)
     return head.sum(-1) + tail * _drawn(policy, importance, mask & ~inside)
 
 
@@ -79,7 +79,7 @@ def _drawn(policy: torch.Tensor, importance: torch.Tensor | None, outside: torch
     """How much less often the sampled token was drawn than the policy would have drawn it; a constant."""
     if importance is None:
         return 1.0
-    return cut(log_ratio(policy.detach(), importance.detach(), outside).exp(), outside)
+    return cut(capped(log_ratio(policy.detach(), importance.detach(), outside).exp()), outside)
 
 
 def _require(policy_head: torch.Tensor, reference_head: torch.Tensor, inside: torch.Tensor, mask: torch.Tensor) -> None:

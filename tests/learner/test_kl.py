@@ -17,8 +17,9 @@ REVERSE_GRADIENT = ("k2", "k1+", "k3+", "k3++", "k4")
 
 
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
+    """So close that no token reaches a cap: the table's expectations are those of tokens below it."""
     torch.manual_seed(0)
-    logits = torch.randn(2, 7, dtype=torch.float64)
+    logits = 0.5 * torch.randn(2, 7, dtype=torch.float64)
     return torch.log_softmax(logits[0], 0), torch.log_softmax(logits[1], 0)
 
 
@@ -55,9 +56,9 @@ def expected(kind: str, drawn: str) -> tuple[torch.Tensor, torch.Tensor, torch.T
     """
     _, q = distributions()
     torch.manual_seed(1)
-    logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    logits = (0.5 * torch.randn(7, dtype=torch.float64)).requires_grad_()
     p = torch.log_softmax(logits, 0)
-    other = torch.log_softmax(torch.randn(7, dtype=torch.float64), 0)
+    other = torch.log_softmax(0.5 * torch.randn(7, dtype=torch.float64), 0)
     sampler, importance = (p.detach(), None) if drawn == "policy" else (other, other)
     value = (sampler.exp() * kl_estimate(p, q, everywhere(p), kind, importance)).sum()
     (gradient,) = torch.autograd.grad(value, logits, retain_graph=True)
@@ -129,13 +130,38 @@ def test_the_reference_and_the_sampler_are_constants(kind):
     assert policy.grad is not None
 
 
-def slow_estimate(x: float, kind: str) -> float:
+CAPPED = ("k3", "k3+", "k3++", "k5")
+
+
+def slow_estimate(distance: float, kind: str) -> tuple[float, float]:
+    """Value and slope at log reference - log policy = `distance`: clamped at 20, CAPPED kinds at most 10."""
+    x = min(max(distance, -20.0), 20.0)
     w = math.exp(x)
-    if kind in ("k1", "k1+", "k4"):
-        return -x
-    if kind == "k5":
-        return w * x
-    return {"k2": x * x / 2, "abs": abs(x)}.get(kind, math.expm1(x) - x)
+    value, slope = {
+        "k1": (-x, 1.0),
+        "k2": (x * x / 2, -x),
+        "k3": (math.expm1(x) - x, 1 - w),
+        "abs": (abs(x), -math.copysign(1.0, x) if x else 0.0),
+        "k1+": (-x, -x),
+        "k3+": (math.expm1(x) - x, -x),
+        "k3++": (math.expm1(x) - x, -x),
+        "k4": (-x, -x),
+        "k5": (w * x, 1 - w),
+    }[kind]
+    if kind in CAPPED and value > 10:
+        value, slope = 10.0, slope if kind == "k3+" else 0.0
+    return value, slope if abs(distance) < 20 else 0.0
+
+
+def slow_weighted(distance: float, ahead: float, kind: str) -> tuple[float, float]:
+    """The same times exp(ahead), at most 10; ahead = log policy - log sampler, clamped at 20."""
+    value, slope = slow_estimate(distance, kind)
+    ratio = math.exp(min(max(ahead, -20.0), 20.0))
+    if kind not in ("k1", "k3", "abs"):
+        return min(ratio, 10.0) * value, min(ratio, 10.0) * slope
+    if ratio > 10:
+        return 10 * value, 0.0
+    return ratio * value, ratio * slope + (ratio * value if abs(ahead) < 20 else 0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,22 +169,45 @@ def slow_estimate(x: float, kind: str) -> float:
 @given(
     st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0), st.floats(-30, 0), st.booleans()), min_size=1, max_size=9)
 )
-def test_estimates_are_those_of_a_slow_loop(kind, rows):
-    def clamp(x: float) -> float:
-        return min(max(x, -20.0), 20.0)
-
+def test_estimates_and_gradients_are_those_of_a_slow_loop(kind, rows):
     policy, reference, sampler = (torch.tensor([r[i] for r in rows], dtype=torch.float64) for i in range(3))
     mask = torch.tensor([r[3] for r in rows])
-    wanted = [slow_estimate(clamp(q - p), kind) if kept else 0.0 for p, q, _, kept in rows]
-    weighted = [math.exp(clamp(p - s)) * x for x, (p, _, s, _) in zip(wanted, rows, strict=True)]
+    alone = [slow_estimate(q - p, kind) if kept else (0.0, 0.0) for p, q, _, kept in rows]
+    weighted = [slow_weighted(q - p, p - s, kind) if kept else (0.0, 0.0) for p, q, s, kept in rows]
     policy[~mask], reference[~mask], sampler[~mask] = math.nan, math.inf, -math.inf
-    for importance, numbers in ((None, wanted), (sampler, weighted)):
+    for importance, wanted in ((None, alone), (sampler, weighted)):
         leaf = policy.clone().requires_grad_()
         found = kl_estimate(leaf, reference, mask, kind, importance)
         found.sum().backward()
-        torch.testing.assert_close(found.tolist(), numbers, rtol=1e-9, atol=1e-9)
-        assert torch.isfinite(leaf.grad).all()
-        assert not leaf.grad[~mask].any()
+        assert found.tolist() == pytest.approx([value for value, _ in wanted], rel=1e-9, abs=1e-9)
+        assert leaf.grad.tolist() == pytest.approx([slope for _, slope in wanted], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("distance", [3.0, 15.0, 19.9, 400.0, -12.0])
+@pytest.mark.parametrize("kind", CAPPED)
+def test_a_token_far_from_the_reference_counts_ten_and_moves_nothing(kind, distance):
+    """verl's, OpenRLHF's and Search-R1's cap of k3; below, k5 has none to reach: w x >= -1 / e."""
+    policy = torch.full((1,), -500.0, dtype=torch.float64, requires_grad=True)
+    reference = policy.detach() + distance
+    estimate = kl_estimate(policy, reference, everywhere(policy), kind)
+    estimate.sum().backward()
+    if kind == "k5" and distance < 0:
+        assert estimate.item() == pytest.approx(-12 * math.exp(-12))
+    else:
+        assert estimate.item() == 10
+        assert policy.grad.item() == pytest.approx(-distance if kind == "k3+" and distance < 20 else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_importance_leaves_value_and_gradient_bounded(kind):
+    """Ratios up to e^40 at any distance from the reference: at most 10 times what the estimate alone may be."""
+    steps = torch.linspace(-40, 40, 81, dtype=torch.float64)
+    reference, sampler = (x.flatten() for x in torch.meshgrid(steps, steps, indexing="ij"))
+    policy = torch.zeros_like(sampler, requires_grad=True)
+    estimate = kl_estimate(policy, reference, everywhere(policy), kind, sampler)
+    estimate.sum().backward()
+    assert estimate.abs().max() <= (2000 if kind == "k2" else 100 if kind in CAPPED else 200)
+    assert policy.grad.abs().max() <= 210
 
 
 def test_the_full_divergences_are_those_of_a_slow_loop():

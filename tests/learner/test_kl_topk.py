@@ -15,13 +15,16 @@ SEEDS = (0, 1, 2, 3)
 
 
 class World:
-    """A policy with gradient, a reference and the policy that drew the tokens, over V tokens, float64."""
+    """A policy with gradient, a reference and the policy that drew the tokens, over V tokens, float64.
 
-    def __init__(self, seed: int) -> None:
+    scale  of the logits: at 0.4 no token reaches a cap, and all expectations are exact
+    """
+
+    def __init__(self, seed: int, scale: float = 0.4) -> None:
         torch.manual_seed(seed)
-        self.logits = (2 * torch.randn(V, dtype=torch.float64)).requires_grad_()
+        self.logits = (scale * torch.randn(V, dtype=torch.float64)).requires_grad_()
         self.policy = torch.log_softmax(self.logits, 0)
-        self.reference = torch.log_softmax(2 * torch.randn(V, dtype=torch.float64), 0)
+        self.reference = torch.log_softmax(scale * torch.randn(V, dtype=torch.float64), 0)
         self.sampler = torch.log_softmax(self.logits.detach() + 0.5 * torch.randn(V, dtype=torch.float64), 0)
         self.mask = torch.ones(V, dtype=torch.bool)
 
@@ -116,6 +119,24 @@ def test_the_tail_as_ema_pg_has_it_has_a_biased_gradient(way, seed):
         wanted = world.gradient(world.full(full))
         error = float((world.gradient(mean) - wanted).norm() / wanted.norm())
         assert error < 1e-12 if k in (0, V) else error > 1e-3
+
+
+@pytest.mark.parametrize("way", CASES)
+def test_a_tail_far_from_reference_and_sampler_stays_bounded(way):
+    """As k5's and the importance weight's caps: at most 10 times 10 (forward), 10 times 20 (reverse)."""
+    function, _, _ = CASES[way]
+    reference = torch.tensor([15.0, 15.0, -15.0], dtype=torch.float64)
+    sampler = torch.tensor([0.0, -12.0, -12.0], dtype=torch.float64)
+    policy = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    head, mask = torch.zeros((3, 0), dtype=torch.float64), torch.ones(3, dtype=torch.bool)
+    estimate = function(head, head, policy, reference, ~mask, mask, importance=sampler)
+    estimate.sum().backward()
+    if way == "forward":
+        assert estimate.tolist() == pytest.approx([10, 100, -150 * math.exp(-15)])
+        assert policy.grad.tolist() == pytest.approx([0, 0, -10 * math.exp(-15)])
+    else:
+        assert estimate.tolist() == pytest.approx([-15, -150, 150])
+        assert policy.grad.tolist() == pytest.approx([-14, -140, 160])
 
 
 def test_one_token_by_hand():

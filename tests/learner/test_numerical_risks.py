@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.algorithms.base import TokenInputs
+from learner.algorithms.base import Scored, TokenInputs
+from learner.config_algorithm import ReinforcePpSettings
 from learner.config_policy import GroupSettings
 
 TOKENS = 10_000
@@ -64,3 +65,35 @@ def test_one_token_of_ten_thousand_is_no_gradient(distance: float) -> None:
     )
     assert without > 0.5
     assert share == 0 and abs(loss) < 0.1
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3++", "k5"])
+@pytest.mark.parametrize("distance", [10.0, 15.0, 19.9])
+def test_one_token_far_from_the_reference_is_no_gradient(distance: float, kind: str) -> None:
+    inputs = one_bad_token(0.0, reference=distance)
+    share, loss = judged(inputs, kl={"coefficient": 1e-3, "type": kind})
+    gap = inputs.reference[0] - inputs.logprobs[0].detach()  # what k3 alone would add: 1e-3 * (e^x - x - 1) / TOKENS
+    alone = 1e-3 * (torch.expm1(gap)) / TOKENS
+    rest = torch.cat([inputs.logprobs.grad[1:], alone.reshape(1)])
+    print(f"\nreference / policy = e^{distance:g}, coefficient 1e-3, {kind}: {alone / rest.norm():.2%} -> {share:.2%}")
+    assert alone / rest.norm() > 0.15
+    assert share < 0.02 and abs(loss) < 0.1
+
+
+def test_a_token_far_from_the_reference_takes_at_most_ten_off_the_reward() -> None:
+    one, zero = torch.ones(3), torch.zeros(3)
+    scored = Scored(
+        rewards=torch.tensor([0.0, 0.0, 1.0]),
+        advantages=one,
+        behaviour=-one,
+        old=-one,
+        reference=torch.tensor([-1.0, 14.0, -1.0]),
+        values=None,
+        mask=one.bool(),
+        trajectory=zero.long(),
+        turn=zero.long(),
+    )
+    settings = ReinforcePpSettings(kl={"coefficient": 0.01, "type": "k3"}, whiten=False)
+    (judged,), facts = settings.build().judge([scored], lambda vector: vector)
+    assert judged.advantages.tolist() == pytest.approx([0.9, 0.9, 1.0])
+    assert facts["kl_reference"] == pytest.approx(10 / 3)
