@@ -17,7 +17,7 @@ from deploy.config import RunConfig
 from deploy.doctor_finding import Finding
 from deploy.gpus import without_cuda
 from learner.architecture import refuse_kind, refuse_packing
-from learner.config import DistributedPublishSettings
+from learner.config import DistributedPublishSettings, require_groups
 from protocol.errors import UserError
 from rollout_server.cpu_engine.model_config import read_model_config
 from rollout_server.node.config import CpuEngine, SglangEngine
@@ -53,9 +53,13 @@ def engine(config: RunConfig) -> Iterator[Finding]:
 
 
 def learner(config: RunConfig) -> Iterator[Finding]:
-    """The learner that is started here: whether it trains such a model, its transport and its trackers."""
+    """The learner that is started here: whether it trains such a model and such groups, its transport, its trackers."""
     if not config.launch.learner:
         return
+    try:
+        require_groups(config.run, config.learner)
+    except UserError as error:
+        yield Finding.of("run.group_size", error)
     facts = read_facts(config.run.model)
     if facts:
         yield _trainable(config, facts)

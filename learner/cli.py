@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from learner.config import LearnerSettings
+from learner.config import LearnerSettings, require_groups
 from learner.follower import ranks, serve_rank
 from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import Fenced, ForayError, UserError
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") 
         tree = read_tree(*config_and_overrides(args))
         run = section(tree, "run", RunSettings)
         settings = section(tree, "learner", LearnerSettings)
+        require_groups(run, settings)
         if rank:
             return serve_rank(run, settings)
         if args.replay is not None:

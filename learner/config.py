@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from learner.config_data import FilterSettings, MixSettings, ReplaySettings
 from learner.config_trackers import TrackerSettings
 from learner.config_trainer import TrainerSettings
+from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings
 
 if TYPE_CHECKING:
@@ -189,3 +190,15 @@ class LearnerSettings(TrainerSettings):
     @classmethod
     def _disk_unless_said(cls, value: Any) -> Any:
         return {"type": "disk", **value} if isinstance(value, dict) else value
+
+
+def require_groups(run: RunSettings, settings: LearnerSettings) -> None:
+    """Raises UserError where every advantage would be 0: groups of one, and a baseline that is the group's."""
+    algorithm = settings.algorithm
+    if run.group_size == 1 and algorithm.group_baseline:
+        raise UserError(
+            f"run.group_size = 1, and learner.algorithm.type {algorithm.type} compares a trajectory with its group",
+            why="alone in its group every trajectory has advantage 0: the run would train on nothing",
+            todo="run.group_size of 2 or more (8 is usual), or an algorithm without a group baseline: "
+            "learner.algorithm.type ppo, reinforce or reinforce_pp (with baseline none)",
+        )

@@ -68,6 +68,11 @@ class RlooSettings(PolicySettings):
 
     type: Literal["rloo"] = "rloo"
 
+    @property
+    def group_baseline(self) -> bool:
+        """The others of its group are the baseline."""
+        return True
+
     def build(self) -> Algorithm:
         """The algorithm; imports torch."""
         from learner.algorithms.rloo import Rloo
@@ -82,6 +87,11 @@ class ReinforceSettings(PolicySettings):
     old_logprobs: Proximal = "recompute"
     baseline: Literal["none", "batch", "group"] = "batch"
     """What is taken off the reward."""
+
+    @property
+    def group_baseline(self) -> bool:
+        """As `baseline` says."""
+        return self.baseline == "group"
 
     def build(self) -> Algorithm:
         """The algorithm; imports torch."""
@@ -101,6 +111,11 @@ class ReinforcePpSettings(PolicySettings):
     baseline: Literal["none", "group"] = "none"
     """group: rewards are centred in their group first (REINFORCE++-baseline)."""
     whiten: bool = True
+
+    @property
+    def group_baseline(self) -> bool:
+        """As `baseline` says."""
+        return self.baseline == "group"
 
     def build(self) -> Algorithm:
         """The algorithm; imports torch."""
@@ -201,6 +216,11 @@ class GpgSettings(PolicySettings):
 
     type: Literal["gpg"] = "gpg"
     old_logprobs: Proximal = "recompute"
+
+    @property
+    def group_baseline(self) -> bool:
+        """Rewards are centred in their group."""
+        return True
 
     def build(self) -> Algorithm:
         """The algorithm; imports torch."""

@@ -66,7 +66,7 @@ class KlSettings(Settings):
     top: int = Field(default=32, ge=0)
     """reverse and forward: tokens that are summed over; what is left is estimated from the sampled one."""
     importance: bool = False
-    """Weigh the estimate by policy / old, at most 10: the tokens are of the old policy (reverse, forward: tail only)."""
+    """Weigh the estimate by policy / old, at most 10: tokens are of the old policy (reverse, forward: tail only)."""
     target: float = Field(default=0.0, ge=0)
     """Divergence that an adaptive coefficient aims at (Ziegler et al., arXiv 1909.08593); 0: it is fixed."""
     horizon: int = Field(default=10_000, ge=1)
@@ -136,6 +136,11 @@ class PolicySettings(Settings):
     filter: bool = False
     """Groups whose trajectories all have the same reward are not trained but replaced (dynamic sampling of DAPO)."""
 
+    @property
+    def group_baseline(self) -> bool:
+        """Whether a trajectory is compared with its group alone, so that one without siblings has advantage 0."""
+        return False
+
     @model_validator(mode="after")
     def _consistent(self) -> PolicySettings:
         if 0 < self.dual_clip <= 1:
@@ -169,3 +174,8 @@ class GroupSettings(PolicySettings):
     """1: the deviation divides by n - 1, as verl, TRL and OpenRLHF do."""
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
+
+    @property
+    def group_baseline(self) -> bool:
+        """All estimators compare siblings."""
+        return True

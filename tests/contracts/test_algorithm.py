@@ -116,6 +116,15 @@ def test_advantages_follow_their_trajectory_in_any_order(settings):
     np.testing.assert_allclose(algorithm.advantages(outcomes(order)), algorithm.advantages(outcomes())[order])
 
 
+@pytest.mark.parametrize("baseline", ["none", "batch", "group"])
+def test_the_settings_say_whether_groups_of_one_train_on_nothing(settings, baseline):
+    fields = type(settings).model_fields
+    if "baseline" in fields and baseline in get_args(fields["baseline"].annotation):
+        settings = settings.model_copy(update={"baseline": baseline})
+    alone = Outcomes(np.array([1.0, 0.0, 0.5]), np.ones(3, bool), np.arange(3))
+    assert settings.group_baseline == (not settings.build().advantages(alone).any())
+
+
 def test_the_loss_is_a_scalar_with_a_gradient(settings):
     x = tokens()
     out = settings.build().loss(x)

@@ -243,6 +243,10 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         another_run,
         ["already holds another run named 'wrong'", "lineage ffffffff", "host elsewhere", "run.id"],
     ),
+    "groups of one for a group's baseline": (
+        told("run.group_size=1"),
+        ["run.group_size = 1", "type grpo compares a trajectory with its group", "group_size of 2 or more", "ppo"],
+    ),
     "a full Redis": (full, ["Redis is full", "refuse the tasks of a new run", "CONFIG SET maxmemory"]),
 }
 

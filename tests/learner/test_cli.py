@@ -25,6 +25,8 @@ def test_mistakes_of_a_person_are_named(
     assert "needs model.lora.rank" in refusal(capsys, url, "learner.publish.type=adapter")
     two = ("learner.publish.type=adapter", "learner.model.lora.rank=4", "learner.model.lora.alpha=8")
     assert "must be one number" in refusal(capsys, url, *two)
+    alone = ("run.group_size=1", "learner.algorithm.type=reinforce", "learner.algorithm.baseline=group")
+    assert "every trajectory has advantage 0" in refusal(capsys, url, *alone)
     assert "cannot read the questions" in refusal(capsys, url, f"learner.questions={tmp_path / 'none'}")
     (tmp_path / "q").write_text('{"question": "who ?", "answers": ["x"]}\n')
     rest = (f"learner.questions={tmp_path / 'q'}", f"run.dir={tmp_path / 'r'}")
