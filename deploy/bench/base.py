@@ -30,6 +30,18 @@ class Measured:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Target:
+    """A goal of the project: the figure at `path` of the report (`ratio`, `load.p99_s`) is at least `at_least`.
+
+    text  what that figure is, for people
+    """
+
+    path: str
+    at_least: float
+    text: str
+
+
 class BenchSettings(Settings, ABC):
     """Base of every benchmark. Its fields are the flags of `foray bench`; importing it must import nothing heavy."""
 
@@ -37,6 +49,11 @@ class BenchSettings(Settings, ABC):
     """One line for `foray bench --help`."""
     quick: ClassVar[dict[str, Any]] = {}
     """Settings of `--quick`: everything runs, the figures mean little."""
+
+    targets: ClassVar[tuple[Target, ...]] = ()
+    """What is aimed at; the report says of each whether it was met."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Files and folders, from the repository's root, that the figure depends on: when one changes it is stale."""
 
     @abstractmethod
     def measure(self, say: Say) -> Measured:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from deploy.bench.base import BenchSettings, Measured, Say
+from deploy.bench.base import BenchSettings, Measured, Say, Target
 
 
 class EngineBench(BenchSettings):
@@ -24,6 +24,16 @@ class EngineBench(BenchSettings):
 
     help: ClassVar[str] = "tokens a second of the embedded engine against transformers' generate"
     quick: ClassVar[dict[str, Any]] = {"concurrency": 4, "prompt_tokens": 16, "new_tokens": 16, "rounds": 1}
+    targets: ClassVar[tuple[Target, ...]] = (
+        Target("ratio", 3.0, "tokens a second, streaming, over transformers' generate"),
+    )
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "rollout_server/cpu_engine",
+        "deploy/demo/tiny_model.py",
+        "deploy/bench/engine*.py",
+        "deploy/bench/hf_generate.py",
+    )
 
     model: Path | None = None
     """Directory of a model in Hugging Face layout; none: the demo's, as it is before any training."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from deploy.bench.base import Measured, Say
+from deploy.bench.base import Measured, Say, Target
 from deploy.bench.learner_groups import SkewedBatch
 from protocol.errors import ForayError
 
@@ -40,6 +40,11 @@ class LearnerBench(SkewedBatch):
         "vocabulary": 2048,
         "rounds": 1,
     }
+    targets: ClassVar[tuple[Target, ...]] = (
+        Target("ratio", 1.0, "trained tokens a second over the better padded transformers loop"),
+        Target("ratio_trl", 3.0, "trained tokens a second over TRL's GRPO step"),
+    )
+    modules: ClassVar[tuple[str, ...]] = ("protocol", "learner", "deploy/bench/learner*.py")
 
     groups: int = Field(default=4, ge=1)
     """Questions in the batch."""

@@ -46,3 +46,16 @@ def cpu_seconds(pid: int) -> float:
     # the command's name, in brackets, may hold blanks: count from behind it
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def session_cpu_seconds(leader: int) -> float:
+    """The same of every living process in the session that `leader` leads: a node and its engine, say."""
+    total = 0.0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if int(fields[3]) == leader:
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total

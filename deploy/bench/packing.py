@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from deploy.bench.base import Measured, Say
+from deploy.bench.base import Measured, Say, Target
 from deploy.bench.learner_groups import SkewedBatch
 
 if TYPE_CHECKING:
@@ -27,6 +27,14 @@ class PackingBench(SkewedBatch):
 
     help: ClassVar[str] = "share of tokens that are not padding, against padded batches of the same trajectories"
     quick: ClassVar[dict[str, Any]] = {"groups": 16, "batches": 2}
+    targets: ClassVar[tuple[Target, ...]] = (Target("value", 0.95, "share of tokens that are not padding"),)
+    modules: ClassVar[tuple[str, ...]] = (
+        "learner/batch.py",
+        "learner/packing.py",
+        "learner/sharding.py",
+        "deploy/bench/packing.py",
+        "deploy/bench/learner_groups.py",
+    )
 
     row_tokens: int = Field(default=8192, ge=1)
     """Tokens of a packed row."""

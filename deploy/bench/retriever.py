@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from deploy.bench.base import BenchSettings, Measured, Say
+from deploy.bench.base import BenchSettings, Measured, Say, Target
 from protocol.errors import ForayError
 
 TYPES = ("memory", "faiss_flat", "faiss_hnsw", "faiss_ivf", "faiss_ivfpq", "bm25", "hybrid")
@@ -37,6 +37,15 @@ class RetrieverBench(BenchSettings):
         "indexes": ("memory", "faiss_flat", "bm25"),
         "table_passages": 1000,
     }
+    targets: ClassVar[tuple[Target, ...]] = (
+        Target("ratio", 0.8, "processor time a query, bare FAISS over the service"),
+    )
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "retriever",
+        "rollout_server/search",
+        "deploy/bench/retriever*.py",
+    )
 
     passages: int = Field(default=1_000_000, ge=100)
     """Passages of seeded synthetic text, when an index must be built first."""

@@ -30,6 +30,7 @@ class RetrieverGpuBench(BenchSettings):
 
     help: ClassVar[str] = "exact float16 search on one GPU against its bandwidth and arithmetic"
     quick: ClassVar[dict[str, Any]] = {"passages": 1_000_000, "rounds": 2}
+    modules: ClassVar[tuple[str, ...]] = ("deploy/bench/retriever_gpu.py",)
 
     passages: int = Field(default=21_000_000, ge=1)
     """Vectors."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from deploy.bench.base import BenchSettings, Measured, Say
+from deploy.bench.base import BenchSettings, Measured, Say, Target
 from deploy.bench.draws import Draws
 from deploy.bench.script import Script
 from protocol.errors import ForayError
@@ -33,6 +33,17 @@ class RolloutBench(BenchSettings):
 
     help: ClassVar[str] = "multi-turn rollouts against a loop that waits for the slowest in every turn"
     quick: ClassVar[dict[str, Any]] = {"trajectories": 32, "scale": 0.05, "seeds": (0,), "engines": 2}
+    targets: ClassVar[tuple[Target, ...]] = (Target("value", 0.95, "efficiency: critical path over seconds"),)
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "rollout_server",
+        "deploy/bench/rollout*.py",
+        "deploy/bench/ring.py",
+        "deploy/bench/barrier.py",
+        "deploy/bench/draws.py",
+        "deploy/bench/script.py",
+        "deploy/bench/latency*.py",
+    )
 
     trajectories: int = Field(default=512, ge=1)
     """Trajectories at once."""

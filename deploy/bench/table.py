@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.bench.async_bench import AsyncBench
 from deploy.bench.base import BenchSettings
 from deploy.bench.engine import EngineBench
 from deploy.bench.learner import LearnerBench
@@ -13,6 +14,7 @@ from deploy.bench.transport import TransportBench
 from deploy.bench.weights import WeightsBench
 
 BENCHMARKS: dict[str, type[BenchSettings]] = {
+    "async": AsyncBench,
     "engine": EngineBench,
     "learner": LearnerBench,
     "packing": PackingBench,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from deploy.bench.base import BenchSettings, Measured, Say
+from deploy.bench.base import BenchSettings, Measured, Say, Target
 
 
 class TransportBench(BenchSettings):
@@ -25,6 +25,16 @@ class TransportBench(BenchSettings):
     quick: ClassVar[dict[str, Any]] = {
         "groups": 20, "tokens": 256, "clients": 4, "processes": 1, "minutes": 0.03, "maxmemory_mb": 24
     }  # fmt: skip
+    targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.6, "groups a second over plain XADD and XREADGROUP"),)
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "rollout_server/redis_client.py",
+        "rollout_server/sink.py",
+        "learner/redis_client.py",
+        "learner/entry.py",
+        "learner/source.py",
+        "deploy/bench/transport*.py",
+    )
 
     group_size: int = Field(default=8, ge=1)
     """Trajectories in a group."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from deploy.bench.base import BenchSettings, Measured, Say
+from deploy.bench.base import BenchSettings, Measured, Say, Target
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
@@ -37,6 +37,15 @@ class WeightsBench(BenchSettings):
 
     help: ClassVar[str] = "publishing a policy version into engines, against raw broadcast and raw file copy"
     quick: ClassVar[dict[str, Any]] = {"megabytes": 8, "engines": (1,), "rounds": 2}
+    targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.7, "bytes a second over gloo's broadcast"),)
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "learner/publish",
+        "rollout_server/node",
+        "rollout_server/cpu_engine",
+        "deploy/bench/weights*.py",
+        "deploy/bench/raw_broadcast.py",
+    )
 
     megabytes: int = Field(default=100, ge=1, le=4096)
     """Size of the weights, about, in MB."""

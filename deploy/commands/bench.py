@@ -11,11 +11,10 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
-from deploy.bench.machine import machine_facts
+from deploy.bench.report import Circumstances
 from deploy.bench.table import BENCHMARKS
 from protocol.field_docs import descriptions
 from protocol.settings import section
@@ -45,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     kind = BENCHMARKS[args.action]
     given = {name[4:]: value for name, value in vars(args).items() if name.startswith("set_")}
     settings = section({args.action: (kind.quick if args.quick else {}) | given}, args.action, kind)
-    facts = machine_facts()
-    begun = time.monotonic()
+    circumstances = Circumstances(kind.modules)
     try:
         with stdout_to_stderr():
             measured = settings.measure(lambda line: print(f"[{args.action}] {line}", file=sys.stderr, flush=True))
@@ -58,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         **{key: getattr(measured, key) for key in ("value", "unit", "baseline", "ratio")},
         **measured.details,
         "settings": settings.model_dump(mode="json"),
-        "machine": facts | {"load_1m_end": machine_facts()["load_1m"], "run_s": time.monotonic() - begun},
     }
+    report |= circumstances.facts(report, kind.targets)
     print(json.dumps(rounded(report)) if args.json else "\n".join(table(rounded(report))))
     return 0
 

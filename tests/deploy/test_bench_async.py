@@ -1,0 +1,116 @@
+"""`foray bench async`: its arithmetic on a simulated ring, runs that are kept, and that a ring without lag fails it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.bench.async_bench import AsyncBench, kept, summary
+from deploy.bench.async_ring import CpuSamples, Window, figures
+from deploy.bench.machine import session_cpu_seconds
+from deploy.bench.report import judged
+from deploy.cli import main
+from protocol.errors import ForayError
+
+TOKENS = 1000.0
+
+
+def simulated(generate_s: float, train_s: float, lag: int, steps: int = 40) -> list[dict[str, Any]]:
+    """The learner's records of an ideal ring: a batch may begin once the step `lag` + 1 before its own is done, and
+    generation and training each do one batch at a time."""
+    generated, trained = [0.0], [0.0]
+    records = []
+    for step in range(1, steps + 1):
+        generated.append(max(generated[-1], trained[max(step - 1 - lag, 0)]) + generate_s)
+        wait = max(generated[step] - trained[-1], 0.0)
+        trained.append(trained[-1] + wait + train_s)
+        records.append(
+            {"step": step, "time_s": 100 + trained[-1], "seconds": {"wait": wait}, "tokens_trained": TOKENS}
+            | {"em_mean": step / steps, "lag_mean": float(lag), "lag_max": float(lag), "tokens_stale": 1.0}
+        )
+    return records
+
+
+def row(lag: int, *, ring_lag: int | None = None, generate_s: float = 3.0, train_s: float = 2.0) -> dict[str, Any]:
+    """Of a ring that is asked for `lag` and works at `ring_lag`."""
+    records = simulated(generate_s, train_s, lag if ring_lag is None else ring_lag)
+    samples = CpuSamples({record["step"]: 4.0 * record["step"] for record in records})
+    return {"seed": 0, "max_lag": lag, "groups_discarded": 2, **figures(records, Window(5, 35), samples)}
+
+
+def of_bound(rows: list[dict[str, Any]]) -> tuple[float, bool]:
+    measured = summary(rows)
+    (target,) = AsyncBench.targets
+    verdict = judged(target, {"ratio": measured.ratio, **measured.details})
+    return measured.details["of_bound"], verdict["met"]
+
+
+def test_figures_are_of_the_window_alone() -> None:
+    found = row(0)
+    assert found["tokens_per_s"] == pytest.approx(TOKENS / 5) and found["tokens_per_cpu_s"] == pytest.approx(TOKENS / 4)
+    assert (found["wait_s"], found["train_s"], found["step_s"]) == pytest.approx((3.0, 2.0, 5.0))
+    assert found["tokens_stale"] == 30 and found["em_last"] == pytest.approx(sum(range(31, 41)) / 400)
+
+
+@pytest.mark.parametrize(("generate_s", "train_s"), [(3.0, 2.0), (1.0, 4.0), (2.0, 2.0)])
+def test_a_ring_that_overlaps_reaches_the_bound(generate_s: float, train_s: float) -> None:
+    rows = [row(lag, generate_s=generate_s, train_s=train_s) for lag in (0, 1, 4)]
+    measured = summary(rows)
+    bound = (generate_s + train_s) / max(generate_s, train_s)
+    assert measured.details["bound"] == pytest.approx(bound) and measured.ratio == pytest.approx(bound)
+    assert of_bound(rows) == (pytest.approx(1.0), True)
+
+
+def test_a_ring_that_never_overlaps_misses_the_target() -> None:
+    value, met = of_bound([row(0), row(1, ring_lag=0)])
+    assert value == pytest.approx(0.6) and not met
+
+
+def test_the_ratio_is_of_lag_one_whatever_larger_lags_reach() -> None:
+    measured = summary([row(0), row(4), row(1, ring_lag=0)])
+    assert measured.ratio == pytest.approx(1.0) and [r["max_lag"] for r in measured.details["by_lag"]] == [0, 1, 4]
+
+
+def test_a_run_is_measured_once_and_again_when_anything_changed(tmp_path: Path) -> None:
+    ran: list[int] = []
+
+    def run() -> dict[str, Any]:
+        ran.append(1)
+        return {"runs": len(ran)}
+
+    path = tmp_path / "row.json"
+    assert [kept(path, key, run)["runs"] for key in (["a"], ["a"], ["b"], ["b"], ["a"])] == [1, 1, 2, 2, 3]
+
+
+def test_processor_time_is_of_everything_in_the_session_and_lasts_over_the_window() -> None:
+    assert session_cpu_seconds(os.getsid(0)) >= sum(os.times()[:2]) - 0.05
+    samples = CpuSamples()
+    samples.look(3, [])
+    with pytest.raises(ForayError, match="only 1 steps"):
+        samples.between(Window(2, 9))
+
+
+@pytest.mark.parametrize("argv", [["--lags", "1,2"], ["--lags", "0,0"], ["--steps", "11"], ["--lags", "0,36"]])
+def test_settings_that_measure_nothing_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "async", *argv]) == 2
+    assert "async" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_ring_that_is_forced_to_lag_0_misses_the_target(
+    tmp_path: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = AsyncBench._overrides
+    monkeypatch.setattr(AsyncBench, "_overrides", lambda self, lag: honest(self, 0))
+    argv = ["--lags", "0,1", "--seeds", "0", "--steps", "8", "--skip", "2", "--groups-per-step", "4"]
+    assert main(["bench", "async", "--json", *argv, "--model", str(warm_model), "--dir", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (target,) = told["targets"]
+    assert target["met"] is False and told["of_bound"] < 0.9 < told["bound"] * 0.9
+    assert [r["lag_max"] for r in told["by_lag"]] == [0, 0], "the ring never trained on anything older"
+    assert all(r["tokens_per_cpu_s"] > 0 and r["train_s"] > 0 and r["wait_s"] > 0 for r in told["by_lag"])
