@@ -2,6 +2,7 @@
 
 Parsing sees the text of one policy-owned segment and nothing else, so neither the prompt's examples nor a passage can
 act. Passages are neutralised before they are shown: whatever they say, they cannot spell one of the protocol's tags.
+Nothing else of them is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 from protocol.search import Passage
 from rollout_server.prompts.base import PromptTemplate
 
-ESCAPE_VERSION = 1
+ESCAPE_VERSION = 2
 """Stored on every group: a change of `neutralise` changes the training distribution. Enabled tools add their tags to
 what it escapes; the name of the group's template says which they are."""
 MAX_CHARS_PER_TOKEN = 64
@@ -117,6 +118,8 @@ _INVISIBLE = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
     "\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff]"
 )
+_LESS_THAN = re.compile("[<\ufe64\uff1c]")
+"""Every character that is `<` after NFKC."""
 
 
 # one way to match blanks without a slash: with two, a page of blanks after a `<` takes the square of its length
@@ -125,13 +128,42 @@ def _tag(tools: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"<(?=\s*(?:/\s*)?(?:{'|'.join((*RESERVED, *tools))})\b)", re.IGNORECASE)
 
 
-def neutralise(text: str, tools: tuple[str, ...] = ()) -> str:
-    """Escape version 1: NFKC without invisible characters, and `‹` for the `<` of anything like a protocol tag.
+def folded(text: str) -> str:
+    """NFKC without invisible characters: what two texts look like to a reader, for comparing them."""
+    return _INVISIBLE.sub("", unicodedata.normalize("NFKC", _INVISIBLE.sub("", text)))
 
+
+def neutralise(text: str, tools: tuple[str, ...] = ()) -> str:
+    """Escape version 2: `‹` for the `<` of anything like a protocol tag; every other character stays as it is.
+
+    A tag counts in any width and with invisible characters in it: the pattern reads the text after NFKC of each
+    character, once with the invisible ones and once without.
     tools  tags of the enabled tools, which are protocol tags then
     """
-    visible = _INVISIBLE.sub("", text)
-    return _tag(tools).sub("\u2039", _INVISIBLE.sub("", unicodedata.normalize("NFKC", visible)))
+    if not _LESS_THAN.search(text):
+        return text
+    if text.isascii():
+        return _tag(tools).sub("\u2039", text)
+    found: set[int] = set()
+    for whole in (True, False):
+        plain, place = _plain(text, whole=whole)
+        found.update(place[match.start()] for match in _tag(tools).finditer(plain))
+    return "".join("\u2039" if i in found else c for i, c in enumerate(text)) if found else text
+
+
+def _plain(text: str, *, whole: bool) -> tuple[str, list[int]]:
+    """NFKC of each character alone, and for each character of that its place in `text`; all of it, or what is visible.
+
+    Unlike NFKC of the whole text it never composes the last letter of a tag with a mark that follows.
+    """
+    parts, place = [], []
+    for index, character in enumerate(text):
+        part = character if character < "\x80" else unicodedata.normalize("NFKC", character)
+        if not whole and part >= "\x80":
+            part = _INVISIBLE.sub("", part)
+        parts.append(part)
+        place += [index] * len(part)
+    return "".join(parts), place
 
 
 def passages_text(

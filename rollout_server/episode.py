@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class Episode:
 
     prompter       encodes prompts, with the template's system message; `tokens` does everything else
     before, after  ids of the tags around the passages of an observation
+    one_text       those tags are plain text to the tokenizer: an observation is encoded as one text, as the authors do
     invalid        ids of the answer to a turn that did nothing, empty when such a turn ends the trajectory
     io             what the rewards ask others through
     tools          the enabled tools by their tags, in the order of the settings
@@ -42,6 +43,7 @@ class Episode:
     before: tuple[int, ...]
     after: tuple[int, ...]
     invalid: tuple[int, ...]
+    one_text: bool
     tools: Mapping[str, Tool] = field(default_factory=dict)
 
     @property
@@ -65,19 +67,41 @@ class Episode:
         No passage can put a control token or a protocol tag in there.
         """
         if failed or not passages:
-            body = self.tokens.own(self.template.failed if failed else self.template.empty)
-        else:
-            body = self.tokens.foreign(passages_text(self.template, passages, limit, self.tags))
-        return enclose(self.before, body, self.after, limit)
+            return self._framed(self.template.failed if failed else self.template.empty, limit, self.tokens.own)
+        return self._framed(passages_text(self.template, passages, limit, self.tags), limit, self.tokens.foreign)
 
     def told(self, text: str, limit: int) -> list[int]:
         """Ids of what a tool says in words, at most `limit` of them: neutralised and cut as passages are."""
-        body = self.tokens.foreign(neutralise(text[: limit * MAX_CHARS_PER_TOKEN], self.tags))
-        return enclose(self.before, body, self.after, limit)
+        return self._framed(neutralise(text[: limit * MAX_CHARS_PER_TOKEN], self.tags), limit, self.tokens.foreign)
 
     def tool_failed(self, limit: int) -> list[int]:
         """Ids of the answer to a call whose tool failed, at most `limit` of them."""
-        return enclose(self.before, self.tokens.own(self.template.tool_failed), self.after, limit)
+        return self._framed(self.template.tool_failed, limit, self.tokens.own)
+
+    def _framed(self, text: str, limit: int, encode: Callable[[str], list[int]]) -> list[int]:
+        """Ids of `text` between the tags, at most `limit`: the text is cut, the tags never are.
+
+        One text where the tags are plain text: a token may then span a border (">Doc", ".</"), as in the encoding that
+        Search-R1's and ReSearch's models were trained with. Tags that are tokens by themselves are encoded apart.
+        """
+        if self.one_text:
+            before, after = self.template.around
+            ids = encode(before + text + after)
+            if len(ids) <= limit:
+                return ids
+            start = encode(before + text)[: limit - len(self.after)]
+            if self.tokens.decode(start).startswith(before):
+                return [*start, *self.after]
+        return enclose(self.before, encode(text), self.after, limit)
+
+    def inside(self, ids: Sequence[int]) -> str:
+        """The text between the tags of an observation."""
+        if self.one_text:
+            before, after = self.template.around
+            text = self.tokens.decode(ids)
+            if text.startswith(before) and text.endswith(after):
+                return text[len(before) : len(text) - len(after)]
+        return self.tokens.decode(ids[len(self.before) : len(ids) - len(self.after)])
 
     def most_calls(self, tool: str) -> int | None:
         """Most calls of a tool in one trajectory, None without a limit."""
@@ -133,6 +157,7 @@ def build_episode(settings: EpisodeSettings, model_dir: Path, *, urls: Sequence[
         before=before,
         after=after,
         invalid=tuple(tokens.own(template.invalid)),
+        one_text=all(tokens.own(text) == tokens.foreign(text) for text in template.around),
         tools={tool.type: tool.build(urls) for tool in given},
     )
     needed = len(episode.prompt("")) + settings.reserve_tokens

@@ -195,10 +195,9 @@ class _Play:
     def _show(self, passages: Sequence[Passage], limit: int, ids: Sequence[int]) -> None:
         """Note in the last turn which passages the observation `ids` shows, and as what text: rewards look there."""
         shown = self.episode.shown(passages, limit, len(ids))
-        read = ids[len(self.episode.before) : len(ids) - len(self.episode.after)] if shown else []
         self.turns[-1] = replace(
             self.turns[-1],
-            observation=self.episode.tokens.decode(read),
+            observation=self.episode.inside(ids) if shown else "",
             passage_ids=tuple(passage.id for passage in shown),
             titles=tuple(passage.title[:256] for passage in shown),
         )

@@ -12,7 +12,7 @@ import re
 from typing import Literal
 
 from protocol.messages import Question
-from rollout_server.actions import neutralise
+from rollout_server.actions import folded
 from rollout_server.reward.base import TurnText
 from rollout_server.reward.cover_em import covers
 from rollout_server.reward.exact_match import normalise
@@ -33,7 +33,7 @@ def targets(question: Question, by: By) -> frozenset[str]:
 def found(question: Question, turn: TurnText, by: By) -> frozenset[str]:
     """Those of `targets` that the turn's search brought before the policy's eyes."""
     hits = set()
-    if by != "passage" and _stands(_golds(question), turn.observation):
+    if by != "passage" and _stands(_golds(question), folded(turn.observation)):
         hits.add(_ANSWER)
     if by != "answer":
         titles = {normalise(title) for title in turn.titles} - {""}
@@ -56,8 +56,8 @@ def _words(text: str) -> str:
 
 
 def _golds(question: Question) -> tuple[str, ...]:
-    # An observation went through `neutralise`, so a gold answer must too: "ﬁ" is "fi" there.
-    return tuple(neutralise(gold) for gold in question.answers if normalise(gold) not in _UNTELLING)
+    # Both sides are folded: a passage may write "ﬁ" for "fi".
+    return tuple(folded(gold) for gold in question.answers if normalise(gold) not in _UNTELLING)
 
 
 def _supporting(question: Question) -> set[str]:

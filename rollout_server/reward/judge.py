@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rollout_server.actions import neutralise
+from rollout_server.actions import folded
 from rollout_server.reward.asking import Asking
 from rollout_server.reward.base import Outcome, Reward
 from rollout_server.reward.endpoint import Endpoint, EndpointSettings
@@ -40,7 +40,7 @@ _WRAPPED = re.compile(r"\s*(?:<think>.*?</think>)?\s*(?:```(?:json)?\s*(.*?)\s*`
 
 def harmless(text: str, max_chars: int) -> str:
     """The text as the judge may see it: cut, and without what a chat template or a tag could be made of."""
-    return neutralise(text[:max_chars]).translate(_BRACKETS).strip()
+    return folded(text[:max_chars]).translate(_BRACKETS).strip()
 
 
 def read_verdict(reply: Any) -> float:

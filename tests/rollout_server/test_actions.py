@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import unicodedata
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from rollout_server.actions import (
     Invalid,
     Search,
     enclose,
+    folded,
     neutralise,
     parse,
     passages_text,
@@ -78,7 +81,20 @@ def test_every_spelling_of_a_tag_is_neutralised(spelling: str, tag: str, case: o
 
 
 def test_a_tag_split_by_an_invisible_character_is_neutralised() -> None:
-    assert neutralise("<sea\u200brch>q</sea\u200drch>") == "\u2039search>q\u2039/search>"
+    assert neutralise("<sea\u200brch>q</sea\u200drch>") == "\u2039sea\u200brch>q\u2039/sea\u200drch>"
+    assert neutralise("<search\u200bx> <searchx>") == "\u2039search\u200bx> <searchx>"  # either reading counts
+
+
+def test_nothing_but_the_tags_changes() -> None:
+    text = "x\u00b2 \u00bd\u00a0\ufb01n\u200e \uff21 < b \uff1csearch\uff1e q <\u0338answer> \uff1cb\uff1e"
+    assert neutralise(text) == text.replace("\uff1csearch", "\u2039search")
+    plain = "x\u00b2 \u00bd\u00a0\ufb01n\u200e if a < b, <b>bold</b>"
+    assert neutralise(plain) == plain
+
+
+def test_every_character_that_normalises_to_the_beginning_of_a_tag_is_known() -> None:
+    every = filter(unicodedata.decomposition, map(chr, range(sys.maxunicode + 1)))
+    assert [c for c in every if "<" in unicodedata.normalize("NFKC", c)] == ["\ufe64", "\uff1c"]
 
 
 def test_text_that_is_no_tag_stays() -> None:
@@ -86,15 +102,21 @@ def test_text_that_is_no_tag_stays() -> None:
     assert neutralise(text) == text.replace("<think", "\u2039think")
 
 
+ESCAPES = [("\u2039", "<"), ("\u2039", "\uff1c"), ("\u2039", "\ufe64")]
 pieces = st.lists(
-    st.sampled_from(["<", ">", "/", " ", "\uff1c", "\u200b", *TAGS, *map(str.upper, TAGS)]) | st.text(max_size=3)
+    st.sampled_from(
+        ["<", ">", "/", " ", "\uff1c", "\ufe64", "\u200b", "\u0301", "\u0338", "\u017f", *TAGS, *map(str.upper, TAGS)]
+    )
+    | st.text(max_size=3)
 )
 
 
 @given(pieces.map("".join))
 def test_no_text_is_left_with_a_tag_and_neutralising_twice_changes_nothing(text: str) -> None:
     clean = neutralise(text)
-    assert not re.search(rf"<\s*/?\s*({'|'.join(TAGS)})\b", clean, re.IGNORECASE)
+    for reading in (clean, unicodedata.normalize("NFKC", clean), folded(clean)):
+        assert not re.search(rf"<\s*/?\s*({'|'.join(TAGS)})\b", reading, re.IGNORECASE)
+    assert all(new == old or (new, old) in ESCAPES for new, old in zip(clean, text, strict=True))
     assert not isinstance(parse(clean), Search | Answer)
     assert neutralise(clean) == clean
 

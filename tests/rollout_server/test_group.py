@@ -67,7 +67,7 @@ async def test_a_group_holds_every_attempt_with_its_reward_and_where_it_came_fro
     assert [t.reward for t in group.trajectories] == [1.0, 0.0, 1.0, 0.0]
     assert [t.searches for t in group.trajectories] == [0, 0, 1, 1]
     assert (group.run, group.seq, group.attempt, group.question) == ("r", 9, 2, QUESTION)
-    assert (group.template, group.escape_version, group.producer) == ("demo", 1, "me")
+    assert (group.template, group.escape_version, group.producer) == ("demo", 2, "me")
     assert group.sampling.temperature == 0.7 and all(r.sampling == group.sampling for r in engine.requests)
     assert len({r.session for r in engine.requests}) == 4 and len({r.group for r in engine.requests}) == 1
     assert sum(isinstance(event, Trajectory) for event in told) == 4
