@@ -19,6 +19,7 @@ from deploy.gpus import without_cuda
 from learner.architecture import refuse_kind, refuse_packing
 from learner.config import DistributedPublishSettings, require_groups
 from protocol.errors import UserError
+from protocol.settings import RunSettings
 from rollout_server.cpu_engine.model_config import read_model_config
 from rollout_server.node.config import CpuEngine, SglangEngine
 
@@ -60,6 +61,7 @@ def learner(config: RunConfig) -> Iterator[Finding]:
         require_groups(config.run, config.learner)
     except UserError as error:
         yield Finding.of("run.group_size", error)
+    yield from _sampling(config.run)
     facts = read_facts(config.run.model)
     if facts:
         yield _trainable(config, facts)
@@ -73,6 +75,18 @@ def learner(config: RunConfig) -> Iterator[Finding]:
             yield Finding("learner.trackers", "fail", f"{tracker.type} cannot be used", mend, why)
         else:
             yield Finding("learner.trackers", "ok", tracker.type)
+
+
+def _sampling(run: RunSettings) -> Iterator[Finding]:
+    if run.top_p == 1 and run.top_k < 0:
+        return
+    given = [
+        f"run.{name} = {value}" for name, value in (("top_p", run.top_p), ("top_k", run.top_k)) if value not in (1, -1)
+    ]
+    detail = f"{' and '.join(given)}: rollouts draw from a part of the distribution that the loss takes whole"
+    why = "ratios stay right (both sides score the whole), but the gradient is biased and the policy narrows"
+    todo = 'run.top_p=1 run.top_k=-1, unless a recipe asks for it (docs/algorithms.md, "What the sampler leaves out")'
+    yield Finding("sampling", "warn", detail, todo, why)
 
 
 def read_facts(model: Path) -> dict[str, Any]:

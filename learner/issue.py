@@ -42,7 +42,7 @@ class Issuer:
                 attempt=attempt,
                 question=self._sampler.question(seq),
                 group_size=self._run.group_size,
-                sampling=Sampling(temperature=self._run.temperature),
+                sampling=Sampling(temperature=self._run.temperature, top_p=self._run.top_p, top_k=self._run.top_k),
             )
         )
 

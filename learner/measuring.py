@@ -17,7 +17,7 @@ from protocol.messages import MetricsSnapshot
 from protocol.meta import RunMeta, tokenizer_digest
 from protocol.settings import RunSettings
 
-SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "seed")
+SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "top_p", "top_k", "seed")
 """Settings of the run that every process must have alike."""
 
 

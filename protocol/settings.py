@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from protocol.errors import UserError
 from protocol.settings_words import PATTERNS, explain, repaired, suggest
@@ -64,6 +64,20 @@ class RunSettings(Settings):
     """Optimiser steps of the whole run."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training rollouts; the learner divides its logits by the same number."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Training rollouts draw from the likeliest tokens that make up this probability (nucleus sampling); 1: from all.
+    Log-probs are of the whole distribution on both sides (docs/algorithms.md, "What the sampler leaves out")."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Training rollouts draw from this many of the likeliest tokens, at least 2; -1: from all. As for top_p."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _samples(cls, top_k: int) -> int:
+        if top_k in (0, 1):
+            raise ValueError(
+                "top_k 1 draws nothing: every trajectory of a group would be the same. Say 2 or more, or -1"
+            )
+        return top_k
 
     def with_redis(self, environ: Mapping[str, str]) -> RunSettings:
         """These settings with a Redis URL, from `environ` where the setting is empty; raises UserError without one."""

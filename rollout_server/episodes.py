@@ -58,6 +58,10 @@ class EpisodesRequest(BaseModel):
     """Episodes of each question."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that make up this probability; 1: from all."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Draw from this many of the likeliest tokens; -1 (or 0): from all."""
     search: bool = True
     """False: every search finds nothing, and no tool brings a document."""
     pin: bool = False
@@ -116,7 +120,7 @@ class Episodes:
                 question,
                 self._generate,
                 self._search if request.search else NoSearch(),
-                Sampling(temperature=request.temperature),
+                Sampling(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or -1),
                 group=f"{id(request)}-{question.id}",
                 pinned=request.pin,
             )

@@ -23,6 +23,8 @@ from rollout_server.node.config import CpuEngine, SglangEngine
 from rollout_server.node.facts import NO_OVERLAP
 
 KEYS_FILE = "keys.yaml"
+BEFORE_TEMPERATURE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Variable that makes SGLang report log-probs of softmax(logits), whatever the temperature."""
 ALWAYS = ("--incremental-streaming-output", "--enable-metrics")
 SOURCE = Path(__file__).resolve().parents[2]
 """The directory that holds Foray's packages: in a checkout, its root."""
@@ -93,9 +95,9 @@ def environment(kind: CpuEngine | SglangEngine, keys: Keys = Keys()) -> Mapping[
     """The child's environment: ours without Foray's secrets and addresses, with the embedded engine's keys and threads.
 
     An engine runs a lot of foreign code, and needs neither Redis nor our tokens. Other secrets (of a model hub, say)
-    are its own business.
+    are its own business. SGLang is kept from reporting log-probs before temperature: the learner divides by it.
     """
-    out = {name: value for name, value in os.environ.items() if not _ours(name)}
+    out = {name: value for name, value in os.environ.items() if not _ours(name) and name != BEFORE_TEMPERATURE}
     if isinstance(kind, CpuEngine):
         out |= {"OMP_NUM_THREADS": str(kind.threads), "MKL_NUM_THREADS": str(kind.threads)}
         out |= {n: value for n, value in ((API_KEY_VARIABLE, keys.api), (ADMIN_KEY_VARIABLE, keys.admin)) if value}

@@ -44,6 +44,13 @@ def test_memory_is_the_bound_of_the_design_and_is_compared_with_the_limit(run_fi
     assert findings(run_files, "launch.redis_maxmemory_mb=16")["redis memory"].verdict == "warn"
 
 
+def test_sampling_from_a_part_of_the_distribution_is_pointed_out(run_files: Path) -> None:
+    assert "sampling" not in findings(run_files)
+    for given in ("run.top_p=0.95", "run.top_k=50"):
+        found = findings(run_files, given)["sampling"]
+        assert found.verdict == "warn" and given.replace("=", " = ") in found.detail
+
+
 def test_a_redis_that_would_evict_is_refused(run_files: Path, client: redis.Redis, redis_url: str) -> None:
     assert findings(run_files, f"run.redis_url={redis_url}")["redis policy"].verdict == "ok"
     client.config_set("maxmemory-policy", "allkeys-lru")

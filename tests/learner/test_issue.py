@@ -16,7 +16,7 @@ from protocol.codec import decode_as
 from protocol.errors import Fenced, StateLost
 from protocol.keys import Keys
 from protocol.ledger import Outcome
-from protocol.messages import Task
+from protocol.messages import Sampling, Task
 from protocol.settings import RunSettings
 from protocol.testing import make_question
 
@@ -31,7 +31,7 @@ def sampler() -> Sampler:
 def issuer(store: RunStore, run: RunSettings, sampler: Sampler) -> Issuer:
     epochs = run.checkpoint_dir / "epochs"
     epochs.mkdir(parents=True)
-    warm = run.model_copy(update={"temperature": 0.7})
+    warm = run.model_copy(update={"temperature": 0.7, "top_p": 0.95, "top_k": 50})
     made = Issuer(store, Books(), sampler, warm, Reserved(epochs), History(store))
     made.open.set()
     return made
@@ -46,7 +46,8 @@ def test_tasks_carry_the_question_and_how_to_sample(issuer: Issuer, db: redis.Re
     made = tasks(db)
     assert [t.seq for t in made] == list(range(1, 13))
     assert all(t.question == sampler.question(t.seq) for t in made)
-    assert {(t.group_size, t.attempt, t.sampling.temperature) for t in made} == {(4, 1, 0.7)}
+    assert {(t.group_size, t.attempt) for t in made} == {(4, 1)}
+    assert all(t.sampling == Sampling(temperature=0.7, top_p=0.95, top_k=50) for t in made)
 
 
 @pytest.mark.fault(48)

@@ -158,3 +158,11 @@ def test_common_mistakes_are_told_in_words_of_yaml(override: str, expected: str)
     with pytest.raises(UserError) as caught:
         section(tree, override.split(".")[0], RunSettings if override.startswith("run") else Wide)
     assert expected in caught.value.render()
+
+
+@pytest.mark.parametrize(("given", "expected"), [("top_k=1", "same"), ("top_k=0", "same"), ("top_p=0", "top_p")])
+def test_sampling_that_draws_nothing_is_refused(given: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        section(read_tree(None, [f"run.{given}"]), "run", RunSettings)
+    kept = section(read_tree(None, ["run.top_k=2", "run.top_p=0.95"]), "run", RunSettings)
+    assert (kept.top_k, kept.top_p) == (2, 0.95)

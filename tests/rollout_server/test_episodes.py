@@ -59,10 +59,13 @@ async def serving(world, tmp_path: Path, *, latency_s: float = 0.0) -> AsyncIter
 
 async def test_episodes_come_back_scored_in_the_order_of_the_questions(world, tmp_path: Path) -> None:
     async with serving(world, tmp_path) as (post, engine):
-        async with post({"questions": QUESTIONS, "n": 2, "pin": True, "temperature": 0}) as response:
+        async with post(
+            {"questions": QUESTIONS, "n": 2, "pin": True, "temperature": 0, "top_p": 0.9, "top_k": 7}
+        ) as response:
             assert response.status == 200
             body = await response.json()
-        assert {r["sampling_params"]["temperature"] for r in engine.requests} == {0.0}
+        sent = [r["sampling_params"] for r in engine.requests]
+        assert {(s["temperature"], s["top_p"], s["top_k"]) for s in sent} == {(0.0, 0.9, 7)}
     assert body["em"] == 0.5 and (body["count"], body["failed"]) == (4, 0)
     assert [(e["question_id"], e["index"]) for e in body["episodes"]] == [("q1", 0), ("q1", 1), ("q2", 0), ("q2", 1)]
     first = body["episodes"][0]
@@ -158,6 +161,8 @@ async def test_unpinned_episodes_wait_for_an_engine_at_the_target(world, until: 
         ({"questions": QUESTIONS, "n": 0}, "n"),
         ({"questions": [{"id": "q"}]}, "questions.0.question"),
         ({"questions": QUESTIONS, "temperature": -1}, "temperature"),
+        ({"questions": QUESTIONS, "top_p": 0}, "top_p"),
+        ({"questions": QUESTIONS, "top_k": -2}, "top_k"),
     ],
 )
 async def test_a_wrong_body_is_refused_with_the_field_that_is_wrong(

@@ -101,7 +101,9 @@ def test_an_engine_is_not_given_our_tokens_or_the_way_to_redis(monkeypatch: pyte
     for name in ("FORAY_NODE_TOKEN", "FORAY_OPERATOR_TOKEN_FILE", "FORAY_REDIS_URL", "FORAY_ENGINE_ADMIN_KEY"):
         monkeypatch.setenv(name, "canary")
     monkeypatch.setenv("HF_TOKEN", "the engine's own business")
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     env = environment(SglangEngine())
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" not in env, "the learner divides by the temperature"
     assert "canary" not in env.values() and env["HF_TOKEN"] and env["PATH"]
 
 

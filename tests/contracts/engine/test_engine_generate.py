@@ -47,9 +47,22 @@ async def test_logprobs_equal_transformers_for_uneven_prompts_at_once(client: Cl
         close(reported(answer), client.server.logprobs(client.server.first, ids, len(prompt), temperature))
 
 
-async def test_logprobs_are_not_renormalised_for_top_p_and_top_k(client: Client) -> None:
-    answer = await client.generate(max_new_tokens=20, ignore_eos=True, top_p=0.7, top_k=5)
-    close(reported(answer), client.server.logprobs(client.server.first, PROMPT + answer["output_ids"], len(PROMPT)))
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.95},
+        {"top_k": 5},
+        {"top_p": 0.7, "top_k": 5},
+        {"top_p": 0.5, "temperature": 1.6},
+        {"top_k": 2, "temperature": 0.6},
+    ],
+    ids=str,
+)
+async def test_logprobs_do_not_depend_on_top_p_and_top_k(client: Client, sampling: dict[str, float]) -> None:
+    """They are of the whole distribution after temperature, as the learner's: at lag 0 the ratio is 1."""
+    answer = await client.generate(max_new_tokens=20, ignore_eos=True, **sampling)
+    ids, temperature = PROMPT + answer["output_ids"], sampling.get("temperature", 1.0)
+    close(reported(answer), client.server.logprobs(client.server.first, ids, len(PROMPT), temperature))
 
 
 async def test_temperature_zero_takes_the_likeliest_token_at_temperature_one(client: Client) -> None:
