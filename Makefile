@@ -69,9 +69,9 @@ $(PEERS_STAMP): deploy/constraints/peers.txt
 	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps -r deploy/constraints/peers.txt
 	@touch $@
 
-# Published clients and servers of others against ours; prints what each did. Models of those without a wheel are in
-# tests/contracts/test_client_models.py, which the fast tier runs too.
-PEERS := tests/peers
+# Published clients and servers of others against ours, and models of clients without a wheel, in
+# tests/contracts/test_client_models.py, which the fast tier runs too. Prints each client and what it did.
+PEERS := tests/peers tests/contracts/test_client_models.py
 test-peers: setup $(PEERS_STAMP)
 	FORAY_PEERS_PYTHON="$(CURDIR)/$(PEERS_VENV)/bin/python" $(BIN)/python -m pytest $(PEERS) $(ARGS)
 

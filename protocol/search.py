@@ -4,17 +4,44 @@
     -> {"result": [[{"document": {"id": "..", "contents": "\"Title\"\ntext"}, "score": 0.87}, ...], ...]}
 
 With `return_scores` false each inner list holds the bare documents: [{"id": .., "contents": ..}, ...].
+SkyRL sends one `query` in place of `queries`; rLLM sends `query` and `top_k`, and reads `results`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 MAX_QUERY_CHARS = 4096
-MAX_QUERIES = 4096
+"""Longer queries are cut to this."""
 MAX_TOPK = 1000
+
+
+def _searchable(query: object, info: ValidationInfo) -> object:
+    """A query as it can be searched: no lone surrogates (UTF-8 cannot spell them), no NUL, at most MAX_QUERY_CHARS.
+
+    Policies write such queries; refusing one would fail the whole batch of a client that sends many. The validation's
+    context, where it is a Counter, counts them by cause: surrogate, nul, long.
+    """
+    if not isinstance(query, str):
+        return query
+    odd = info.context if isinstance(info.context, Counter) else Counter[str]()
+    if "\x00" in query:
+        query = query.replace("\x00", " ")
+        odd["nul"] += 1
+    if len(query) > MAX_QUERY_CHARS:
+        query = query[:MAX_QUERY_CHARS]
+        odd["long"] += 1
+    clean = query.encode("utf-8", "replace").decode()
+    if clean != query:
+        odd["surrogate"] += 1
+    return clean
+
+
+Query = Annotated[str, BeforeValidator(_searchable)]
+"""Text to search for: any text is one."""
 
 
 class _Body(BaseModel):
@@ -22,20 +49,41 @@ class _Body(BaseModel):
 
 
 class SearchRequest(_Body):
-    """Body of `POST /retrieve`. `topk` None means the server's default."""
+    """Body of `POST /retrieve`. `topk` None or 0 means the server's default."""
 
-    queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES)
-    topk: int | None = Field(default=None, ge=1, le=MAX_TOPK)
+    queries: list[Query]
+    topk: int | None = Field(default=None, ge=0)
     return_scores: bool = False
     partial: bool = False
     """Answer the other queries when one fails (`SearchResponse.errors`). Without it one failure fails the request: a
     client that does not look at `errors` must not take a failure for an empty result."""
     run: str = Field(default="", max_length=128)
     """Whose memory of earlier searches is used, where the server keeps one."""
+    results: bool = False
+    """Also answer with `results`: the first query's hits as rLLM reads them. Implied by `top_k`, which rLLM sends."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, body: Any) -> Any:
+        """`query` (one text or several) for `queries`, `top_k` for `topk`."""
+        if not isinstance(body, dict):
+            return body
+        body = dict(body)
+        if "queries" not in body and "query" in body:
+            query = body["query"]
+            body["queries"] = query if isinstance(query, list) else [query]
+        if "topk" not in body and "top_k" in body:
+            body |= {"topk": body["top_k"], "results": True}
+        return body
 
 
 class Passage(_Body):
-    """One document: `contents` is `"Title"` (in double quotes), a newline, then the text."""
+    """One document: `contents` is `"Title"` (in double quotes), a newline, then the text.
+
+    Further fields of the corpus (`url`, `source`, ..) are in `model_extra`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     id: str = ""
     contents: str

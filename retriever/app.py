@@ -10,7 +10,7 @@ from aiohttp import web
 
 from protocol.access import Access
 from protocol.http_rules import SERVER_OPTIONS
-from protocol.search import MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK
+from protocol.search import MAX_QUERY_CHARS
 from retriever import app_flashrag, app_openai, app_search_r1
 from retriever.app_access import guard
 from retriever.app_base import NOT_OPEN, SERVICE, Refusal, Service, refusal_of
@@ -130,8 +130,7 @@ async def _info(request: web.Request) -> web.Response:
     service = {
         "backend": "index" if settings.online is None else "online",
         "topk": settings.topk,
-        "max_topk": MAX_TOPK,
-        "max_queries": MAX_QUERIES,
+        "max_topk": settings.max_topk,
         "max_hits": settings.max_hits,
         "max_query_chars": MAX_QUERY_CHARS,
     }

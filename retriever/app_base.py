@@ -6,8 +6,10 @@ Every error is JSON with at least {"error": "what happened"}; dialects may add t
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -54,25 +56,29 @@ class Embedding:
 
 
 class Service:
-    """What the handlers share. `backend` and what asks it are None until it is open, `draining` ends readiness."""
+    """What the handlers share. `backend` and what asks it are None until it is open, `draining` ends readiness.
+    `num_passages` is None while it is not known, and for an online engine."""
 
     def __init__(self, settings: RetrieverSettings) -> None:
         self.settings, self.metrics = settings, Metrics()
         self.backend: Backend | None = None
         self.searches: Searches | None = None
         self.embedding: Embedding | None = None
+        self.num_passages: int | None = None
         self.draining = False
         self._body_bytes = 0
 
     @asynccontextmanager
     async def holding(self, num_bytes: int) -> AsyncIterator[None]:
-        """Memory for a body while the block runs. Raises Refusal 429 where large bodies of others fill it."""
+        """Memory for a body while the block runs. Raises Refusal 429 (503 with `overload: wait`) where large bodies
+        of others fill it."""
         if num_bytes <= _SMALL:
             yield
             return
         if self._body_bytes and self._body_bytes + num_bytes > _BODIES * self.settings.max_body_mb * 2**20:
             self.metrics.rejected.inc()
-            raise Refusal(429, "too many large requests at once", retry_s=1)
+            status = 503 if self.settings.overload == "wait" else 429
+            raise Refusal(status, "too many large requests at once", retry_s=1)
         self._body_bytes += num_bytes
         try:
             yield
@@ -102,7 +108,7 @@ class Refusal(Exception):
 
 async def read_body(kind: type[Body], request: web.Request) -> Body:
     """The request's body, checked. Raises Refusal 400 with the first fault in words: a body with thousands of bad
-    queries needs no longer answer."""
+    queries needs no longer answer. Odd queries are made searchable and counted (`protocol.search.Query`)."""
     service = request.app[SERVICE]
     size, most = request.content_length, int(service.settings.max_body_mb * 2**20)
     if size is not None and size > most:  # before it takes the room of others
@@ -112,7 +118,14 @@ async def read_body(kind: type[Body], request: web.Request) -> Body:
         async with service.holding(most if size is None else size):
             async with asyncio.timeout(BODY_S):
                 raw = await request.read()
-            return kind.model_validate_json(raw)
+            odd = Counter[str]()
+            # not pydantic's own parser: it refuses a body for one lone surrogate in it
+            content = json.loads(raw)
+            if not isinstance(content, dict):
+                raise Refusal(400, "the body is not a JSON object")
+            body = kind.model_validate(content, context=odd)
+            service.metrics.odd(odd)
+            return body
     except TimeoutError:
         raise Refusal(408, f"the body did not come within {BODY_S:g} s") from None
     except web.RequestPayloadError:
@@ -121,20 +134,32 @@ async def read_body(kind: type[Body], request: web.Request) -> Body:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise Refusal(400, f"{where}: {first['msg']}" if where else first["msg"]) from None
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"Invalid JSON: {error}") from None
+
+
+def _hits(service: Service, asked: int) -> int:
+    """`asked`, or the whole corpus where that has no more. Raises Refusal 400 beyond `max_topk`."""
+    most, passages = service.settings.max_topk, service.num_passages
+    if asked <= most:
+        return asked
+    if passages is not None and passages <= most:
+        return max(1, passages)
+    raise Refusal(400, f"{asked} hits a query are more than retriever.max_topk = {most}")
 
 
 async def outcomes_of(service: Service, queries: Sequence[str], k: int, run: str = "") -> list[Answer | Fault]:
-    """One outcome a query. Raises Refusal 429 and 503."""
+    """One outcome a query. Raises Refusal 400, 429 and 503."""
     if service.searches is None or service.draining:
         raise Refusal(503, NOT_OPEN, retry_s=1)
+    k = _hits(service, k)
     if len(queries) * k > service.settings.max_hits:
         raise Refusal(400, f"{len(queries)} queries times {k} hits are more than {service.settings.max_hits}")
     start = time.perf_counter()
     try:
         return await service.searches.search(queries, k, run)
     except Overloaded as error:
-        service.metrics.rejected.inc()
-        raise Refusal(429, str(error), retry_s=error.wait_s) from None
+        raise overloaded(service, error) from None
     except Stopped as error:
         raise Refusal(503, str(error), retry_s=1) from None
     finally:
@@ -149,6 +174,12 @@ async def answers_of(service: Service, queries: Sequence[str], k: int, run: str 
     if len(answers) < len(outcomes):
         raise refusal_of(next(outcome for outcome in outcomes if isinstance(outcome, Fault)))
     return answers
+
+
+def overloaded(service: Service, error: Overloaded) -> Refusal:
+    """The answer where the queue stayed full, counted."""
+    service.metrics.rejected.inc()
+    return Refusal(error.status, str(error), retry_s=error.wait_s)
 
 
 def refusal_of(fault: Fault) -> Refusal:

@@ -13,35 +13,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.search import MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK
+from protocol.search import Query
 from retriever.app_base import SERVICE, Refusal, answers_of, read_body
 from retriever.cache import Answer
-
-_Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    top_n: int = Field(default=10, ge=1, le=MAX_TOPK)
+    top_n: int = Field(default=10, ge=1)
     return_score: bool = False
 
 
 class OneQuery(_Request):
     """Body of `POST /search`."""
 
-    query: _Query
+    query: Query
 
 
 class ManyQueries(_Request):
     """Body of `POST /batch_search`."""
 
-    query: list[_Query] = Field(max_length=MAX_QUERIES)
+    query: list[Query]
 
 
 async def search(request: web.Request) -> web.Response:

@@ -20,14 +20,13 @@ import numpy.typing as npt
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from protocol.search import MAX_QUERIES
-from retriever.app_base import NOT_OPEN, SERVICE, Embedding, Refusal, Service, Text, read_body, refusal_of
+from retriever.app_base import NOT_OPEN, SERVICE, Embedding, Refusal, Service, Text, overloaded, read_body, refusal_of
 from retriever.backend import Fault, Kind
 from retriever.batcher import Stopped
 from retriever.room import Overloaded
 
-MAX_CHARS = 32768
-"""Longest text; an encoder cuts by tokens long before."""
+MAX_CHARS, MAX_TEXTS = 32768, 4096
+"""Longest text (an encoder cuts by tokens long before), and most texts of a request."""
 
 _Text = Annotated[str, Field(max_length=MAX_CHARS, min_length=1)]
 _OFF_LOOP = 16
@@ -44,7 +43,7 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    input: Annotated[list[_Text], BeforeValidator(_as_list), Field(min_length=1, max_length=MAX_QUERIES)]
+    input: Annotated[list[_Text], BeforeValidator(_as_list), Field(min_length=1, max_length=MAX_TEXTS)]
     model: str = Field(default="", max_length=512)
     encoding_format: Literal["float", "base64"] = "float"
     input_type: Kind = "passage"
@@ -60,8 +59,7 @@ async def embeddings(request: web.Request) -> web.Response:
     try:
         found = await embedding.texts.ask(keys)
     except Overloaded as error:
-        service.metrics.rejected.inc()
-        raise Refusal(429, str(error), retry_s=error.wait_s) from None
+        raise overloaded(service, error) from None
     except Stopped as error:
         raise Refusal(503, str(error), retry_s=1) from None
     vectors = []

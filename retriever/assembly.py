@@ -22,8 +22,9 @@ Vector = npt.NDArray[np.float32]
 def attach(service: Service, opened: Opened) -> dict[str, Coroutine[Any, Any, None]]:
     """Make the service ready. Returns the loops that must run from now on, by name."""
     settings, metrics = service.settings, service.metrics
-    room = Room(settings.queue_limit, metrics, lanes=opened.lanes)
-    service.backend = opened.backend
+    patience_s = settings.overload_wait_s if settings.overload == "wait" else 0.0
+    room = Room(settings.queue_limit, metrics, lanes=opened.lanes, patience_s=patience_s)
+    service.backend, service.num_passages = opened.backend, opened.num_passages
     searches = service.searches = Searches(
         opened.backend,
         by_run=opened.by_run,

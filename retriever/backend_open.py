@@ -19,6 +19,7 @@ class Opened:
     lanes      calls of `search` at once
     max_batch  most queries in one of them
     by_run     whether an answer depends on the run that asks
+    num_passages  how many there are; None: nobody knows (an online engine)
     """
 
     backend: Backend
@@ -26,6 +27,7 @@ class Opened:
     lanes: int
     max_batch: int
     by_run: bool
+    num_passages: int | None = None
 
 
 async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> Opened:
@@ -48,6 +50,7 @@ async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> Opened:
         # twice as many as may be asked at once: some of them wait for pages, or for their turn
         return Opened(online, None, lanes=2 * settings.online.concurrency, max_batch=1, by_run=False)
     index = await open_index(settings)
-    metrics.passages.set(index.searcher.num_passages)
+    passages = index.searcher.num_passages
+    metrics.passages.set(passages)
     embedder = index if index.searcher.embeds else None
-    return Opened(index, embedder, lanes=1, max_batch=settings.max_batch, by_run=False)
+    return Opened(index, embedder, lanes=1, max_batch=settings.max_batch, by_run=False, num_passages=passages)

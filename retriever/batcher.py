@@ -106,16 +106,17 @@ class Batcher(Generic[Key, Value]):
         """
         if self._stopped:
             raise Stopped(_STOPPED.detail)
-        tickets: list[_Ticket[Key, Value]] = []
-        fresh: list[Key] = []
-        for key in dict.fromkeys(keys):
-            ticket = self._waiting.get(key) or self._flying.get(key)
-            if ticket is None:
-                fresh.append(key)
-            else:
-                tickets.append(ticket)
+        distinct = list(dict.fromkeys(keys))
+        tickets, fresh = self._known(distinct)
+        if fresh and not self._room.enter(len(fresh)):
+            await self._room.wait(len(distinct))
+            # the queue was another one then: some keys may have been asked for meanwhile, others answered
+            tickets, fresh = self._known(distinct)
+            if self._stopped:
+                self._room.leave(len(distinct))
+                raise Stopped(_STOPPED.detail)
+            self._room.leave(len(distinct) - len(fresh))
         if fresh:
-            self._room.enter(len(fresh))
             now = time.monotonic()
             for key in fresh:
                 ticket = self._waiting[key] = _Ticket(key, now)
@@ -131,6 +132,11 @@ class Batcher(Generic[Key, Value]):
         if any(outcome is _STOPPED for outcome in outcomes.values()):
             raise Stopped(_STOPPED.detail)
         return outcomes
+
+    def _known(self, keys: Sequence[Key]) -> tuple[list[_Ticket[Key, Value]], list[Key]]:
+        """(tickets of the keys that are on their way, the other keys)."""
+        found = [(key, self._waiting.get(key) or self._flying.get(key)) for key in keys]
+        return [ticket for _, ticket in found if ticket], [key for key, ticket in found if not ticket]
 
     async def _wait_for(self, tickets: Sequence[_Ticket[Key, Value]]) -> None:
         wish = _Wish(len(tickets))

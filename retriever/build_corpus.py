@@ -198,14 +198,15 @@ def _split(words: int) -> Callable[[Document], Iterator[Document]]:
     def split(document: Document) -> Iterator[Document]:
         parts = document.text.split()
         for k, start in enumerate(range(0, max(len(parts), 1), words)):
-            yield Document(f"{document.id}#{k}", document.title, " ".join(parts[start : start + words]))
+            text = " ".join(parts[start : start + words])
+            yield document._replace(id=f"{document.id}#{k}", text=text)
 
     return split
 
 
 def as_line(document: Document) -> bytes:
     """A passage as a line of the corpus. Lone surrogates become `?`."""
-    record = {"id": document.id, "contents": document.contents}
+    record = {"id": document.id, "contents": document.contents, **document.fields}
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 

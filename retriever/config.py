@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -30,12 +31,17 @@ class RetrieverSettings(Settings):
     """Which index, and how it was (or will be) built. May be left out where `index_dir` names a built one."""
     rerank: RerankSettings | None = None
     """A model that reads the index's best hits again, together with the query, and orders them anew. null: none."""
+    fields: tuple[str, ...] | None = None
+    """What documents carry beside `id` and `contents` (`url`, `source`, ..). null: all that the corpus has."""
     online: OnlineSettings | None = None
     """An online search engine that is asked in place of an index: then no corpus and no index are opened."""
     memory: SearchMemorySettings | None = None
     """What is remembered of the searches of a run, for requests that name one. null: nothing."""
-    topk: int = Field(default=3, ge=1, le=MAX_TOPK)
-    """Hits a query when the request names no `topk`."""
+    topk: int = Field(default=3, ge=1)
+    """Hits a query when the request names no `topk`, or 0."""
+    max_topk: int = Field(default=MAX_TOPK, ge=1)
+    """Most hits a query. Above it requests are answered 400 where the corpus has more passages than this, and with the
+    whole corpus else."""
     window_ms: float = Field(default=5.0, ge=0, le=1000)
     """Longest wait for more queries before a batch is searched."""
     max_batch: int = Field(default=512, ge=1)
@@ -43,7 +49,13 @@ class RetrieverSettings(Settings):
     embed_batch: int = Field(default=64, ge=1)
     """Most texts of `/v1/embeddings` in one call of the encoder: searches wait for no longer call than that."""
     queue_limit: int = Field(default=8192, ge=1)
-    """Queries and texts waiting or being searched beyond which requests are answered 429 with Retry-After."""
+    """Queries and texts waiting or being searched beyond which requests are answered as `overload` says."""
+    overload: Literal["refuse", "wait"] = "refuse"
+    """What happens to a request when the queue is full. `refuse`: 429 with Retry-After at once, which Foray's rollout
+    servers take as the sign to ask less. `wait`: it waits up to `overload_wait_s` for its turn, then 503: for clients
+    that do not try again after 429 (verl, SkyRL), or never (Search-R1)."""
+    overload_wait_s: float = Field(default=20.0, gt=0)
+    """Longest wait of `overload: wait` (s). Below the client's timeout: verl's and SkyRL's are 30 s."""
     cache_mb: float = Field(default=64.0, ge=0)
     """Memory for answers already given, in MiB of passage text. 0 switches the cache off."""
     threads: int = Field(default=0, ge=0)
@@ -54,7 +66,7 @@ class RetrieverSettings(Settings):
     """Compare the corpus's SHA-256 with the manifest at the start; switch off for tens of GB (the size is compared)."""
     max_body_mb: float = Field(default=16.0, gt=0)
     """Largest request body (MiB); beyond it 413. Four such bodies are held at once, of all requests together."""
-    max_hits: int = Field(default=200_000, ge=MAX_TOPK)
+    max_hits: int = Field(default=200_000, ge=1)
     """Most hits that one request may ask for, queries times `topk`; beyond it 400."""
 
     @property

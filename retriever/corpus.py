@@ -20,26 +20,28 @@ import numpy.typing as npt
 from protocol.errors import UserError
 from protocol.search import Passage
 from retriever.column import ColumnWriter
+from retriever.formats.base import MAX_FIELDS, cleaned, fields_of
 
 _OFFSETS, _HASHES, _ROWS = "offsets.npy", "id_hashes.npy", "id_rows.npy"
 SCAN_FILES = (_OFFSETS, _HASHES, _ROWS)
 """What `scan_corpus` writes."""
 _UNSORTED = "id_hashes.unsorted.npy"
+_OWN = frozenset({"id", "contents"})
 _BOM = b"\xef\xbb\xbf"
 _SORT_ROWS = 1 << 21
 """Ids that are sorted at once: 64 MiB of memory."""
 
 
 def parse_line(line: bytes) -> Passage:
-    """One line as a passage; fields beyond `id` and `contents` are ignored. Raises ValueError that says what is wrong.
-
-    Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
+    """One line as a passage with its further fields (`formats.base.fields_of`). Raises ValueError that says what is
+    wrong. Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
     """
-    passage_id, contents = _fields(line)
-    return Passage(id=passage_id, contents=contents)
+    passage_id, contents, record = _read(line)
+    return Passage(id=passage_id, contents=contents, **fields_of(record, _OWN))
 
 
-def _fields(line: bytes) -> tuple[str, str]:
+def _read(line: bytes) -> tuple[str, str, dict[str, Any]]:
+    """Id, contents, and the whole record."""
     try:
         record = json.loads(line.removeprefix(_BOM))
     except RecursionError:
@@ -52,11 +54,7 @@ def _fields(line: bytes) -> tuple[str, str]:
     passage_id, contents = record["id"], record["contents"]
     if not isinstance(contents, str) or not isinstance(passage_id, str | int):
         raise ValueError("`contents` must be a string, `id` a string or an integer")
-    return _clean(str(passage_id)), _clean(contents)
-
-
-def _clean(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
+    return cleaned(str(passage_id)), cleaned(contents), record
 
 
 def _id_hash(passage_id: str) -> int:
@@ -84,11 +82,13 @@ def open_corpus(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass over a corpus file found. `sha256` is in hexadecimal."""
+    """What one pass over a corpus file found. `sha256` is in hexadecimal; `fields` are the names of further fields, in
+    the order of their appearance, as far as their number is bounded."""
 
     passages: int
     bytes: int
     sha256: str
+    fields: tuple[str, ...] = ()
 
 
 def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None] | None = None) -> Scan:
@@ -98,6 +98,7 @@ def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None
     names the first bad line.
     """
     digest, end, passages = hashlib.sha256(), 0, 0
+    fields: dict[str, None] = {}
     unsorted = directory / _UNSORTED
     with (
         open_corpus(path).open("rb") as file,
@@ -110,13 +111,16 @@ def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None
             if not line.strip():
                 continue
             offsets.append(start)
-            hashes.append(_id_hash(_checked(line, number, path)[0]))
+            passage_id, _, record = _checked(line, number, path)
+            hashes.append(_id_hash(passage_id))
+            if len(record) > len(_OWN) and len(fields) < MAX_FIELDS:
+                fields |= dict.fromkeys(fields_of(record, _OWN))
             passages += 1
             if progress is not None:
                 progress(end, passages)
     _sort_ids(np.load(unsorted, mmap_mode="r"), directory)
     unsorted.unlink()
-    return Scan(passages, end, digest.hexdigest())
+    return Scan(passages, end, digest.hexdigest(), tuple(fields)[:MAX_FIELDS])
 
 
 def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
@@ -128,9 +132,9 @@ def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
                 yield _checked(line, number, path)[1]
 
 
-def _checked(line: bytes, number: int, path: Path) -> tuple[str, str]:
+def _checked(line: bytes, number: int, path: Path) -> tuple[str, str, dict[str, Any]]:
     try:
-        return _fields(line)
+        return _read(line)
     except ValueError as error:
         raise UserError(
             f"line {number} of {path} is not a passage",
@@ -183,7 +187,7 @@ class Corpus:
 
     def find(self, passage_id: str) -> Passage | None:
         """The first passage with this id, or None."""
-        wanted = np.uint64(_id_hash(_clean(passage_id)))
+        wanted = np.uint64(_id_hash(cleaned(passage_id)))
         place = int(np.searchsorted(self._hashes, wanted))
         while place < len(self._hashes) and self._hashes[place] == wanted:
             passage = self.passage(int(self._rows[place]))

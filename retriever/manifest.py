@@ -40,6 +40,8 @@ class Manifest(BaseModel):
     corpus_sha256: str
     source: dict[str, Any]
     """What the corpus was made from: {"spec", "format", "words"}."""
+    fields: tuple[str, ...] = ()
+    """What passages carry beside `id` and `contents`."""
     files: dict[str, int]
     """Name and size (bytes) of every other file in the directory."""
     checksums: dict[str, str]
@@ -76,6 +78,7 @@ def make_manifest(
         corpus=corpus,
         corpus_bytes=scan.bytes,
         source=source,
+        fields=scan.fields,
         files={name: (directory / name).stat().st_size for name in files},
         checksums={name: known.get(name) or file_sha256(directory / name) for name in files},
     )

@@ -47,7 +47,8 @@ class Metrics:
         self.shared = counter("deduplicated", "Queries that joined an equal one already waiting or being searched")
         self.searched = counter("searched", "Queries that the back-end answered")
         self.calls = counter("index_calls", "Calls of the back-end")
-        self.rejected = counter("rejected", "Requests refused with 429 because the queue was full")
+        self.rejected = counter("rejected", "Requests refused because the queue was full")
+        self.waited = counter("waited", "Requests that waited for room in the queue (overload: wait)")
         self.dropped = counter("dropped", "Queries dropped before the search because nobody waited for them any more")
         self.embedded = counter("embedded_texts", "Texts that /v1/embeddings turned into vectors")
         self.remembered = counter("memory_entries_added", "Searches that a run's memory took in")
@@ -67,6 +68,7 @@ class Metrics:
         self._requests = counter(
             "requests", "Requests by route and status; 499: the client went away", "route", "status"
         )
+        self._odd = counter("odd_queries", "Queries changed so that they can be searched, by cause", "cause")
         self._faults = counter("failed", "Queries without an answer, by cause", "cause")
         # finding a labelled series costs more than counting
         self._series: dict[tuple[str, int], Counter] = {}
@@ -81,6 +83,11 @@ class Metrics:
     def failed(self, cause: str) -> None:
         """Count one query without an answer."""
         self._faults.labels(cause).inc()
+
+    def odd(self, causes: Mapping[str, int]) -> None:
+        """Count queries that were cut or cleaned."""
+        for cause, count in causes.items():
+            self._odd.labels(cause).inc(count)
 
     def add_provider(self, name: str, totals: Callable[[], Mapping[str, float]]) -> None:
         """Show an online engine's own totals, which never fall, as `foray_retriever_provider_NAME_total`."""

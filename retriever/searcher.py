@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,16 @@ class Searcher:
     """Made by `open_searcher`."""
 
     def __init__(
-        self, index: Index, corpus: Corpus, manifest: Manifest, settings: IndexSettings, reranking: Reranking | None
+        self,
+        index: Index,
+        corpus: Corpus,
+        manifest: Manifest,
+        settings: IndexSettings,
+        reranking: Reranking | None,
+        fields: Collection[str] | None = None,
     ) -> None:
+        """`fields`: what documents carry beside id and contents, None: all that the corpus has."""
+        self._fields = fields
         self._index, self._corpus, self._manifest, self._reranking = index, corpus, manifest, reranking
         self._encoder = _encoder_of(settings)
         self._search_time = settings.search_time()
@@ -72,6 +80,7 @@ class Searcher:
             "encoder": None if self._encoder is None else self._encoder.identity(),
             "rerank": None if self._reranking is None else self._reranking.identity,
             "passages": self.num_passages,
+            "fields": [name for name in self._manifest.fields if self._fields is None or name in self._fields],
             "corpus_sha256": self._manifest.corpus_sha256,
             "index_bytes": self._manifest.index_bytes,
         }
@@ -93,10 +102,18 @@ class Searcher:
 
     def find(self, passage_id: str) -> Passage | None:
         """The passage with this id, or None. Any thread."""
-        return self._corpus.find(passage_id)
+        passage = self._corpus.find(passage_id)
+        return None if passage is None else self._chosen(passage)
 
     def _document(self, row: int) -> bytes:
-        return document_json(self._corpus.passage(row))
+        return document_json(self._chosen(self._corpus.passage(row)))
+
+    def _chosen(self, passage: Passage) -> Passage:
+        further = passage.model_extra
+        if self._fields is None or not further:
+            return passage
+        kept = {name: value for name, value in further.items() if name in self._fields}
+        return Passage(id=passage.id, contents=passage.contents, **kept)
 
 
 def _found(rows: list[int], scores: list[float]) -> Ranked:
@@ -115,7 +132,8 @@ def _encoder_of(settings: IndexSettings) -> EncoderSettings | None:
 
 def document_json(passage: Passage) -> bytes:
     """A passage as it is sent."""
-    return json.dumps({"id": passage.id, "contents": passage.contents}, ensure_ascii=False).encode()
+    further = passage.model_extra or {}
+    return json.dumps({"id": passage.id, "contents": passage.contents, **further}, ensure_ascii=False).encode()
 
 
 def open_searcher(settings: RetrieverSettings) -> Searcher:
@@ -139,7 +157,7 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
             todo="build the index again, with --overwrite",
         )
     reranking = None if settings.rerank is None else open_reranking(settings.rerank)
-    return Searcher(index, passages, manifest, chosen, reranking)
+    return Searcher(index, passages, manifest, chosen, reranking, settings.fields)
 
 
 def _build_if_small(settings: RetrieverSettings) -> None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Record = Mapping[str, Any]
+MAX_FIELDS, MAX_NAME_CHARS, MAX_FIELD_CHARS = 32, 64, 4096
+"""Bounds on what a passage carries beside its id and contents: fields, and characters of a name and of a text."""
+_NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Document(NamedTuple):
-    """id "" means: named after its content, and of equal ones only the first counts."""
+    """id "" means: named after its content, and of equal ones only the first counts.
+
+    fields  what the record says beside that (`url`, `source`, ..): see `fields_of`
+    """
 
     id: str
     title: str
     text: str
+    fields: Mapping[str, Any] = _NO_FIELDS
 
     @property
     def contents(self) -> str:
@@ -47,6 +55,35 @@ def text_of(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"`{name}` is a {type(value).__name__} and not text")
     return value
+
+
+def fields_of(record: Record, without: Collection[str]) -> dict[str, Any]:
+    """The record's text, numbers, truth values and nulls, as clients of other servers read them. Lists, objects (a
+    vector!) and texts beyond MAX_FIELD_CHARS are left out, and so is what cannot be sent as JSON."""
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        if name in without or len(name) > MAX_NAME_CHARS or len(found) == MAX_FIELDS:
+            continue
+        if _is_scalar(value):
+            found[cleaned(name)] = cleaned(value) if isinstance(value, str) else value
+    return found
+
+
+def _is_scalar(value: Any) -> bool:
+    match value:
+        case None | bool():
+            return True
+        case str():
+            return len(value) <= MAX_FIELD_CHARS
+        case int() | float():
+            return abs(value) < 2**63  # neither NaN nor infinite, which JSON has no word for
+        case _:
+            return False
+
+
+def cleaned(text: str) -> str:
+    """Text with `?` for lone surrogates, which JSON can spell and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def id_of(record: Record) -> str:

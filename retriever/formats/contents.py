@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retriever.formats.base import Document, Format, Record, id_of, text_of
+from retriever.formats.base import Document, Format, Record, fields_of, id_of, text_of
+
+_NAMED = frozenset({"id", "_id", "contents"})
 
 
 def split_contents(contents: str) -> tuple[str, str]:
@@ -17,7 +19,8 @@ def split_contents(contents: str) -> tuple[str, str]:
 
 
 def _documents(record: Record) -> Iterator[Document]:
-    yield Document(id_of(record), *split_contents(text_of(record["contents"], "contents")))
+    title, text = split_contents(text_of(record["contents"], "contents"))
+    yield Document(id_of(record), title, text, fields_of(record, _NAMED))
 
 
 CONTENTS = Format('{"id", "contents"}: Search-R1, FlashRAG', lambda record: "contents" in record, _documents)

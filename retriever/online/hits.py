@@ -23,7 +23,7 @@ class Hit(NamedTuple):
 
     def with_text(self, title: str, text: str) -> Passage:
         """The document under the same id with another text, and with its own title where there is no other."""
-        return _passage(self.passage.id, title or self.passage.title, text)
+        return _passage(self.passage.id, title or self.passage.title, text, self.url)
 
 
 class KnownHits:
@@ -61,14 +61,14 @@ def hits_of(found: Iterable[Found]) -> list[Hit]:
         by_url = url and not item.box
         seed = url if by_url else "\n".join((title, text, url))
         name = f"{'url' if by_url else 'box'}:{hashlib.sha256(seed.encode()).hexdigest()[:16]}"
-        hits.setdefault(name, Hit(_passage(name, title, text), url, item.box))
+        hits.setdefault(name, Hit(_passage(name, title, text, url), url, item.box))
     return list(hits.values())
 
 
-def _passage(name: str, title: str, text: str) -> Passage:
+def _passage(name: str, title: str, text: str, url: str) -> Passage:
     # the first line is the title, and its quotes are not part of it
     line = " ".join(title.replace('"', "'").split())
-    return Passage(id=name, contents=f'"{line}"\n{text}')
+    return Passage(id=name, contents=f'"{line}"\n{text}', **({"url": url} if url else {}))
 
 
 def _clean(text: str) -> str:

@@ -21,8 +21,6 @@ HERE = Path(__file__).parent
 CLIENT_S, START_S = 60.0, 60.0
 Client = Callable[..., Any]
 
-_rows: list[tuple[str, str, str]] = []
-
 
 @pytest.fixture(scope="session")
 def peer() -> Client:
@@ -88,21 +86,18 @@ def port_of(process: subprocess.Popen[bytes], port_file: Path, log: Path) -> int
     return int(port_file.read_text())
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """One row a test that names its client; a test that failed before it could, by its name."""
-    if report.when != "call" and report.outcome == "passed":
-        return
-    told = dict(report.user_properties)
-    name = str(told.get("client", report.nodeid.rpartition("::")[2]))
-    _rows.append((name, report.outcome, str(told.get("did", ""))))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Each client and what it did."""
-    if not _rows:
+    """Each client and what it did; a test that failed before it could name its client, by its own name."""
+    rows = []
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            told = dict(report.user_properties)
+            if "client" in told or outcome != "passed":
+                name = str(told.get("client", report.nodeid.rpartition("::")[2]))
+                rows.append((name, outcome, str(told.get("did", ""))))
+    if not rows:
         return
-    out = terminalreporter
-    out.section("clients and servers of others")
-    width = max(len(name) for name, _, _ in _rows)
-    for name, outcome, what in _rows:
-        out.write_line(f"{name:<{width}}  {outcome:<7}  {what}")
+    terminalreporter.section("clients and servers of others")
+    width = max(len(name) for name, _, _ in rows)
+    for name, outcome, what in rows:
+        terminalreporter.write_line(f"{name:<{width}}  {outcome:<7}  {what}")

@@ -23,3 +23,10 @@ def test_openai_embeds_and_lists_the_encoder(peer: Client, retriever: str, did: 
     did("openai 3.54.0 embeddings, models.list", f"{len(vectors)} vectors of {len(vectors[0])} by {models[0]}")
     assert len(models) == 1 and len(vectors) == 3 and vectors[0] == vectors[1] != vectors[2]
     assert all(math.isclose(math.hypot(*vector), 1.0, rel_tol=1e-5) for vector in vectors)
+
+
+def test_skyrl_reads_the_passages_of_its_one_query(peer: Client, retriever: str, did: Did) -> None:
+    texts = peer("skyrl_search", retriever, ["number3", "number4 \ud800", "x" * 5000], 2)
+    did("skyrl-gym 0.4.0 SearchToolGroup.search", f"{len(texts)} searches, one too long, one with a lone surrogate")
+    assert [text.count("Doc ") for text in texts] == [2, 2, 2]
+    assert texts[0].startswith('Doc 1: "Title ') and "number3" in texts[0] and "number4" in texts[1]

@@ -114,19 +114,16 @@ async def test_a_blank_query_gives_an_empty_list_beside_the_others(settings: Set
         (b"", "Invalid JSON"),
         (b"{", "Invalid JSON"),
         (b"\xff\xfe", "Invalid JSON"),
-        (b"[]", "Input should be an object"),
+        (b"[]", "not a JSON object"),
         (b"{}", "queries: Field required"),
-        (b'{"queries": "one"}', "queries: Input should be a valid array"),
+        (b'{"queries": "one"}', "queries: Input should be a valid list"),
         (b'{"queries": ["a", 3]}', "queries.1: Input should be a valid string"),
-        (b'{"queries": ["a"], "topk": 0}', "topk: Input should be greater than or equal to 1"),
-        (b'{"queries": ["a"], "topk": 1001}', "topk: Input should be less than or equal to 1000"),
+        (b'{"queries": ["a"], "topk": -1}', "topk: Input should be greater than or equal to 0"),
         (b'{"queries": ["a"], "return_scores": "perhaps"}', "return_scores: Input should be a valid boolean"),
-        (b'{"queries": ["' + b"x" * 4097 + b'"]}', "at most 4096 characters"),
-        (b'{"queries": ["\\ud800"]}', "Invalid JSON"),
         (b"[" * 100_000, "Invalid JSON"),
-        (json.dumps({"queries": ["a"] * 4097}).encode(), "at most 4096 items"),
+        (json.dumps({"queries": ["a"] * 66_667}).encode(), "more than 200000"),
     ],
-    ids=range(14),
+    ids=range(11),
 )
 async def test_a_bad_body_is_answered_400_with_the_reason(settings: Settings, raw: bytes, complaint: str) -> None:
     async with running(settings()) as port:
@@ -267,3 +264,17 @@ def test_rendered_bodies_are_the_json_that_they_should_be() -> None:
     }
     assert json.loads(render(answers, scores=False)) == {"result": [[{"id": "a"}, {"id": "b"}], []]}
     assert json.loads(render([], scores=True)) == {"result": []}
+
+
+async def test_with_overload_wait_a_full_queue_answers_503(bench: StartBench, until: Until) -> None:
+    fields = {"window_ms": 0, "queue_limit": 1, "max_batch": 1, "overload": "wait", "overload_wait_s": 0.05}
+    async with bench(**fields) as b, aiohttp.ClientSession(b.url) as session:
+        b.watched.gate.clear()
+        held = asyncio.create_task(session.post("/retrieve", json={"queries": ["number1"]}))
+        await until(lambda: b.count("queue") == 1, "the queue is full")
+        async with session.post("/retrieve", json={"queries": ["number5"]}) as response:
+            assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
+        b.watched.gate.set()
+        async with await held as response:
+            assert response.status == 200
+        assert b.count("rejected_total") == b.count("waited_total") == 1

@@ -13,7 +13,8 @@ import pytest
 from retriever.backend import Fault
 from retriever.batcher import Stopped
 from retriever.cache import Answer
-from retriever.room import Overloaded
+from retriever.metrics import Metrics
+from retriever.room import Overloaded, Room
 from retriever.searches import EMPTY, normalise
 
 Bench = Any
@@ -177,3 +178,51 @@ async def test_the_end_of_the_loop_fails_what_waits_and_what_comes_after(bench: 
 
 def test_normalising_joins_spellings_that_look_alike_and_keeps_case() -> None:
     assert normalise("  E\u0301mile \n wrote ") == normalise("\u00c9mile wrote") == "\u00c9mile wrote"
+
+
+async def test_with_patience_a_request_waits_for_its_turn(bench: StartBench, until: Until) -> None:
+    async with bench(window_ms=0, queue_limit=4, max_batch=4, overload="wait", overload_wait_s=60) as b:
+        b.watched.gate.clear()
+        held = asyncio.create_task(b.searches.search(["number1", "number2", "number3"], 1))
+        await until(lambda: b.count("queue") == 3, "three queries are queued")
+        large = asyncio.create_task(b.searches.search([f"number{i}" for i in range(10, 20)], 1))
+        await until(lambda: b.count("waited_total") == 1, "a request too large for the room waits")
+        small = asyncio.create_task(b.searches.search(["number4"], 1))
+        await until(lambda: b.count("waited_total") == 2, "a later one does not overtake it")
+        gone = asyncio.create_task(b.searches.search(["number5"], 1))
+        await until(lambda: b.count("waited_total") == 3, "a third waits")
+        gone.cancel()
+        joined = asyncio.create_task(b.searches.search(["number1"], 1))  # needs no room
+        b.watched.gate.set()
+        assert [ids(answer) for answer in await held] == [["d1"], ["d2"], ["d3"]]
+        assert ids((await joined)[0]) == ["d1"]
+        assert [ids(answer) for answer in await large] == [[f"d{i}"] for i in range(10, 20)]
+        assert ids((await small)[0]) == ["d4"]
+        assert b.count("queue") == 0
+        assert not any("number5" in queries for queries, _ in b.watched.calls)
+
+
+async def test_patience_ends_and_leaves_the_places_to_others(bench: StartBench, until: Until) -> None:
+    async with bench(window_ms=0, queue_limit=2, max_batch=2, overload="wait", overload_wait_s=0.05) as b:
+        b.watched.gate.clear()
+        held = asyncio.create_task(b.searches.search(["number1", "number2"], 1))
+        await until(lambda: b.count("queue") == 2, "the queue is full")
+        with pytest.raises(Overloaded, match=r"after 0\.05 s") as raised:
+            await b.searches.search(["number3"], 1)
+        assert raised.value.status == 503
+        b.watched.gate.set()
+        await held
+        assert b.count("queue") == 0
+        assert ids((await b.searches.search(["number3", "number4"], 1))[0]) == ["d3"]
+
+
+async def test_places_that_come_with_a_cancellation_are_given_back() -> None:
+    room = Room(1, Metrics(), patience_s=60)
+    assert room.enter(1)
+    waiting = asyncio.create_task(room.wait(1))
+    await asyncio.sleep(0)
+    room.leave(1)  # the place is the waiting request's now
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert room.enter(1)

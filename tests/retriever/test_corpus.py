@@ -16,7 +16,15 @@ from retriever import corpus as corpus_module
 from retriever.corpus import Corpus, file_sha256, read_texts, scan_corpus
 
 ROWS = [
-    {"id": "0", "contents": '"東京"\n東京 は日本の首都。', "source": "x"},
+    {
+        "id": "0",
+        "contents": '"東京"\n東京 は日本の首都。',
+        "source": "x",
+        "title": "東京",
+        "year": 1868,
+        "old": True,
+        "seen": None,
+    },
     {"id": 1, "contents": "naïve café 🦊 \u2028 line\nseparators\r\n inside"},
     {"contents": "", "id": "empty"},
     {"id": "é", "contents": "last"},
@@ -41,10 +49,21 @@ def test_every_line_is_found_by_row_and_by_id(tmp_path: Path, ascii_only: bool, 
     corpus = scanned(path, tmp_path)
     assert len(corpus) == 4
     for number, row in enumerate(ROWS):
-        expected = Passage(id=str(row["id"]), contents=str(row["contents"]))
+        expected = Passage.model_validate(row | {"id": str(row["id"])})
         assert corpus.passage(number) == expected
         assert corpus.find(str(row["id"])) == expected
     assert corpus.find("absent") is None
+
+
+def test_what_a_passage_carries_beside_its_contents_is_bounded(tmp_path: Path) -> None:
+    odd = {"vector": [0.5] * 768, "meta": {"a": 1}, "html": "x" * 4097, "n" * 65: 1, "big": 2**70, "nan": float("nan")}
+    row = {"id": "0", "contents": "c", "url": "https://a/\ud800", **odd, **{f"f{i}": i for i in range(40)}}
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps(row))
+    scan = scan_corpus(path, tmp_path)
+    kept = {"url": "https://a/?", **{f"f{i}": i for i in range(31)}}
+    assert Corpus(path, tmp_path).passage(0).model_extra == kept
+    assert scan.fields == tuple(kept)
 
 
 def test_a_row_outside_is_an_error_and_never_the_last_passage(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def test_only_plain_lines_of_contents_are_taken_where_they_lie(
     write(tmp_path / name, [{"id": i, "contents": text, "source": "x"} for i, text in enumerate(CONTENTS)])
     given = read_input(tmp_path / name)
     assert (given.format, given.in_place) == ("contents", in_place)
-    assert lines_of(given, tmp_path) == [{"id": str(i), "contents": text} for i, text in enumerate(CONTENTS)]
+    expected = [{"id": str(i), "contents": text, "source": "x"} for i, text in enumerate(CONTENTS)]
+    assert lines_of(given, tmp_path) == expected
 
 
 PARAGRAPHS = [["Ada", ["Ada wrote.", " She did."]], ["Bell", ["Bell rang."]]]
