@@ -47,7 +47,7 @@ def report(
         "rejected": (mask & ~corrected.kept).sum(),
         "weight_mean": torch.where(mask, corrected.weight, 0.0).sum(),
     }
-    maxima = {"ratio_max": surrogate.ratio.max(), "logprob_gap_max": gap.max()}
+    maxima = {"ratio_max": _largest(surrogate.ratio), "logprob_gap_max": _largest(gap)}
     right = mask & (inputs.outcome > 0)
     ratios = {
         "logprob_right": _mean(logprobs, right),
@@ -57,6 +57,11 @@ def report(
     for age in range(AGES):
         ratios[f"loss_lag_{age}"] = _mean(values.detach(), mask & (ages == age))
     return sums, maxima, ratios
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """0 without any token: both maxima are of numbers that are not negative."""
+    return values.max() if len(values) else values.new_zeros(())
 
 
 def _mean(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -196,6 +196,19 @@ def test_a_dummy_adds_nothing_and_names_the_same_metrics(settings):
     assert all(value.item() == 0 for value in out.sums.values())
 
 
+def test_a_micro_batch_without_a_token_adds_nothing(settings):
+    algorithm = settings.build()
+    judged, _ = algorithm.judge([scored_part(scored(), slice(0, 0)), scored()], alone)
+    assert judged[0].advantages.shape == (0,)
+    x = part(tokens(), slice(0, 0))
+    out = algorithm.loss(x)
+    out.loss.backward()
+    assert out.loss.item() == 0 and x.logprobs.grad.shape == (0,)
+    real = algorithm.loss(tokens())
+    assert (list(out.sums), list(out.maxima), list(out.ratios)) == (list(real.sums), list(real.maxima), list(real.ratios))
+    assert not any([*out.sums.values(), *out.maxima.values()])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_masked_tokens_leak_nothing(settings, bad):
     clean, x = tokens(), tokens()
