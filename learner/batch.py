@@ -18,7 +18,7 @@ from learner.advantages import Outcomes, Turns, turn_of_tokens
 from learner.aggregation import Aggregation, trajectory_weights
 from learner.config_batch import BatchSettings
 from learner.packing import cut_rows, deal, pack_rows
-from protocol.messages import Trajectory, TrajectoryGroup
+from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
 
@@ -32,6 +32,7 @@ class Plan(Protocol):
     aggregation: Aggregation
     aggregation_length: int
     minibatches: int
+    bootstraps: bool
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory."""
@@ -64,6 +65,8 @@ class MicroBatch:
     lags       [N] int64, steps between the version that sampled it and the one being trained
     trajectory [N] int64, its trajectory's number in the batch
     turn       [N] int64, number of its turn in the trajectory, from 0
+    end        [N] int64, row * L + t of its trajectory's last token where truncation ended that and the algorithm
+               bootstraps, -1 elsewhere
     """
 
     ids: IntArray
@@ -79,6 +82,7 @@ class MicroBatch:
     lags: IntArray
     trajectory: IntArray
     turn: IntArray
+    end: IntArray
 
 
 Part = tuple[MicroBatch, ...]
@@ -115,7 +119,10 @@ class Share:
 
 @dataclass
 class _Row:
-    """A trajectory that will be trained: inputs [L], and of its n trained tokens what `MicroBatch` says of each."""
+    """A trajectory that will be trained: inputs [L], and of its n trained tokens what `MicroBatch` says of each.
+
+    bootstraps  whether the last input is the trajectory's last token, for the value of the state after it
+    """
 
     ids: IntArray
     trained: IntArray
@@ -127,6 +134,7 @@ class _Row:
     turn: IntArray
     number: int
     group: int
+    bootstraps: bool
 
 
 @dataclass
@@ -160,7 +168,8 @@ def build_batch(
     rows: list[_Row] = []
     pairs = [(place, t) for place, g in enumerate(groups) for t in g.trajectories]
     for number, (group, trajectory) in enumerate(pairs):
-        row = _trained_part(trajectory, number, group, tally, now_step, lineage, max_lag)
+        bootstraps = algorithm.bootstraps and trajectory.status is Status.TRUNCATED
+        row = _trained_part(trajectory, number, group, tally, now_step, lineage, max_lag, bootstraps)
         if row is not None:
             rows.append(row)
     judged = outcomes
@@ -222,6 +231,7 @@ def _trained_part(
     now_step: int,
     lineage: Sequence[PolicyVersion],
     max_lag: int,
+    bootstraps: bool,
 ) -> _Row | None:
     tally.sampled += trajectory.num_sampled
     if not trajectory.status.votes:
@@ -245,9 +255,10 @@ def _trained_part(
     if not len(at):
         return None
     ids = trajectory.ids.astype(np.int64)
-    # Attention is causal: what follows the last trained token, and that token itself, need not be read.
+    # Attention is causal: what follows the last trained token, and that token itself, need not be read, unless the
+    # critic is asked what would have come after it.
     return _Row(
-        ids=ids[: at[-1]],
+        ids=ids if bootstraps else ids[: at[-1]],
         trained=at,
         targets=ids[at],
         behaviour=trajectory.logprobs[at],
@@ -257,6 +268,7 @@ def _trained_part(
         turn=turn_of_tokens(trajectory)[at],
         number=number,
         group=group,
+        bootstraps=bootstraps,
     )
 
 
@@ -282,6 +294,7 @@ def _assemble(
     shape = (len(rows), width)
     ids, positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
     index: list[IntArray] = []
+    ends: list[int] = []
     for y, row in enumerate(rows):
         x = 0
         for document, part in enumerate(row):
@@ -291,6 +304,7 @@ def _assemble(
             documents[y, x : x + n] = document
             index.append(y * width + x + part.trained - 1)
             x += n
+            ends.append(y * width + x - 1 if part.bootstraps else -1)
         positions[y, x:] = np.arange(width - x)
     parts = [part for row in rows for part in row]
     numbers = np.repeat([p.number for p in parts], [len(p.trained) for p in parts])
@@ -309,13 +323,14 @@ def _assemble(
         lags=np.concatenate([p.lags for p in parts]),
         trajectory=numbers,
         turn=turns,
+        end=np.repeat(np.array(ends, np.int64), [len(p.trained) for p in parts]),
     )
 
 
 def _dummy() -> MicroBatch:
     one, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
-    nothing = np.zeros(1, np.float32)
-    return MicroBatch(one, one, one, zero, zero, nothing, nothing, nothing, nothing, nothing, zero, zero, zero)
+    nothing, no_end = np.zeros(1, np.float32), zero - 1
+    return MicroBatch(one, one, one, zero, zero, nothing, nothing, nothing, nothing, nothing, zero, zero, zero, no_end)
 
 
 def _statistics(

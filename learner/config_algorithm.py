@@ -136,6 +136,9 @@ class PpoSettings(PolicySettings):
     """Discount from token to token."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
+    bootstrap_truncated: bool = True
+    """A trajectory that the token budget cut off (status truncated) also earns the critic's value of the state after
+    its last token, as in AReaL: what would have come is not 0. Answers and spent turns end a trajectory for good."""
     whiten: bool = True
 
     def build(self) -> Algorithm:

@@ -13,6 +13,7 @@ from learner.batch import MicroBatch, Share
 
 if TYPE_CHECKING:
     from learner.models import Models
+    from learner.valuing import Critic
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Tensors:
     lags: torch.Tensor
     trajectory: torch.Tensor
     turn: torch.Tensor
+    end: torch.Tensor
     mask: torch.Tensor
     temperature: float
 
@@ -45,6 +47,26 @@ class Tensors:
         documents = moved.pop("documents") if packed else None
         moved.pop("documents", None)
         return cls(**moved, documents=documents, mask=moved["weights"] > 0, temperature=temperature)
+
+    @property
+    def with_ends(self) -> Tensors:
+        """The same with the states after truncated trajectories behind those of the N tokens in `index`; their
+        `targets` are token 0, which no score is asked of.
+        """
+        states = torch.unique(self.end[self.end >= 0])
+        targets = torch.cat([self.targets, torch.zeros_like(states)])
+        return replace(self, index=torch.cat([self.index, states]), targets=targets)
+
+    def split_ends(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """([N] values of the tokens, [N] of the state after each one's trajectory, 0 where none was asked for), of the
+        values of `with_ends`.
+        """
+        known = self.end >= 0
+        which = torch.unique(self.end[known], return_inverse=True)[1]
+        own, after = values[: len(self.index)], values[len(self.index) :]
+        last = torch.zeros_like(own)
+        last[known] = after[which]
+        return own, last
 
     @property
     def read(self) -> tuple[Any, ...]:
@@ -64,6 +86,7 @@ class Prepared:
     tensors: Tensors
     old: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    last_values: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     top: torch.Tensor | None = None
     reference_top: torch.Tensor | None = None
@@ -81,6 +104,7 @@ class Prepared:
             old=self.old,
             reference=self.reference,
             values=self.values,
+            last_values=self.last_values,
             mask=t.mask,
             trajectory=t.trajectory,
             turn=t.turn,
@@ -118,7 +142,7 @@ def score_share(share: Share, models: Models, algorithm: Algorithm) -> ScoredSha
     if _policy_is_asked(needs, models, updates=algorithm.epochs * len(parts)):
         parts = [[_by_policy(p, models, needs) for p in part] for part in parts]
     if models.critic is not None:
-        parts = [[replace(p, values=models.critic.values(*p.tensors.read)) for p in part] for part in parts]
+        parts = [[_by_critic(p, models.critic) for p in part] for part in parts]
     if models.reference is not None:
         models.reference.wake()
         parts = [[_by_reference(p, models, needs) for p in part] for part in parts]
@@ -134,9 +158,20 @@ def _policy_is_asked(needs: Needs, models: Models, *, updates: int) -> bool:
 
 @torch.no_grad()
 def _by_policy(prepared: Prepared, models: Models, needs: Needs) -> Prepared:
-    top = needs.top if needs.top_of == "policy" else 0
-    scores = models.policy.forward(*prepared.tensors.scored, False, top)
-    return replace(prepared, old=scores.logprobs, top=scores.top, values=scores.values)
+    t, top = prepared.tensors, needs.top if needs.top_of == "policy" else 0
+    if not needs.values or models.critic is not None:
+        scores = models.policy.forward(*t.scored, False, top)
+        return replace(prepared, old=scores.logprobs, top=scores.top)
+    scores, n = models.policy.forward(*t.with_ends.scored, False, top), len(t.index)
+    values, last = t.split_ends(scores.values)
+    likeliest = None if scores.top is None else scores.top[:n]
+    return replace(prepared, old=scores.logprobs[:n], top=likeliest, values=values, last_values=last)
+
+
+def _by_critic(prepared: Prepared, critic: Critic) -> Prepared:
+    t = prepared.tensors
+    values, last = t.split_ends(critic.values(*t.with_ends.read))
+    return replace(prepared, values=values, last_values=last)
 
 
 def _by_reference(prepared: Prepared, models: Models, needs: Needs) -> Prepared:

@@ -53,6 +53,8 @@ class Scored:
     old         log-probs of the policy as it is, None where nobody asked
     reference   log-probs of the reference, None where nobody asked
     values      of the critic, None without one
+    last_values the critic's value of the state after the trajectory's last token, where truncation ended it and
+                `Algorithm.bootstraps`; 0 elsewhere. None without a critic
     mask        bool, False only in dummies that fill up a rank
     trajectory  int64, number of the token's trajectory in the batch
     turn        int64, number of the token's turn in its trajectory
@@ -67,6 +69,7 @@ class Scored:
     mask: torch.Tensor
     trajectory: torch.Tensor
     turn: torch.Tensor
+    last_values: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Algorithm(Protocol):
     minibatches                      parts of a batch, each with an update of its own
     epochs                           passes over the batch
     filters                          whether groups with nothing to learn from should be replaced by others
+    bootstraps                       whether `judge` reads `Scored.last_values`
     """
 
     aggregation: Aggregation
@@ -153,6 +157,7 @@ class Algorithm(Protocol):
     minibatches: int
     epochs: int
     filters: bool
+    bootstraps: bool
 
     @property
     def needs(self) -> Needs: ...

@@ -29,6 +29,7 @@ class PolicyAlgorithm:
     """Base of every algorithm (see the module). Subclasses bring `advantages`, and what of the rest differs."""
 
     uses_critic = False
+    bootstraps = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self.policy_settings = settings

@@ -23,6 +23,7 @@ class Ppo(PolicyAlgorithm):
     def __init__(self, settings: PpoSettings) -> None:
         super().__init__(settings)
         self._settings = settings
+        self.bootstraps = settings.bootstrap_truncated
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64: the rewards, for the statistics; what is learned from is `token_advantages`."""
@@ -33,9 +34,13 @@ class Ppo(PolicyAlgorithm):
         found = []
         for s, earned in zip(scored, rewards, strict=True):
             assert s.values is not None
-            advantages, returns = over_rows(s, self._gae, earned, s.values)
+            last = torch.zeros_like(s.values) if s.last_values is None else s.last_values
+            advantages, returns = over_rows(s, self._gae, earned, s.values, last)
             found.append(Judgement(advantages, returns))
         return found
 
-    def _gae(self, mask: torch.Tensor, rewards: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gae(rewards, values, mask, self._settings.gamma, self._settings.lam)
+    def _gae(
+        self, mask: torch.Tensor, rewards: torch.Tensor, values: torch.Tensor, last: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        after = last[:, :1].sum(1)  # equal in all tokens of a row; without any row there is no column
+        return gae(rewards, values, mask, self._settings.gamma, self._settings.lam, after)

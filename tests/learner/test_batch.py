@@ -74,6 +74,28 @@ def test_what_follows_the_last_trained_token_is_not_read():
     assert m.ids.tolist() == [[1, 2, 3]]
 
 
+def test_a_trajectory_cut_off_by_truncation_is_read_to_its_end_where_the_algorithm_bootstraps():
+    segments = (prompt_segment([1, 2]), policy_segment([3, 4]), observation_segment([5]), policy_segment([6, 7]))
+    cut, whole = (Trajectory(status=s, segments=segments) for s in (Status.TRUNCATED, Status.ANSWERED))
+    spent = Trajectory(status=Status.OUT_OF_TURNS, segments=segments)
+    given = [group_of(whole, cut, spent)]
+    plain = {"now_step": 0, "lineage": FIRST_START, "max_lag": 2, "temperature": 1.0}
+    settings = BatchSettings(row_tokens=30)
+    on, off = (
+        build_batch(given, PpoSettings(bootstrap_truncated=said).build(), settings=settings, **plain).micro_batches[0]
+        for said in (True, False)
+    )
+    assert off.ids.tolist() == [[1, 2, 3, 4, 5, 6] * 3] and set(off.end) == {-1}
+    ends = {number: set(on.end[on.trajectory == number]) for number in (0, 1, 2)}
+    (at,) = ends.pop(1)
+    assert ends == {0: {-1}, 2: {-1}}, "answers and spent turns are ends"
+    assert on.ids.size == 19 and on.ids.flat[at] == 7 and on.positions.flat[at] == 6
+    assert on.documents.flat[at] == on.documents.flat[on.index[on.trajectory == 1][0]]
+    assert (
+        cut_for_ranks(build_batch(given, PpoSettings().build(), settings=settings, **plain), 2)[1].parts[0][0].end == -1
+    ).all()
+
+
 def test_positions_and_documents_restart_in_each_trajectory_of_a_row():
     batch = build([make_group(1, (1.0, 0.0))], row_tokens=20)
     (m,) = batch.micro_batches

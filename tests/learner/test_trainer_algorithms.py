@@ -22,7 +22,7 @@ from protocol.settings import RunSettings
 from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion
 
-VOCABULARY, RIGHT = 40, 5
+VOCABULARY, RIGHT, CUT = 40, 5, 9
 KINDS = [get_args(m)[0].model_fields["type"].default for m in get_args(get_args(AlgorithmSettings)[0])]
 TIERED = [pytest.param(kind, marks=() if kind in ("grpo", "ppo") else pytest.mark.slow) for kind in KINDS]
 """All of them, of which the fast tier has one without and one with a critic."""
@@ -48,7 +48,8 @@ def start(model: Path) -> Iterator[Start]:
 
 
 def groups(trainer: Trainer, seed: int = 0) -> list[TrajectoryGroup]:
-    """Two turns with an observation between; who begins with token 5 is right, and is paid for it at once."""
+    """Two turns with an observation between; who begins with token 5 is right, and is paid for it at once, and who
+    begins with 9 is cut off by the token budget."""
     rng = np.random.default_rng(seed)
     causal = trainer.engine.module.causal
 
@@ -72,7 +73,7 @@ def groups(trainer: Trainer, seed: int = 0) -> list[TrajectoryGroup]:
             observation_segment(seen),
             answered,
         )
-        return Trajectory(status=Status.ANSWERED, segments=segments, reward=right)
+        return Trajectory(status=Status.TRUNCATED if first == CUT else Status.ANSWERED, segments=segments, reward=right)
 
     firsts = [(5, 5, 9, 11), (9, 5, 12, 8), (7, 9, 5, 5), (5, 6, 7, 8)]
     return [
@@ -194,7 +195,8 @@ def test_a_critic_that_warms_up_leaves_the_policy_alone(start: Start) -> None:
 
 def test_a_value_head_on_the_policy_learns_and_is_not_published(start: Start) -> None:
     critic = {"backbone": "policy", "head_lr_scale": 5.0}
-    trainer = start(algorithm={"type": "ppo"}, critic=critic, optim={"lr": 1e-2})
+    # a return with the critic's own value in it would move with the critic
+    trainer = start(algorithm={"type": "ppo", "bootstrap_truncated": False}, critic=critic, optim={"lr": 1e-2})
     published = set(weights(trainer))
     given = groups(trainer)
     found = [trainer.train(batch_of(trainer, given)).metrics["explained_variance"] for _ in range(30)]

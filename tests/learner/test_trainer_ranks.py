@@ -51,7 +51,7 @@ def groups(model: Path) -> list[TrajectoryGroup]:
         one = policy_segment(ids[3:cut], [min(0.0, x) for x in logprobs[2 : cut - 1]])
         two = policy_segment(ids[cut + 1 :], [min(0.0, x) for x in logprobs[cut:]])
         segments = (prompt_segment(ids[:3]), one, observation_segment([ids[cut]]), two)
-        return Trajectory(status=Status.ANSWERED, segments=segments, reward=reward)
+        return Trajectory(status=Status.ANSWERED if reward else Status.TRUNCATED, segments=segments, reward=reward)
 
     return [
         TrajectoryGroup(
