@@ -93,9 +93,9 @@ class AsyncBench(BenchSettings):
 
         def run() -> Row:
             options = DemoOptions(directory / name, seed, model=model, overrides=self._overrides(lag), fresh=True)
-            return play(
-                options, Window(self.skip, self.last_step), pin=self.pin, say=lambda line: say(f"{name}: {line}")
-            )
+            window = Window(self.skip, self.last_step)
+            row = play(options, window, pin=self.pin, say=lambda line: say(f"{name}: {line}"))
+            return {"seed": seed, "max_lag": lag, **row}
 
         weights = sha256((model / "model.safetensors").read_bytes()).hexdigest()
         same = [self.model_dump(mode="json", exclude={"lags", "seeds", "model", "dir"}), self.last_step, weights]
