@@ -25,11 +25,17 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    """Figures are made one after the other: those below docs, and their page, do not make the code dirty."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        commit = _git("describe", "--always", "--exclude=*")
+        return f"{commit}-dirty" if _git("diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)docs") else commit
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def _cpu_name() -> str:

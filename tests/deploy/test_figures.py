@@ -1,0 +1,179 @@
+"""`make figures`: what is made again and what is kept, and the page that follows from the files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.bench import figures_run
+from deploy.bench.base import Target
+from deploy.bench.figures import Figure, figures, read, stale
+from deploy.bench.modules import digest
+from deploy.bench.page import PAGE, STALE, page
+from deploy.bench.report import judged
+from deploy.bench.table import BENCHMARKS
+from protocol.errors import ForayError
+
+VERSION = Figure("packing", ("version", "--json"), ("protocol/versions.py",), (Target("lots", 2.0, "how many"),))
+
+
+def report(figure: Figure, **changed: Any) -> dict[str, Any]:
+    """A file of FOLDER, as up to date as can be."""
+    found = {
+        "name": figure.name,
+        "value": 3.0,
+        "unit": "apples",
+        "ratio": 1.5,
+        "baseline": {"name": "pears", "size": 2.0},
+    }
+    machine = {
+        "date": "2026-01-02",
+        "commit": "abc1234",
+        "cores": 2,
+        "cpu": "a CPU",
+        "load_1m": 0.5,
+        "load_1m_end": 1.0,
+    }
+    envelope = {
+        "figure": figure.name,
+        "command": figure.command,
+        "machine": machine | {"run_s": 9.0},
+        "modules": {"hash": digest(figure.modules), "paths": []},
+        "targets": [judged(target, found) for target in figure.targets],
+    }
+    return found | envelope | changed
+
+
+def test_the_page_is_what_the_files_and_the_template_make() -> None:
+    assert PAGE.read_text() == page(), "run `make page`: it marks the figures whose code has changed as stale"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_says_what_it_measures_and_each_module_is_there(name: str) -> None:
+    assert BENCHMARKS[name].modules and len(digest(BENCHMARKS[name].modules)) == 16
+    assert BENCHMARKS[name].targets or name == "retriever_gpu", "a speed without a target cannot be missed"
+
+
+def test_figures_are_commands_with_known_flags_and_all_that_was_measured_is_one() -> None:
+    known = figures()
+    assert set(BENCHMARKS) < set(known) and {"demo-4", "demo-control", "compare-grpo"} < set(known)
+    for figure in known.values():
+        if figure.argv[0] == "bench":
+            flags = {word[2:].replace("-", "_") for word in figure.argv if word.startswith("--")} - {"json"}
+            assert flags <= set(BENCHMARKS[figure.argv[1]].model_fields), figure.command
+    assert {path.stem for path in PAGE.parent.glob("figures/*.json")} <= set(known)
+
+
+def test_files_hold_no_place_of_one_machine() -> None:
+    for path in PAGE.parent.glob("figures/*.json"):
+        assert not re.search(r"(?<![\w.])/(tmp|home|root|work|Users|var)/", path.read_text()), path.name
+
+
+def test_a_figure_whose_code_has_changed_is_marked_stale(tmp_path: Path) -> None:
+    template = tmp_path / "template.md"
+    names = [name for name in figures() if name.partition("-")[0] not in ("demo", "compare")]
+    template.write_text("# T\n{{summary}}\n{{demo}}\n" + "\n".join(f"{{{{{name}}}}}" for name in names) + "\n")
+    engine, demo = figures()["engine"], figures()["demo-3"]
+    for figure in (engine, demo):
+        (tmp_path / figure.path.name).write_text(json.dumps(report(figure)))
+    fresh = page(template, tmp_path)
+    assert "stale" not in fresh and "at abc1234" in fresh and 'Not measured yet: `make figures ARGS="weights"`' in fresh
+    for change in ({"modules": {"hash": "0" * 16}}, {"command": "foray bench engine --json --rounds 1"}):
+        (tmp_path / engine.path.name).write_text(json.dumps(report(engine, **change)))
+        marked = page(template, tmp_path)
+        assert marked.count("stale") == 2 and STALE in marked, "in the summary and beside the figure"
+    (tmp_path / demo.path.name).write_text(json.dumps(report(demo, modules={"hash": ""})))
+    assert page(template, tmp_path).count("stale") == 3
+
+
+def test_the_page_shows_each_target_as_met_or_missed(tmp_path: Path) -> None:
+    template = tmp_path / "template.md"
+    names = [name for name in figures() if name.partition("-")[0] not in ("demo", "compare")]
+    template.write_text("# T\n" + "\n".join(f"{{{{{name}}}}}" for name in names) + "\n")
+    engine = figures()["engine"]
+    for ratio, word in ((2.9, "2.9, **missed**"), (3.0, "3, **met**")):
+        kept = report(engine, ratio=ratio, targets=[judged(t, {"ratio": ratio}) for t in engine.targets])
+        (tmp_path / engine.path.name).write_text(json.dumps(kept))
+        assert f"at least 3: {word}" in page(template, tmp_path)
+    template.write_text("# T\n{{engine}}\n")
+    with pytest.raises(ValueError, match="no place for async"):
+        page(template, tmp_path)
+
+
+def test_a_target_without_its_figure_is_neither_met_nor_missed() -> None:
+    target = Target("load.p99_s", 0.5, "latency")
+    assert judged(target, {"load": {"p99_s": 0.5}})["met"] is True
+    assert judged(target, {"load": {"p99_s": 0.4}})["met"] is False
+    assert [judged(target, found)["met"] for found in ({}, {"load": 3}, {"load": {"p99_s": None}})] == [None] * 3
+
+
+def test_the_hash_is_of_names_and_contents_of_code(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "x.py").write_text("1")
+    seen = [digest(["a"], tmp_path)]
+    (folder / "notes.md").write_text("nothing")
+    assert digest(["a"], tmp_path) == seen[0] == digest(["a/x.py", "a/*.py"], tmp_path)
+    (folder / "x.py").write_text("2")
+    seen.append(digest(["a"], tmp_path))
+    (folder / "x.py").rename(folder / "y.py")
+    seen.append(digest(["a"], tmp_path))
+    (folder / "f.lua").write_text("2")
+    seen.append(digest(["a"], tmp_path))
+    assert len(set(seen)) == 4
+    with pytest.raises(FileNotFoundError, match="b/"):
+        digest(["b/"], tmp_path)
+
+
+def test_a_figure_is_made_by_its_command_and_kept_with_its_circumstances(tmp_path: Path) -> None:
+    made = figures_run.make(VERSION, root=tmp_path, folder=tmp_path / "kept")
+    assert made == read(VERSION, tmp_path / "kept") and "torch" in made and made["command"] == "foray version --json"
+    assert made["modules"] == {"hash": digest(VERSION.modules), "paths": ["protocol/versions.py"]}
+    assert {"date", "commit", "cpu", "load_1m", "load_1m_end"} <= made["machine"].keys()
+    assert made["targets"] == [judged(VERSION.targets[0], {})]
+    raw = tmp_path / "runs" / "figures" / "packing.out"
+    assert "torch" in json.loads(raw.read_text()), "what it printed is kept"
+
+
+@pytest.mark.parametrize(
+    ("argv", "timeout_s", "words"),
+    [(("version", "--nonsense"), 60, "ended with code 2"), (("version", "--json"), 0.01, "took more than 0.01 s"),
+     (("version",), 60, "printed no report")],
+)  # fmt: skip
+def test_a_command_that_fails_makes_no_figure(
+    argv: tuple[str, ...], timeout_s: float, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ForayError, match=words):
+        figures_run.make(Figure("x", argv, ()), root=tmp_path, folder=tmp_path, timeout_s=timeout_s)
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_only_what_is_missing_or_stale_is_made_and_a_failure_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {name: Figure(name, ("version",), ("protocol/codec.py",)) for name in ("new", "old", "bad", "kept")}
+    for name, change in (("old", {"modules": {"hash": "0"}}), ("kept", {})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report(chosen[name], **change)))
+    made: list[str] = []
+
+    def make(figure: Figure) -> None:
+        made.append(figure.name)
+        if figure.name == "bad":
+            raise ForayError("broken")
+        (tmp_path / figure.path.name).write_text(json.dumps(report(figure)))
+
+    monkeypatch.setattr(figures_run, "figures", lambda: chosen)
+    monkeypatch.setattr(figures_run, "read", lambda figure: read(figure, tmp_path))
+    monkeypatch.setattr(figures_run, "make", make)
+    monkeypatch.setattr(figures_run, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(figures_run, "page", lambda: "the page")
+    assert figures_run.make_all([], force=False) == ["bad: broken"] and made == ["new", "old", "bad"]
+    made.clear()
+    assert figures_run.make_all([], force=False) == ["bad: broken"] and made == ["bad"], "it goes on where it was"
+    made.clear()
+    figures_run.make_all(["kept"], force=True)
+    assert made == ["kept"] and not stale(chosen["kept"], report(chosen["kept"]))
