@@ -44,9 +44,19 @@ class ChatTemplate:
 
     def render(self, message: str) -> str:
         """The conversation of one user message, up to where the assistant begins."""
-        return self._template.render(
-            messages=[{"role": "user", "content": message}], add_generation_prompt=True, tools=None, **self._special
-        )
+        return self._render([{"role": "user", "content": message}], True, {})
+
+    def render_messages(self, messages: list[dict[str, Any]], begin: bool, variables: Mapping[str, Any]) -> str:
+        """A conversation that a client sent, up to where the assistant begins if `begin`, with further variables of
+        the template. Raises UserError for what the template does not take."""
+        try:
+            return self._render(messages, begin, variables)
+        except (self._broken, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            raise UserError("the chat template does not take these messages", why=str(error)) from None
+
+    def _render(self, messages: list[dict[str, Any]], begin: bool, variables: Mapping[str, Any]) -> str:
+        given = {"tools": None, **variables, **self._special, "messages": messages, "add_generation_prompt": begin}
+        return self._template.render(given)
 
 
 def load_chat_template(model_dir: Path, config: Mapping[str, Any]) -> ChatTemplate | None:

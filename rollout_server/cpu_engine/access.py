@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 from protocol import access
 from protocol.errors import UserError
 from protocol.http_rules import Asked, check_request
+from rollout_server.cpu_engine.absent import ABSENT
 from rollout_server.cpu_engine.contract import BadRequest
 from rollout_server.cpu_engine.engine import Refused
 from rollout_server.cpu_engine.weights import WeightsError
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 OPEN = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
 ADMIN = frozenset(
     {
+        *ABSENT,
         "/abort_request",
         "/pause_generation",
         "/continue_generation",
@@ -34,8 +36,17 @@ ADMIN = frozenset(
         "/update_weights_from_distributed",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/post_process_weights",
     }
 )
+
+
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | dict.fromkeys(
+    (500, 503), "server_error"
+)
+"""OpenAI's `type` of an error, by status; all other statuses are errors of the request."""
 
 
 def guard(api_key: str, admin_key: str) -> Middleware:
@@ -72,8 +83,10 @@ def guard(api_key: str, admin_key: str) -> Middleware:
 
 
 def problem(status: int, message: str) -> web.Response:
-    """An error in SGLang's form; `success` is there for callers of the control routes."""
-    return web.json_response({"success": False, "message": message, "error": {"message": message}}, status=status)
+    """An error as OpenAI's clients (`error`), SGLang's (`message`, `type`, `code`) and those of the control routes
+    (`success`) read it."""
+    what = {"message": message, "type": KINDS.get(status, "invalid_request_error"), "param": None, "code": status}
+    return web.json_response({"object": "error", "success": False, **what, "error": what}, status=status)
 
 
 def _matches(header: str, key: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rollout_server.cpu_engine.request import Request
@@ -14,11 +15,11 @@ def answer(request: Request, tokenizer: Tokenizer, label: str) -> dict[str, Any]
     length = len(request.output_ids)
     meta = facts(request, length, label, True)
     if request.return_logprob:
-        meta["output_token_logprobs"] = logprobs(request, 0, length)
+        meta["output_token_logprobs"] = logprobs(request, 0, length, tokenizer)
         meta["output_token_logprobs_length"] = length
-        meta["input_token_logprobs"] = prompt_logprobs(request)
+        meta |= prompt_logprobs(request, tokenizer)
         if request.top_logprobs:
-            meta["output_top_logprobs"] = top_logprobs(request, 0, length)
+            meta["output_top_logprobs"] = top_logprobs(request, 0, length, tokenizer)
     return {"text": visible_text(request, length, tokenizer), "output_ids": request.output_ids[:], "meta_info": meta}
 
 
@@ -45,20 +46,29 @@ def facts(request: Request, length: int, label: str, ended: bool) -> dict[str, A
     return meta
 
 
-def logprobs(request: Request, start: int, end: int) -> list[list[Any]]:
-    """SGLang's `output_token_logprobs` of output tokens start..end-1: [log-prob, id, text (null)]."""
+def logprobs(request: Request, start: int, end: int, tokenizer: Tokenizer) -> list[list[Any]]:
+    """SGLang's `output_token_logprobs` of output tokens start..end-1: [log-prob, id, text or null]."""
     pairs = zip(request.output_logprobs[start:end], request.output_ids[start:end], strict=True)
-    return [[logprob, token, None] for logprob, token in pairs]
+    return _triples(request, pairs, tokenizer)
 
 
-def top_logprobs(request: Request, start: int, end: int) -> list[list[list[Any]]]:
+def top_logprobs(request: Request, start: int, end: int, tokenizer: Tokenizer) -> list[list[list[Any]]]:
     """SGLang's `output_top_logprobs` of output tokens start..end-1."""
-    return [[[logprob, token, None] for logprob, token in best] for best in request.output_top[start:end]]
+    return [_triples(request, best, tokenizer) for best in request.output_top[start:end]]
 
 
-def prompt_logprobs(request: Request) -> list[list[Any]]:
+def prompt_logprobs(request: Request, tokenizer: Tokenizer) -> dict[str, list[Any]]:
     """Prompt tokens from logprob_start_len on; the first has no log-prob, as in SGLang."""
-    if request.input_logprobs is None:
-        return []
-    ids = request.prompt_ids[request.logprob_start :]
-    return [[logprob, token, None] for logprob, token in zip([None, *request.input_logprobs], ids, strict=False)]
+    found: dict[str, list[Any]] = {"input_token_logprobs": []}
+    if request.input_logprobs is not None:
+        pairs = zip([None, *request.input_logprobs], request.prompt_ids[request.logprob_start :], strict=False)
+        found["input_token_logprobs"] = _triples(request, pairs, tokenizer)
+        if request.top_logprobs:
+            tops = [_triples(request, best, tokenizer) for best in request.input_top]
+            found["input_top_logprobs"] = [None, *tops]
+    return found
+
+
+def _triples(request: Request, pairs: Iterable[tuple[float | None, int]], tokenizer: Tokenizer) -> list[list[Any]]:
+    named = request.logprob_texts
+    return [[logprob, token, tokenizer.text_of(token) if named else None] for logprob, token in pairs]

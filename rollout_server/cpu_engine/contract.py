@@ -29,7 +29,6 @@ NEUTRAL: Body = {
     "logit_bias": None,
     "beam_width": None,
     "custom_params": None,
-    "spaces_between_special_tokens": True,
 }
 """Sampling parameters of SGLang that this engine accepts only at the value that changes nothing."""
 
@@ -83,6 +82,7 @@ class Call:
     return_logprob: bool
     logprob_start: int
     top_logprobs: int
+    logprob_texts: bool
     extra_key: str
     adapter: str
 
@@ -106,6 +106,7 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
     prompts, batched = _prompts(body, tokenizer, limits)
     given = _spread(body, "sampling_params", {}, len(prompts), dict)
     params = [_sampling(p, limits) for p in given]
+    texts = _flag(body, "return_text_in_logprobs")
     calls = []
     names = _rids(body.get("rid"), [p.n for p in params], batched)
     columns = (
@@ -131,7 +132,7 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
             )
         if len(ids) >= limits.cache:
             raise BadRequest(f"{len(ids)} prompt tokens do not fit in a cache of {limits.cache}")
-        calls.append(Call(rids, ids, own, wanted, start, top if wanted else 0, f"{key}\0{salt}", adapter))
+        calls.append(Call(rids, ids, own, wanted, start, top if wanted else 0, texts, f"{key}\0{salt}", adapter))
     return Parsed(calls, not batched and params[0].n == 1, _flag(body, "stream"))
 
 
@@ -155,20 +156,21 @@ def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[lis
         batched = isinstance(ids[0], list)
         prompts = ids if batched else [ids]
     for prompt in prompts:
-        _check_ids(prompt, limits)
+        check_ids(prompt, limits.vocab)
+        if len(prompt) >= limits.context:
+            raise BadRequest(f"{len(prompt)} prompt tokens are longer than the context of {limits.context}")
     return prompts, batched
 
 
-def _check_ids(ids: Any, limits: Limits) -> None:
+def check_ids(ids: Any, vocab: int) -> None:
+    """Raises BadRequest for anything but a list of token ids, at least one."""
     if not isinstance(ids, list) or not ids:
         raise BadRequest("a prompt must be a list of at least one token id")
     if set(map(type, ids)) != {int}:  # exact: True is an int to isinstance
         raise BadRequest("token ids must be integers")
-    if min(ids) < 0 or max(ids) >= limits.vocab:
-        wrong = next(i for i in ids if not 0 <= i < limits.vocab)
-        raise BadRequest(f"token id {wrong} is outside of the vocabulary of {limits.vocab}")
-    if len(ids) >= limits.context:
-        raise BadRequest(f"{len(ids)} prompt tokens are longer than the context of {limits.context}")
+    if min(ids) < 0 or max(ids) >= vocab:
+        wrong = next(i for i in ids if not 0 <= i < vocab)
+        raise BadRequest(f"token id {wrong} is outside of the vocabulary of {vocab}")
 
 
 def _spread(body: Body, name: str, default: Any, count: int, kind: type) -> list[Any]:
@@ -210,6 +212,7 @@ def _sampling(given: Body, limits: Limits) -> SamplingParams:
                 raise BadRequest(f"sampling parameter {name}={value!r} is not supported by this engine")
         elif name not in _KNOWN:
             raise BadRequest(f"unknown sampling parameter {name!r}")
+    _flag(given, "spaces_between_special_tokens")
     temperature = _number(given, "temperature", 1.0, 0, math.inf)
     top_k = _integer(given, "top_k", -1, -1, 1 << 30)
     stops = given.get("stop")
@@ -239,7 +242,8 @@ def _sampling(given: Body, limits: Limits) -> SamplingParams:
     )
 
 
-_KNOWN = frozenset(SamplingParams.__dataclass_fields__)
+_KNOWN = frozenset(SamplingParams.__dataclass_fields__) | {"spaces_between_special_tokens"}
+"""The last one changes the text of slow tokenizers only, in SGLang too: both values are taken and mean the same."""
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -7,16 +7,18 @@ from typing import Any
 
 from aiohttp import web
 
+from rollout_server.cpu_engine.absent import ABSENT, refuse
 from rollout_server.cpu_engine.access import problem
 from rollout_server.cpu_engine.bodies import optional, read_object
 from rollout_server.cpu_engine.contract import BadRequest
-from rollout_server.cpu_engine.engine import Engine
+from rollout_server.cpu_engine.engine import MEMORY, Engine
 from rollout_server.cpu_engine.generate import Generation
 from rollout_server.cpu_engine.metrics import render
 from rollout_server.cpu_engine.openapi import openapi
 from rollout_server.cpu_engine.scheduler import by_prefix
 
 MODES = ("abort", "retract", "in_place")
+HEALTH = ("/health", "/health_generate")
 
 
 class Control:
@@ -30,6 +32,8 @@ class Control:
             ("/flush_cache", self.flush_cache),
             ("/health", self.health),
             ("/health_generate", self.health_generate),
+            ("/release_memory_occupation", self.release_memory),
+            ("/resume_memory_occupation", self.resume_memory),
         ]
         gets = [
             ("/ready", self.ready),
@@ -38,6 +42,8 @@ class Control:
             ("/get_model_info", self.model_info),
             ("/server_info", self.server_info),
             ("/get_server_info", self.server_info),
+            ("/get_weight_version", self.weight_version),
+            ("/weight_version", self.weight_version),
             ("/v1/loads", self.loads),
             ("/openapi.json", openapi),
         ]
@@ -48,7 +54,8 @@ class Control:
         ]
         return [
             *(web.get(path, handler) for path, handler in gets + both),
-            *(web.post(path, handler) for path, handler in posts + both[:1]),
+            *(web.post(path, handler) for path, handler in posts + both if path not in HEALTH),
+            *(web.post(path, refuse) for path in ABSENT),
         ]
 
     async def abort_request(self, http: web.Request) -> web.Response:
@@ -73,6 +80,15 @@ class Control:
         await asyncio.wrap_future(self._engine.resume())
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
+    async def release_memory(self, http: web.Request) -> web.Response:
+        """Deviation: 400 while requests run (SGLang ends), and weights stay. Requests wait until all is resumed."""
+        await asyncio.wrap_future(self._engine.release(await _tags(http)))
+        return web.json_response(None)
+
+    async def resume_memory(self, http: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._engine.reoccupy(await _tags(http)))
+        return web.json_response(None)
+
     async def flush_cache(self, http: web.Request) -> web.Response:
         """Deviation: does not wait (`timeout` is ignored)."""
         await asyncio.wrap_future(self._engine.flush_cache())
@@ -84,6 +100,10 @@ class Control:
     async def server_info(self, _: web.Request) -> web.Response:
         return web.json_response({**self._settings, **self._state(), "internal_states": [self._load()]})
 
+    async def weight_version(self, _: web.Request) -> web.Response:
+        """SGLang has it up to 0.5.20; slime's client asks for it."""
+        return web.json_response({"weight_version": self._engine.scheduler.version})
+
     async def loads(self, _: web.Request) -> web.Response:
         load = self._load()
         return web.json_response({"loads": [load], "aggregate": load, **load})
@@ -94,12 +114,14 @@ class Control:
 
     async def health_generate(self, _: web.Request) -> web.Response:
         """200 when one token was generated. Deviation: 503 at once while paused, not after 20 seconds."""
-        well = self._engine.alive and self._engine.paused is None and await self._generation.probe()
+        well = self._engine.alive and not self._engine.stopped and await self._generation.probe()
         return web.Response(status=200 if well else 503)
 
     async def ready(self, _: web.Request) -> web.Response:
         if self._engine.paused is not None:
             return problem(503, f"paused ({self._engine.paused})")
+        if self._engine.released:
+            return problem(503, f"memory released ({', '.join(sorted(self._engine.released))})")
         return web.Response(status=200 if self._engine.alive else 503)
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -133,3 +155,11 @@ class Control:
             "num_retracted_reqs": s.counters.retractions,
             "weight_version": s.version,
         }
+
+
+async def _tags(http: web.Request) -> frozenset[str]:
+    """Which memory; all of it unless said otherwise."""
+    tags = optional(await read_object(http), "tags", list, None) or list(MEMORY)
+    if unknown := [tag for tag in tags if tag not in MEMORY]:
+        raise BadRequest(f"tags must be some of {', '.join(MEMORY)}, not {unknown[0]!r:.40}")
+    return frozenset(tags)

@@ -28,6 +28,8 @@ from rollout_server.cpu_engine.weights import Weights, WeightsError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
+MEMORY = ("kv_cache", "weights", "cuda_graph")
+"""What memory can be released, by SGLang's tags."""
 
 
 class Refused(Exception):
@@ -50,6 +52,9 @@ class Engine:
     def __init__(self, scheduler: Scheduler, model_path: Path, threads: int) -> None:
         self.scheduler, self.model_path = scheduler, model_path
         self.paused: PauseMode | None = None
+        self.released: frozenset[str] = frozenset()
+        """Tags of the memory that is released: nothing runs before it is resumed."""
+        self._snapshot: dict[str, str] = {}
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._held: list[Request] = []
@@ -61,6 +66,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether the engine thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no request advances."""
+        return self.paused is not None or bool(self.released)
 
     @property
     def weights(self) -> Weights:
@@ -116,12 +126,33 @@ class Engine:
         """Forget kept prefixes. Raises Refused while requests run, or wait and nothing is paused."""
 
         def flush() -> None:
-            s = self.scheduler
-            if s.running or (s.waiting and self.paused is None):
-                raise Refused(f"cache not flushed: {len(s.running)} running and {len(s.waiting)} waiting requests")
-            s.cache.clear()
+            self._check_idle("cache not flushed")
+            self.scheduler.cache.clear()
 
         return self._call(flush)
+
+    def release(self, tags: frozenset[str]) -> Future[None]:
+        """Give back what keys and values take and stop until `reoccupy`. Raises Refused as `flush_cache` does.
+
+        Weights stay in memory, as in SGLang with `--enable-weights-cpu-backup`; the other tags only stop.
+        """
+
+        def release() -> None:
+            self._check_idle("memory not released")
+            if "kv_cache" in tags:
+                self.scheduler.cache.clear()
+                self.scheduler.runner.kv.shrink()
+            self.released |= tags
+
+        return self._call(release)
+
+    def reoccupy(self, tags: frozenset[str]) -> Future[None]:
+        """Undo `release` for these tags."""
+
+        def reoccupy() -> None:
+            self.released -= tags
+
+        return self._call(reoccupy)
 
     def update(self, update: Update) -> Future[int]:
         """Replace the weights; the number of requests paused meanwhile. Raises Refused or WeightsError, weights
@@ -156,6 +187,43 @@ class Engine:
         """sha256 by tensor name, between two steps."""
         return self._call(lambda: self.weights.checksums())
 
+    def snapshot(self) -> Future[None]:
+        """Remember the checksums of the weights, for `compare`."""
+
+        def snapshot() -> None:
+            self._snapshot = self.weights.checksums()
+
+        return self._call(snapshot)
+
+    def compare(self) -> Future[None]:
+        """Raises Refused where the weights are not those of the last snapshot, or without one."""
+
+        def compare() -> None:
+            if not self._snapshot:
+                raise Refused("weights not compared: call snapshot first")
+            sums = self.weights.checksums()
+            different = [name for name in sums if sums[name] != self._snapshot[name]]
+            if different:
+                raise Refused(f"{len(different)} tensor(s) differ from the snapshot, first {different[0]!r}")
+
+        return self._call(compare)
+
+    def reset_tensors(self) -> Future[None]:
+        """Fill every tensor with random numbers, so that `compare` proves that an update replaced them all."""
+
+        def reset() -> None:
+            self._check_idle("tensors not reset")
+            self.weights.randomize()
+            self.scheduler.weights_changed()
+
+        return self._call(reset)
+
+    def _check_idle(self, what: str) -> None:
+        """Raises Refused while requests run, or wait and will run."""
+        s = self.scheduler
+        if s.running or (s.waiting and not self.stopped):
+            raise Refused(f"{what}: {len(s.running)} running and {len(s.waiting)} waiting requests")
+
     def _call(self, action: Callable[[], T]) -> Future[T]:
         result: Future[T] = Future()
 
@@ -176,13 +244,13 @@ class Engine:
         with torch.inference_mode():
             while not self._stopping:
                 self._take_commands()
-                if self.paused is None and not self._stopping:
+                if not self.stopped and not self._stopping:
                     self._step()
                 self._try_update()
 
     def _take_commands(self) -> None:
         s = self.scheduler
-        idle = self.paused is not None or not (s.running or s.waiting)
+        idle = self.stopped or not (s.running or s.waiting)
         try:
             while True:
                 self._commands.get(block=idle)()
@@ -216,7 +284,7 @@ class Engine:
     def _try_update(self) -> None:
         """Do the update that waits, once nothing runs or everything is paused."""
         s = self.scheduler
-        if self._update is None or (self.paused is None and (s.running or s.waiting)):
+        if self._update is None or (not self.stopped and (s.running or s.waiting)):
             return
         (update, result), self._update = self._update, None
         try:

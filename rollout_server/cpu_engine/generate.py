@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -13,7 +15,7 @@ from rollout_server.cpu_engine.access import problem
 from rollout_server.cpu_engine.adapters import Adapters
 from rollout_server.cpu_engine.answer import answer
 from rollout_server.cpu_engine.bodies import read_json
-from rollout_server.cpu_engine.contract import BadRequest, Call, Limits, parse
+from rollout_server.cpu_engine.contract import BadRequest, Call, Limits, Parsed, parse
 from rollout_server.cpu_engine.engine import Engine
 from rollout_server.cpu_engine.mailbox import Inbox, Mailbox
 from rollout_server.cpu_engine.request import Request
@@ -48,9 +50,29 @@ class Generation:
         self._live: set[str] = set()
         self._mailbox: Mailbox | None = None
 
+    @property
+    def label(self) -> str:
+        """The engine's present weight version."""
+        return self._engine.scheduler.version
+
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """SGLang's /generate."""
         parsed = parse(await read_json(http), self._tokenizer, self._limits)
+        with self.running(parsed) as (requests, inbox):
+            if not parsed.stream:
+                await self.ended(requests, inbox)
+                return self._whole(requests, parsed.single)
+            streams = [
+                Chunks(
+                    r, self._tokenizer, incremental=self._streaming.incremental, index=None if parsed.single else number
+                )
+                for number, r in enumerate(requests)
+            ]
+            return await self.send(http, requests, inbox, lambda n, *news: streams[n].chunk(*news, self.label))
+
+    @contextmanager
+    def running(self, parsed: Parsed) -> Iterator[tuple[list[Request], Inbox]]:
+        """The requests of a body, on the engine, and where their news come; what has not ended at exit is aborted."""
         inbox = Inbox()
         requests = self._requests(parsed.calls, parsed.stream, inbox)
         names = {r.rid for r in requests}
@@ -59,17 +81,18 @@ class Generation:
         self._live |= names
         self._engine.submit(requests)
         try:
-            if parsed.stream:
-                return await self._stream(http, requests, inbox, parsed.single)
-            ended: set[int] = set()
-            while len(ended) < len(requests):  # without a stream there is news of a request only at its end
-                ended.update(await inbox.take())
-            return self._whole(requests, parsed.single)
+            yield requests, inbox
         finally:
             self._live -= names
             # the client went away, or sending failed: nobody will read the rest
             if any(r.finish is None for r in requests):
                 self._engine.abort(one_of(requests))
+
+    async def ended(self, requests: list[Request], inbox: Inbox) -> None:
+        """Wait until all have ended; without a stream there is news of a request only then."""
+        ended: set[int] = set()
+        while len(ended) < len(requests):
+            ended.update(await inbox.take())
 
     async def probe(self) -> bool:
         """Whether one token comes back within 20 seconds."""
@@ -108,6 +131,7 @@ class Generation:
                         return_logprob=call.return_logprob,
                         logprob_start=call.logprob_start,
                         top_logprobs=call.top_logprobs,
+                        logprob_texts=call.logprob_texts,
                         extra_key=f"{call.extra_key}\0{adapter.number}" if adapter else call.extra_key,
                         adapter=adapter,
                         arrived=now,
@@ -128,40 +152,47 @@ class Generation:
         return self._next_seed
 
     def _whole(self, requests: list[Request], single: bool) -> web.Response:
-        for request in requests:
-            status = (request.finish or {}).get("status_code")
-            if status:
-                return problem(status, str((request.finish or {})["message"]))
-        answers = [answer(r, self._tokenizer, self._engine.scheduler.version) for r in requests]
+        if failed := failure(requests):
+            return failed
+        answers = [answer(r, self._tokenizer, self.label) for r in requests]
         return web.Response(text=json.dumps(answers[0] if single else answers), content_type="application/json")
 
-    async def _stream(
-        self, http: web.Request, requests: list[Request], inbox: Inbox, single: bool
+    async def send(
+        self,
+        http: web.Request,
+        requests: list[Request],
+        inbox: Inbox,
+        chunk: Callable[[int, int, bool], bytes],
+        last: Callable[[], bytes] = bytes,
     ) -> web.StreamResponse:
-        """Chunks as server-sent events; a batch's carry `index`. Ends with [DONE].
+        """Server-sent events: `chunk` of (number of the request, its tokens so far, whether it ended), then `last` and
+        [DONE].
 
         Tokens that come while a chunk is being sent go out together with the next: a slow client holds nobody up.
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
-        streams = {
-            number: Chunks(
-                r, self._tokenizer, incremental=self._streaming.incremental, index=None if single else number
-            )
-            for number, r in enumerate(requests)
-        }
-        while streams:
+        live = set(range(len(requests)))
+        while live:
             events = []
             for number, length in (await inbox.take()).items():
-                request, ended = requests[number], False
-                if number in streams:
+                request = requests[number]
+                if number in live:
                     # it may have ended after this news: then there is another, and that chunk says so
                     ended = request.finish is not None and length == len(request.output_ids)
-                    events.append(streams[number].chunk(length, ended, self._engine.scheduler.version))
-                if ended:
-                    del streams[number]
-            if streams:
+                    events.append(chunk(number, length, ended))
+                    live -= {number} if ended else set()
+            if live:
                 await response.write(b"".join(events))
             else:  # the last chunk and the end go out in one write
-                await response.write_eof(b"".join((*events, b"data: [DONE]\n\n")))
+                await response.write_eof(b"".join((*events, last(), b"data: [DONE]\n\n")))
         return response
+
+
+def failure(requests: list[Request]) -> web.Response | None:
+    """The answer where the engine could not carry a request on."""
+    for request in requests:
+        finish = request.finish or {}
+        if finish.get("status_code"):
+            return problem(finish["status_code"], str(finish["message"]))
+    return None

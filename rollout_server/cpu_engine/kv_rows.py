@@ -47,6 +47,11 @@ class KvRows:
                 self._lay_out(r, w)
                 return
 
+    def shrink(self) -> None:
+        """Give the memory back; the contents are lost."""
+        self.rows = self.width = 0
+        self._lay_out(1, WIDTH_STEP)
+
     def _lay_out(self, rows: int, width: int) -> None:
         # zeros, not empty: a masked position must not hold a NaN, since NaN + -inf is NaN
         data = torch.zeros(self.layers, 2, rows, self.kv_heads, width, self.head_dim, dtype=self.dtype)

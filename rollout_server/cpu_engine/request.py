@@ -67,6 +67,7 @@ class Request:
     return_logprob: bool = False
     logprob_start: int = -1
     top_logprobs: int = 0
+    logprob_texts: bool = False
     extra_key: str = ""
     adapter: Adapter | None = None
     arrived: float = 0.0
@@ -75,6 +76,7 @@ class Request:
     output_logprobs: list[float] = field(default_factory=list)
     output_top: list[list[tuple[float, int]]] = field(default_factory=list)
     input_logprobs: list[float] | None = None
+    input_top: list[list[tuple[float, int]]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     cached_tokens: int = 0
     retractions: int = 0

@@ -29,7 +29,8 @@ SCORE_CHUNK = 256
 class Prompt:
     """New tokens for the next free row: ids[start:] are to be computed, ids[:start] are there already.
 
-    score_from  with a number s, `scores` receives the log-probs (T = 1) of ids[s + 1:] given what precedes each
+    score_from  with a number s, `scores` receives the log-probs (T = 1) of ids[s + 1:] given what precedes each, and
+                `tops` for each of these places the `top` best (log-prob, token) pairs
     """
 
     ids: list[int]
@@ -38,7 +39,9 @@ class Prompt:
     seed: int
     score_from: int | None = None
     adapter: Adapter | None = None
+    top: int = 0
     scores: list[float] = field(default_factory=list)
+    tops: list[list[tuple[float, int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,10 @@ class Runner:
             logprobs = torch.log_softmax(self.model.logits(hidden[at - start : end - start]), -1)
             following = torch.tensor(prompt.ids[at + 1 : end + 1])[:, None]
             prompt.scores.extend(logprobs.gather(1, following)[:, 0].tolist())
+            if prompt.top:
+                best, tokens = logprobs.topk(prompt.top)
+                pairs = zip(best.tolist(), tokens.tolist(), strict=True)
+                prompt.tops.extend(list(zip(*pair, strict=True)) for pair in pairs)
 
 
 def _decode_part(past: torch.Tensor) -> DecodePart:

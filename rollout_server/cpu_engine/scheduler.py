@@ -183,11 +183,11 @@ class Scheduler:
         self.counters.prompt_tokens += len(ids)
         self.counters.cached_tokens += shared
         score = max(request.logprob_start, 0) if request.scores_prompt else None
-        return Prompt(ids, shared, request.params, request.seed, score, request.adapter)
+        return Prompt(ids, shared, request.params, request.seed, score, request.adapter, request.top_logprobs)
 
     def _started(self, request: Request, prompt: Prompt) -> None:
         if prompt.score_from is not None:
-            request.input_logprobs = prompt.scores
+            request.input_logprobs, request.input_top = prompt.scores, prompt.tops
         self.cache.lend(request)
 
     def _bans(self) -> list[Ban]:

@@ -32,6 +32,7 @@ from rollout_server.cpu_engine.generate import Generation, Streaming
 from rollout_server.cpu_engine.kv_rows import WIDTH_STEP, KvRows
 from rollout_server.cpu_engine.model import Model
 from rollout_server.cpu_engine.model_config import ModelConfig, read_model_config
+from rollout_server.cpu_engine.openai_routes import OpenAI
 from rollout_server.cpu_engine.runner import Runner
 from rollout_server.cpu_engine.scheduler import Scheduler
 from rollout_server.cpu_engine.stopping import Stopping
@@ -96,6 +97,7 @@ def build_app(
     }
     app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)], handler_args=SERVER_OPTIONS)
     app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
+    app.add_routes(OpenAI(generation, tokenizer, limits, adapters, settings.model_path).routes())
     app.add_routes(Control(engine, generation, info, settings.model_dump(mode="json")).routes())
     updates = app[UPDATES] = Updates(engine, settings.update_timeout_s)
     app.add_routes(updates.routes() + adapters.routes())

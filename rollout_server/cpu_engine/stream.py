@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from rollout_server.cpu_engine.answer import facts, prompt_logprobs, top_logprobs
+from rollout_server.cpu_engine.answer import facts, logprobs, prompt_logprobs, top_logprobs
 from rollout_server.cpu_engine.request import Request
 from rollout_server.cpu_engine.stopping import visible_text
 from rollout_server.cpu_engine.tokenizer import Tokenizer
@@ -38,13 +38,15 @@ class Chunks:
         parts = ['data: {"text": ', json.dumps(self._shown(length, ended)), ', "output_ids": [', self._ids]
         parts += ['], "meta_info": ', self._facts.json(length, ended, label)[:-1]]
         if request.return_logprob:
-            pairs = zip(request.output_logprobs[start:length], request.output_ids[start:length], strict=True)
-            self._logprobs = _joined(self._logprobs, ", ".join([f"[{lp!r}, {token}, null]" for lp, token in pairs]))
-            self._prompt = self._prompt or json.dumps(prompt_logprobs(request))
+            new = logprobs(request, start, length, self._tokenizer)
+            self._logprobs = _joined(self._logprobs, json.dumps(new)[1:-1])
+            self._prompt = self._prompt or json.dumps(prompt_logprobs(request, self._tokenizer))[1:-1]
             parts += [', "output_token_logprobs": [', self._logprobs, f'], "output_token_logprobs_length": {length}']
-            parts += [', "input_token_logprobs": ', self._prompt]
+            parts += [", ", self._prompt]
             if request.top_logprobs:
-                self._tops = _joined(self._tops, json.dumps(top_logprobs(request, start, length))[1:-1])
+                self._tops = _joined(
+                    self._tops, json.dumps(top_logprobs(request, start, length, self._tokenizer))[1:-1]
+                )
                 parts += [', "output_top_logprobs": [', self._tops, "]"]
         parts += ["}", self._tail]
         return "".join(parts).encode()

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
 from protocol.errors import UserError
+
+WORD_MARK = "\u2581"
+"""What SentencePiece writes for a space."""
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+"""Character of a byte-level vocabulary -> byte: printable ones stand for themselves (GPT-2, Radford et al. 2019)."""
 
 
 class Tokenizer:
@@ -23,10 +32,14 @@ class Tokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         self.eos_ids = _eos_ids(directory, self._rust)
+        self._added = self._rust.get_added_tokens_decoder()
+        decoder = json.dumps(json.loads(self._rust.to_str())["decoder"], ensure_ascii=False)
+        self._byte_level, self._word_marks = '"ByteLevel"' in decoder, WORD_MARK in decoder
+        self._texts: dict[int, str] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer's own template adds."""
-        ids: list[int] = self._rust.encode(text).ids
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`, with the special tokens that the tokenizer's own template adds unless told otherwise."""
+        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
@@ -34,20 +47,46 @@ class Tokenizer:
         text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def text_of(self, token: int) -> str:
+        """Text of one token by itself; U+FFFD for a piece of a character. Special tokens are spelt out."""
+        found = self._texts.get(token)
+        if found is None:
+            found = self._texts[token] = self.decode([token], False)
+        return found
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that one token stands for; b"" for an id that the tokenizer does not have."""
+        piece: str | None = self._rust.id_to_token(token)
+        if piece is None or token in self._added:
+            return (piece or "").encode()
+        if self._byte_level and all(char in BYTE_OF for char in piece):
+            return bytes(BYTE_OF[char] for char in piece)
+        if match := _BYTE.fullmatch(piece):
+            return bytes.fromhex(match[1])
+        return (piece.replace(WORD_MARK, " ") if self._word_marks else self.text_of(token)).encode()
+
+    def spelling(self, token: int) -> str:
+        """The text of one token as OpenAI writes it: a piece of a character as `bytes:` and its bytes in hex."""
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
 
 def _eos_ids(directory: Path, rust: Any) -> frozenset[int]:
     """End tokens of generation_config.json, config.json and the tokenizer together, as SGLang takes them."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
+        value = read_object_file(directory / name).get("eos_token_id")
         found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
-    token = _read_json(directory / "tokenizer_config.json").get("eos_token")
+    token = read_object_file(directory / "tokenizer_config.json").get("eos_token")
     number = rust.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
     found.update([] if number is None else [number])
     return frozenset(found)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_object_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:

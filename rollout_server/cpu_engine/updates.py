@@ -41,6 +41,7 @@ class Updates:
             web.post("/update_weights_from_disk", self.from_disk),
             web.post("/update_weight_version", self.version),
             web.post("/weights_checker", self.checker),
+            web.post("/post_process_weights", self.post_process),
             web.post("/init_weights_update_group", self.init_group),
             web.post("/destroy_weights_update_group", self.destroy_group),
             web.post("/begin_weight_update", self.begin),
@@ -75,12 +76,27 @@ class Updates:
         return _done(f"Weight version updated to {version}", new_version=version)
 
     async def checker(self, http: web.Request) -> web.Response:
-        """sha256 of each tensor in Hugging Face's layout, so that engines and learner can be compared by it."""
-        body = await read_object(http)
-        if body.get("action") != "checksum":
-            raise BadRequest("action must be 'checksum'")
+        """`checksum`: sha256 of each tensor in Hugging Face's layout, so that engines and learner can be compared by
+        it. `snapshot`, `reset_tensors`, `compare`: whether an update brings back what was there. The other fields of
+        SGLang (quantised weights, names to skip) are ignored."""
+        action = optional(await read_object(http), "action", str, "checksum")
+        actions = {
+            "snapshot": self._engine.snapshot,
+            "reset_tensors": self._engine.reset_tensors,
+            "compare": self._engine.compare,
+        }
+        if action in actions:
+            await asyncio.wrap_future(actions[action]())
+            return _done("Success.")
+        if action != "checksum":
+            raise BadRequest(f"action must be one of checksum, {', '.join(actions)}, not {action!r:.40}")
         sums = await asyncio.wrap_future(self._engine.checksums())
         return _done("Success.", ranks=[{"rank": 0, "checksums": sums}], checksums=sums)
+
+    async def post_process(self, http: web.Request) -> web.Response:
+        """What SGLang before 0.5.21 does to quantised weights after an update; there are none here."""
+        await read_object(http)
+        return _done("Success.")
 
     async def init_group(self, http: web.Request) -> web.Response:
         """Answers when the trainer has come, as SGLang. Deviation: 400 after a timeout of our own; gloo only."""

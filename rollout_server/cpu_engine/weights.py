@@ -80,6 +80,12 @@ class Weights:
         for name, place in self.places.items():
             place.put(tensors[name])
 
+    def randomize(self) -> None:
+        """Replace every number by a random one."""
+        self._sums.clear()
+        for place in self.places.values():
+            place.view.normal_()
+
     def verify(self, tensors: Tensors) -> None:
         """Every name there, none too many, every shape right, every number finite; else WeightsError."""
         missing = sorted(self.places.keys() - tensors.keys())

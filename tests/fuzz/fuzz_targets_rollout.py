@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from protocol.messages import Owner, Segment, VersionSpan, WeightUpdate
 from rollout_server.actions import Search, boxed, neutralise, parse
 from rollout_server.cpu_engine.contract import BadRequest, Limits
 from rollout_server.cpu_engine.contract import parse as parse_generate
+from rollout_server.cpu_engine.openai_bodies import chat, completion
 from rollout_server.cpu_engine.tokenizer import Tokenizer
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.control import EngineControl
@@ -126,7 +128,7 @@ def _weights(folder: Path) -> tuple[bytes, Any]:
     return json.dumps({"version": "1.2", "digest": "d", "files": files, "tensors": 1}).encode(), read
 
 
-def _generate(model: Path) -> Any:
+def _generate(model: Path, parse: Callable[..., object]) -> Any:
     tokenizer, limits = Tokenizer(model), Limits(vocab=40, context=256, cache=512)
 
     def read(raw: bytes) -> object:
@@ -134,9 +136,20 @@ def _generate(model: Path) -> Any:
             body = json.loads(raw)
         except (ValueError, RecursionError):
             raise BadRequest("not JSON") from None
-        return parse_generate(body, tokenizer, limits)
+        return parse(body, tokenizer, limits)
 
     return read
+
+
+def _completion(body: Any, tokenizer: Tokenizer, limits: Limits) -> object:
+    return completion(body, lambda name: name, tokenizer, limits)
+
+
+def _chat(body: Any, tokenizer: Tokenizer, limits: Limits) -> object:
+    def render(messages: list[dict[str, Any]], begin: bool, variables: dict[str, Any]) -> str:
+        return "\n".join(str(message["content"]) for message in messages) + " x"
+
+    return chat(body, lambda name: name, render, tokenizer, limits)
 
 
 GENERATE = (
@@ -149,6 +162,26 @@ GENERATE = (
         "top_logprobs_num": 2,
         "stream": True,
         "extra_key": "k",
+    },
+)
+_OPENAI = {
+    "model": "m",
+    "n": 2,
+    "seed": 3,
+    "temperature": 0.5,
+    "stop": ["x"],
+    "stream_options": {"include_usage": True},
+}
+COMPLETION = (
+    {**_OPENAI, "prompt": ["a b", "c"], "echo": True, "logprobs": 2, "max_tokens": 0},
+    {"prompt": [[1, 2], [3]], "stream": True, "best_of": 1, "user": "u", "logit_bias": None},
+)
+CHAT = (
+    {**_OPENAI, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2},
+    {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        "max_completion_tokens": 4,
+        "tools": [],
     },
 )
 
@@ -203,10 +236,19 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder("weights.manifest", read_manifest, (WeightsCorrupt,), (manifest,), "json", share=0.5),
         Decoder(
             "engine.generate_body",
-            _generate(model),
+            _generate(model, parse_generate),
             (BadRequest,),
             [json.dumps(b).encode() for b in GENERATE],
             "json",
             share=3,
+        ),
+        *(
+            Decoder(
+                name, _generate(model, parse), (BadRequest,), [json.dumps(b).encode() for b in bodies], "json", share=2
+            )
+            for name, parse, bodies in (
+                ("engine.completion_body", _completion, COMPLETION),
+                ("engine.chat_body", _chat, CHAT),
+            )
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ from rollout_server.cpu_engine import openapi as engine_openapi
 from rollout_server.cpu_engine.adapters import Adapters
 from rollout_server.cpu_engine.contract import _KNOWN
 from rollout_server.cpu_engine.control import Control
+from rollout_server.cpu_engine.openai_routes import OpenAI
 from rollout_server.cpu_engine.updates import Updates
 
 Routes = set[tuple[str, str]]
@@ -39,6 +41,7 @@ def engine_app() -> web.Application:
     app, nothing = web.Application(), cast(Any, None)
     updates = Updates.__new__(Updates)
     routes = Control(nothing, nothing, {}, {}).routes() + updates.routes() + Adapters(nothing).routes()
+    routes += OpenAI(nothing, nothing, nothing, nothing, Path("model")).routes()
     app.add_routes(
         [web.post("/generate", engine_openapi.openapi), web.put("/generate", engine_openapi.openapi), *routes]
     )
