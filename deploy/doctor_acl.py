@@ -82,6 +82,7 @@ def _rollout(k: Keys) -> tuple[Command, ...]:
         ("INFO",),
         ("ZADD", k.processes, "0", "m"),
         ("SET", k.evaluation, "v"),
+        ("GET", k.evaluation),
         ("ZRANGEBYSCORE", k.engines, "0", "1"),
         ("HGET", k.engine("e"), "b"),
         ("HMGET", k.target, "b", "state"),
@@ -101,7 +102,7 @@ def _node(k: Keys) -> tuple[Command, ...]:
         ("FCALL", REGISTER, "2", k.engine("e"), k.engines),
         ("FCALL", REPORT, "2", k.metrics("node", "e"), k.processes),
         ("HSET", k.answers(1, 1), "m", "v"),
-        ("EXISTS", k.evaluation),
+        ("GET", k.evaluation),
         ("SET", k.metrics("node", "e"), "v"),
         ("ZADD", k.processes, "0", "m"),
     )

@@ -1,14 +1,17 @@
-"""Score questions through a running rollout server (`POST /v1/episodes`), a block at a time.
+"""Score questions through a running rollout server (`POST /v1/episodes`), at one version of the policy.
 
-The server generates with the engines that train, at their present version, and scores with the run's own rewards;
-nothing of it is trained on.
+All questions go in one streamed request, so the server holds one version for all of them. It generates with the
+engines of the run and scores with the run's own rewards; nothing of it is trained on.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 import urllib.error
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,29 +20,66 @@ from protocol.access import variable
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question
 
+Episode = dict[str, Any]
+RECONNECTS = 5
+"""Connections in a row that may fail without having answered a question."""
+RECONNECT_S = 1.0
+"""Pause before the first of them; each one after it is twice as long."""
+
+
+class Dropped(ForayError):
+    """The connection ended before all episodes had come."""
+
+
+class NoServer(UserError):
+    """No server listens there."""
+
 
 @dataclass
 class Score:
-    """What came back, added up over blocks. `means`: reward name -> mean over the episodes that voted."""
+    """What came back. `means`: reward name -> mean over the episodes that voted."""
 
-    episodes: list[dict[str, Any]] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+
+    @property
+    def valid(self) -> list[Episode]:
+        """Episodes that the policy ended itself; the others say nothing about it."""
+        return [e for e in self.episodes if not is_failed(e)]
 
     @property
     def failed(self) -> int:
-        """Episodes that ended for reasons of infrastructure: they say nothing of the policy."""
-        return sum(1 for e in self.episodes if e.get("status") in ("failed", "stale"))
+        """Episodes that ended for reasons of infrastructure."""
+        return len(self.episodes) - len(self.valid)
 
     @property
     def means(self) -> dict[str, float]:
         """Mean of each reward over the episodes that the policy ended itself."""
-        valid = [e for e in self.episodes if e.get("status") not in ("failed", "stale")]
+        valid = self.valid
         names = {name for e in valid for name in e.get("rewards", {})}
         return {n: sum(float(e["rewards"].get(n, 0.0)) for e in valid) / len(valid) for n in sorted(names)}
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Episodes that count by the policy version that sampled them: more than one version is a mixture."""
+        return dict(sorted(Counter(str(e.get("version", "")) for e in self.valid).items()))
 
     def mean(self, name: str) -> float:
         """Mean of a number of each episode (`searches`, `turns`)."""
         values = [float(e.get(name, 0.0)) for e in self.episodes]
         return sum(values) / len(values) if values else 0.0
+
+
+def is_failed(episode: Episode) -> bool:
+    """Whether an episode ended for reasons of infrastructure."""
+    return episode.get("status") in ("failed", "stale")
+
+
+def answered(questions: Sequence[Question], episodes: Sequence[Episode], n: int) -> list[Episode]:
+    """Those of `episodes` whose question needs no asking any more: it has `n` of them and none has failed."""
+    wanted = {question.id for question in questions}
+    found = {(e["question_id"], e["index"]): e for e in episodes if e["question_id"] in wanted and not is_failed(e)}
+    counts = Counter(question for question, _ in found)
+    return [e for (question, _), e in found.items() if counts[question] >= n]
 
 
 def evaluate(
@@ -49,37 +89,62 @@ def evaluate(
     n: int = 1,
     temperature: float = 1.0,
     search: bool = True,
-    block: int = 64,
+    concurrency: int = 64,
     timeout_s: float = 600.0,
-    progress: Callable[[int], None] = lambda done: None,
+    done: Sequence[Episode] = (),
+    each: Callable[[Episode], None] = lambda episode: None,
 ) -> Score:
-    """The score of `questions`, `n` episodes each, from the rollout server at `url`.
+    """The score of `questions`, `n` episodes each, from the rollout server at `url`; in their order.
 
     temperature  0 is greedy
     search       False: every search comes back empty (what the policy knows by itself)
-    progress     called with the number of questions done
-    Raises UserError when nobody answers at `url`, ForayError when the server refuses or breaks off.
+    concurrency  episodes in flight at once
+    timeout_s    longest wait for the next episode to end
+    done         episodes of an earlier call: questions that they answer are not asked again
+    each         called with each episode as it ends
+    Questions of a connection that breaks are asked again, except those that were answered; the versions say whether the
+    policy changed meanwhile. Raises UserError when no server answers at `url`, ForayError when the server refuses or
+    cannot hold the version, Dropped when connections keep breaking.
     """
-    score = Score()
-    for start in range(0, len(questions), block):
-        part = questions[start : start + block]
-        body = {
-            "questions": [{"id": q.id, "question": q.text, "answers": list(q.answers)} for q in part],
-            "n": n,
-            "temperature": temperature,
-            "search": search,
-            "pin": True,
-            "stream": False,
-        }
-        score.episodes += _post(f"{url.rstrip('/')}/v1/episodes", body, timeout_s)["episodes"]
-        progress(start + len(part))
-    return score
+    ids = Counter(question.id for question in questions)
+    if twice := [id_ for id_, count in ids.items() if count > 1]:
+        raise UserError(
+            f"{len(twice)} ids stand for several questions, the first is {twice[0]!r}", todo="make them unique"
+        )
+    episodes = answered(questions, done, n)
+    how = {"n": n, "temperature": temperature, "search": search, "concurrency": concurrency}
+    failures, came = 0, False
+    while True:
+        have = {e["question_id"] for e in episodes}
+        open_ = [question for question in questions if question.id not in have]
+        if not open_:
+            break
+        fresh: list[Episode] = []
+        try:
+            for episode in _stream(url, open_, how, timeout_s):
+                fresh.append(episode)
+                each(episode)
+            episodes += fresh
+            break
+        except (Dropped, NoServer):
+            kept = answered(open_, fresh, n)
+            came, failures = came or bool(fresh), 0 if kept else failures + 1
+            if failures > RECONNECTS or not came:
+                raise
+            episodes += kept
+            time.sleep(RECONNECT_S * 2**failures)
+    order = {question.id: i for i, question in enumerate(questions)}
+    return Score(sorted(episodes, key=lambda e: (order[e["question_id"]], e["index"])))
 
 
-def _post(url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeout_s: float) -> Iterator[Episode]:
+    """Episodes as they end, in one request that holds one version. Raises what `evaluate` raises."""
+    url = f"{url.rstrip('/')}/v1/episodes"
+    asked = [{"id": q.id, "question": q.text, "answers": list(q.answers)} for q in questions]
+    body = how | {"questions": asked, "pin": True, "stream": True}
     try:
         with ask(url, "operator", body=json.dumps(body).encode(), timeout_s=timeout_s) as response:
-            answer: dict[str, Any] = json.load(response)
+            yield from _events(response, url)
     except urllib.error.HTTPError as error:
         detail = error.read(2000).decode(errors="replace").strip()
         if error.code in (401, 403):
@@ -87,11 +152,27 @@ def _post(url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
                 f"{url} answered {error.code}", why=detail, todo=f"export {variable('operator')} as the server has it"
             ) from None
         raise ForayError(f"{url} answered {error.code}: {detail}") from None
-    except (urllib.error.URLError, ConnectionError) as error:
-        reason = getattr(error, "reason", error)
-        raise UserError(
-            f"no rollout server answers at {url}", why=str(reason), todo="start the run, or correct the URL"
-        ) from None
     except TimeoutError:
-        raise ForayError(f"{url} did not answer within {timeout_s:g} s") from None
-    return answer
+        raise ForayError(f"{url}: no episode ended within {timeout_s:g} s") from None
+    except urllib.error.URLError as error:
+        raise NoServer(
+            f"no rollout server answers at {url}", why=str(error.reason), todo="start the run, or correct the URL"
+        ) from None
+    except (http.client.HTTPException, ConnectionError) as error:
+        raise Dropped(f"{url}: the connection broke: {type(error).__name__}: {error}") from None
+
+
+def _events(response: http.client.HTTPResponse, url: str) -> Iterator[Episode]:
+    """The episodes of server-sent events. Raises ForayError for `event: error`, Dropped without `event: summary`."""
+    kind = ""
+    for line in response:
+        name, _, value = line.decode().rstrip("\n").partition(": ")
+        if name == "event":
+            kind = value
+        elif name == "data" and kind == "error":
+            raise ForayError(f"the evaluation ended early: {json.loads(value)['error']}")
+        elif name == "data" and kind == "summary":
+            return
+        elif name == "data":
+            yield json.loads(value)
+    raise Dropped(f"{url}: the stream ended before its summary")

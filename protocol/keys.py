@@ -18,7 +18,7 @@ meta                hash     learner    written at every start: lineage id, sche
 events              stream   anyone     what happened, for people; bounded, informational
 dlq                 stream   anyone     bounded evidence; the files of the learner are the record
 requeue             set      operator   seqs that a person wants tried again; the learner empties it
-evaluation          string   evaluator  weight swaps wait while it is there; TTL
+evaluation          string   evaluator  weight swaps wait while it is there (or those of eval engines alone); TTL
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from protocol.settings import RUN_ID
 
 TASK_GROUP = "rollout"
 TRAJ_GROUP = "learner"
+EVAL_ENGINES_ONLY = "eval-engines:"
+"""Beginning of the value of `evaluation` when engines of role `eval` serve it: all others may swap weights."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The HTTP side of a rollout server: is it well, what does it do, and episodes on request.
 
 GET  /health       200 while the event loop turns
-GET  /ready        200 when Redis answers and an engine takes requests; else 503 with the reasons
+GET  /ready        200 when Redis answers and an engine takes requests (before the learner's first version: one that is
+                   ready); else 503 with the reasons
 GET  /status       JSON: target, engines as this server sees them, work in flight, counters, waits
 GET  /metrics      Prometheus
 GET  /openapi.json all of this, for machines
@@ -29,6 +30,7 @@ from rollout_server.episodes import Episodes, EpisodesRequest, summarise
 from rollout_server.fleet import Fleet
 from rollout_server.metrics import Stats, prometheus_text
 from rollout_server.openapi import openapi
+from rollout_server.pin import PinLost
 from rollout_server.redis_client import RedisDown, RedisFull
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ MAX_BODY_BYTES = 64 << 20
 """Ten thousand questions of a few kilobytes."""
 BODY_S = 60.0
 """Longest wait for a body in seconds."""
+READ_S = 60.0
+"""Longest time that a client of a stream may read nothing while events wait for it."""
 REDIS_SILENT_S = 5.0
 """Without an answer from Redis for so long the server is not ready."""
 
@@ -79,8 +83,8 @@ async def _ready(request: web.Request) -> web.Response:
         reasons.append("stopping")
     if time.monotonic() - served.fleet.read_at > REDIS_SILENT_S:
         reasons.append("Redis does not answer")
-    if not served.router.candidates(pinned=False):
-        reasons.append("no engine takes training requests")
+    if not served.router.candidates(pinned=served.fleet.table.target is None):
+        reasons.append("no engine takes requests")
     return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
 
 
@@ -147,23 +151,39 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
             return await _stream(request, served.episodes, wanted)
         async with aclosing(served.episodes.run(wanted)) as running:
             finished = [episode async for episode in running]
-    except (RedisDown, RedisFull) as error:
-        return web.json_response({"error": f"the versions cannot be pinned: {error}"}, status=503)
+    except (RedisDown, RedisFull, PinLost) as error:
+        return web.json_response({"error": f"the version cannot be pinned: {error}"}, status=503)
     order = {question.id: i for i, question in enumerate(wanted.questions)}
     finished.sort(key=lambda e: (order[e["question_id"]], e["index"]))
     return web.json_response({"episodes": finished} | summarise(finished))
 
 
 async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequest) -> web.StreamResponse:
-    """`data:` lines of one JSON object for each episode as it ends, then `event: summary`."""
+    """`data:` lines of one JSON object for each episode as it ends, then `event: summary`, or `event: error` when the
+    version was lost. A client that reads nothing for READ_S is left: its pin would hold up training.
+    """
     finished: list[dict[str, Any]] = []
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+    async def send(event: str) -> None:
+        try:
+            async with asyncio.timeout(READ_S):
+                await response.write(event.encode())
+        except TimeoutError:
+            raise ConnectionResetError(f"the client has read nothing for {READ_S:g} s") from None
+
     async with aclosing(episodes.run(wanted)) as running:
-        async for episode in running:
+        try:
+            async for episode in running:
+                if not response.prepared:
+                    await response.prepare(request)
+                finished.append(episode)
+                await send(f"data: {json.dumps(episode)}\n\n")
+        except PinLost as error:
             if not response.prepared:
-                await response.prepare(request)
-            finished.append(episode)
-            await response.write(f"data: {json.dumps(episode)}\n\n".encode())
-    await response.write(f"event: summary\ndata: {json.dumps(summarise(finished))}\n\n".encode())
+                raise
+            await send(f"event: error\ndata: {json.dumps({'error': str(error)})}\n\n")
+        else:
+            await send(f"event: summary\ndata: {json.dumps(summarise(finished))}\n\n")
     await response.write_eof()
     return response

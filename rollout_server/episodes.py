@@ -6,10 +6,9 @@ These episodes have no seq and never reach the ledger or the learner.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, nullcontext
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
@@ -20,17 +19,13 @@ from rollout_server.episode import Episode
 from rollout_server.fleet import Fleet
 from rollout_server.group import EpisodeResult, run_episode
 from rollout_server.metrics import Stats
-from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull
+from rollout_server.pin import LOOK_S, Pin
 from rollout_server.search.base import Search
 from rollout_server.search.none import NoSearch
 
-log = logging.getLogger(__name__)
-
-PIN_MS = 10_000
-"""The pin outlives a server that dies by so much. Renewed five times as often."""
-SETTLE_S = 0.3
-"""A node may just have looked for the pin and begun a swap: so long until it says that it is loading."""
-
+REPEATS = 3
+"""An episode that was sampled at another version than the pinned one is repeated so often, and then passed on as it is:
+an engine that names its weights otherwise than its node does so for ever."""
 EPISODE_LIMIT = 100_000
 """Most episodes of one request."""
 
@@ -65,7 +60,8 @@ class EpisodesRequest(BaseModel):
     search: bool = True
     """False: every search finds nothing, and no tool brings a document."""
     pin: bool = False
-    """True: engines hold their versions until the last episode has ended, and any READY engine serves."""
+    """True: all episodes are of one policy version, and engines hold it until the last one has ended. False: the newest
+    weights serve, as in training; without a learner any engine that is ready."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
     """Episodes in flight at once."""
     stream: bool = False
@@ -81,32 +77,51 @@ class EpisodesRequest(BaseModel):
 
 
 class Episodes:
-    """Runs requests. `RedisDown` and `RedisFull` are raised only for a request that wants the pin."""
+    """Runs requests. `RedisDown`, `RedisFull` and `PinLost` are raised only for a request that wants the pin."""
 
     def __init__(
-        self, episode: Episode, generate: Generate, search: Search, fleet: Fleet, redis: RedisClient, stats: Stats
+        self, episode: Episode, generate: Generate, search: Search, fleet: Fleet, pin: Pin, stats: Stats
     ) -> None:
-        self._episode, self._generate, self._search, self._stats = episode, generate, search, stats
+        self._episode, self._generate, self._search = episode, generate, search
+        self._fleet, self._pin, self._stats = fleet, pin, stats
         self._closed_book = episode.without_documents()
-        self._pin = Pin(redis, fleet, stats)
+        self._requests = 0
+        stats.gauges["evaluations"] = lambda: self._requests
 
     async def run(self, request: EpisodesRequest) -> AsyncGenerator[dict[str, Any], None]:
         """Finished episodes, as they end. Closing the iterator cancels those in flight and lets go of the pin."""
-        async with self._pin.held() if request.pin else nullcontext(), aclosing(self._all(request)) as finished:
-            async for one in finished:
-                yield one
+        self._requests += 1
+        try:
+            while not (request.pin or self._fleet.looked):  # whether there is a learner is not known before that
+                await self._fleet.changed(timeout_s=LOOK_S)
+            async with (
+                self._pin.held() if request.pin else nullcontext() as lost,
+                aclosing(self._all(request, lost)) as finished,
+            ):
+                async for one in finished:
+                    yield one
+        finally:
+            self._requests -= 1
 
-    async def _all(self, request: EpisodesRequest) -> AsyncGenerator[dict[str, Any], None]:
+    async def _all(
+        self, request: EpisodesRequest, lost: asyncio.Future[None] | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """lost  fails when the version cannot be held any more: so do we then, and what has ended is not lost"""
         places = asyncio.Semaphore(request.concurrency)
+        ended: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._one(request, question, index, places), name=f"episode-{question.id}-{index}")
             for question in (asked.as_message() for asked in request.questions)
             for index in range(request.n)
         ]
+        for future in (*tasks, *([lost] if lost is not None else ())):
+            future.add_done_callback(ended.put_nowait)
         try:
-            for done in asyncio.as_completed(tasks):
-                yield await done
+            for _ in tasks:
+                yield (await ended.get()).result()
         finally:
+            if lost is not None:
+                lost.remove_done_callback(ended.put_nowait)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,24 +130,35 @@ class Episodes:
         self, request: EpisodesRequest, question: Question, index: int, places: asyncio.Semaphore
     ) -> dict[str, Any]:
         async with places:
-            result = await run_episode(
-                self._episode if request.search else self._closed_book,
-                question,
-                self._generate,
-                self._search if request.search else NoSearch(),
-                Sampling(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or -1),
-                group=f"{id(request)}-{question.id}",
-                pinned=request.pin,
-            )
+            result = await self._play(request, question)
+            for _ in range(REPEATS):
+                if not request.pin or self._pin.confirms(_versions(result)):
+                    break
+                self._stats.counts["episodes_repeated"] += 1
+                result = await self._play(request, question)
+        return self._describe(question, index, result)
+
+    async def _play(self, request: EpisodesRequest, question: Question) -> EpisodeResult:
+        result = await run_episode(
+            self._episode if request.search else self._closed_book,
+            question,
+            self._generate,
+            self._search if request.search else NoSearch(),
+            Sampling(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or -1),
+            group=f"{id(request)}-{question.id}",
+            # without a learner there is no newest version: any engine will do
+            pinned=request.pin or self._fleet.table.target is None,
+        )
         self._stats.counts["episodes"] += 1
         self._stats.counts["episode_tokens"] += result.trajectory.num_sampled
-        return self._describe(question, index, result)
+        return result
 
     def _describe(self, question: Question, index: int, result: EpisodeResult) -> dict[str, Any]:
         trajectory = result.trajectory
         return {
             "question_id": question.id,
             "index": index,
+            "version": "+".join(_versions(result)),
             "status": str(trajectory.status),
             "cause": trajectory.cause,
             "answer": trajectory.answer,
@@ -149,13 +175,12 @@ class Episodes:
         }
 
     def _segment(self, segment: Segment) -> dict[str, Any]:
-        versions = list(dict.fromkeys(span.version.label for span in segment.spans))
         return {
             "owner": str(segment.owner),
             "text": self._episode.tokens.decode(segment.ids.tolist()),
             "tokens": len(segment.ids),
             # two versions: the weights changed while the turn was sampled
-            "version": "+".join(versions),
+            "version": "+".join(_labels(segment)),
             "tool": segment.tool,
             "query": segment.query,
             "passage_ids": list(segment.passage_ids),
@@ -163,10 +188,19 @@ class Episodes:
         }
 
 
+def _labels(segment: Segment) -> list[str]:
+    return list(dict.fromkeys(span.version.label for span in segment.spans))
+
+
+def _versions(result: EpisodeResult) -> list[str]:
+    """The policy versions that sampled an episode, in their order; none for one that failed before its first token."""
+    return list(dict.fromkeys(label for segment in result.trajectory.segments for label in _labels(segment)))
+
+
 def summarise(episodes: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over the episodes that say something about the policy; `failed` counts the others.
 
-    em is None when the settings measure no exact match.
+    em is None when the settings measure no exact match. versions: how many of them are of each version.
     """
     valid = [e for e in episodes if Status(e["status"]).votes]
     scored = [e["rewards"]["em"] for e in valid if "em" in e["rewards"]]
@@ -174,60 +208,7 @@ def summarise(episodes: list[dict[str, Any]]) -> dict[str, Any]:
         "em": sum(scored) / len(scored) if scored else None,
         "count": len(episodes),
         "failed": len(episodes) - len(valid),
+        "versions": dict(Counter(e["version"] for e in valid)),
         "searches_mean": sum(e["searches"] for e in valid) / len(valid) if valid else 0.0,
         "tokens_generated": sum(e["tokens_generated"] for e in episodes),
     }
-
-
-class Pin:
-    """The key that makes nodes put off weight swaps, while at least one request here holds it."""
-
-    def __init__(self, redis: RedisClient, fleet: Fleet, stats: Stats) -> None:
-        self._redis, self._fleet, self._stats = redis, fleet, stats
-        self._holders = 0
-        self._renewing: asyncio.Task[None] | None = None
-        self._changing = asyncio.Lock()  # the last to leave must not remove what the next has just set
-
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Raises RedisDown or RedisFull when the pin cannot be set."""
-        self._holders += 1
-        try:
-            async with self._changing:
-                if self._renewing is None:
-                    await self._set()
-                    self._renewing = asyncio.create_task(self._renew(), name="evaluation-pin")
-            await asyncio.sleep(SETTLE_S)
-            self._fleet.install(await self._fleet.read())
-            yield
-        finally:
-            self._holders -= 1
-            async with self._changing:
-                if not self._holders and self._renewing is not None:
-                    self._renewing.cancel()
-                    self._renewing = None
-                    await self._remove()
-
-    async def _set(self) -> None:
-        await self._redis.batch(("SET", self._redis.keys.evaluation, self._stats.id, "PX", PIN_MS))
-
-    async def _renew(self) -> None:
-        """Consumes time; produces a pin that does not lapse; waits a fifth of its life; ended by cancellation."""
-        outage = Outage("pinning the versions for an evaluation", self._stats.waits, longest_s=PIN_MS / 5000)
-        while True:
-            await asyncio.sleep(PIN_MS / 5000)
-            try:
-                await self._set()
-            except (RedisDown, RedisFull) as error:
-                await outage.wait(error)
-            else:
-                outage.over()
-
-    async def _remove(self) -> None:
-        key = self._redis.keys.evaluation
-        try:
-            (holder,) = await self._redis.batch(("GET", key))
-            if holder == self._stats.id.encode():
-                await self._redis.batch(("DEL", key))
-        except RedisDown as error:
-            log.info("the evaluation pin is left to lapse: %s", error)

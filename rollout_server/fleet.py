@@ -56,9 +56,11 @@ class FleetTable:
         behind = self.target.step - engine.step
         return f"{behind} steps behind, {max_lag} are allowed" if behind > max_lag else ""
 
-    def pinned(self, tokenizer: str = "") -> list[EngineInfo]:
-        """Engines for evaluation: those with the role, or any READY one where none has it."""
+    def pinned(self, tokenizer: str = "", version: PolicyVersion | None = None) -> list[EngineInfo]:
+        """Engines for evaluation: those with the role, or any READY one where none has it; only those at `version`."""
         ready = [e for e in self.engines.values() if e.state is NodeState.READY and same_tokenizer(e, tokenizer)]
+        if version is not None:
+            ready = [e for e in ready if e.version == version]
         return [e for e in ready if e.role == "eval"] or ready
 
 
@@ -73,6 +75,8 @@ class Fleet:
     def __init__(self, redis: RedisClient, waits: Waits, *, poll_s: float, agreement: Agreement | None = None) -> None:
         self._redis, self._waits, self._poll_s, self._agreement = redis, waits, poll_s, agreement
         self.table = FleetTable()
+        self.pin: PolicyVersion | None = None
+        """The version that evaluations run at (`rollout_server.pin`). None: any."""
         self.read_at = -math.inf
         """When Redis answered last, by the monotonic clock."""
         self.listeners: list[Callable[[FleetTable], None]] = []

@@ -38,15 +38,19 @@ STATUS: Object = {
 }
 EPISODES: Object = {
     "type": "object",
-    "required": ["episodes", "em", "count", "failed", "searches_mean", "tokens_generated"],
+    "required": ["episodes", "em", "count", "failed", "versions", "searches_mean", "tokens_generated"],
     "properties": {
         "episodes": {
             "type": "array",
-            "items": {"type": "object", "required": ["question_id", "index", "status", "answer", "reward", "text"]},
+            "items": {
+                "type": "object",
+                "required": ["question_id", "index", "version", "status", "answer", "reward", "text"],
+            },
         },
         "em": {"type": ["number", "null"]},
         "count": {"type": "integer", "minimum": 1},
         "failed": {"type": "integer", "minimum": 0},
+        "versions": {"type": "object", "additionalProperties": {"type": "integer"}},
         "searches_mean": {"type": "number"},
         "tokens_generated": {"type": "integer", "minimum": 0},
     },
@@ -69,7 +73,7 @@ def describe() -> Object:
         "400": _answer("what is wrong with the body", ERROR),
         "408": _answer("the body did not come in time", ERROR),
         "413": _answer("the body is too large", {"type": "string"}, TEXT),
-        "503": _answer("the versions cannot be pinned", ERROR),
+        "503": _answer("the version cannot be pinned", ERROR),
     }
     return {
         "openapi": "3.1.0",

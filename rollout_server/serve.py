@@ -62,6 +62,7 @@ from rollout_server.lifecycle import Stop, plain_errors, stop_on_signals, write_
 from rollout_server.listen import listening
 from rollout_server.measured_search import MeasuredSearch
 from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
+from rollout_server.pin import Pin
 from rollout_server.redis_client import BLOCK_MS, Outage, RedisClient, RedisDown, insist
 from rollout_server.rollout import OnProgress, ShouldStop
 from rollout_server.sink import Sink
@@ -251,7 +252,15 @@ class RolloutServer:
     @asynccontextmanager
     async def _listening(self, stop: Stop, port_file: Path | None) -> AsyncIterator[None]:
         """The HTTP side for the time of the block. Raises UserError when nobody may listen there."""
-        episodes = Episodes(self._episode, self._router, self._search, self._fleet, self._redis, self._stats)
+        pin = Pin(
+            self._redis,
+            self._fleet,
+            self._stats,
+            max_s=self._settings.pin_max_s,
+            wait_s=self._settings.engine_wait_s,
+            tokenizer=self._episode.tokens.fingerprint,
+        )
+        episodes = Episodes(self._episode, self._router, self._search, self._fleet, pin, self._stats)
         served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.asked.is_set)
         async with listening(build_app(served), self._settings) as port:
             write_port_file(port_file, port)

@@ -1,4 +1,4 @@
-"""Ask a running rollout server questions and score the answers, at the engines' present weights."""
+"""Ask a running rollout server questions and score the answers, all at one version of the policy."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from deploy.rundir import read_record, require
-from protocol.errors import UserError
+from deploy.rundir import read_record, require, write_atomically
+from protocol.errors import ForayError, UserError
+
+if TYPE_CHECKING:
+    from deploy.evaluate import Episode, Score
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray eval`."""
     parser.add_argument("where", help="run directory, or the URL of a rollout server")
     parser.add_argument("--questions", type=Path, required=True, help="JSON lines with `question` and `answers`")
-    parser.add_argument("--limit", type=int, help="only the first so many questions")
-    parser.add_argument("--n", type=int, default=1, help="episodes a question (default: 1)")
+    parser.add_argument("--limit", type=int, help="use only the first LIMIT questions")
+    parser.add_argument("--n", type=int, default=1, help="episodes per question (default: 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--no-search", action="store_true", help="every search comes back empty: what does it know?")
-    parser.add_argument("--block", type=int, default=64, help="questions a request (default: 64)")
+    parser.add_argument("--concurrency", type=int, default=64, help="episodes in flight at once (default: 64)")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, help="longest wait for a block in seconds (default: 600)"
+        "--timeout", type=float, default=600.0, help="longest wait in seconds for the next episode (default: 600)"
     )
-    parser.add_argument("--out", type=Path, help="write every episode here, one JSON object a line")
+    parser.add_argument("--out", type=Path, help="write every episode here as it ends, one JSON object per line")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --out holds, and ask only the questions it does not answer"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.epilog = (
+        "All episodes are of one policy version, which the summary names. Engines keep that version meanwhile, so in a "
+        "run that trains, new weights wait until the evaluation ends (at most rollout.pin_max_s), unless engines of "
+        "role `eval` serve. Exit code 1: episodes failed, or a --resume or a lost connection mixed several versions."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every episode was scored, 1 when some failed for reasons of infrastructure."""
+    """0 when every episode was scored at one version, 1 when some failed or versions are mixed."""
     from deploy.evaluate import evaluate
     from deploy.pulse import Pulse, beside
     from learner.questions import load_questions
@@ -43,50 +54,107 @@ def run(args: argparse.Namespace) -> int:
             todo="give --questions a file of JSON lines with `question` and `answers`",
         )
     questions = load_questions(args.questions).questions[: args.limit]
+    how = {"temperature": args.temperature, "search": not args.no_search}
+    done = _earlier(args.out, how) if args.resume else []
     url = _url(args.where)
-
     pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
-    done, begun = 0, time.monotonic()
+    ended, begun = 0, time.monotonic()
+    out: TextIO | None = None
+    if args.out is not None:
+        _write(args.out, done, how)
+        out = args.out.open("a", encoding="utf-8")
 
-    def progress(number: int) -> None:
-        nonlocal done
-        done = number
-        pulse.say(f"{done} of {len(questions)} questions")
+    def each(episode: Episode) -> None:
+        nonlocal ended
+        ended += 1
+        if out is not None:
+            print(json.dumps(episode | how, ensure_ascii=False), file=out, flush=True)
 
     def line() -> str:
-        return f"{done} of {len(questions)} questions, {time.monotonic() - begun:.0f} s"
+        return f"{ended} episodes of {len(questions)} questions, {time.monotonic() - begun:.0f} s"
 
     work = partial(
         evaluate,
         url,
         questions,
         n=args.n,
-        temperature=args.temperature,
-        search=not args.no_search,
-        block=max(1, args.block),
+        concurrency=max(1, args.concurrency),
         timeout_s=args.timeout,
-        progress=progress,
+        done=done,
+        each=each,
+        **how,
     )
-    score = beside(work, lambda: pulse.beat(line))
-    if args.out is not None:
-        args.out.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in score.episodes))
+    try:
+        score = beside(work, lambda: pulse.beat(line))
+    except ForayError:
+        if out is not None and ended:
+            print(f"{args.out} holds {ended} more episodes: --resume goes on from there", file=sys.stderr)
+        raise
+    finally:
+        if out is not None:
+            out.close()
+    if args.out is not None:  # in the order of the questions, each episode once
+        _write(args.out, score.episodes, how)
+    return _report(score, {"url": url, "questions": len(questions)}, how, as_json=args.json)
+
+
+def _write(path: Path, episodes: list[Episode], how: dict[str, Any]) -> None:
+    lines = (json.dumps(episode | how, ensure_ascii=False) + "\n" for episode in episodes)
+    write_atomically(path, "".join(lines))
+
+
+def _report(score: Score, what: dict[str, Any], how: dict[str, Any], *, as_json: bool) -> int:
+    versions = score.versions
+    mixed = len(versions) > 1 or any("+" in version for version in versions)
     summary: dict[str, Any] = {
-        "url": url,
-        "questions": len(questions),
+        **what,
         "episodes": len(score.episodes),
         "failed": score.failed,
-        "temperature": args.temperature,
-        "search": not args.no_search,
+        "version": None if mixed else next(iter(versions), None),
+        "versions": versions,
+        **how,
         **score.means,
         "searches": score.mean("searches"),
         "turns": score.mean("turns"),
     }
-    if args.json:
+    if as_json:
         print(json.dumps(summary))
     else:
+        summary["versions"] = ", ".join(f"{version} ({count} episodes)" for version, count in versions.items())
         for name, value in summary.items():
-            print(f"{name:<12} {f'{value:.4f}' if isinstance(value, float) else value}")
-    return 1 if score.failed else 0
+            if name != ("version" if mixed else "versions"):
+                print(f"{name:<12} {f'{value:.4f}' if isinstance(value, float) else value}")
+    if mixed:
+        told = "error: the score mixes several policy versions, so it is the score of none of them"
+        print(f"{told}: evaluate again without --resume", file=sys.stderr)
+    return 1 if score.failed or mixed else 0
+
+
+def _earlier(path: Path | None, how: dict[str, Any]) -> list[Episode]:
+    """The episodes in an --out; a last line that was not finished is left out."""
+    if path is None:
+        raise UserError("--resume needs --out", todo="name the file that the earlier evaluation wrote")
+    episodes: list[Episode] = []
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except FileNotFoundError:
+        return []
+    for number, line in enumerate(lines, 1):
+        try:
+            episode = json.loads(line)
+            other = {name: episode[name] for name in how if episode[name] != how[name]}
+            _ = episode["question_id"], episode["index"]
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                break
+            raise UserError(f"line {number} of {path} is no episode", todo="give another --out") from None
+        if other:
+            raise UserError(
+                f"{path} was written with {', '.join(f'{name} {value}' for name, value in other.items())}",
+                todo="give the same options, or another --out",
+            )
+        episodes.append(episode)
+    return episodes
 
 
 def _url(where: str) -> str:

@@ -71,7 +71,7 @@ def ask(url: str, questions: Sequence[Question], temperatures: Sequence[float], 
     """One score for each temperature, asked at the same time so that all are about one version of the policy."""
 
     def one(temperature: float) -> Score:
-        return evaluate(url, questions, temperature=temperature, search=search, block=len(questions))
+        return evaluate(url, questions, temperature=temperature, search=search, concurrency=len(questions))
 
     with ThreadPoolExecutor(len(temperatures)) as pool:
         return list(pool.map(one, temperatures))

@@ -139,7 +139,7 @@ class Router:
         """Engines that may be given a request now, room or not."""
         table = self._fleet.table
         if pinned:
-            allowed = table.pinned(self._tokenizer)
+            allowed = table.pinned(self._tokenizer, self._fleet.pin)
         else:
             allowed = [
                 e for e in table.engines.values() if table.routable(e, max_lag=self._max_lag, tokenizer=self._tokenizer)

@@ -143,7 +143,7 @@ class Receiver:
     async def _prepare(self, client: EngineControl, part: Part) -> None:
         view = part.view
         try:
-            if await self._registry.evaluating():
+            if await self._registry.evaluating(self._settings.role):
                 raise Over("an evaluation runs")
         except (RedisDown, RedisFull) as error:
             raise Over(f"Redis: {error}") from None

@@ -12,6 +12,7 @@ from typing import TypeVar
 from protocol.codec import decode_as, encode
 from protocol.errors import ProtocolError
 from protocol.functions import REGISTER
+from protocol.keys import EVAL_ENGINES_ONLY
 from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
 from rollout_server.agreement import Agreement
 from rollout_server.redis_client import RedisClient
@@ -102,7 +103,7 @@ class Registry:
             log.error("ignoring a %s: %s: %s", kind.__name__, error.reason, error)
             return None
 
-    async def evaluating(self) -> bool:
-        """Whether an evaluation wants the versions to stand still."""
-        (there,) = await self._redis.batch(("EXISTS", self._redis.keys.evaluation))
-        return bool(there)
+    async def evaluating(self, role: str) -> bool:
+        """Whether an evaluation wants the versions of engines with `role` to stand still."""
+        (holder,) = await self._redis.batch(("GET", self._redis.keys.evaluation))
+        return holder is not None and (role == "eval" or not holder.startswith(EVAL_ENGINES_ONLY.encode()))

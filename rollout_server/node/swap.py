@@ -154,11 +154,11 @@ class Follower:
 
     async def _undisturbed(self, update: WeightUpdate) -> bool:
         """Waits while an evaluation runs; False when the target moved on meanwhile."""
-        if not await self._registry.evaluating():
+        if not await self._registry.evaluating(self._settings.role):
             return True
         log.info("%s waits for an evaluation to end", update.version.label)
         with self._stats.waits.during("eval"):
-            while await self._registry.evaluating():  # noqa: ASYNC110 - Redis has no event for it
+            while await self._registry.evaluating(self._settings.role):  # noqa: ASYNC110 - Redis has no event for it
                 await asyncio.sleep(self._settings.poll_s)
         return await self._registry.target() == update
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from deploy import evaluate as module
 from deploy.commands import eval as command
-from deploy.evaluate import Score, evaluate
+from deploy.evaluate import RECONNECTS, Dropped, Score, evaluate
 from deploy.rundir import write_record
 from protocol.errors import ForayError, UserError
 from protocol.testing import make_question
@@ -21,33 +22,47 @@ from rollout_server.episodes import EpisodesRequest
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """Reads each request with the rollout server's own model, and answers one right and one failed episode."""
+    """Reads each request with the rollout server's own model, and streams one right and one failed episode a question.
+
+    script  what the connections do, one after the other: version of their episodes, and how they end
+    """
 
     asked: list[EpisodesRequest]
+    script: list[tuple[str, str]]
     status = 200
 
     def do_POST(self) -> None:
         wanted = EpisodesRequest.model_validate_json(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(wanted)
-        body = {"episodes": [e for q in wanted.questions for e in episodes(q.id)]}
         self.send_response(self.status)
         self.end_headers()
-        self.wfile.write(json.dumps(body if self.status == 200 else {"error": "full"}).encode())
+        if self.status != 200:
+            self.wfile.write(json.dumps({"error": "full"}).encode())
+            return
+        version, end = self.script.pop(0) if self.script else ("1.5", "summary")
+        questions = wanted.questions if end == "summary" else wanted.questions[:1]
+        for episode in (e for q in questions for e in episodes(q.id, version, wanted.n)):
+            self.wfile.write(f"data: {json.dumps(episode)}\n\n".encode())
+        if end == "error":
+            self.wfile.write(b'event: error\ndata: {"error": "no engine holds it"}\n\n')
+        elif end == "summary":
+            self.wfile.write(b"event: summary\ndata: {}\n\n")
 
     def log_message(self, *args: object) -> None:
         pass
 
 
-def episodes(question: str) -> list[dict[str, Any]]:
-    return [
-        {"question_id": question, "status": "answered", "rewards": {"em": 1.0, "f1": 0.5}, "searches": 2, "turns": 3},
-        {"question_id": question, "status": "failed", "rewards": {"em": 0.0}, "searches": 0, "turns": 1},
-    ]
+def episodes(question: str, version: str, n: int) -> list[dict[str, Any]]:
+    """Those of index 0 are right; the others fail in requests of more than one episode a question and temperature 1."""
+    right = {"status": "answered", "rewards": {"em": 1.0, "f1": 0.5}, "searches": 2, "turns": 3, "version": version}
+    wrong = {"status": "failed", "rewards": {"em": 0.0}, "searches": 0, "turns": 1, "version": ""}
+    made = [right, *([right] * (n - 2)), wrong] if n > 1 else [right]
+    return [{"question_id": question, "index": i} | e for i, e in enumerate(made)]
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, type[Answers]]]:
-    handler = type("Handler", (Answers,), {"asked": []})
+    handler = type("Handler", (Answers,), {"asked": [], "script": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -58,21 +73,64 @@ def server() -> Iterator[tuple[str, type[Answers]]]:
             thread.join()
 
 
-def test_questions_go_in_blocks_that_the_rollout_server_understands(server: tuple[str, type[Answers]]) -> None:
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECONNECT_S", 0.01)
+
+
+QUESTIONS = [make_question(seq) for seq in range(1, 4)]
+
+
+def test_all_questions_go_in_one_request_that_holds_one_version(server: tuple[str, type[Answers]]) -> None:
     url, handler = server
-    done: list[int] = []
-    questions = [make_question(seq) for seq in range(1, 4)]
-    evaluate(url, questions, n=2, temperature=0.0, search=False, block=2, progress=done.append)
-    assert [len(r.questions) for r in handler.asked] == [2, 1] and done == [2, 3]
-    first = handler.asked[0]
-    assert first.questions[0].question == questions[0].text and first.questions[0].answers == questions[0].answers
-    assert (first.n, first.temperature, first.search, first.pin) == (2, 0.0, False, True)
+    ended: list[str] = []
+    score = evaluate(
+        url, QUESTIONS, n=2, temperature=0.0, search=False, concurrency=2, each=lambda e: ended.append(e["question_id"])
+    )
+    (asked,) = handler.asked
+    assert [q.id for q in asked.questions] == [q.id for q in QUESTIONS]
+    assert asked.questions[0].question == QUESTIONS[0].text and asked.questions[0].answers == QUESTIONS[0].answers
+    assert (asked.n, asked.temperature, asked.search, asked.pin, asked.stream) == (2, 0.0, False, True, True)
+    assert asked.concurrency == 2
+    assert len(ended) == 6 and score.versions == {"1.5": 3}
 
 
 def test_failed_episodes_say_nothing_of_the_policy(server: tuple[str, type[Answers]]) -> None:
-    score = evaluate(server[0], [make_question(1)])
+    score = evaluate(server[0], QUESTIONS[:1], n=2)
     assert score.means == {"em": 1.0, "f1": 0.5} and score.failed == 1 and score.mean("searches") == 1.0
     assert Score().means == {} and Score().mean("searches") == 0.0
+
+
+def test_a_connection_that_breaks_asks_only_what_was_not_answered(server: tuple[str, type[Answers]]) -> None:
+    server[1].script += [("1.5", "cut"), ("1.5", "cut")]
+    score = evaluate(server[0], QUESTIONS)
+    assert [len(asked.questions) for asked in server[1].asked] == [3, 2, 1]
+    assert [e["question_id"] for e in score.episodes] == [q.id for q in QUESTIONS] and score.versions == {"1.5": 3}
+
+
+def test_a_connection_that_never_brings_anything_is_given_up(server: tuple[str, type[Answers]]) -> None:
+    server[1].script += [("1.5", "cut")] * 9
+    with pytest.raises(Dropped, match="before its summary"):
+        evaluate(server[0], QUESTIONS, n=2)
+    assert len(server[1].asked) == RECONNECTS + 1, "its one question failed each time, and nothing else came"
+
+
+def test_versions_that_changed_between_two_connections_are_shown(server: tuple[str, type[Answers]]) -> None:
+    server[1].script += [("1.5", "cut"), ("1.6", "summary")]
+    assert evaluate(server[0], QUESTIONS).versions == {"1.5": 1, "1.6": 2}
+
+
+def test_an_evaluation_whose_version_was_lost_is_an_error(server: tuple[str, type[Answers]]) -> None:
+    server[1].script += [("1.5", "error")]
+    ended: list[dict[str, Any]] = []
+    with pytest.raises(ForayError, match="ended early: no engine holds it"):
+        evaluate(server[0], QUESTIONS, each=ended.append)
+    assert len(ended) == 1 and len(server[1].asked) == 1
+
+
+def test_two_questions_of_one_id_are_refused(server: tuple[str, type[Answers]]) -> None:
+    with pytest.raises(UserError, match="stand for several questions"):
+        evaluate(server[0], [QUESTIONS[0], QUESTIONS[0]])
 
 
 def test_a_refusal_is_told_with_what_the_server_said(server: tuple[str, type[Answers]]) -> None:
@@ -86,15 +144,53 @@ def test_nobody_there_is_a_users_error() -> None:
         evaluate("http://127.0.0.1:1", [make_question(1)])
 
 
-def test_the_command_finds_the_server_of_a_run_directory(
+def command_run(url: str, tmp_path: Path, **given: Any) -> int:
+    write_record(tmp_path, {"rollouts": [url]})
+    lines = [json.dumps({"id": q.id, "question": q.text, "answers": q.answers}) for q in QUESTIONS]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("\n".join(lines))
+    args = {"where": str(tmp_path), "questions": questions, "limit": None, "n": 1, "temperature": 1.0}
+    args |= {"no_search": False, "concurrency": 64, "timeout": 10.0, "out": None, "resume": False, "json": True}
+    return command.run(argparse.Namespace(**args | given))
+
+
+def test_the_command_finds_the_server_of_a_run_directory_and_names_the_version(
     server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_record(tmp_path, {"rollouts": [server[0]]})
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text('{"question": "who?", "answers": ["she"]}\n{"question": "what?", "answers": ["it"]}\n')
-    args = {"where": str(tmp_path), "questions": questions, "limit": 1, "n": 1, "temperature": 1.0, "no_search": False}
-    args |= {"block": 64, "timeout": 10.0, "out": tmp_path / "out.jsonl", "json": True}
-    assert command.run(argparse.Namespace(**args)) == 1, "an episode failed"
+    out = tmp_path / "out.jsonl"
+    assert command_run(server[0], tmp_path, limit=1, n=2, out=out) == 1, "an episode failed"
     told = json.loads(capsys.readouterr().out)
     assert told["questions"] == 1 and told["em"] == 1.0 and told["failed"] == 1
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    assert told["version"] == "1.5" and told["versions"] == {"1.5": 1}
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(e["index"], e["version"], e["temperature"]) for e in lines] == [(0, "1.5", 1.0), (1, "", 1.0)]
+    assert command_run(server[0], tmp_path, json=False) == 0
+    assert "version      1.5\n" in capsys.readouterr().out
+
+
+def test_a_mixture_of_versions_is_called_one_and_is_no_success(
+    server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server[1].script += [("1.5", "cut"), ("1.6", "summary")]
+    assert command_run(server[0], tmp_path, json=False) == 1
+    told = capsys.readouterr()
+    assert "versions     1.5 (1 episodes), 1.6 (2 episodes)" in told.out and "\nversion " not in told.out
+    assert "mixes several policy versions" in told.err
+
+
+def test_resume_asks_what_the_file_does_not_answer(
+    server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    server[1].script += [("1.5", "error")]
+    with pytest.raises(ForayError):
+        command_run(server[0], tmp_path, out=out)
+    assert len(out.read_text().splitlines()) == 1 and "--resume" in capsys.readouterr().err
+    with out.open("a") as file:
+        file.write('{"question_id": "half')
+    assert command_run(server[0], tmp_path, out=out, resume=True) == 0
+    assert [len(asked.questions) for asked in server[1].asked] == [3, 2]
+    assert [json.loads(line)["question_id"] for line in out.read_text().splitlines()] == [q.id for q in QUESTIONS]
+    assert json.loads(capsys.readouterr().out)["episodes"] == 3
+    with pytest.raises(UserError, match=r"was written with temperature 1\.0"):
+        command_run(server[0], tmp_path, out=out, resume=True, temperature=0.0)

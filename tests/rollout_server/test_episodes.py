@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from protocol.messages import NodeState
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server import episodes
+from rollout_server import app, pin
 from rollout_server.config import RolloutSettings
 from rollout_server.engine.fake_server import FakeServer
 from rollout_server.lifecycle import Stop
@@ -24,13 +25,15 @@ from rollout_server.testing import write_tokenizer
 from rollout_server.tokens import load_tokens
 
 Until = Callable[..., Awaitable[None]]
-V0 = PolicyVersion(0, 0)
+V3 = PolicyVersion(1, 3)
 QUESTIONS = [{"id": "q1", "question": "a ?", "answers": ["c"]}, {"id": "q2", "text": "b ?", "answers": ["d"]}]
 
 
 @contextlib.asynccontextmanager
-async def serving(world, tmp_path: Path, *, latency_s: float = 0.0) -> AsyncIterator[tuple[Any, FakeServer]]:
-    """A server with one engine that searches once and answers c; yields (post, engine)."""
+async def serving(
+    world, tmp_path: Path, *, latency_s: float = 0.0, **more: Any
+) -> AsyncIterator[tuple[Any, FakeServer]]:
+    """A server with one engine that searches once and answers c; yields (post, engine). more: of its settings."""
     model = write_tokenizer(tmp_path / "model", "words")
     tokens = load_tokens(model)
     mark = tokens.own("</information>")[0]
@@ -40,10 +43,10 @@ async def serving(world, tmp_path: Path, *, latency_s: float = 0.0) -> AsyncIter
 
     run = RunSettings(id=world.keys.run, dir=tmp_path, redis_url=world.url, model=model)
     settings = {"fleet_poll_s": 0.05, "search": {"type": "fake", "otherwise": ("t\nd e f",)}}
-    settings |= {"episode": {"template": "demo"}}
+    settings |= {"episode": {"template": "demo"}} | more
     stop, port_file = Stop(), tmp_path / "port"
     async with FakeServer(say, latency_s=latency_s, version="1.3") as engine, aiohttp.ClientSession() as session:
-        world.register("e", engine.url, V0)
+        world.register("e", engine.url, V3)
         task = asyncio.create_task(serve(run, RolloutSettings.model_validate(settings), port_file=port_file, stop=stop))
         try:
             while not port_file.exists():
@@ -115,7 +118,7 @@ async def test_no_more_episodes_run_at_once_than_were_asked_for(world, tmp_path:
 async def test_the_pin_is_held_and_renewed_for_the_time_of_the_request(
     world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episodes, "PIN_MS", 500)
+    monkeypatch.setattr(pin, "PIN_MS", 500)
     key = world.keys.evaluation
     async with serving(world, tmp_path, latency_s=0.6) as (post, engine):
         request = asyncio.create_task(_json(post({"questions": QUESTIONS[:1], "pin": True})))
@@ -143,12 +146,12 @@ async def test_a_client_that_leaves_takes_its_episodes_and_its_pin_with_it(world
 
 
 async def test_unpinned_episodes_wait_for_an_engine_at_the_target(world, until: Until, tmp_path: Path) -> None:
-    world.target(PolicyVersion(1, 3))
+    world.target(PolicyVersion(2, 3))
     async with serving(world, tmp_path) as (post, engine):
         request = asyncio.create_task(_json(post({"questions": QUESTIONS[:1]})))
         await asyncio.sleep(0.3)
-        assert engine.requests == [], "the engine holds (0, 0)"
-        world.register("e", engine.url, PolicyVersion(1, 3), state=NodeState.READY)
+        assert engine.requests == [], "the engine holds (1, 3)"
+        world.register("e", engine.url, PolicyVersion(2, 3), state=NodeState.READY)
         assert (await asyncio.wait_for(request, 5))["count"] == 1
 
 
@@ -180,3 +183,122 @@ async def test_a_pin_that_redis_cannot_take_is_an_error_and_not_a_mixture(own_wo
             assert response.status == 503 and "pinned" in (await response.json())["error"]
         assert engine.requests == []
         await asyncio.to_thread(own_world.process.start)
+
+
+V4 = PolicyVersion(1, 4)
+
+
+def changed(world, engine: FakeServer, version: PolicyVersion) -> None:
+    """The engine and its node are at another version, as after a swap."""
+    engine.version = version.label
+    world.register("e", engine.url, version)
+
+
+async def test_only_engines_at_the_version_of_the_pin_serve(world, tmp_path: Path) -> None:
+    async with FakeServer(version="1.4") as newer, serving(world, tmp_path) as (post, engine):
+        world.register("f", engine.url, V3)  # a second one at 1.3, so most engines are there
+        world.register("newer", newer.url, V4)
+        body = await _json(post({"questions": QUESTIONS, "n": 4, "pin": True}))
+        assert newer.requests == [] and len(engine.requests) == 16
+    assert body["versions"] == {"1.3": 8} and {e["version"] for e in body["episodes"]} == {"1.3"}
+
+
+async def test_a_swap_that_had_begun_before_the_pin_is_repeated_at_the_version_after_it(
+    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin, "PIN_MS", 500)
+    async with serving(world, tmp_path, latency_s=0.2) as (post, engine):
+        asking = asyncio.create_task(_json(post({"questions": QUESTIONS, "n": 2, "pin": True})))
+        await until(lambda: len(engine.requests) > 4, "second turns run at 1.3")
+        changed(world, engine, V4)
+        body = await asyncio.wait_for(asking, 15)
+    assert body["versions"] == {"1.4": 4} and body["failed"] == 0
+    assert len(engine.requests) > 8, "what was sampled at 1.3 was sampled again"
+
+
+async def test_a_version_that_no_engine_holds_any_more_ends_the_evaluation_and_mixes_nothing(
+    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin, "PIN_MS", 500)
+    async with serving(world, tmp_path, latency_s=0.2) as (post, engine):
+        asked = {"questions": QUESTIONS, "n": 4, "pin": True, "concurrency": 1, "stream": True}
+        async with post(asked) as response:
+            first = json.loads((await response.content.readline()).removeprefix(b"data: "))
+            assert first["version"] == "1.3"
+            changed(world, engine, V4)  # its node was restarted, and came back with the newest weights
+            rest = await asyncio.wait_for(response.text(), 15)
+        assert "event: summary" not in rest and rest.endswith('"no engine holds version 1.3 any more"}\n\n')
+        assert '"version": "1.4"' not in rest
+        body = await _json(post({"questions": QUESTIONS, "pin": True}))
+        assert body["versions"] == {"1.4": 2}, "the next evaluation begins at the version that is there"
+
+
+async def test_a_pin_has_an_end_and_the_swaps_that_waited_come_first(
+    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin, "PIN_MS", 500)
+    monkeypatch.setattr(pin, "REST_S", 0.4)
+    key = world.keys.evaluation
+    async with serving(world, tmp_path, latency_s=30.0, pin_max_s=0.5) as (post, _):
+        async with post({"questions": QUESTIONS, "pin": True}) as response:
+            assert response.status == 503 and "rollout.pin_max_s" in (await response.json())["error"]
+        assert not world.sync.exists(key)
+        again = asyncio.create_task(_json(post({"questions": QUESTIONS, "pin": True})))
+        await asyncio.sleep(0.1)
+        assert not world.sync.exists(key), "a client that asks again at once leaves the nodes their time"
+        await until(lambda: world.sync.exists(key), "then it is pinned again")
+        again.cancel()
+
+
+async def test_without_a_ready_engine_nothing_is_pinned_that_one_would_wait_for(
+    world, until: Until, tmp_path: Path
+) -> None:
+    async with serving(world, tmp_path, engine_wait_s=0.4) as (post, engine):
+        world.register("e", engine.url, V3, state=NodeState.SYNCING)
+        async with post({"questions": QUESTIONS, "pin": True}) as response:
+            assert response.status == 503 and "no engine was ready for 0.4 s" in (await response.json())["error"]
+            assert not world.sync.exists(world.keys.evaluation)
+
+
+async def test_the_pin_of_another_server_does_not_go_with_ours(world, until: Until, tmp_path: Path) -> None:
+    key = world.keys.evaluation
+    async with serving(world, tmp_path) as (post, _):
+        world.sync.set(key, "another", px=60_000)
+        body = await _json(post({"questions": QUESTIONS, "pin": True}))
+        assert body["count"] == 2 and world.sync.get(key), "it lapses by itself, and the other renews it"
+
+
+async def test_engines_for_evaluation_let_the_others_load(world, until: Until, tmp_path: Path) -> None:
+    async with serving(world, tmp_path, latency_s=0.2, pin_max_s=0.1) as (post, engine):
+        world.register("e", engine.url, V3, role="eval")
+        world.register("trains", "http://127.0.0.1:1", V4)
+        asking = asyncio.create_task(_json(post({"questions": QUESTIONS, "pin": True})))
+        await until(lambda: engine.requests, "the engine for evaluation serves")
+        assert world.sync.get(world.keys.evaluation).startswith(b"eval-engines:")
+        body = await asking
+    assert body["versions"] == {"1.3": 2} and body["failed"] == 0, "training waits for nothing, so there is no limit"
+
+
+async def test_unpinned_episodes_need_no_learner(world, tmp_path: Path) -> None:
+    async with serving(world, tmp_path) as (post, _):
+        body = await asyncio.wait_for(_json(post({"questions": QUESTIONS})), 5)
+    assert body["versions"] == {"1.3": 2} and body["failed"] == 0
+
+
+async def test_a_client_that_reads_nothing_is_left_and_its_pin_goes(
+    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "READ_S", 0.3)
+    questions = [{"id": str(n), "question": "a " * 8000} for n in range(40)]
+    body = json.dumps({"questions": questions, "pin": True, "stream": True}).encode()
+    async with serving(world, tmp_path):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int((tmp_path / "port").read_text())))
+        client.setblocking(False)
+        _, writer = await asyncio.open_connection(sock=client, limit=1024)
+        head = "POST /v1/episodes HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: world.sync.exists(world.keys.evaluation), "it is pinned", 10)
+        await until(lambda: not world.sync.exists(world.keys.evaluation), "and let go", 20)
+        writer.close()

@@ -188,6 +188,21 @@ def _digest(world) -> str:
     return decode(world.sync.hget(world.keys.target, "b")).digest
 
 
+async def test_an_evaluation_on_engines_of_its_own_holds_up_only_those(world, until: Until, tmp_path: Path) -> None:
+    world.sync.set(world.keys.evaluation, "eval-engines:somebody")
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await until(stands(world, NodeState.READY), "READY")
+        world.publish_weights(tmp_path / "weights", V1)
+        await until(stands(world, NodeState.READY, V1), "it trains, and loads")
+    async with FakeServer(version="1.0") as engine, node(world, engine, tmp_path, role="eval"):
+        await until(stands(world, NodeState.READY, V1), "READY")
+        world.publish_weights(tmp_path / "weights", V2)
+        await asyncio.sleep(0.3)
+        assert stands(world, NodeState.READY, V1)(), "it serves the evaluation, and waits"
+        world.sync.delete(world.keys.evaluation)
+        await until(stands(world, NodeState.READY, V2), "then it loads")
+
+
 async def test_a_swap_waits_for_an_evaluation_to_end(world, until: Until, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
         await until(stands(world, NodeState.READY), "READY")

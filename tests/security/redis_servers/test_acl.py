@@ -144,7 +144,7 @@ async def test_a_node_registers_follows_and_answers_as_its_own_user(
     info = EngineInfo(id="e1", url="http://127.0.0.1:1", state=NodeState.READY, epoch=1, step=0, incarnation="i")
     await registry.register(info)
     orders = await registry.orders()
-    assert orders.target is None and orders.view is None and not await registry.evaluating()
+    assert orders.target is None and orders.view is None and not await registry.evaluating("rollout")
     await _write(client, stats)
     await Sink(client, stats).tell("test", "a node speaks")
     assert users["viewer"].hget(KEYS.engine("e1"), "b") == encode(info)

@@ -1,0 +1,109 @@
+"""`foray eval` beside a run that trains, and of a model that nobody trains: with all their processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main as foray
+from deploy.demo.tiny_model import new_model, save_model
+from deploy.locate import Located
+from deploy.observe import Observation, observe
+from deploy.rundir import read_record
+
+SMALL = ("run.steps=500", "run.groups_per_step=2", "run.group_size=2", "run.max_lag=8", "learner.checkpoint_every=50")
+QUESTIONS = 160
+
+
+@contextmanager
+def running(tmp_path: Path, *settings: str) -> Iterator[Path]:
+    """The directory of a demo's run, with a model that has learned nothing; stopped at the end."""
+    save_model(new_model(0), tmp_path / "model")
+    run_dir = tmp_path / "run"
+    assert foray(["demo", "--prepare-only", "--dir", str(run_dir), "--model", str(tmp_path / "model"), *settings]) == 0
+    with (tmp_path / "up.log").open("w") as log:
+        up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
+        process = subprocess.Popen(up, cwd=tmp_path, stdout=log, stderr=log)
+        try:
+            until(lambda: read_record(run_dir).get("state") == "running" or process.poll() is not None, "it runs")
+            assert process.poll() is None, (tmp_path / "up.log").read_text()
+            yield run_dir
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def look(run_dir: Path) -> Observation:
+    from argparse import Namespace
+
+    from deploy.locate import locate
+
+    found: Located = locate(Namespace(given=[str(run_dir)], config=None))
+    return observe(found.redis_url, found.run.id, found.directory)
+
+
+def step(run_dir: Path) -> int:
+    """Steps that the learner has done."""
+    learner = look(run_dir).learner
+    return int(learner.values.get("step", 0)) if learner else 0
+
+
+def asked(run_dir: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    questions = tmp_path / "questions.jsonl"
+    lines = [json.dumps({"id": f"q{n}", "question": "the mayor of x ?", "answers": ["y"]}) for n in range(QUESTIONS)]
+    questions.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "deploy", "eval", str(run_dir), "--questions", str(questions), "--json", *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_on(tmp_path: Path) -> None:
+    with running(tmp_path, *SMALL) as run_dir:
+        until(lambda: step(run_dir) >= 2, "it trains")
+        before = step(run_dir)
+        out = tmp_path / "out.jsonl"
+        done = asked(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
+        after = step(run_dir)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        episodes = [json.loads(line) for line in out.read_text().splitlines()]
+        assert {e["version"] for e in episodes} == {told["version"]} and len(episodes) == QUESTIONS
+        assert told["versions"] == {told["version"]: QUESTIONS} and told["failed"] == 0
+        evaluated = int(told["version"].partition(".")[2])
+        assert after >= before + 3, "the policy was updated several times meanwhile"
+        until(
+            lambda: any(e.step > max(evaluated, before) for e in look(run_dir).engines), "engines load again after it"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_model_that_nobody_trains_is_served_evaluated_and_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(tmp_path, *SMALL, "launch.learner=false") as run_dir:
+        url = read_record(run_dir)["rollouts"][0]
+        body = json.dumps({"questions": [{"id": "q", "question": "the mayor of x ?"}]}).encode()
+        request = urllib.request.Request(f"{url}/v1/episodes", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            (episode,) = json.load(response)["episodes"]
+        assert episode["status"] not in ("failed", "stale") and episode["version"] == "0.0"
+        done = asked(run_dir, tmp_path, "--limit", "8")
+        assert done.returncode == 0 and json.loads(done.stdout)["version"] == "0.0", done.stderr
