@@ -4,7 +4,9 @@ Everyone makes the same GRPO step from the same weights on the same trajectories
 by round in turn: ours (the real Trainer: packed rows, logits of trained tokens only and in chunks, DeepSpeed), ours
 with all logits at once, a plain loop that pads (trajectories as they came, and sorted by length), and TRL's
 GRPOTrainer where an environment has it. Losses and gradient norms of the first round must agree, or nothing is
-reported. The ratio is ours against the plain loop with trajectories as they came.
+reported. The ratio is ours against the better of the plain loops. The output layer of the default model has the share
+in all matrix products that it has in Qwen2.5-1.5B: only ours leaves out logits that nothing is trained on, so a larger
+vocabulary flatters it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from deploy.bench.learner_groups import SkewedBatch
 from protocol.errors import ForayError
 
 TRL_VARIABLE = "FORAY_TRL_PYTHON"
+ORDER = {"padded": "trajectories as they came", "padded_sorted": "sorted by length"}
+"""Contender -> how the plain loop takes them."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """How far gradient norms of the same step may be apart, relative to the largest."""
 
@@ -64,7 +68,9 @@ class LearnerBench(SkewedBatch):
     row_tokens: int = Field(default=1536, ge=0)
     """Tokens of a packed row of ours; 0: a row for each trajectory."""
     micro_batch_tokens: int = Field(default=4608, ge=1)
-    """Most tokens of one forward pass of ours. Others get as many trajectories in one as we have on average."""
+    """Most tokens of one forward pass of ours. Others divide the trajectories into as many passes."""
+    vocabulary: int = Field(default=2048, ge=32)
+    """Words, of which the output layer is made; 2048 beside `small` make 0.14 of its matrix products."""
     logit_chunk_mb: int = Field(default=64, ge=1)
     """learner.model.logit_chunk_bytes of ours, in MiB."""
     gradient_checkpointing: bool = False
@@ -95,18 +101,22 @@ class LearnerBench(SkewedBatch):
             rows = play(self, contenders, say)
         self._refuse_other_work(rows[0])
         figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
-        ours, padded = figures.pop("ours"), figures.pop("padded")
+        ours = figures.pop("ours")
+        best = max(
+            (kind for kind in figures if kind.startswith("padded")), key=lambda kind: figures[kind]["tokens_per_s"]
+        )
+        baseline = figures.pop(best)
         return Measured(
             value=ours["tokens_per_s"],
             unit="trained tokens/s",
-            baseline={"name": "padded transformers loop", **padded},
-            ratio=ours["tokens_per_s"] / padded["tokens_per_s"],
+            baseline={"name": f"padded transformers loop, {ORDER[best]}", **baseline},
+            ratio=ours["tokens_per_s"] / baseline["tokens_per_s"],
             details={
                 "ours": ours,
                 **figures,
                 **{f"ratio_{kind}": ours["tokens_per_s"] / f["tokens_per_s"] for kind, f in figures.items()},
-                "cpu_ratio": _against(ours, {"padded": padded, **figures}, "cpu_ms_per_token"),
-                "step_memory_ratio": _against(ours, {"padded": padded, **figures}, "step_mib"),
+                "cpu_ratio": _against(ours, {best: baseline, **figures}, "cpu_ms_per_token"),
+                "step_memory_ratio": _against(ours, {best: baseline, **figures}, "step_mib"),
                 "absent": absent,
                 **work.facts,
             },

@@ -109,8 +109,8 @@ def config_of(spec: dict[str, Any], directory: Path, count: int) -> GRPOConfig:
     settings = spec["settings"]
     return GRPOConfig(
         output_dir=str(directory / "trl"),
-        per_device_train_batch_size=spec["each"],
-        gradient_accumulation_steps=count // spec["each"],
+        per_device_train_batch_size=spec["each_trl"],
+        gradient_accumulation_steps=count // spec["each_trl"],
         num_generations=settings["group_size"],
         max_steps=1_000_000,
         learning_rate=settings["lr"],

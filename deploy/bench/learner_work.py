@@ -10,6 +10,7 @@ libraries print where the report belongs.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ def write_work(settings: LearnerBench, directory: Path) -> Work:
 def main(argv: Sequence[str]) -> None:
     """The child of `write_work`."""
     from deploy.bench.learner import LearnerBench
+    from deploy.bench.learner_flops import head_share
 
     directory = Path(argv[0])
     settings = LearnerBench.model_validate_json((directory / SETTINGS).read_text())
@@ -65,13 +67,16 @@ def main(argv: Sequence[str]) -> None:
     tokens = _write_batch(settings, directory / "batch.npz")
     batch = our_batch(settings, settings.row_tokens, settings.micro_batch_tokens)
     count = settings.groups * settings.group_size
-    # TRL's micro-batches all hold the same number
+    # As many micro-batches as ours has; TRL's all hold the same number of trajectories, so it gets the nearest one.
+    each = math.ceil(count / len(batch.micro_batches))
     wanted = count / len(batch.micro_batches)
-    each = max(n for n in range(1, count + 1) if count % n == 0 and n <= max(wanted, 1))
+    alike = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(math.log(n / wanted)))
+    shape = json.loads((model / "config.json").read_text())
     spec = {
         "model": str(model),
         "batch": str(directory / "batch.npz"),
         "each": each,
+        "each_trl": alike,
         "settings": settings.model_dump(mode="json"),
         "facts": {
             "trajectories": count,
@@ -80,6 +85,8 @@ def main(argv: Sequence[str]) -> None:
             "packing_efficiency": tokens / sum(m.ids.size for m in batch.micro_batches),
             "micro_batches": len(batch.micro_batches),
             "trajectories_each": each,
+            "trajectories_each_trl": alike,
+            "head_share": head_share(shape),
         },
     }
     (directory / SPEC).write_text(json.dumps(spec))

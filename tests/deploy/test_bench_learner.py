@@ -10,13 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.bench.learner import TRL_VARIABLE, LearnerBench
+from deploy.bench.learner import ORDER, TRL_VARIABLE, LearnerBench
 from deploy.bench.learner_contenders import Contender, contenders_of
+from deploy.bench.learner_flops import head_share
 from deploy.bench.learner_groups import skewed_groups
-from deploy.bench.learner_work import Work, write_work
+from deploy.bench.learner_work import SHAPES, Work, write_work
+from deploy.bench.report import judged
 from deploy.cli import main
 from protocol.errors import ForayError, UserError
 
+FACTS = {"trajectories": 32.0, "tokens_trained": 3000.0}
 SMALL = {"groups": 2, "group_size": 2, "longest": 200, "vocabulary": 64, "shape": "tiny"}
 
 
@@ -34,7 +37,7 @@ def test_a_small_run_is_of_the_same_step_and_says_who_was_left_out(
     assert told["ours"]["grad_norm"] == pytest.approx(told["baseline"]["grad_norm"], rel=1e-3) != 0
     assert told["ours"]["loss"] == pytest.approx(told["baseline"]["loss"], abs=1e-4) != 0
     assert told["ratio"] == pytest.approx(told["value"] / told["baseline"]["tokens_per_s"], rel=1e-2)
-    assert told["cpu_ratio"]["padded"] > 0
+    assert told["cpu_ratio"]["padded"] > 0 and told["trajectories_each"] * told["micro_batches"] >= told["trajectories"]
     assert 0 < told["ours"]["mfu"] < 1.5 and told["ours"]["step_mib"] > 0
     assert told["packing_efficiency"] > 0.9
     assert set(told["absent"]) == {"unfused", "padded_sorted", "trl"} and TRL_VARIABLE in told["absent"]["trl"]
@@ -59,6 +62,32 @@ def test_steps_that_are_not_the_same_are_not_compared() -> None:
     LearnerBench()._refuse_other_work({"ours": figures, "padded": figures | {"grad_norm": 1.0002}})
     with pytest.raises(ForayError, match="not the same work"):
         LearnerBench()._refuse_other_work({"ours": figures, "padded": figures | {"grad_norm": 1.1}})
+
+
+def test_the_output_layer_weighs_what_it_weighs_in_the_model_that_people_train() -> None:
+    """Qwen2.5-1.5B: 152k words, 0.15 of the matrix products; a small body with a large vocabulary flatters ours."""
+    shape = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960}
+    meant = head_share(shape | {"num_key_value_heads": 2, "vocab_size": 151936})
+    ours = LearnerBench()
+    shown = head_share(SHAPES[ours.shape] | {"num_key_value_heads": 2, "vocab_size": ours.vocabulary})
+    assert meant == pytest.approx(0.151, abs=1e-3) and shown == pytest.approx(meant, abs=0.02)
+
+
+def figures_of(**tokens_per_s: float) -> dict[str, dict[str, float]]:
+    one = {"loss": 0.1, "grad_norm": 1.0, "start_mib": 1.0, "peak_mib": 2.0, "cpu_ms_per_token": 1.0}
+    return {kind: one | {"tokens_per_s": value} for kind, value in tokens_per_s.items()}
+
+
+@pytest.mark.parametrize(("padded", "in_order", "best"), [(10.0, 20.0, "padded_sorted"), (20.0, 10.0, "padded")])
+def test_the_ratio_is_against_the_better_padded_loop(
+    padded: float, in_order: float, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = figures_of(ours=60.0, padded=padded, padded_sorted=in_order, trl=15.0)
+    monkeypatch.setattr("deploy.bench.learner_contenders.play", lambda *_: [row, row])
+    monkeypatch.setattr("deploy.bench.learner_work.write_work", lambda *_: Work(Path("spec"), {**FACTS}))
+    measured = LearnerBench().measure(lambda line: None)
+    assert measured.ratio == 3.0 and ORDER[best] in measured.baseline["name"] and measured.details["ratio_trl"] == 4.0
+    assert {judged(target, {"ratio": 3.0, **measured.details})["met"] for target in LearnerBench.targets} == {True}
 
 
 def names(settings: LearnerBench, absent: dict[str, str]) -> list[str]:
