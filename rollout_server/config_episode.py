@@ -70,7 +70,8 @@ class EpisodeSettings(Settings):
     max_obs_tokens: int = Field(default=500, ge=16)
     """Most tokens of one observation, tags included. Passages are cut, the closing tag is not."""
     max_context: int = Field(default=4096, ge=32)
-    """Most tokens of a trajectory, prompt included. Must fit the engine's context length."""
+    """Most tokens of a trajectory: prompt, turns and observations together. Must fit the engine's context length. Where
+    a recipe gives budgets for prompt and response, it is their sum."""
     reserve_tokens: int = Field(default=16, ge=1)
     """Room that an observation must leave for the policy; with less left the trajectory ends truncated."""
     on_search_error: Literal["observe", "mask", "drop"] = "observe"

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values to put in, e.g. run.model=/models/qwen"
     )
-    parser.add_argument("--preset", choices=presets(), help="a published recipe to begin with, instead of the defaults")
+    parser.add_argument("--preset", choices=presets(), help="a published recipe to begin with (docs/presets.md)")
     parser.add_argument(
         "--force", action="store_true", help="replace what exists: the file, or with --secure the secrets"
     )

@@ -3,9 +3,10 @@ Agent-RL/ReSearch at 4bdb872: one template for base models (plain text), one for
 
 What differs from Search-R1: results stand between <result> tags, the answer is boxed, only </search> stops a turn (the
 answer's turn runs to the end-of-sequence token, so the policy learns to write it), and a turn that neither searches
-nor answers ends the trajectory. ReSearch sets no limit to turns, but one to the whole of 8192 tokens:
+nor answers ends the trajectory. ReSearch limits neither turns nor observations, but all that follows a prompt of at
+most 512 tokens to 8192; 32 searches are more than fit:
 
-    max_turns: 16    max_new_tokens: 8192    max_obs_tokens: 8192    max_context: 8192
+    max_turns: 32    max_new_tokens: 8192    max_obs_tokens: 8192    max_context: 8704
 
 Two texts are ours, because ReSearch has none: what is said when a search finds nothing and when it fails. An empty
 query ends the trajectory, where ReSearch sends it to the retriever.

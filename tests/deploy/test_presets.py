@@ -1,56 +1,107 @@
-"""The shipped recipes say what their papers' scripts say."""
+"""The shipped recipes say what their sources say, value by value, or why not: deploy/preset_sources.yaml."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from deploy import doctor_redis
 from deploy.cli import main
 from deploy.commands.init import PRESETS, presets
 from deploy.config import RunConfig, load
+from deploy.preset_page import Table, leaves, page, read_table
+from rollout_server.prompts import research
 
-# (updates a batch, trajectories an update, learning rate, clip_high, kl, entropy, beta2, warm-up)
-PUBLISHED = {
-    "search_r1_grpo": (10, 256, 1e-6, 0.2, ("k3", "loss", 1e-3), 1e-3, 0.999, 0.285),
-    "search_r1_ppo": (2, 256, 1e-6, 0.2, ("k1", "reward", 1e-3), 1e-3, 0.999, 0.285),
-    "research_grpo": (1, 1280, 1e-6, 0.2, ("k3", "loss", 1e-3), 0.0, 0.999, 0.0),
-    "ema_pg": (10, 256, 1e-6, 0.28, ("reverse", "loss", 1e-3), 0.0, 0.95, 0.285),
-}
+TABLE = read_table()
+DOCS = Path(__file__).parents[2] / "docs"
+DECIDED = (
+    *("run.group_size", "run.groups_per_step", "run.max_lag", "run.steps", "run.temperature", "run.top_p", "run.top_k"),
+    *(f"rollout.episode.{name}" for name in ("template", "max_turns", "max_new_tokens", "max_obs_tokens")),
+    *(f"rollout.episode.{name}" for name in ("max_context", "rewards")),
+    *(f"learner.algorithm.{name}" for name in ("type", "clip_low", "clip_high", "dual_clip", "minibatches", "epochs")),
+    *(f"learner.algorithm.{name}" for name in ("old_logprobs", "aggregation", "entropy_coefficient", "whiten")),
+    *(f"learner.algorithm.{name}" for name in ("correction.mode", "rejection.level", "kl.type", "kl.place")),
+    *("learner.algorithm.kl.coefficient", "learner.algorithm.kl.importance", "learner.reference.kind"),
+    *(f"learner.optim.{name}" for name in ("lr", "warmup_fraction", "schedule", "beta1", "beta2", "eps")),
+    *("learner.optim.weight_decay", "learner.optim.clip_norm"),
+)
+"""What the table must say of every preset, whether its file says it or leaves it to a default."""
 
 
 def preset(name: str) -> RunConfig:
     return load(PRESETS / f"{name}.yaml")
 
 
-def test_every_recipe_is_checked() -> None:
-    assert presets() == sorted(PUBLISHED)
+def written(name: str) -> dict[str, Any]:
+    """What the preset's file says."""
+    return dict(leaves(yaml.safe_load((PRESETS / f"{name}.yaml").read_text())))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_numbers_are_those_of_the_script(name: str) -> None:
+def loaded(name: str) -> dict[str, Any]:
+    """Every setting of the preset, defaults included; lists as the file has them."""
+    config = preset(name).model_dump(mode="json")
+    return dict(leaves(config)) | {k: v for k, v in written(name).items() if isinstance(v, list)}
+
+
+def test_every_recipe_has_a_source() -> None:
+    assert presets() == sorted(TABLE.sources)
+
+
+@pytest.mark.parametrize("name", TABLE.sources)
+def test_every_row_is_what_the_preset_says(name: str) -> None:
+    values = loaded(name)
+    assert {row.setting: row.here for row in TABLE.of(name)} == {
+        r.setting: values.get(r.setting) for r in TABLE.of(name)
+    }
+
+
+@pytest.mark.parametrize("name", TABLE.sources)
+def test_every_value_of_a_preset_has_its_row(name: str) -> None:
+    assert unnamed(TABLE, name, written(name)) == [], "name its source in deploy/preset_sources.yaml"
+    rows = Counter(row.setting for row in TABLE.of(name))
+    assert [setting for setting in DECIDED if rows[setting] != 1] == []
+    assert max(rows.values()) == 1
+
+
+def unnamed(table: Table, name: str, values: dict[str, Any]) -> list[str]:
+    rows = {row.setting for row in table.of(name)}
+    ours = tuple(f"{prefix}." for prefix in table.ours)
+    return [s for s in values if s not in rows and not f"{s}.".startswith(ours)]
+
+
+def test_a_value_without_a_row_is_found() -> None:
+    values = written("ema_pg") | {"learner.algorithm.filter": True, "run.identity": 1}
+    assert unnamed(TABLE, "ema_pg", values) == ["learner.algorithm.filter", "run.identity"]
+
+
+def test_what_differs_is_reasoned_and_what_does_not_needs_none() -> None:
+    assert [row.setting for row in TABLE.rows if row.equal == bool(row.why)] == []
+    assert all(row.source for row in TABLE.rows)
+    assert all(item.why for item in TABLE.behaviour)
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert (DOCS / "presets.md").read_text() == page(TABLE), "python -m deploy.preset_page > docs/presets.md"
+
+
+@pytest.mark.parametrize("name", TABLE.sources)
+def test_updates_are_as_large_as_there(name: str) -> None:
+    """Trajectories of one update, by way of ppo_mini_batch_size."""
     config = preset(name)
-    algorithm, optim = config.learner.algorithm, config.learner.optim
-    updates = algorithm.minibatches * algorithm.epochs
-    trajectories = config.run.group_size * config.run.groups_per_step / algorithm.minibatches
-    kl = (algorithm.kl.type, algorithm.kl.place, algorithm.kl.coefficient)
-    found = (updates, trajectories, optim.lr, algorithm.clip_high, kl, algorithm.entropy_coefficient, optim.beta2)
-    assert (*found, optim.warmup_fraction) == PUBLISHED[name]
+    trajectories = config.run.group_size * config.run.groups_per_step / config.learner.algorithm.minibatches
+    assert trajectories == (1280 if name.startswith("research") else 256)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_no_recipe_has_a_dual_clip(name: str) -> None:
-    """Search-R1's fork of verl, ReSearch's and EMA-PG's are older than verl's dual clip, which is Foray's default."""
-    assert preset(name).learner.algorithm.dual_clip == 0
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", TABLE.sources)
 def test_what_an_algorithm_needs_is_there(name: str) -> None:
     config = preset(name)
     needs = config.learner.algorithm.build().needs
     assert needs.reference
-    assert needs.values == (name == "search_r1_ppo")
+    assert needs.values == (config.learner.algorithm.type == "ppo")
     assert (config.learner.reference.kind == "ema") == (name == "ema_pg")
     assert config.rollout.episode.max_context <= config.learner.batch.row_tokens
 
@@ -62,11 +113,22 @@ def test_a_recipe_becomes_a_file_of_ones_own(tmp_path: Path, capsys: pytest.Capt
     assert str(config.run.model) == "/models/mine"
     assert config.learner.algorithm.type == "ema_pg"
     assert config.learner.algorithm.kl.type == "reverse"
+    assert config.learner.algorithm.correction.mode == "truncate"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", TABLE.sources)
 def test_a_recipe_names_engines_and_a_transport_that_its_model_can_use(name: str) -> None:
     """A model of billions of parameters is nothing for the embedded engine, and nccl has not been tried."""
     config = preset(name)
     assert config.engine.kind.type == "sglang" and config.learner.publish.type == "disk"
     assert doctor_redis.memory_needed(config) <= config.launch.redis_maxmemory_mb << 20
+
+
+def test_the_texts_on_research_agree_with_its_presets() -> None:
+    """The docstring of the template and the fragment in docs/rewards.md give the limits of both presets."""
+    names = ("max_turns", "max_new_tokens", "max_obs_tokens", "max_context")
+    for text in (research.__doc__ or "", (DOCS / "rewards.md").read_text().partition("# ReSearch: ")[2]):
+        said = {name: int(text.partition(f"{name}: ")[2].split()[0]) for name in names}
+        for preset_name in ("research_grpo", "research_base_grpo"):
+            values = loaded(preset_name)
+            assert said == {name: values[f"rollout.episode.{name}"] for name in names}
