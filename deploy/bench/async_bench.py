@@ -40,7 +40,7 @@ class AsyncBench(BenchSettings):
     """run.max_lag of the runs, 0 among them: 0,1,2,4."""
     seeds: tuple[int, ...] = Field(default=(0, 1), min_length=1)
     """Of world, questions and sampler; each lag runs with each: 0,1."""
-    steps: int = Field(default=40, ge=1)
+    steps: int = Field(default=36, ge=1)
     """Optimiser steps of a run."""
     skip: int = Field(default=5, ge=1)
     """First steps that are not measured. Nor are the last ones, as many as the largest lag and one more: by then

@@ -27,6 +27,7 @@ NEEDS_GPU = ("retriever_gpu",)
 
 FLAGS: dict[str, tuple[str, ...]] = {
     "async": ("--model", str(MODEL), "--dir", str(RUNS / "async")),
+    "retriever": ("--passages", "500000"),
     "transport": ("--minutes", "0.5"),
     "weights": ("--rounds", "9"),
 }

@@ -30,6 +30,8 @@ COMPARE = ("reached", "em_last", "em_best", "held_out_before", "held_out_after",
 _PLACE = re.compile(r"^\{\{([a-z0-9_-]+)\}\}$", re.M)
 
 
+TENTH = 10
+"""Steps of a row of the curves."""
 Kept = Mapping[str, Any]
 
 
@@ -53,6 +55,7 @@ class _Page:
         whole: dict[str, Callable[[], str]] = {
             "summary": self.summary,
             "demo": lambda: self.many("demo", DEMO),
+            "demo-curves": self.curves,
             "compare": lambda: self.many("compare", COMPARE),
         }
         seen: set[str] = set()
@@ -91,7 +94,7 @@ class _Page:
     def block(self, name: str) -> str:
         """Everything about one benchmark's figure."""
         kept = self.kept[name]
-        lines = [f"    {self.known[name].command}", ""]
+        lines = [f"    {kept['command'] if kept else self.known[name].command}", ""]
         if kept is None:
             return "\n".join([*lines, f'Not measured yet: `make figures ARGS="{name}"`.'])
         machine = kept["machine"]
@@ -117,6 +120,25 @@ class _Page:
             cells = ["never" if c == "reached" and kept.get(c) is None else shown(kept.get(c)) for c in columns]
             rows.append([short, *cells, ", ".join(MET[t["met"]] for t in kept["targets"]), self.measured(name, kept)])
         return grid(["", *(c.replace("_", " ") for c in columns), "target", "measured"], rows)
+
+    def curves(self) -> str:
+        """How each demo learned: means of TENTH steps."""
+        found = {
+            name.removeprefix("demo-"): kept["curve"]
+            for name, kept in self.kept.items()
+            if name.startswith("demo-") and kept and "curve" in kept
+        }
+        if not found:
+            return "Not measured yet."
+        starts = range(0, max(map(len, found.values())), TENTH)
+        rows = [
+            [f"{at + 1}-{at + TENTH}", *(_mean(curve[at : at + TENTH]) for curve in found.values())] for at in starts
+        ]
+        return grid(["steps", *found], rows)
+
+
+def _mean(part: Sequence[float]) -> str:
+    return f"{sum(part) / len(part):.2f}" if part else ""
 
 
 def verdict(target: Mapping[str, Any]) -> str:

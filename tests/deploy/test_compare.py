@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from deploy.config import from_tree
 from deploy.demo.compare import GOAL, VARIANTS, read_variants, render, row
 from deploy.demo.prepare import CONFIG
+from learner.config_algorithm import AlgorithmSettings
 from protocol.errors import UserError
 from protocol.settings import read_tree
 
@@ -20,6 +22,14 @@ def test_every_shipped_variant_is_a_demo_that_can_be_built() -> None:
         config = from_tree(read_tree(CONFIG, overrides))
         needs = config.learner.algorithm.build().needs
         assert needs.values == (config.learner.algorithm.type == "ppo")
+
+
+def test_every_algorithm_has_a_variant_that_makes_a_figure() -> None:
+    union = get_args(get_args(AlgorithmSettings)[0])
+    assert len(union) >= 14
+    configs = [from_tree(read_tree(CONFIG, overrides)) for overrides in read_variants(VARIANTS, []).values()]
+    missing = {kind.model_fields["type"].default for kind in union} - {c.learner.algorithm.type for c in configs}
+    assert not missing, f"{VARIANTS.name} has no variant of {missing}"
 
 
 def test_a_name_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:

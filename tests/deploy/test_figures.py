@@ -76,11 +76,14 @@ def test_files_hold_no_place_of_one_machine() -> None:
 def test_a_figure_whose_code_has_changed_is_marked_stale(tmp_path: Path) -> None:
     template = tmp_path / "template.md"
     names = [name for name in figures() if name.partition("-")[0] not in ("demo", "compare")]
-    template.write_text("# T\n{{summary}}\n{{demo}}\n" + "\n".join(f"{{{{{name}}}}}" for name in names) + "\n")
+    template.write_text(
+        "# T\n{{summary}}\n{{demo}}\n{{demo-curves}}\n" + "\n".join(f"{{{{{name}}}}}" for name in names) + "\n"
+    )
     engine, demo = figures()["engine"], figures()["demo-3"]
-    for figure in (engine, demo):
-        (tmp_path / figure.path.name).write_text(json.dumps(report(figure)))
+    (tmp_path / engine.path.name).write_text(json.dumps(report(engine)))
+    (tmp_path / demo.path.name).write_text(json.dumps(report(demo, curve=[0.5] * 10 + [0.7, 0.9])))
     fresh = page(template, tmp_path)
+    assert "| steps | 3 |\n| --- | --- |\n| 1-10 | 0.50 |\n| 11-20 | 0.80 |" in fresh
     assert "stale" not in fresh and "at abc1234" in fresh and 'Not measured yet: `make figures ARGS="weights"`' in fresh
     for change in ({"modules": {"hash": "0" * 16}}, {"command": "foray bench engine --json --rounds 1"}):
         (tmp_path / engine.path.name).write_text(json.dumps(report(engine, **change)))
