@@ -88,6 +88,8 @@ def evaluate(
     *,
     n: int = 1,
     temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
     search: bool = True,
     concurrency: int = 64,
     timeout_s: float = 600.0,
@@ -97,6 +99,7 @@ def evaluate(
     """The score of `questions`, `n` episodes each, from the rollout server at `url`; in their order.
 
     temperature  0 is greedy
+    top_p, top_k  draw from the likeliest tokens: those that make up top_p, at most top_k (-1: any number)
     search       False: every search comes back empty (what the policy knows by itself)
     concurrency  episodes in flight at once
     timeout_s    longest wait for the next episode to end
@@ -112,7 +115,8 @@ def evaluate(
             f"{len(twice)} ids stand for several questions, the first is {twice[0]!r}", todo="make them unique"
         )
     episodes = answered(questions, done, n)
-    how = {"n": n, "temperature": temperature, "search": search, "concurrency": concurrency}
+    how = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": top_k, "search": search}
+    how |= {"concurrency": concurrency}
     failures, came = 0, False
     while True:
         have = {e["question_id"] for e in episodes}

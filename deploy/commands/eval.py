@@ -24,6 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="use only the first LIMIT questions")
     parser.add_argument("--n", type=int, default=1, help="episodes per question (default: 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
+    parser.add_argument("--top-k", type=int, default=-1, help="draw from this many of the likeliest tokens (-1: all)")
     parser.add_argument("--no-search", action="store_true", help="every search comes back empty: what does it know?")
     parser.add_argument("--concurrency", type=int, default=64, help="episodes in flight at once (default: 64)")
     parser.add_argument(
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
             todo="give --questions a file of JSON lines with `question` and `answers`",
         )
     questions = load_questions(args.questions).questions[: args.limit]
-    how = {"temperature": args.temperature, "search": not args.no_search}
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    how = {**sampling, "search": not args.no_search}
     done = _earlier(args.out, how) if args.resume else []
     url = _url(args.where)
     pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))

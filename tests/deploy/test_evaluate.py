@@ -85,13 +85,21 @@ def test_all_questions_go_in_one_request_that_holds_one_version(server: tuple[st
     url, handler = server
     ended: list[str] = []
     score = evaluate(
-        url, QUESTIONS, n=2, temperature=0.0, search=False, concurrency=2, each=lambda e: ended.append(e["question_id"])
+        url,
+        QUESTIONS,
+        n=2,
+        temperature=0.0,
+        top_p=0.9,
+        top_k=7,
+        search=False,
+        concurrency=2,
+        each=lambda e: ended.append(e["question_id"]),
     )
     (asked,) = handler.asked
     assert [q.id for q in asked.questions] == [q.id for q in QUESTIONS]
     assert asked.questions[0].question == QUESTIONS[0].text and asked.questions[0].answers == QUESTIONS[0].answers
     assert (asked.n, asked.temperature, asked.search, asked.pin, asked.stream) == (2, 0.0, False, True, True)
-    assert asked.concurrency == 2
+    assert (asked.concurrency, asked.top_p, asked.top_k) == (2, 0.9, 7)
     assert len(ended) == 6 and score.versions == {"1.5": 3}
 
 
@@ -149,7 +157,15 @@ def command_run(url: str, tmp_path: Path, **given: Any) -> int:
     lines = [json.dumps({"id": q.id, "question": q.text, "answers": q.answers}) for q in QUESTIONS]
     questions = tmp_path / "questions.jsonl"
     questions.write_text("\n".join(lines))
-    args = {"where": str(tmp_path), "questions": questions, "limit": None, "n": 1, "temperature": 1.0}
+    args = {
+        "where": str(tmp_path),
+        "questions": questions,
+        "limit": None,
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+    }
     args |= {"no_search": False, "concurrency": 64, "timeout": 10.0, "out": None, "resume": False, "json": True}
     return command.run(argparse.Namespace(**args | given))
 
@@ -163,7 +179,10 @@ def test_the_command_finds_the_server_of_a_run_directory_and_names_the_version(
     assert told["questions"] == 1 and told["em"] == 1.0 and told["failed"] == 1
     assert told["version"] == "1.5" and told["versions"] == {"1.5": 1}
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(e["index"], e["version"], e["temperature"]) for e in lines] == [(0, "1.5", 1.0), (1, "", 1.0)]
+    assert [(e["index"], e["version"], e["temperature"], e["top_p"]) for e in lines] == [
+        (0, "1.5", 1.0, 1.0),
+        (1, "", 1.0, 1.0),
+    ]
     assert command_run(server[0], tmp_path, json=False) == 0
     assert "version      1.5\n" in capsys.readouterr().out
 
@@ -194,3 +213,5 @@ def test_resume_asks_what_the_file_does_not_answer(
     assert json.loads(capsys.readouterr().out)["episodes"] == 3
     with pytest.raises(UserError, match=r"was written with temperature 1\.0"):
         command_run(server[0], tmp_path, out=out, resume=True, temperature=0.0)
+    with pytest.raises(UserError, match=r"was written with top_p 1\.0"):
+        command_run(server[0], tmp_path, out=out, resume=True, top_p=0.9)
