@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from deploy.redis_child import child_url, find_server
 from deploy.secrets_env import redis_url_for
 from protocol.errors import UserError
 from protocol.redis_url import parse, place_of
-from protocol.settings import REDIS_URL_VARIABLE, Settings
+from protocol.settings import REDIS_URL_VARIABLE, Settings, read_tree
 
 ANY = ("0.0.0.0", "::", "")
 """Hosts that mean "every interface": others on this machine are told the loopback address."""
@@ -48,6 +49,17 @@ def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Ad
         _urls(config.retriever.host, first, config.num_retrievers, lambda: 0),
         _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, lambda: 0),
     )
+
+
+def dated(config: RunConfig, resolved: Path) -> RunConfig:
+    """`config` with `run.date`: its own, else that of an earlier start of the run (`resolved`), else today's in UTC."""
+    if config.run.date is not None:
+        return config
+    try:
+        day = date.fromisoformat(str(read_tree(resolved)["run"]["date"]))
+    except (UserError, KeyError, TypeError, ValueError):  # the first start, or one of an older version
+        day = datetime.now(UTC).date()
+    return config.model_copy(update={"run": config.run.model_copy(update={"date": day})})
 
 
 def settle(config: RunConfig, addresses: Addresses) -> RunConfig:

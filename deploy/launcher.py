@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from deploy import doctor_identity, doctor_model
-from deploy.addresses import choose, seen_from_here, settle
+from deploy.addresses import choose, dated, seen_from_here, settle
 from deploy.child import Child
 from deploy.config import RunConfig
 from deploy.doctor import Finding, inputs, preflight
@@ -104,8 +104,8 @@ class Launcher:
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
             self._say(f"redis: {check_server(self._redis_url)} at {redacted(self._redis_url)}")
-        self.config = settle(self._given, self.addresses)
         self.resolved = self.directory / RESOLVED
+        self.config = dated(settle(self._given, self.addresses), self.resolved)
         write_atomically(self.resolved, self.config.to_yaml())
         self.specs = plan(
             self.config, self.addresses, python=self._python, resolved=self.resolved, takeover=self._takeover

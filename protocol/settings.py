@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date as Date
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +53,9 @@ class RunSettings(Settings):
     the variable FORAY_REDIS_URL, or the launcher starts a Redis of its own in the run directory."""
     model: Path = Field(default=Path("model"))
     """Directory of the initial policy in Hugging Face layout, tokenizer included."""
+    date: Date | None = None
+    """The day (2026-01-31) that chat templates with a date in them say, so that a prompt is the same every day. null:
+    `foray up` sets the first day of the run (UTC)."""
     seed: int = 0
     """Seed of the sampler and of everything that draws in the learner."""
     group_size: int = Field(default=8, ge=1, le=512)

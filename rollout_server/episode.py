@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 
 from protocol.errors import UserError
@@ -132,9 +133,12 @@ class Episode:
         await self.io.close()
 
 
-def build_episode(settings: EpisodeSettings, model_dir: Path, *, urls: Sequence[str] = ()) -> Episode:
+def build_episode(
+    settings: EpisodeSettings, model_dir: Path, *, urls: Sequence[str] = (), day: date | None = None
+) -> Episode:
     """The episode of a process; whoever scores with it, or plays it with tools, closes it.
 
+    day   what a chat template that says the day says (`run.date`)
     urls  base addresses of the retrievers that searches go to: where tools fetch documents unless they say otherwise
 
     Raises UserError for a missing or broken tokenizer, limits that cannot work, or a reward or tool that cannot be
@@ -144,14 +148,14 @@ def build_episode(settings: EpisodeSettings, model_dir: Path, *, urls: Sequence[
     template = TEMPLATES[settings.template].equipped(
         [(tool.type, tool.sentence) for tool in given], show_ids=any(tool.shows_ids for tool in given)
     )
-    tokens = load_tokens(model_dir)
+    tokens = load_tokens(model_dir, day)
     before, after = (tuple(tokens.own(text)) for text in template.around)
     io = Io()
     episode = Episode(
         settings=settings,
         template=template,
         tokens=tokens,
-        prompter=tokens_for(template, tokens, model_dir),
+        prompter=tokens_for(template, tokens, model_dir, day),
         score=Composite([(reward.build(io), reward.weight) for reward in settings.rewards]),
         io=io,
         before=before,

@@ -89,7 +89,7 @@ async def serve(
     """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can mend."""
     stop = stop or Stop()
     stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
-    built = build_episode(settings.episode, run.model, urls=getattr(settings.search, "urls", ()))
+    built = build_episode(settings.episode, run.model, urls=getattr(settings.search, "urls", ()), day=run.date)
     episode = with_measured_tools(built, stats)
     for name in COUNTERS:
         stats.counts[name] = 0

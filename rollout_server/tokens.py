@@ -13,6 +13,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +100,8 @@ class Tokens:
         return self.decode(ids[:end])
 
 
-def load_tokens(model_dir: Path) -> Tokens:
-    """The tokenizer of a model directory in Hugging Face layout.
+def load_tokens(model_dir: Path, day: date | None = None) -> Tokens:
+    """The tokenizer of a model directory in Hugging Face layout; `day` is for its chat template.
 
     Raises UserError when tokenizer.json is missing or broken, or the chat template is.
     """
@@ -108,7 +109,7 @@ def load_tokens(model_dir: Path) -> Tokens:
     config = _read_json(model_dir / "tokenizer_config.json")
     try:
         spec = json.loads(path.read_text(encoding="utf-8"))
-        return Tokens(spec, eos_ids=_eos_ids(model_dir, spec, config), chat=load_chat_template(model_dir, config))
+        return Tokens(spec, eos_ids=_eos_ids(model_dir, spec, config), chat=load_chat_template(model_dir, config, day))
     except OSError as error:
         raise UserError(
             f"cannot read {path}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import date
 from pathlib import Path
 
 from aiohttp import web
@@ -129,7 +130,8 @@ class OpenAI:
 
     def _render(self, messages: list[Body], begin: bool, variables: Body) -> str:
         if self._template is None:
-            self._template = load_chat_template(self._path, read_object_file(self._path / "tokenizer_config.json"))
+            config, day = read_object_file(self._path / "tokenizer_config.json"), date.fromtimestamp(self._started)
+            self._template = load_chat_template(self._path, config, day)
         if self._template is None:
             raise UserError("the model has no chat template", todo="use /v1/completions")
         return self._template.render_messages(messages, begin, variables)

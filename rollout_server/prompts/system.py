@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 
 from protocol.errors import UserError
@@ -16,18 +17,14 @@ class WithSystem(ChatTemplate):
 
     def __init__(self, plain: ChatTemplate, system: str) -> None:
         self._system = system
-        super().__init__(plain.source, plain._special)
+        super().__init__(plain.source, plain._special, plain.day)
 
     def render(self, message: str) -> str:
-        return self._template.render(
-            messages=[{"role": "system", "content": self._system}, {"role": "user", "content": message}],
-            add_generation_prompt=True,
-            tools=None,
-            **self._special,
-        )
+        conversation = [{"role": "system", "content": self._system}, {"role": "user", "content": message}]
+        return self.render_messages(conversation, True, {})
 
 
-def tokens_for(template: PromptTemplate, tokens: Tokens, model_dir: Path) -> Tokens:
+def tokens_for(template: PromptTemplate, tokens: Tokens, model_dir: Path, day: date | None = None) -> Tokens:
     """What encodes the prompts of `template`: `tokens` itself, unless the template has a system message.
 
     Raises UserError when it has one and the tokenizer in `model_dir` cannot say it.
@@ -36,7 +33,7 @@ def tokens_for(template: PromptTemplate, tokens: Tokens, model_dir: Path) -> Tok
         return tokens
     path = model_dir / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    plain = load_chat_template(model_dir, config)
+    plain = load_chat_template(model_dir, config, day)
     if plain is None:
         raise UserError(
             f"template {template.name!r} has a system message and the tokenizer has no chat template",
