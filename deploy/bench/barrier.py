@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.bench.latency_engine import VERSION
+from deploy.bench.latency_engine import FIRST_VERSION
 from deploy.bench.script import Script
 from protocol.messages import Sampling
 from protocol.search import SearchRequest, SearchResponse
@@ -67,7 +67,7 @@ async def _generate(episode: Episode, batch: Sequence[Transcript], engines: Sequ
             stop=episode.template.stops,
         )
         client = engines[index % len(engines)]
-        completion = await client.generate(request, version=VERSION, timeout_s=TIMEOUT_S)
+        completion = await client.generate(request, version=FIRST_VERSION, timeout_s=TIMEOUT_S)
         transcript.write(completion)
         return episode.tokens.decode_turn(completion.ids)
 

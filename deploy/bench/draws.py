@@ -1,7 +1,6 @@
-"""How long each turn and each search takes: drawn, and a pure function of (seed, trajectory, turn).
+"""How many tokens each turn has and how long each search takes: drawn, and a pure function of (seed, trajectory, turn).
 
-Both loops see the same seconds wherever and whenever they ask, so what differs between them is only who waits for
-whom. Pure.
+Every loop that is compared sees the same lengths and seconds wherever and whenever it asks. Pure.
 """
 
 from __future__ import annotations
@@ -13,42 +12,57 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Draws:
-    """Lognormal latencies. `scale` multiplies every one of them (1: as they are; tests take less).
+    """Lognormal lengths and latencies. `scale` multiplies every time, also that of engines (`scaled`).
 
     trajectories  numbered from 0
     turns         of each: all but the last end in a search
+    turn_tokens   median of a turn's tokens
     """
 
     trajectories: int
     turns: int
+    turn_tokens: int = 64
     scale: float = 1.0
-    decode_median_s: float = 2.0
-    decode_sigma: float = 0.8
+    tokens_sigma: float = 0.5
+    least_tokens: int = 16
+    most_tokens: int = 400
     search_median_s: float = 0.1
     search_sigma: float = 1.0
 
-    def decode_s(self, seed: int, trajectory: int, turn: int) -> float:
-        """Seconds that an engine takes to write this turn."""
-        return self._draw("decode", seed, trajectory, turn, self.decode_median_s, self.decode_sigma)
+    def tokens(self, seed: int, trajectory: int, turn: int) -> int:
+        """Tokens of this turn."""
+        drawn = self._draw("tokens", seed, trajectory, turn, self.turn_tokens, self.tokens_sigma)
+        return min(max(round(drawn), self.least_tokens), self.most_tokens)
 
     def search_s(self, seed: int, trajectory: int, turn: int) -> float:
         """Seconds that the search at the end of this turn takes."""
-        return self._draw("search", seed, trajectory, turn, self.search_median_s, self.search_sigma)
+        return self.scale * self._draw("search", seed, trajectory, turn, self.search_median_s, self.search_sigma)
 
-    def bound_s(self, seed: int) -> float:
-        """The critical path: nothing can be done before its longest trajectory is, by its own latencies alone."""
-        return max(self._path_s(seed, t) for t in range(self.trajectories))
-
-    def barrier_bound_s(self, seed: int) -> float:
-        """The same for the turn-barrier loop: in each turn the slowest of all, then one search for all."""
-        slowest = (max(self.decode_s(seed, t, u) for t in range(self.trajectories)) for u in range(self.turns))
-        return sum(slowest) + sum(self.search_s(seed, 0, u) for u in range(self.turns - 1))
-
-    def _path_s(self, seed: int, trajectory: int) -> float:
-        decode = sum(self.decode_s(seed, trajectory, u) for u in range(self.turns))
-        return decode + sum(self.search_s(seed, trajectory, u) for u in range(self.turns - 1))
-
-    def _draw(self, what: str, seed: int, trajectory: int, turn: int, median_s: float, sigma: float) -> float:
+    def _draw(self, what: str, seed: int, trajectory: int, turn: int, median: float, sigma: float) -> float:
         # a text as seed is hashed by sha512: the same on every machine and in every process
         normal = random.Random(f"{what}/{seed}/{trajectory}/{turn}").gauss(0.0, 1.0)
-        return self.scale * median_s * math.exp(sigma * normal)
+        return median * math.exp(sigma * normal)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What happens to the engines during a play, in seconds since its start. Pauses go round: one engine at a time.
+
+    down     engine that is away from `down_s` for `away_s`, and loses its requests and its cache; -1: none
+    swaps_s  begins of the weight updates; each engine pauses for `pause_s` and loses its cache
+    """
+
+    down: int = -1
+    down_s: float = 0.0
+    away_s: float = 0.0
+    swaps_s: tuple[float, ...] = ()
+    pause_s: float = 0.0
+
+    def pauses(self, engine: int) -> list[tuple[float, float]]:
+        """(begin, end) of each pause of `engine`."""
+        begins = (swap + engine * self.pause_s for swap in self.swaps_s)
+        return [(begin, begin + self.pause_s) for begin in begins]
+
+    def lost_s(self, engine: int) -> float:
+        """Seconds in which `engine` computes nothing."""
+        return self.pause_s * len(self.swaps_s) + (self.away_s if engine == self.down else 0.0)

@@ -1,11 +1,13 @@
-"""An engine that takes its time and knows its lines: SGLang's routes over the drawn latencies, on a real socket.
+"""An engine of finite capacity that writes a script: SGLang's routes over `BatchingEngine`, on a real socket.
 
-`python -m deploy.bench.latency_engine SCRIPT PORT`. It decodes any number of requests together, each at its own pace,
-as an engine that is never the bottleneck would: the tokens of a turn come evenly over the seconds drawn for it. A
-request that brings part of the turn is continued at the same pace.
+`python -m deploy.bench.latency_engine SCRIPT PORT INDEX`. Steps follow the clock: a step that was computed late does
+not delay the next, so a busy machine does not make the engine slower. Two routes are the benchmark's: `/bench/down`
+ends every connection, answers none for some seconds and loses the prefix cache, as a crash and a restart do;
+`/bench/swap` pauses, empties the prefix cache and goes on with another version, as an update of the weights does.
 
-    loop       consumes   produces             waits for             unblocked by
-    generate   a request  its turn, in chunks  the tokens' due time  the clock; a client that leaves
+    loop       consumes           produces             waits for              unblocked by
+    steps      queued requests    tokens               a step's seconds       the clock; a request
+    generate   a request          its turn, in chunks  the steps that it needs  steps; a client that leaves
 """
 
 from __future__ import annotations
@@ -13,27 +15,50 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from deploy.bench.batching import BatchingEngine, Decoding
 from deploy.bench.script import Script
 
-VERSION = "1.0"
 LOGPROB = -0.25
+FIRST_VERSION = "1.0"
+
+
+class Streamed(Decoding):
+    """A request whose tokens go to a client.
+
+    due    set when a chunk may be written, or when the request was cut
+    shown  tokens whose step is over: what a client may see
+    spans  (version, first token) of each version that wrote tokens of it
+    """
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int], interval: int, version: str) -> None:
+        super().__init__(prompt, output)
+        self.interval, self.spans = interval, [(version, 0)]
+        self.due, self.shown, self.cut = asyncio.Event(), 0, False
+
+    @property
+    def ended(self) -> bool:
+        return self.shown == len(self.output)
 
 
 class LatencyEngine:
-    """Plays `script`: the tokens of a turn, spread over the time that was drawn for it."""
+    """Plays `script` at the speed of its engine `index`."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, index: int) -> None:
         self._script = script
-        self.running = 0
+        self._engine = BatchingEngine(script.speeds[index])
+        self._work = asyncio.Event()
+        self._version = FIRST_VERSION
+        self._down_until = self._paused_until = 0.0
 
     def app(self) -> web.Application:
-        """The routes that the rollout side uses."""
+        """The routes that the rollout side uses, and the benchmark's two."""
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/generate", self._generate)
         for path in ("/health", "/ready", "/health_generate"):
@@ -41,69 +66,147 @@ class LatencyEngine:
         app.router.add_post("/abort_request", self._ok)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/v1/loads", self._loads)
+        app.router.add_post("/bench/down", self._down)
+        app.router.add_post("/bench/swap", self._swap)
+        app.cleanup_ctx.append(self._stepping)
         return app
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _stepping(self, _: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._steps())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def _steps(self) -> None:
         clock = asyncio.get_running_loop().time
-        begun = clock()
-        body = await request.json()
+        due = clock()
+        while True:
+            if not self._engine.busy:
+                self._work.clear()
+                await self._work.wait()
+                due = clock()
+            if self._paused_until > due:
+                due = self._paused_until
+                await asyncio.sleep(due - clock())
+            seconds, advanced = self._engine.step()
+            due += seconds
+            await asyncio.sleep(due - clock())
+            for request in advanced:
+                assert isinstance(request, Streamed)
+                request.shown = request.written
+                if request.ended or (request.shown - 1) % request.interval == 0:
+                    request.due.set()
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        """Cumulative chunks, as SGLang sends them: the first token, every `stream_interval` tokens, the end."""
+        self._refuse_while_down(http)
+        body = await http.json()
+        params = body["sampling_params"]
         place, ids = self._script.rest(body["input_ids"])
-        whole = place.written + len(ids)
-        pace_s = self._script.draws.decode_s(place.seed, place.trajectory, place.turn) / whole
-        ids = ids[: body["sampling_params"]["max_new_tokens"]]
-        self.running += 1
-        try:
-            if body.get("stream"):
-                return await self._stream(request, body, ids, begun, pace_s)
-            await asyncio.sleep(begun + pace_s * len(ids) - clock())
-            return web.json_response(self._answer(body, ids, ended=True))
-        finally:
-            self.running -= 1
-
-    async def _stream(
-        self, request: web.Request, body: dict[str, Any], ids: Sequence[int], begun: float, pace_s: float
-    ) -> web.StreamResponse:
-        """Cumulative chunks, as SGLang sends them by default: the first token, every `stream_interval`, the end."""
-        clock = asyncio.get_running_loop().time
+        interval = int(params.get("stream_interval") or 1)
+        request = Streamed(body["input_ids"], ids[: params["max_new_tokens"]], interval, self._version)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        interval = int(body["sampling_params"].get("stream_interval") or 1)
-        for length in [*range(1, len(ids), interval), len(ids)]:
-            await asyncio.sleep(begun + pace_s * length - clock())
-            chunk = self._answer(body, ids[:length], ended=length == len(ids))
-            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+        sent = 0
+        self._engine.add(request)
+        self._work.set()
+        try:
+            await response.prepare(http)
+            while sent < len(request.output):
+                await request.due.wait()
+                request.due.clear()
+                if request.cut:
+                    return _hang_up(http, response)
+                sent = request.shown
+                await response.write(b"data: " + json.dumps(self._chunk(body, request)).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+            return response
+        finally:
+            self._engine.drop(request)
+            if place.first and not sent:
+                self._script.release(place)
 
-    def _answer(self, body: dict[str, Any], ids: Sequence[int], *, ended: bool) -> dict[str, Any]:
+    def _chunk(self, body: dict[str, Any], request: Streamed) -> dict[str, Any]:
+        ids = request.output[: request.shown]
         meta: dict[str, Any] = {
             "id": body["rid"],
-            "finish_reason": {"type": "stop", "matched": ids[-1]} if ended else None,
-            "prompt_tokens": len(body["input_ids"]),
+            "finish_reason": {"type": "stop", "matched": ids[-1]} if request.ended else None,
+            "prompt_tokens": len(request.prompt),
             "completion_tokens": len(ids),
-            "cached_tokens": 0,
-            "weight_version": VERSION,
+            "cached_tokens": request.cached,
+            "weight_version": request.spans[-1][0],
             "output_token_logprobs": [[LOGPROB, i, None] for i in ids],
         }
-        if ended:  # SGLang says it in the last chunk only
-            meta["weight_versions"] = [{"version": VERSION, "start": 0, "end": len(ids)}]
-        return {"text": "", "output_ids": list(ids), "meta_info": meta}
+        if request.ended:  # SGLang says it in the last chunk only
+            ends = [start for _, start in request.spans[1:]] + [len(ids)]
+            meta["weight_versions"] = [
+                {"version": version, "start": start, "end": end}
+                for (version, start), end in zip(request.spans, ends, strict=True)
+                if start < end
+            ]
+        return {"text": "", "output_ids": ids, "meta_info": meta}
 
-    async def _ok(self, _: web.Request) -> web.Response:
+    async def _down(self, http: web.Request) -> web.Response:
+        seconds = float((await http.json())["seconds"])
+        self._down_until = asyncio.get_running_loop().time() + seconds
+        self._engine.cache.clear()
+        for request in [*self._engine.running, *self._engine.waiting]:
+            assert isinstance(request, Streamed)
+            self._engine.drop(request)
+            request.cut = True
+            request.due.set()
         return web.Response(text="ok\n")
 
-    async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": VERSION})
+    async def _swap(self, http: web.Request) -> web.Response:
+        """Answers when the pause is over."""
+        body = await http.json()
+        self._version = str(body["version"])
+        self._paused_until = asyncio.get_running_loop().time() + float(body["seconds"])
+        self._engine.cache.clear()
+        for request in [*self._engine.running, *self._engine.waiting]:
+            assert isinstance(request, Streamed)
+            request.spans.append((self._version, request.shown))
+        await asyncio.sleep(float(body["seconds"]))
+        return web.Response(text="ok\n")
 
-    async def _loads(self, _: web.Request) -> web.Response:
-        load = {"num_running_reqs": self.running, "num_waiting_reqs": 0, "token_usage": 0.0, "gen_throughput": 0.0}
+    def _refuse_while_down(self, http: web.Request) -> None:
+        if asyncio.get_running_loop().time() < self._down_until:
+            if http.transport is not None:
+                http.transport.abort()
+            raise web.HTTPServiceUnavailable()
+
+    async def _ok(self, http: web.Request) -> web.Response:
+        self._refuse_while_down(http)
+        return web.Response(text="ok\n")
+
+    async def _model_info(self, http: web.Request) -> web.Response:
+        self._refuse_while_down(http)
+        return web.json_response({"weight_version": self._version})
+
+    async def _loads(self, http: web.Request) -> web.Response:
+        self._refuse_while_down(http)
+        engine = self._engine
+        load = {
+            "num_running_reqs": len(engine.running),
+            "num_waiting_reqs": len(engine.waiting),
+            "token_usage": min(1.0, engine.held_tokens / engine.speed.cache_tokens),
+            "gen_throughput": 0.0,
+            "max_running_requests": engine.speed.max_running,
+            "max_total_num_tokens": engine.speed.cache_tokens,
+        }
         return web.json_response({"loads": [load]})
+
+
+def _hang_up(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    if http.transport is not None:
+        http.transport.close()
+    return response
 
 
 def main(argv: Sequence[str]) -> None:
     """Serve until SIGTERM."""
-    engine = LatencyEngine(Script.load(Path(argv[0])))
+    engine = LatencyEngine(Script.load(Path(argv[0])), int(argv[2]))
     web.run_app(
         engine.app(), host="127.0.0.1", port=int(argv[1]), access_log=None, print=None, handler_cancellation=True
     )

@@ -1,22 +1,26 @@
-"""The processes of the rollout benchmark: Redis, engines and a search that take their time, and a real rollout server.
+"""The processes of the rollout benchmark: Redis, engines and a search that take their time, and real rollout servers.
 
-This process plays the learner: it holds the lease, issues the tasks and reads the groups, through the learner's own
-door to Redis.
+This process acts as the learner (it holds the lease, issues the tasks and reads the groups through the learner's own
+client of Redis) and as the nodes (it reports each engine's load, updates its version and notices when it is away).
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deploy.bench.base import Say
+from deploy.bench.draws import Faults
 from deploy.bench.machine import cpu_seconds
+from deploy.bench.routing import OURS
 from deploy.bench.script import Script
 from deploy.plan import ProcessSpec, Ready
 from deploy.ports import free_port
@@ -33,6 +37,10 @@ RUN = "bench"
 LEASE_MS = 86_400_000
 """Nobody renews the lease: it outlives the benchmark."""
 READY_S, SHUTDOWN_S = 120.0, 10.0
+HEARTBEAT_S, SNAPSHOT_S = 0.5, 1.5
+"""Between two reports of an engine; until the last counters of a rollout server are in Redis."""
+MAX_LAG = 1000
+"""Versions: routing is measured, and a trajectory that is too old would end early."""
 
 
 @dataclass(frozen=True)
@@ -42,118 +50,249 @@ class Played:
     seconds     of the clock, from the first task to the last group
     cpu_s       that the rollout server used meanwhile; `world_cpu_s`: that engines, search and Redis took
     loop_lag_s  the latest that the server's event loop was, by its own measurement each second
+    failovers   further requests that turns needed
     """
 
     seconds: float
     cpu_s: float
     world_cpu_s: float
     loop_lag_s: float
+    failovers: float
     groups: list[TrajectoryGroup]
 
 
 class Ring:
-    """The running processes. `engines` and `search` are URLs; `pids` by name of the process."""
+    """The running processes. `engines` and `search` are URLs.
+
+    groups  that a rollout server works on at a time
+    """
 
     def __init__(
-        self, store: RunStore, redis_url: str, engines: Sequence[str], search: str, pids: dict[str, int]
+        self, directory: Path, supervisor: Supervisor, redis_url: str, engines: Sequence[str], search: str, groups: int
     ) -> None:
-        self._store, self._redis_url, self._pids = store, redis_url, pids
+        self._directory, self._supervisor, self._redis_url, self._groups = directory, supervisor, redis_url, groups
         self.engines, self.search = tuple(engines), search
+        self.store = _learner(redis_url)
         self._next_seq = 1
+        self._plays = 0
+        self._nodes = Nodes(redis_url, self.store, engines)
 
-    def play(self, script: Script, seed: int, number: int, *, timeout_s: float) -> Played:
-        """Issue one task a question, all at once, and wait for the last group. Raises ForayError when one fails."""
+    def play(self, script: Script, seed: int, policy: str, faults: Faults, *, timeout_s: float) -> Played:
+        """Issue one task a question, all at once, and wait for the last group, under a rollout server that routes by
+        `policy`. Raises ForayError when a group fails or does not come in time.
+        """
+        name = f"rollout-{self.next_play()}"
         count = script.draws.trajectories // script.group_size
         tasks = []
         for group in range(count):
             seq = self._next_seq + group
-            question = Question(id=f"q{seq}", text=script.question(number, seed, group), answers=("0",))
+            question = Question(id=f"q{seq}", text=script.question(self._plays, seed, group), answers=("0",))
             tasks.append((seq, encode(Task(seq=seq, question=question, group_size=script.group_size))))
         self._next_seq += count
+        self._nodes.report()
+        self._serve(name, script, policy)
+        try:
+            return self._play(name, tasks, faults, timeout_s)
+        finally:
+            self._supervisor.stop([name])
+
+    def next_play(self) -> int:
+        """Number of the play that begins: tells repetitions on the same draws apart."""
+        self._plays += 1
+        return self._plays
+
+    def _play(self, name: str, tasks: Sequence[tuple[int, bytes]], faults: Faults, timeout_s: float) -> Played:
         bodies: list[bytes] = []
-        lag = 0.0
+        lag = failovers = 0.0
         begun, cpu = time.monotonic(), self._cpu_s()
-        self._store.issue(0, tasks)
-        while len(bodies) < count:
-            if time.monotonic() - begun > timeout_s:
-                raise ForayError(f"only {len(bodies)} of {count} groups came within {timeout_s:g} s")
-            entries = self._store.read(count)
-            self._store.ack([entry for entry, _ in entries])
+        self.store.issue(0, tasks)
+        events = self._nodes.events(faults)
+        while len(bodies) < len(tasks):
+            now = time.monotonic() - begun
+            if now > timeout_s:
+                raise ForayError(f"only {len(bodies)} of {len(tasks)} groups came within {timeout_s:g} s")
+            while events and events[0].at_s <= now:
+                events.pop(0).act()
+            self._nodes.report()
+            entries = self.store.read(len(tasks))
+            self.store.ack([entry for entry, _ in entries])
             bodies += [fields[b"b"] for _, fields in entries]
-            lag = max(lag, self._loop_lag_s())
+            values = self._values(name)
+            lag = max(lag, values.get("event_loop_lag_s", 0.0))
         seconds = time.monotonic() - begun
-        used = {name: after - cpu[name] for name, after in self._cpu_s().items()}
+        used = {process: after - cpu[process] for process, after in self._cpu_s().items()}
+        time.sleep(SNAPSHOT_S)
+        failovers = self._values(name).get("failovers", 0.0)
         groups = [message for message in map(decode, bodies) if isinstance(message, TrajectoryGroup)]
-        if len(groups) < count:
-            raise ForayError(f"{count - len(groups)} groups failed; the log of the rollout server says why")
-        return Played(seconds, used.pop("rollout"), sum(used.values()), lag, groups)
+        if len(groups) < len(tasks):
+            raise ForayError(f"{len(tasks) - len(groups)} groups failed; the log of {name} says why")
+        return Played(seconds, used.pop(name), sum(used.values()), lag, failovers, groups)
+
+    def _serve(self, name: str, script: Script, policy: str) -> None:
+        """Start the rollout server; whatever is not named here is as in every run."""
+        port = free_port()
+        overrides: dict[str, Any] = {
+            "run.id": RUN,
+            "run.model": self._directory,
+            "run.group_size": script.group_size,
+            "run.max_lag": MAX_LAG,
+            "rollout.id": name,
+            "rollout.port": port,
+            "rollout.concurrency_groups": self._groups,
+            "rollout.drain_s": 0,
+            "rollout.generate_timeout_s": 600,
+            "rollout.adaptive": policy == OURS,
+            "rollout.episode.template": "demo",
+            "rollout.episode.max_turns": script.draws.turns - 1,
+            "rollout.search.type": "http",
+            "rollout.search.urls": self.search,
+        }
+        argv = _python("deploy.bench.routing", policy, *(f"{key}={value}" for key, value in overrides.items()))
+        url = f"http://127.0.0.1:{port}"
+        self._supervisor.spawn(_spec(name, "rollout", argv, self._directory, Ready.HTTP, url, self._redis_url))
+        self._supervisor.await_ready([name])
 
     def _cpu_s(self) -> dict[str, float]:
-        return {name: cpu_seconds(pid) for name, pid in self._pids.items()}
+        return {name: cpu_seconds(child.pid) for name, child in self._supervisor.children.items()}
 
-    def _loop_lag_s(self) -> float:
+    def _values(self, name: str) -> dict[str, float]:
         with connect(self._redis_url) as client:
-            raw = client.get(self._store.keys.metrics("rollout", "rollout"))
-        return decode_as(MetricsSnapshot, raw).values.get("event_loop_lag_s", 0.0) if isinstance(raw, bytes) else 0.0
+            raw = client.get(self.store.keys.metrics("rollout", name))
+        return dict(decode_as(MetricsSnapshot, raw).values) if isinstance(raw, bytes) else {}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that `act` does, `at_s` seconds after the start of a play."""
+
+    at_s: float
+    act: Callable[[], None]
+
+
+class Nodes:
+    """What the nodes of all engines would do: report the load, update weights, notice that an engine is away."""
+
+    def __init__(self, redis_url: str, store: RunStore, urls: Sequence[str]) -> None:
+        self._redis_url, self._store, self._urls = redis_url, store, urls
+        self._steps, self._lives = [0] * len(urls), [1] * len(urls)
+        self._away = [False] * len(urls)
+        self._pause_until = [0.0] * len(urls)
+        self._reported = 0.0
+
+    def report(self) -> None:
+        """One heartbeat of every engine, at most each HEARTBEAT_S."""
+        now = time.monotonic()
+        if now - self._reported < HEARTBEAT_S:
+            return
+        self._reported = now
+        with connect(self._redis_url) as client:
+            for index in range(len(self._urls)):
+                info = self._info(index, now)
+                client.hset(self._store.keys.engine(info.id), "b", encode(info))
+                client.zadd(self._store.keys.engines, {info.id: time.time() + LEASE_MS / 1000})
+
+    def events(self, faults: Faults) -> list[Event]:
+        """What `faults` asks for, in the order of time."""
+        found = []
+        if faults.down >= 0:
+            found.append(Event(faults.down_s, lambda: self._ask(faults.down, "down", {"seconds": faults.away_s})))
+        for swap_s in faults.swaps_s:
+            found.append(Event(swap_s, self._target))
+            for index in range(len(self._urls)):
+                at_s = swap_s + index * faults.pause_s
+                found.append(Event(at_s, lambda index=index: self._update(index, faults.pause_s)))  # type: ignore[misc]
+        return sorted(found, key=lambda event: event.at_s)
+
+    def _info(self, index: int, now: float) -> EngineInfo:
+        state, load = NodeState.READY, {}
+        try:
+            load = self._load(index)
+            self._lives[index] += self._away[index]
+            self._away[index] = False
+        except OSError:
+            self._away[index], state = True, NodeState.GONE
+        if now < self._pause_until[index]:
+            state = NodeState.SYNCING
+        return EngineInfo(
+            id=f"engine-{index}",
+            url=self._urls[index],
+            state=state,
+            epoch=1,
+            step=self._steps[index],
+            incarnation=str(self._lives[index]),
+            max_running=int(load.get("max_running_requests", 0)),
+            max_tokens=int(load.get("max_total_num_tokens", 0)),
+            running=int(load.get("num_running_reqs", 0)),
+            waiting=int(load.get("num_waiting_reqs", 0)),
+            token_usage=float(load.get("token_usage", 0.0)),
+        )
+
+    def _load(self, index: int) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self._urls[index]}/v1/loads", timeout=5) as response:
+            load: dict[str, Any] = json.load(response)["loads"][0]
+        return load
+
+    def _target(self) -> None:
+        step = max(self._steps) + 1
+        self._store.target(WeightUpdate(run=RUN, epoch=1, step=step, digest="", path=""), "ready")
+
+    def _update(self, index: int, pause_s: float) -> None:
+        announced = self._store.announced()
+        assert announced is not None
+        self._steps[index] = announced.step
+        self._pause_until[index] = time.monotonic() + pause_s
+        self._ask(index, "swap", {"version": announced.label, "seconds": pause_s})
+        self._reported = 0.0
+
+    def _ask(self, index: int, what: str, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self._urls[index]}/bench/{what}", data=data)
+        # an engine that is away misses its update, as it would with a real node: the new process loads the newest
+        with suppress(OSError), urllib.request.urlopen(request, timeout=5):
+            pass
 
 
 @contextmanager
-def running(directory: Path, script: Script, *, engines: int, groups: int, say: Say) -> Iterator[Ring]:
-    """All processes for the time of the block, logs in `directory`. Raises ProcessFailed when one does not start."""
+def running(directory: Path, script: Script, *, groups: int, say: Say) -> Iterator[Ring]:
+    """All processes but rollout servers for the time of the block, logs in `directory`. Raises ProcessFailed when one
+    does not start.
+    """
     script_file = directory / "script.json"
     script.save(script_file)
     redis_url = child_url(directory)
     supervisor = Supervisor(is_ready=Readiness(redis_url, RUN), ready_s=READY_S, shutdown_s=SHUTDOWN_S, say=say)
 
-    def spawn(name: str, kind: str, argv: Sequence[str], ready: Ready, url: str) -> None:
-        env = {"OMP_NUM_THREADS": "1", REDIS_URL_VARIABLE: redis_url}
-        supervisor.spawn(ProcessSpec(name, kind, tuple(argv), directory / f"{name}.log", ready, url, env))
-
-    def python(module: str, *argv: str) -> list[str]:
-        return [sys.executable, "-m", module, *argv]
-
-    def part(name: str, kind: str, module: str) -> str:
+    def part(name: str, kind: str, module: str, *argv: str) -> str:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        spawn(name, kind, python(module, str(script_file), str(port)), Ready.ALIVE, url)
+        command = _python(module, str(script_file), str(port), *argv)
+        supervisor.spawn(_spec(name, kind, command, directory, Ready.ALIVE, url, redis_url))
         return url
 
     try:
         server = redis_argv(find_server().path, directory, redis_url, maxmemory_mb=512)
-        spawn("redis", "redis", server, Ready.PING, redis_url)
+        supervisor.spawn(_spec("redis", "redis", server, directory, Ready.PING, redis_url, redis_url))
         search = part("search", "retriever", "deploy.bench.latency_search")
-        urls = [part(f"engine-{i}", "engine", "deploy.bench.latency_engine") for i in range(engines)]
+        engines = range(len(script.speeds))
+        urls = [part(f"engine-{i}", "engine", "deploy.bench.latency_engine", str(i)) for i in engines]
         supervisor.await_ready(list(supervisor.children))
-        store = _learner(redis_url)
-        _register(redis_url, store, urls)
-        port = free_port()
-        overrides = _overrides(directory, script, search, groups) | {"rollout.port": port}
-        argv = python("rollout_server", *(f"{key}={value}" for key, value in overrides.items()))
-        spawn("rollout", "rollout", argv, Ready.HTTP, f"http://127.0.0.1:{port}")
-        supervisor.await_ready(["rollout"])
-        pids = {name: child.pid for name, child in supervisor.children.items()}
-        yield Ring(store, redis_url, urls, search, pids)
+        ring = Ring(directory, supervisor, redis_url, urls, search, groups)
+        yield ring
         supervisor.check()
-        store.close()
+        ring.store.close()
     finally:
         supervisor.stop()
 
 
-def _overrides(directory: Path, script: Script, search: str, groups: int) -> dict[str, Any]:
-    """The rollout server's settings; whatever is not named here is as in every run."""
-    return {
-        "run.id": RUN,
-        "run.model": directory,
-        "run.group_size": script.group_size,
-        "rollout.id": "rollout",
-        "rollout.concurrency_groups": groups,
-        "rollout.drain_s": 0,
-        "rollout.generate_timeout_s": 600,
-        "rollout.episode.template": "demo",
-        "rollout.episode.max_turns": script.draws.turns - 1,
-        "rollout.search.type": "http",
-        "rollout.search.urls": search,
-    }
+def _python(module: str, *argv: str) -> list[str]:
+    return [sys.executable, "-m", module, *argv]
+
+
+def _spec(
+    name: str, kind: str, argv: Sequence[str], directory: Path, ready: Ready, url: str, redis_url: str
+) -> ProcessSpec:
+    env = {"OMP_NUM_THREADS": "1", REDIS_URL_VARIABLE: redis_url}
+    return ProcessSpec(name, kind, tuple(argv), directory / f"{name}.log", ready, url, env)
 
 
 def _learner(redis_url: str) -> RunStore:
@@ -165,13 +304,3 @@ def _learner(redis_url: str) -> RunStore:
     store.own(epoch, token)
     store.target(WeightUpdate(run=RUN, epoch=epoch, step=0, digest="", path=""), "ready")
     return store
-
-
-def _register(redis_url: str, store: RunStore, urls: Sequence[str]) -> None:
-    """What a node would say of each engine, once and for the whole benchmark."""
-    with connect(redis_url) as client:
-        for index, url in enumerate(urls):
-            name = f"engine-{index}"
-            info = EngineInfo(id=name, url=url, state=NodeState.READY, epoch=1, step=0, incarnation="1")
-            client.hset(store.keys.engine(name), "b", encode(info))
-            client.zadd(store.keys.engines, {name: time.time() + LEASE_MS / 1000})

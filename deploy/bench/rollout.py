@@ -1,9 +1,12 @@
-"""`foray bench rollout`: does anybody wait for anybody? The real rollout server against the turn-barrier loop.
+"""`foray bench rollout`: how well is a fleet of engines used? Real rollout servers against other ways to route.
 
-Both roll out the same trajectories against the same engines and the same search, which are processes of their own
-that take lognormal times; each time is a pure function of (seed, trajectory, turn). Value: efficiency, the critical
-path (the longest trajectory's own latencies, which no scheduler can beat) over our seconds. Ratio: seconds of the
-barrier loop over ours.
+Engines, processes of their own, have finite capacity, uneven speed and prefix caches (`batching`); during each play
+one is away for a while and all are updated twice, one after the other. The same trajectories are rolled out by ours
+and by the same server with other routing policies (`routing`), and by the turn-barrier loop of Search-R1, which is
+spared the faults: it has no failover. Lengths and search times are a pure function of (seed, trajectory, turn).
+
+Value: seconds of a clairvoyant schedule of the same play (`oracle`) over our seconds. Ratio: seconds of the best
+baseline among random, round robin and least loaded, over ours.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, field_validator, model_validator
 
 from deploy.bench.base import BenchSettings, Measured, Say, Target
-from deploy.bench.draws import Draws
+from deploy.bench.batching import Speed
+from deploy.bench.draws import Draws, Faults
+from deploy.bench.oracle import bound_s, oracle_s
 from deploy.bench.script import Script
 from protocol.errors import ForayError
 from protocol.messages import Status
@@ -27,93 +32,138 @@ from protocol.messages import Status
 if TYPE_CHECKING:
     from deploy.bench.ring import Played, Ring
 
+BASELINES = ("random", "round_robin", "least_loaded")
+PEERS = (*BASELINES, "sticky")
+OBSERVATION_TOKENS = 310
+"""Of three passages of 100 words, with their tags."""
+
 
 class RolloutBench(BenchSettings):
-    """Sizes and latencies."""
+    """Sizes, speeds and faults."""
 
-    help: ClassVar[str] = "multi-turn rollouts against a loop that waits for the slowest in every turn"
-    quick: ClassVar[dict[str, Any]] = {"trajectories": 32, "scale": 0.05, "seeds": (0,), "engines": 2}
-    targets: ClassVar[tuple[Target, ...]] = (Target("value", 0.95, "efficiency: critical path over seconds"),)
+    help: ClassVar[str] = "multi-turn rollouts on uneven, failing engines against other routing and an oracle"
+    quick: ClassVar[dict[str, Any]] = {"trajectories": 64, "scale": 0.1, "seeds": (0,), "slowness": (1.0, 2.0)}
+    targets: ClassVar[tuple[Target, ...]] = (
+        Target("value", 0.9, "share of what a clairvoyant schedule reaches"),
+        Target("ratio", 1.1, "seconds of the best routing baseline over ours"),
+    )
     modules: ClassVar[tuple[str, ...]] = (
         "protocol",
         "rollout_server",
         "deploy/bench/rollout*.py",
         "deploy/bench/ring.py",
         "deploy/bench/barrier.py",
+        "deploy/bench/batching.py",
         "deploy/bench/draws.py",
+        "deploy/bench/oracle.py",
+        "deploy/bench/routing.py",
         "deploy/bench/script.py",
         "deploy/bench/latency*.py",
     )
 
     trajectories: int = Field(default=512, ge=1)
-    """Trajectories at once."""
+    """Trajectories of a play."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories of one question."""
     turns: int = Field(default=4, ge=1, le=100)
     """Turns of each: all but the last search."""
-    turn_tokens: int = Field(default=64, ge=16, le=400)
-    """Tokens of a turn."""
-    scale: float = Field(default=1.0, gt=0)
-    """Factor on every latency; less is quicker and shows more of our own cost."""
-    seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1)
-    """Seeds of the latencies, one repetition each: 0,1,2."""
-    engines: int = Field(default=4, ge=1)
-    """Engine processes."""
+    turn_tokens: int = Field(default=64, ge=16, le=200)
+    """Median tokens of a turn."""
+    concurrency_groups: int = Field(default=24, ge=1)
+    """Groups that a rollout server works on at a time."""
+    slowness: tuple[float, ...] = Field(default=(1.0, 1.0, 1.5, 2.0), min_length=1)
+    """One engine each: factor on the time of its steps: 1,1,1.5,2."""
+    scale: float = Field(default=0.5, gt=0)
+    """Factor on every time; less is quicker and shows more of our own cost."""
+    seeds: tuple[int, ...] = Field(default=(0, 1), min_length=1)
+    """Seeds of lengths and search times, one repetition each: 0,1."""
+    broken: bool = False
+    """Route ours to one engine alone, to see what the figure says of that."""
 
-    @field_validator("seeds", mode="before")
+    @field_validator("seeds", "slowness", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return value.split(",") if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _whole_groups(self) -> RolloutBench:
+    def _consistent(self) -> RolloutBench:
         if self.trajectories % self.group_size:
             raise ValueError(f"{self.trajectories} trajectories are no whole groups of {self.group_size}")
         if min(self.seeds) < 0:
             raise ValueError("a seed is negative")
+        if min(self.slowness) <= 0:
+            raise ValueError("a slowness is not above 0")
         return self
 
     def measure(self, say: Say) -> Measured:
-        """Seed after seed: ours, then the barrier loop. Raises ForayError when a trajectory did not go to its end."""
+        """Seed after seed: ours, then each baseline. Raises ForayError when a trajectory did not go to its end."""
         from deploy.bench.ring import running
         from rollout_server.testing import write_tokenizer
 
-        draws = Draws(self.trajectories, self.turns, self.scale)
+        draws = Draws(self.trajectories, self.turns, self.turn_tokens, self.scale)
+        speeds = tuple(Speed(slowness=slowness * self.scale) for slowness in self.slowness)
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             directory = Path(name)
-            script = Script(directory, draws, self.group_size, self.turn_tokens, self.seeds)
+            script = Script(directory, draws, self.group_size, speeds, self.seeds)
             write_tokenizer(directory, "words", more_words=script.words)
             (directory / "config.json").write_text(json.dumps({"vocab_size": len(script.ids)}))
             (directory / "claims").mkdir()
-            groups = self.trajectories // self.group_size
-            with running(directory, script, engines=self.engines, groups=groups, say=say) as ring:
-                rows = [self._seed(ring, script, seed, 2 * i, say) for i, seed in enumerate(self.seeds)]
+            with running(directory, script, groups=self.concurrency_groups, say=say) as ring:
+                rows = [row for seed in self.seeds for row in self._seed(ring, script, seed, say)]
         return _summary(rows)
 
-    def _seed(self, ring: Ring, script: Script, seed: int, number: int, say: Say) -> dict[str, float]:
-        """Both loops on one seed's latencies. `number`, `number + 1`: names of the two plays."""
-        draws, turns = script.draws, self.trajectories * self.turns
-        bound, barrier_bound = draws.bound_s(seed), draws.barrier_bound_s(seed)
-        say(f"seed {seed}: ours, at least {bound:.1f} s")
-        played = ring.play(script, seed, number, timeout_s=3 * bound + 60)
-        check(played, script)
-        say(f"seed {seed}: ours took {played.seconds:.1f} s; the barrier loop, at least {barrier_bound:.1f} s")
-        barrier = _barrier(ring, script, seed, number + 1, timeout_s=3 * barrier_bound + 60)
-        say(f"seed {seed}: the barrier loop took {barrier['seconds']:.1f} s")
-        return {
-            "seed": seed,
-            "bound_s": bound,
-            "seconds": played.seconds,
-            "efficiency": bound / played.seconds,
-            "cpu_ms_per_turn": 1000 * played.cpu_s / turns,
-            "world_cpu_s": played.world_cpu_s,
+    def faults(self, script: Script, seed: int) -> Faults:
+        """The last of the fastest engines is away in the first half; updates at a sixth and at six tenths."""
+        fastest = max(i for i, slowness in enumerate(self.slowness) if slowness == min(self.slowness))
+        whole = bound_s(script.draws, seed, script.speeds, OBSERVATION_TOKENS)
+        alone = len(self.slowness) == 1
+        return Faults(
+            down=-1 if alone else fastest,
+            down_s=0.3 * whole,
+            away_s=0.2 * whole,
+            swaps_s=(0.15 * whole, 0.6 * whole),
+            pause_s=0.5 * self.scale,
+        )
+
+    def _seed(self, ring: Ring, script: Script, seed: int, say: Say) -> list[dict[str, Any]]:
+        """Every policy on one seed."""
+        from deploy.bench.routing import BROKEN, OURS
+
+        faults = self.faults(script, seed)
+        bound = bound_s(script.draws, seed, script.speeds, OBSERVATION_TOKENS, faults)
+        oracle = oracle_s(script.draws, seed, script.speeds, OBSERVATION_TOKENS, faults)
+        say(f"seed {seed}: no schedule takes less than {bound:.1f} s, the oracle's takes {oracle:.1f} s")
+        rows = []
+        for policy in (BROKEN if self.broken else OURS, *PEERS):
+            played = ring.play(script, seed, policy, faults, timeout_s=10 * oracle + 60)
+            check(played, script)
+            rows.append(self._row(seed, OURS if policy == BROKEN else policy, bound, oracle, played))
+            say(f"seed {seed}: {policy} took {played.seconds:.1f} s")
+        barrier = _barrier(ring, script, seed, timeout_s=10 * oracle + 60)
+        say(f"seed {seed}: the turn-barrier loop took {barrier['seconds']:.1f} s, without faults")
+        cpu = 1000 * barrier["cpu_s"] / (self.trajectories * self.turns)
+        rows.append(_figures(seed, "turn_barrier", bound, oracle, barrier["seconds"]) | {"cpu_ms_per_turn": cpu})
+        return rows
+
+    def _row(self, seed: int, policy: str, bound: float, oracle: float, played: Played) -> dict[str, Any]:
+        trajectories = [t for group in played.groups for t in group.trajectories]
+        return _figures(seed, policy, bound, oracle, played.seconds) | {
+            "cpu_ms_per_turn": 1000 * played.cpu_s / (self.trajectories * self.turns),
             "event_loop_lag_s": played.loop_lag_s,
-            "barrier_bound_s": barrier_bound,
-            "barrier_seconds": barrier["seconds"],
-            "barrier_efficiency": bound / barrier["seconds"],
-            "barrier_cpu_ms_per_turn": 1000 * barrier["cpu_s"] / turns,
-            "ratio": barrier["seconds"] / played.seconds,
+            "failovers": played.failovers,
+            "engines_a_trajectory": fmean(len({s.engine for s in t.segments if s.engine}) for t in trajectories),
         }
+
+
+def _figures(seed: int, policy: str, bound: float, oracle: float, seconds: float) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "policy": policy,
+        "seconds": seconds,
+        "oracle_s": oracle,
+        "bound_s": bound,
+        "of_oracle": oracle / seconds,
+    }
 
 
 def check(played: Played, script: Script) -> None:
@@ -128,9 +178,9 @@ def check(played: Played, script: Script) -> None:
             raise ForayError(f"a trajectory ended {turns[0]} after {turns[1]} turns and {turns[2]} searches")
 
 
-def _barrier(ring: Ring, script: Script, seed: int, number: int, *, timeout_s: float) -> dict[str, float]:
+def _barrier(ring: Ring, script: Script, seed: int, *, timeout_s: float) -> dict[str, float]:
     argv = [sys.executable, "-m", "deploy.bench.barrier", str(script.directory / "script.json")]
-    argv += [str(seed), str(number), ring.search, *ring.engines]
+    argv += [str(seed), str(ring.next_play()), ring.search, *ring.engines]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
         raise ForayError(f"the barrier loop failed: {done.stderr.strip()[-2000:]}")
@@ -138,28 +188,28 @@ def _barrier(ring: Ring, script: Script, seed: int, number: int, *, timeout_s: f
     return answer
 
 
-def _summary(rows: list[dict[str, float]]) -> Measured:
-    """Means over the seeds, and every seed by itself."""
+def _summary(rows: list[dict[str, Any]]) -> Measured:
+    """Means over the seeds by policy, and every play."""
+    from deploy.bench.routing import OURS
 
-    def mean(name: str) -> float:
-        return fmean(row[name] for row in rows)
+    def mean(policy: str, name: str) -> float:
+        return fmean(row[name] for row in rows if row["policy"] == policy)
 
+    best = min(BASELINES, key=lambda policy: mean(policy, "seconds"))
+    policies = [OURS, *PEERS, "turn_barrier"]
     return Measured(
-        value=mean("efficiency"),
-        unit="critical path / seconds",
-        baseline={
-            "name": "turn-barrier loop (Search-R1)",
-            "seconds": mean("barrier_seconds"),
-            "efficiency": mean("barrier_efficiency"),
-            "cpu_ms_per_turn": mean("barrier_cpu_ms_per_turn"),
-        },
-        ratio=mean("barrier_seconds") / mean("seconds"),
+        value=mean(OURS, "of_oracle"),
+        unit="oracle's seconds / seconds",
+        baseline={"name": f"{best} routing", "seconds": mean(best, "seconds"), "of_oracle": mean(best, "of_oracle")},
+        ratio=mean(best, "seconds") / mean(OURS, "seconds"),
         details={
-            "seconds": mean("seconds"),
-            "bound_s": mean("bound_s"),
-            "lowest_efficiency": min(row["efficiency"] for row in rows),
-            "cpu_ms_per_turn": mean("cpu_ms_per_turn"),
-            "event_loop_lag_s": max(row["event_loop_lag_s"] for row in rows),
-            "by_seed": rows,
+            "seconds": mean(OURS, "seconds"),
+            "oracle_s": mean(OURS, "oracle_s"),
+            "bound_s": mean(OURS, "bound_s"),
+            "lowest_of_oracle": min(row["of_oracle"] for row in rows if row["policy"] == OURS),
+            "cpu_ms_per_turn": mean(OURS, "cpu_ms_per_turn"),
+            "event_loop_lag_s": max(row["event_loop_lag_s"] for row in rows if row["policy"] == OURS),
+            "ours_against": {p: mean(p, "seconds") / mean(OURS, "seconds") for p in policies[1:]},
+            "by_play": rows,
         },
     )

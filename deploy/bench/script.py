@@ -1,7 +1,7 @@
 """What the scripted policy writes, and how an engine finds out from the ids alone where it is. Pure but for `claim`.
 
     question : PLAY SEED GROUP ?                        the prompt: one question a group
-    T <think> a b c ... </think> <search> SEED T U </search>   turn U of trajectory T, `turn_tokens` long
+    T <think> a b c ... </think> <search> SEED T U </search>   turn U of trajectory T, as long as was drawn
     <information> ... </information>                    what the environment answers
     T <think> a b c ... </think> <answer> T </answer>   the last turn
 
@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from deploy.bench.batching import Speed
 from deploy.bench.draws import Draws
 
 
@@ -26,20 +27,26 @@ from deploy.bench.draws import Draws
 class Place:
     """Where a request is: `written` tokens of turn `turn` of trajectory `trajectory` are in its ids already."""
 
+    play: int
     seed: int
     trajectory: int
     turn: int
     written: int
 
+    @property
+    def first(self) -> bool:
+        """Whether its ids hold the question alone: the number of the trajectory has just been claimed."""
+        return self.turn == 0 and self.written == 0
+
 
 @dataclass(frozen=True)
 class Script:
-    """One benchmark's policy. `directory` holds the model's tokenizer, and `claims`."""
+    """One benchmark's policy. `directory` holds the model's tokenizer, and `claims`; `speeds`: one of each engine."""
 
     directory: Path
     draws: Draws
     group_size: int
-    turn_tokens: int
+    speeds: tuple[Speed, ...]
     seeds: tuple[int, ...]
 
     @classmethod
@@ -50,7 +57,7 @@ class Script:
             Path(given["directory"]),
             Draws(**given["draws"]),
             given["group_size"],
-            given["turn_tokens"],
+            tuple(Speed(**speed) for speed in given["speeds"]),
             tuple(given["seeds"]),
         )
 
@@ -60,7 +67,7 @@ class Script:
             "directory": str(self.directory),
             "draws": vars(self.draws),
             "group_size": self.group_size,
-            "turn_tokens": self.turn_tokens,
+            "speeds": [vars(speed) for speed in self.speeds],
             "seeds": self.seeds,
         }
         path.write_text(json.dumps(given))
@@ -81,7 +88,8 @@ class Script:
             end = ["<answer>", number, "</answer>"]
         else:
             end = ["<search>", str(place.seed), number, str(place.turn), "</search>"]
-        thought = max(1, self.turn_tokens - len(end) - 3)
+        tokens = self.draws.tokens(place.seed, place.trajectory, place.turn)
+        thought = max(1, tokens - len(end) - 3)
         return [number, "<think>", *("abcdefgh"[i % 8] for i in range(thought)), "</think>", *end]
 
     def rest(self, ids: Sequence[int]) -> tuple[Place, list[int]]:
@@ -96,7 +104,7 @@ class Script:
             trajectory = int(self._words[ids[start + 1]])
         else:
             trajectory = group * self.group_size + self._claim(play, seed, group)
-        place = Place(seed, trajectory, turn, written)
+        place = Place(play, seed, trajectory, turn, written)
         return place, [self.ids[word] for word in self.turn(place)[written:]]
 
     def _claim(self, play: int, seed: int, group: int) -> int:
@@ -108,6 +116,12 @@ class Script:
                 continue
             return member
         raise ValueError(f"group {group} has {self.group_size} trajectories, and one more asks for its first turn")
+
+    def release(self, place: Place) -> None:
+        """Give the number of a first turn back, of which no client has seen a token."""
+        group, member = divmod(place.trajectory, self.group_size)
+        for claim in (self.directory / "claims").glob(f"{place.play}-{place.seed}-{group}-{member}"):
+            claim.unlink()
 
     @cached_property
     def ids(self) -> dict[str, int]:

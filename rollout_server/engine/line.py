@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from protocol.messages import EngineInfo
 from rollout_server.engine.base import EngineError, GenerateRequest
@@ -22,8 +22,17 @@ RECHECK_S = 0.5
 
 Lacking = Literal["engine", "window"]
 """What those in a line wait for: any engine that may be asked, or room at one of those that may."""
-Take = Callable[[GenerateRequest, Mapping[str, int]], EngineInfo | None]
-"""Takes a place for a request, its engines' failures given; None while there is none."""
+
+
+class Take(Protocol):
+    """Takes a place for a request, its engines' failures given; None while there is none.
+
+    returning  only at the engine that generated the trajectory's earlier turns
+    """
+
+    def __call__(
+        self, request: GenerateRequest, failures: Mapping[str, int], *, returning: bool
+    ) -> EngineInfo | None: ...
 
 
 @dataclass(order=True)
@@ -66,13 +75,14 @@ class Line:
         return sum(not waiter.place.done() for line in self._lines.values() for waiter in line)
 
     async def stand(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
-        """A place, at once when nobody waits and there is one. Raises EngineError("no_engine")."""
+        """A place: at once when there is one and nothing waits, or when this is a later turn of a trajectory whose
+        engine has room for it. Raises EngineError("no_engine").
+        """
         age = self._age(request.group)
         line = self._lines[request.pinned]
-        if not line:
-            engine = self._take(request, failures)
-            if engine is not None:
-                return engine
+        engine = self._take(request, failures, returning=bool(line))
+        if engine is not None:
+            return engine
         loop = asyncio.get_running_loop()
         waiter = _Waiter(age, next(self._numbers), request, failures, loop.create_future(), loop.time() + self._wait_s)
         heapq.heappush(line, waiter)
@@ -95,7 +105,7 @@ class Line:
                 if line[0].place.done():  # cancelled
                     heapq.heappop(line)
                     continue
-                engine = self._take(line[0].request, line[0].failures)
+                engine = self._take(line[0].request, line[0].failures, returning=False)
                 if engine is None:
                     break
                 heapq.heappop(line).place.set_result(engine)

@@ -43,9 +43,9 @@ class Places:
         for key in [k for k, p in self._places.items() if k not in present and not p.window.in_flight]:
             del self._places[key]
 
-    def room(self, engine: EngineInfo) -> bool:
-        """Whether one more request may go there."""
-        return self._of(engine).window.room() or not self._adaptive
+    def room(self, engine: EngineInfo, *, returning: bool = False) -> bool:
+        """Whether one more request may go there. `returning`: see `Window.room`."""
+        return self._of(engine).window.room(returning=returning) or not self._adaptive
 
     def load(self, engine: EngineInfo) -> float:
         """Tokens in flight there: ours, prompt and allowance for the answer, and what others seem to have."""

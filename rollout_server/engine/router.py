@@ -172,16 +172,21 @@ class Router:
                     return engine
             self._give_back(taken, request)  # the table changed between the place and the turn
 
-    def _take(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo | None:
+    def _take(self, request: GenerateRequest, failures: Mapping[str, int], *, returning: bool) -> EngineInfo | None:
+        """A place, or None. `returning`: only at the engine that holds the trajectory's prefix."""
         places = self.places
-        found = {e.id: e for e in self.candidates(pinned=request.pinned) if places.room(e)}
+        names = f"s:{request.session}", f"g:{request.group}"
+        usual = [self._engine_of.get(name, "") for name in names]
+        candidates = self.candidates(pinned=request.pinned)
+        if returning:
+            candidates = [e for e in candidates if e.id == usual[0]]
+        found = {e.id: e for e in candidates if places.room(e, returning=e.id == usual[0])}
         if not found:
             return None
-        names = f"s:{request.session}", f"g:{request.group}"
         size = size_of(request)
         chosen = choose(
             [Candidate(e.id, places.load(e), e.running + e.waiting, failures.get(e.id, 0)) for e in found.values()],
-            [self._engine_of.get(name, "") for name in names],
+            usual,
             size,
         )
         for name in names:

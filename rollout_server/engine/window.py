@@ -14,6 +14,7 @@ from protocol.messages import EngineInfo
 SHRINK = 0.7
 PERIOD_S = 2.0
 """One change in so long at most: a node's heartbeat, so that the engine's answer to the last change is seen first."""
+RETURNING = 1.5
 UNKNOWN_CAPACITY = 1024
 """Requests for an engine that does not say how many it runs together."""
 
@@ -41,9 +42,13 @@ class Window:
     def size(self) -> int:
         return int(self._size)
 
-    def room(self) -> bool:
-        """Whether one more may go. A window that says no is one that could grow."""
-        free = self.in_flight < self.size
+    def room(self, *, returning: bool = False) -> bool:
+        """Whether one more may go. A window that says no is one that could grow.
+
+        returning  a later turn of a trajectory that was generated here: it may exceed the window by half, since the
+                   wait for this engine costs less than computing its prefix again at another
+        """
+        free = self.in_flight < self.size * (RETURNING if returning else 1.0)
         self._was_full = self._was_full or not free
         return free
 

@@ -1,4 +1,4 @@
-"""`foray bench rollout`: the draws, the scripted policy, the engine that takes its time, and a whole small run."""
+"""`foray bench rollout`: draws, script, the model of an engine, the oracle, routing policies, and a whole small run."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ import math
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from deploy.bench.draws import Draws
+from deploy.bench.batching import BatchingEngine, Decoding, PrefixCache, Speed
+from deploy.bench.draws import Draws, Faults
 from deploy.bench.latency_engine import LatencyEngine
 from deploy.bench.latency_search import LatencySearch
+from deploy.bench.oracle import bound_s, oracle_s
 from deploy.bench.ring import Played
-from deploy.bench.rollout import check
+from deploy.bench.rollout import OBSERVATION_TOKENS, RolloutBench, check
+from deploy.bench.routing import BROKEN, OURS, POLICIES
 from deploy.bench.script import Place, Script
 from deploy.cli import main
 from protocol.errors import ForayError
 from protocol.testing import make_group
+from rollout_server.engine.choose import Candidate, choose
 from rollout_server.testing import write_tokenizer
 from rollout_server.tokens import load_tokens
 
-DRAWS = Draws(trajectories=4, turns=3, scale=0.05)
+DRAWS = Draws(trajectories=4, turns=3, turn_tokens=20, scale=0.05)
+SPEEDS = (Speed(slowness=0.05), Speed(slowness=0.1))
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    script = Script(tmp_path, DRAWS, group_size=2, turn_tokens=20, seeds=(0, 9))
+    script = Script(tmp_path, DRAWS, group_size=2, speeds=SPEEDS, seeds=(0, 9))
     write_tokenizer(tmp_path, "words", more_words=script.words)
     (tmp_path / "claims").mkdir()
     return script
@@ -38,33 +44,127 @@ def script(tmp_path: Path) -> Script:
 
 def test_draws_follow_from_seed_trajectory_and_turn_and_have_the_distribution_asked_for() -> None:
     draws = Draws(trajectories=2000, turns=2)
-    times = [draws.decode_s(3, t, u) for t in range(2000) for u in range(2)]
-    assert times == [draws.decode_s(3, t, u) for t in range(2000) for u in range(2)] and len(set(times)) == 4000
-    assert statistics.median(times) == pytest.approx(2.0, rel=0.05)
-    assert statistics.stdev(map(math.log, times)) == pytest.approx(0.8, rel=0.05)
+    tokens = [draws.tokens(3, t, u) for t in range(2000) for u in range(2)]
+    assert tokens == [draws.tokens(3, t, u) for t in range(2000) for u in range(2)] and len(set(tokens)) > 150
+    assert statistics.median(tokens) == pytest.approx(64, rel=0.05)
+    assert statistics.stdev(map(math.log, tokens)) == pytest.approx(0.5, rel=0.05)
+    assert min(tokens) >= 16 and max(tokens) <= 400
     searches = [draws.search_s(3, t, 0) for t in range(2000)]
-    assert statistics.median(searches) == pytest.approx(0.1, rel=0.08) and draws.decode_s(4, 0, 0) != times[0]
+    assert statistics.median(searches) == pytest.approx(0.1, rel=0.08) and draws.search_s(4, 0, 0) != searches[0]
 
 
-def test_the_bounds_are_the_longest_trajectory_and_the_slowest_of_every_turn() -> None:
-    decode = [[DRAWS.decode_s(1, t, u) for u in range(3)] for t in range(4)]
-    search = [[DRAWS.search_s(1, t, u) for u in range(2)] for t in range(4)]
-    assert DRAWS.bound_s(1) == pytest.approx(max(sum(d) + sum(s) for d, s in zip(decode, search, strict=True)))
-    slowest = sum(max(column) for column in zip(*decode, strict=True))
-    assert DRAWS.barrier_bound_s(1) == pytest.approx(slowest + sum(search[0]))
+def run(engine: BatchingEngine, *requests: Decoding) -> float:
+    """Seconds until all are done."""
+    for request in requests:
+        engine.add(request)
+    seconds = 0.0
+    while engine.busy:
+        seconds += engine.step()[0]
+    return seconds
+
+
+def test_a_step_takes_longer_with_more_requests_and_each_gets_one_token() -> None:
+    speed = Speed(slowness=2.0, step_s=1.0, request_s=0.1, prefill_s=0.0)
+    assert run(BatchingEngine(speed), Decoding([1], [0] * 5)) == pytest.approx(2 * 5 * 1.1)
+    pair = Decoding([1], [0] * 5), Decoding([1], [0] * 3)
+    assert run(BatchingEngine(speed), *pair) == pytest.approx(2 * (3 * 1.2 + 2 * 1.1))
+
+
+def test_requests_beyond_the_limit_wait_for_a_place() -> None:
+    engine = BatchingEngine(Speed(step_s=1.0, request_s=0.0, prefill_s=0.0, max_running=2))
+    assert run(engine, *(Decoding([1], [0] * 4) for _ in range(5))) == pytest.approx(12.0)
+
+
+def test_a_prompt_costs_what_the_prefix_cache_does_not_hold() -> None:
+    speed = Speed(step_s=0.0, request_s=0.0, prefill_s=1.0)
+    engine = BatchingEngine(speed)
+    first, again = Decoding(range(64), [7] * 16), Decoding(range(64), [7])
+    assert run(engine, first) == 64 and run(engine, again) == 1 and (first.cached, again.cached) == (0, 64)
+    later = Decoding([*range(64), *[7] * 16, *range(100, 120)], [0])
+    assert run(engine, later) == 20 and later.cached == 80, "what it wrote is in the cache too"
+    engine.cache.clear()
+    assert run(engine, Decoding(range(64), [7])) == 64
+    assert run(BatchingEngine(speed, PrefixCache(32)), Decoding(range(64), [7]), Decoding(range(64), [7])) == 128
+
+
+def test_a_long_prompt_is_computed_in_pieces_between_the_tokens_of_others() -> None:
+    engine = BatchingEngine(Speed(step_s=1.0, request_s=0.0, prefill_s=0.0, prefill_chunk=10))
+    short, long = Decoding([1], [0] * 6), Decoding(range(35), [0] * 2)
+    engine.add(short)
+    engine.add(long)
+    written = []
+    while engine.busy:
+        engine.step()
+        written.append((short.written, long.written))
+    assert written == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 2)]
+
+
+def test_a_dropped_request_leaves_its_place() -> None:
+    engine = BatchingEngine(Speed(max_running=1))
+    first, second = Decoding([1], [0] * 9), Decoding([1], [0])
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.drop(first)
+    assert engine.step()[1] == [second] and not engine.busy
+    engine.add(second)
+    engine.drop(second)
+    assert not engine.busy
+
+
+def test_the_bound_is_the_longest_trajectory_or_all_the_work() -> None:
+    own = [sum(DRAWS.tokens(1, t, u) for u in range(3)) for t in range(4)]
+    alone = [0.05 * 0.0205 * n + sum(DRAWS.search_s(1, t, u) for u in range(2)) for t, n in enumerate(own)]
+    assert bound_s(DRAWS, 1, SPEEDS, 300) == pytest.approx(max(alone))
+    many = Draws(trajectories=400, turns=2, scale=0.05)
+    tokens = sum(many.tokens(1, t, u) for t in range(400) for u in range(2))
+    work = tokens * (0.02 / 32 + 0.0005) + 400 * 300 * 0.0001
+    assert bound_s(many, 1, SPEEDS, 300) == pytest.approx(work / (20 + 10))
+    faults = Faults(down=0, away_s=3.0, swaps_s=(1.0, 2.0), pause_s=0.5)
+    assert bound_s(many, 1, SPEEDS, 300, faults) == pytest.approx((work + 4.0 * 20 + 1.0 * 10) / (20 + 10))
+
+
+def test_the_oracle_is_close_to_the_bound_and_never_below_it() -> None:
+    bench = RolloutBench()
+    draws = Draws(bench.trajectories, bench.turns, bench.turn_tokens)
+    speeds = [Speed(slowness=slowness) for slowness in bench.slowness]
+    faults = Faults(down=1, down_s=10.0, away_s=6.0, swaps_s=(5.0, 20.0), pause_s=0.5)
+    for seed, given in ((0, Faults()), (1, faults)):
+        bound = bound_s(draws, seed, speeds, OBSERVATION_TOKENS, given)
+        assert bound <= oracle_s(draws, seed, speeds, OBSERVATION_TOKENS, given) < 1.15 * bound
+
+
+def test_one_engine_for_everything_is_less_than_half_of_the_figure() -> None:
+    """Even the oracle's schedule, on the fastest engine alone."""
+    bench = RolloutBench()
+    draws = Draws(bench.trajectories, bench.turns, bench.turn_tokens)
+    speeds = [Speed(slowness=slowness) for slowness in bench.slowness]
+    together = oracle_s(draws, 0, speeds, OBSERVATION_TOKENS)
+    assert together / oracle_s(draws, 0, speeds[:1], OBSERVATION_TOKENS) < 0.4
+
+
+def test_what_the_policies_choose() -> None:
+    a, b, c = Candidate("a", 100), Candidate("b", 5), Candidate("c", 50, failures=1)
+    policies = {name: make() for name, make in POLICIES.items()}
+    assert policies[OURS] is choose
+    asked = {name: [policy([c, b, a], ["a", ""], 10) for _ in range(20)] for name, policy in policies.items()}
+    assert asked["round_robin"] == ["a", "b"] * 10 and set(asked["random"]) == {"a", "b"}
+    assert set(asked["least_loaded"]) == {"b"} and set(asked["sticky"]) == {"a"} and set(asked[BROKEN]) == {"a"}
+    assert policies["sticky"]([a, b], ["", "a"], 10) == "b", "a new trajectory does not follow its group"
+    assert policies["sticky"]([c], ["a", ""], 10) == "c"
 
 
 def test_the_ids_alone_say_where_a_request_is_and_what_is_missing(script: Script) -> None:
     tokens = load_tokens(script.directory)
     prompt = tokens.own("question : " + script.question(0, 9, 1))
     place, first = script.rest(prompt)
-    assert place == Place(seed=9, trajectory=2, turn=0, written=0) and len(first) == 20
+    assert place == Place(0, seed=9, trajectory=2, turn=0, written=0) and len(first) == DRAWS.tokens(9, 2, 0)
     assert tokens.decode(first).endswith("<search> 9 2 0 </search>")
-    assert script.rest(prompt + first[:7]) == (Place(9, 2, 0, 7), first[7:]), "a turn that broke off is continued"
+    assert script.rest(prompt + first[:7]) == (Place(0, 9, 2, 0, 7), first[7:]), "a turn that broke off is continued"
     seen = prompt + first + tokens.own("<information> a b </information>")
-    assert script.rest(seen)[0] == Place(9, 2, 1, 0)
+    assert script.rest(seen)[0] == Place(0, 9, 2, 1, 0)
     last = script.rest(seen + script.rest(seen)[1] + tokens.own("<information> nothing </information>"))
-    assert last[0] == Place(9, 2, 2, 0) and tokens.decode(last[1]).endswith("<answer> 2 </answer>")
+    assert last[0] == Place(0, 9, 2, 2, 0) and tokens.decode(last[1]).endswith("<answer> 2 </answer>")
 
 
 def test_each_first_turn_of_a_group_gets_a_number_of_its_own(script: Script) -> None:
@@ -74,7 +174,9 @@ def test_each_first_turn_of_a_group_gets_a_number_of_its_own(script: Script) -> 
     with pytest.raises(ValueError, match="one more asks"):
         script.rest(prompt)
     again = tokens.own("question : " + script.question(1, 0, 1))
-    assert script.rest(again)[0].trajectory == 2, "another play on the same draws counts anew"
+    assert script.rest(again)[0].trajectory == 2, "another play on the same draws starts its own count"
+    script.release(Place(0, 0, 2, 0, 0))
+    assert script.rest(prompt)[0].trajectory == 2, "a number of which nobody saw a token is free again"
 
 
 async def served(app: web.Application) -> tuple[web.AppRunner, str]:
@@ -84,26 +186,69 @@ async def served(app: web.Application) -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
-async def test_the_engine_takes_the_drawn_time_whole_or_in_chunks(script: Script) -> None:
-    ids = load_tokens(script.directory).own("question : " + script.question(0, 0, 0))
-    body = {"rid": "r", "input_ids": ids, "sampling_params": {"max_new_tokens": 500, "stream_interval": 8}}
-    runner, url = await served(LatencyEngine(script).app())
+def body_of(script: Script, text: str, interval: int = 8) -> dict[str, object]:
+    ids = load_tokens(script.directory).own(text)
+    return {"rid": "r", "input_ids": ids, "sampling_params": {"max_new_tokens": 500, "stream_interval": interval}}
+
+
+async def chunks(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
+    lines = [line async for line in response.content if line.startswith(b"data: {")]
+    return [json.loads(line[6:]) for line in lines]
+
+
+async def test_the_engine_takes_the_time_of_its_steps_and_sends_chunks(script: Script) -> None:
+    body = body_of(script, "question : " + script.question(0, 0, 0))
+    runner, url = await served(LatencyEngine(script, 1).app())
     try:
         async with aiohttp.ClientSession() as session:
             begun = time.monotonic()
             async with session.post(f"{url}/generate", json=body) as response:
-                whole = await response.json()
-            assert DRAWS.decode_s(0, 0, 0) <= time.monotonic() - begun < DRAWS.decode_s(0, 0, 0) + 0.5
-            assert len(whole["output_ids"]) == 20 == len(whole["meta_info"]["output_token_logprobs"])
-            begun, lengths, last = time.monotonic(), [], {}
-            async with session.post(f"{url}/generate", json=body | {"stream": True}) as response:
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        last = json.loads(line[6:])
-                        lengths.append(len(last["output_ids"]))
-                        assert (last["meta_info"]["finish_reason"] is None) == (lengths[-1] < 20)
-            assert lengths == [1, 9, 17, 20] and time.monotonic() - begun >= DRAWS.decode_s(0, 1, 0)
-            assert last["output_ids"][1:17] == whole["output_ids"][1:17], "same words, the number of another trajectory"
+                got = await chunks(response)
+            n = DRAWS.tokens(0, 0, 0)
+            assert time.monotonic() - begun >= n * SPEEDS[1].alone_s
+            assert [len(chunk["output_ids"]) for chunk in got] == [*range(1, n, 8), n]
+            assert [chunk["meta_info"]["finish_reason"] is None for chunk in got] == [True] * (len(got) - 1) + [False]
+            assert got[-1]["meta_info"]["weight_versions"] == [{"version": "1.0", "start": 0, "end": n}]
+            assert len(got[-1]["meta_info"]["output_token_logprobs"]) == n
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_swap_pauses_and_names_the_version_of_each_token(script: Script) -> None:
+    body = body_of(script, "question : " + script.question(0, 0, 0), interval=1)
+    runner, url = await served(LatencyEngine(script, 1).app())
+    try:
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=body) as response:
+            seen = [json.loads((await response.content.readuntil(b"\n\n"))[6:]) for _ in range(3)]
+            begun = time.monotonic()
+            async with session.post(f"{url}/bench/swap", json={"version": "1.1", "seconds": 0.2}) as swapped:
+                assert swapped.status == 200
+            got = seen + await chunks(response)
+            spans = got[-1]["meta_info"]["weight_versions"]
+            assert time.monotonic() - begun >= 0.2 and [span["version"] for span in spans] == ["1.0", "1.1"]
+            assert spans[0]["end"] == spans[1]["start"] >= 3 and spans[1]["end"] == DRAWS.tokens(0, 0, 0)
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_engine_that_is_away_ends_its_streams_and_answers_nobody(script: Script) -> None:
+    text = "question : " + script.question(0, 0, 0)
+    runner, url = await served(LatencyEngine(script, 1).app())
+    try:
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/generate", json=body_of(script, text, interval=1)) as response:
+                first = json.loads((await response.content.readuntil(b"\n\n"))[6:])
+                async with session.post(f"{url}/bench/down", json={"seconds": 0.2}) as done:
+                    assert done.status == 200
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await chunks(response)
+            assert len(first["output_ids"]) == 1 and first["meta_info"]["finish_reason"] is None
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"{url}/v1/loads")
+            await asyncio.sleep(0.25)
+            async with session.get(f"{url}/v1/loads") as response:
+                load = (await response.json())["loads"][0]
+            assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (0, 0, 0.0)
     finally:
         await runner.cleanup()
 
@@ -123,14 +268,22 @@ async def test_a_search_takes_the_time_of_its_lowest_trajectory(script: Script) 
 
 def test_a_run_in_which_a_trajectory_got_lost_is_no_figure(script: Script) -> None:
     with pytest.raises(ForayError, match="trajectories answered"):
-        check(Played(1.0, 0.1, 0.1, 0.0, [make_group()]), script)
+        check(Played(1.0, 0.1, 0.1, 0.0, 0.0, [make_group()]), script)
 
 
 @pytest.mark.slow
-def test_a_small_run_beats_the_barrier_and_not_the_critical_path(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "rollout", "--quick", "--json"]) == 0
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_small_run_under_faults(broken: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every trajectory arrives under every policy; one engine for everything is at most half of the figure."""
+    given = ["--trajectories", "128", "--slowness", "1,1,1", "--seeds", "0", "--scale", "0.2"]
+    assert main(["bench", "rollout", *given, "--broken", str(broken), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    (seed,) = told["by_seed"]
-    assert 0.3 < told["value"] <= 1.0 and told["ratio"] > 1.0
-    assert seed["barrier_seconds"] >= seed["barrier_bound_s"] > seed["bound_s"]
-    assert told["cpu_ms_per_turn"] > 0 and told["baseline"]["cpu_ms_per_turn"] > 0
+    plays = {play["policy"]: play for play in told["by_play"]}
+    assert list(plays) == ["foray", "random", "round_robin", "least_loaded", "sticky", "turn_barrier"]
+    assert plays["foray"]["failovers"] > 0, "an engine was away"
+    assert all(play["seconds"] >= play["bound_s"] for name, play in plays.items() if name != "turn_barrier")
+    oracle = plays["foray"]["oracle_s"]
+    if broken:
+        assert told["value"] <= 0.5 * max(oracle / plays[name]["seconds"] for name in ("random", "least_loaded"))
+    else:
+        assert plays["foray"]["engines_a_trajectory"] < plays["random"]["engines_a_trajectory"]

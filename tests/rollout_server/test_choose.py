@@ -129,3 +129,14 @@ def test_a_retraction_is_a_reason_to_shrink_once() -> None:
 
 def test_an_engine_that_does_not_say_what_it_runs_is_given_much() -> None:
     assert Heartbeats(max_running=0).window.size == UNKNOWN_CAPACITY
+
+
+def test_a_later_turn_may_exceed_the_window_of_the_engine_that_holds_its_prefix() -> None:
+    places = Places(adaptive=True, clock=lambda: 0.0)
+    small = engine(max_running=10)
+    for _ in range(10):
+        places.enter(small, 1)
+    assert not places.room(small) and places.room(small, returning=True)
+    for _ in range(5):
+        places.enter(small, 1)
+    assert not places.room(small, returning=True)

@@ -289,6 +289,21 @@ async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first(until: Un
         assert router.waiting == 0 and router._line._waits.seconds()["window"] > 0.2
 
 
+async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix(until: Until) -> None:
+    table = Table()
+    async with FakeServer(version="1.5", latency_s=0.2) as a, routing(table) as router:
+        table.tell(engine("a", a.url, max_running=2))
+        await router(request([1], session="begun", group="old"))
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                tasks.create_task(router(request([number], session=f"new{number}", group="old")))
+            await until(lambda: router.waiting == 2, "two go, two wait")
+            tasks.create_task(router(request([1, 2], session="begun", group="old")))
+            await until(lambda: router.places.in_flight == 3, "the later turn goes beyond the window")
+            tasks.create_task(router(request([1, 2, 3], session="begun", group="old")))
+            await until(lambda: router.waiting == 3, "and one more does not")
+
+
 async def test_without_adaptive_windows_nobody_waits_for_room(until: Until) -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table, adaptive=False) as router:
