@@ -319,7 +319,7 @@ async def test_a_turn_that_is_cancelled_leaves_its_place_to_the_next(until: Unti
     async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table) as router:
         table.tell(engine("a", a.url, max_running=1))
         turns = [asyncio.create_task(router(request([i], session=str(i), group=str(i)))) for i in range(30)]
-        await until(lambda: router.waiting == 29, "one goes, the others wait")
+        await until(lambda: router.waiting == 29 and len(a.requests) == 1, "one goes, the others wait")
         assert router.congested(), "a new group would only wait with them"
         for turn in turns[:-1]:
             turn.cancel()
