@@ -60,7 +60,10 @@ def make_all(names: Sequence[str], *, force: bool) -> list[str]:
     """Make what is asked for and not up to date; a line for each that failed."""
     failed = []
     for name, figure in figures().items():
-        if (names and name not in names) or (name in NEEDS_GPU and without_cuda() and name not in names):
+        if names and name not in names:
+            continue
+        if name in NEEDS_GPU and (why := without_cuda()):
+            print(f"{name}: left out, {why}", flush=True)
             continue
         kept = read(figure)
         if kept is not None and not stale(figure, kept) and not force:

@@ -8,7 +8,7 @@ over many figures.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,24 +163,40 @@ def tables(report: Mapping[str, Any]) -> list[str]:
             left[name] = value
     baseline = dict(report["baseline"])
     _join(alike, str(baseline.pop("name")), baseline)
+    alone = {}
     for group in alike:
-        columns = list(dict.fromkeys(c for row in group.values() for c in row if not _nested(row[c])))
-        if columns:
+        columns = list(dict.fromkeys(c for row in group.values() for c in row))
+        if len(group) == 1:
+            alone |= group
+        else:
             cells = [[name, *(shown(row.get(c)) for c in columns)] for name, row in group.items()]
             lines += ["", grid(["", *columns], cells)]
-    if left:
-        lines += ["", "; ".join(f"{name} {shown(value)}" for name, value in left.items()) + "."]
+    for name, figures_of in (alone | {"others": left}).items():
+        if figures_of:
+            lines += [
+                "",
+                f"{name}: " + "; ".join(f"{which} {shown(value)}" for which, value in figures_of.items()) + ".",
+            ]
     return lines[1:]
 
 
 def _join(alike: list[dict[str, Mapping[str, Any]]], name: str, value: Mapping[str, Any]) -> None:
-    """Put it beside those that have half of its names, or more."""
+    """Put it beside those that have half of its names, or more. Names inside of names get a dot."""
+    value = dict(_flat(value))
     for group in alike:
         common = set(value) & set(next(iter(group.values())))
         if 2 * len(common) >= len(value):
             group[name] = value
             return
     alike.append({name: value})
+
+
+def _flat(value: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _flat(item, f"{start}{name}.")
+        elif not isinstance(item, list):
+            yield f"{start}{name}", item
 
 
 def _nested(value: object) -> bool:
