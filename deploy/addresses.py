@@ -34,9 +34,11 @@ def choose(
     ):
         if count and given:
             require_free(getattr(config, service).host, given, f"{service}.port")
+    if config.launch.learner and config.learner.metrics_port:
+        require_free(config.learner.metrics_host, config.learner.metrics_port, "learner.metrics_port")
     retrievers = _urls(config.retriever.host, first, config.num_retrievers, port)
     rollouts = _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, port)
-    return Addresses(url, server, retrievers, rollouts)
+    return Addresses(url, server, retrievers, rollouts, _learner(config, port))
 
 
 def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Addresses:
@@ -48,6 +50,7 @@ def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Ad
         None if url else Path("redis-server"),
         _urls(config.retriever.host, first, config.num_retrievers, lambda: 0),
         _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, lambda: 0),
+        _learner(config, lambda: 0),
     )
 
 
@@ -125,6 +128,11 @@ def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | N
     directory.mkdir(parents=True, exist_ok=True)
     server = find_server()
     return child_url(directory), server.path
+
+
+def _learner(config: RunConfig, port: Callable[[], int]) -> str:
+    host, given = config.learner.metrics_host, config.learner.metrics_port
+    return "" if given is None or not config.launch.learner else _urls(host, given, 1, port)[0]
 
 
 def _urls(host: str, first: int, count: int, port: Callable[[], int]) -> tuple[str, ...]:

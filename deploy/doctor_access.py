@@ -19,7 +19,7 @@ def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterato
         hosts["retriever"] = ("retriever.host", config.retriever.host)
     if config.launch.engines:
         hosts["node"] = ("engine.host", config.engine.host)
-    if config.launch.learner and config.learner.metrics_port:
+    if config.launch.learner and config.learner.metrics_port is not None:
         hosts["learner"] = ("learner.metrics_host", config.learner.metrics_host)
     found: list[Finding] = []
     for role, (setting, host) in hosts.items():

@@ -84,7 +84,7 @@ def ports(config: RunConfig) -> Iterator[Finding]:
     if config.launch.engines and "port" in config.engine.model_fields_set:
         wanted["engine.port"] = (config.engine.host, config.engine.port)
     if config.launch.learner:
-        wanted["learner.metrics_port"] = (config.learner.metrics_host, config.learner.metrics_port)
+        wanted["learner.metrics_port"] = (config.learner.metrics_host, config.learner.metrics_port or 0)
     taken = {name: (host, port) for name, (host, port) in wanted.items() if port and not is_free(host, port)}
     if not taken:
         yield Finding("ports", "ok", "free")

@@ -28,7 +28,7 @@ from deploy.doctor import Finding, inputs, preflight
 from deploy.doctor_finding import NotReady
 from deploy.doctor_machine import usable
 from deploy.plan import KINDS, Addresses, ProcessSpec, Ready, plan
-from deploy.progress import StepTail, format_step
+from deploy.progress import StepTail
 from deploy.pulse import Pulse, beside
 from deploy.readiness import Readiness
 from deploy.redis_child import check_server
@@ -36,6 +36,7 @@ from deploy.rundir import RESOLVED, hold, write_atomically, write_record
 from deploy.secrets_env import SECRET_VARIABLES
 from deploy.supervisor import POLL_S, Say, Supervisor
 from learner.identity import own_lineage
+from learner.progress import step_line
 from protocol.errors import ForayError
 from protocol.redis_url import redacted
 
@@ -162,7 +163,7 @@ class Launcher:
         before = {name: child.pid for name, child in self.supervisor.children.items()}
         self.supervisor.check()
         for record in self._steps.read():
-            self._say(format_step(record, steps=self.config.run.steps))
+            self._say(step_line(record, steps=self.config.run.steps))
         if before != {name: child.pid for name, child in self.supervisor.children.items()}:
             self._record()
 
@@ -265,6 +266,7 @@ class Launcher:
             "redis_url": redacted(self.addresses.redis_url),
             "retrievers": list(self.addresses.retrievers),
             "rollouts": list(self.addresses.rollouts),
+            "learner": self.addresses.learner,
             "restarts": dict(self.supervisor.restarts),
             "processes": [s.to_json() | {"pid": children[s.name].pid} for s in self.specs if s.name in children],
         }

@@ -83,12 +83,14 @@ class Addresses:
     server      program of our own Redis, None where an outer one is used
     retrievers  base URLs, one a retriever
     rollouts    base URLs, one a rollout server
+    learner     base URL of the learner's metrics, "" without one
     """
 
     redis_url: str
     server: Path | None
     retrievers: tuple[str, ...]
     rollouts: tuple[str, ...]
+    learner: str = ""
 
 
 def plan(
@@ -138,7 +140,9 @@ def plan(
         specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.ALIVE, url=url))
     if launch.learner:
         extra = ("--takeover",) if takeover else ()
-        specs.append(process("learner", "learner", "learner", *extra, ready=Ready.RUNNING))
+        if addresses.learner:
+            extra = (*extra, f"learner.metrics_port={_port(addresses.learner)}")
+        specs.append(process("learner", "learner", "learner", *extra, ready=Ready.RUNNING, url=addresses.learner))
     return specs
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from learner.progress import WORDS, StepFacts
 
 
 class StepTail:
@@ -52,26 +50,3 @@ def last_figures(path: Path) -> dict[str, float]:
             continue
         return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
     return {}
-
-
-def format_step(record: Mapping[str, Any], *, steps: int) -> str:
-    """The learner's own line for a step: reward, EM, lag, tokens/s and the bottleneck in words."""
-
-    def number(name: str) -> float:
-        # what was not finite is null in JSON
-        return float(record.get(name) or 0.0)
-
-    # the file calls `wait` what the learner's own words call `data`
-    seconds = {"data" if n == "wait" else n: float(s or 0.0) for n, s in (record.get("seconds") or {}).items()}
-    return StepFacts(
-        step=int(record["step"]),
-        steps=steps,
-        reward=number("reward_mean"),
-        em=number("em_mean"),
-        lag_mean=number("lag_mean"),
-        lag_max=number("lag_max"),
-        sampled=int(number("tokens_generated")),
-        trained=int(number("tokens_trained")),
-        total_s=number("step_s"),
-        seconds=dict.fromkeys(WORDS, 0.0) | {n: s for n, s in seconds.items() if n in WORDS},
-    ).line()

@@ -96,7 +96,7 @@ def frame(
         ("step", f"{values.get('step', 0):.0f} of {values.get('steps', 0):.0f}, weights {target}"),
         ("tokens/s", f"{generated:,.0f} generated, {values.get('tokens_trained_per_s', 0.0):,.0f} trained"),
         ("reward", f"{_of(values, 'reward_mean')} trained, {_mean(rollouts, 'reward_mean')} generated"),
-        ("exact match", f"{_of(values, 'em_mean')} trained, {_mean(rollouts, 'em_mean')} generated"),
+        ("exact match", f"{_of(values, 'reward/em')} trained, {_mean(rollouts, 'reward/em')} generated"),
         ("lag", f"mean {values.get('lag_mean', 0.0):.2f}, max {values.get('lag_max', 0.0):.0f} (bound {max_lag})"),
         ("in flight", f"{in_flight:.0f} groups, {flying:.0f} trajectories"),
         (

@@ -139,8 +139,9 @@ class LearnerSettings(TrainerSettings):
     """Groups that are trained again."""
     replay: ReplaySettings = ReplaySettings()
     """How `--replay DIR` goes through a journal."""
-    metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the Prometheus endpoint `/metrics`; 0: none."""
+    metrics_port: int | None = Field(default=0, ge=0, le=65535)
+    """Port of the Prometheus endpoint `/metrics`; 0 takes a free one (`foray up` writes it to run.json, the learner to
+    its log and its snapshot in Redis); null: no endpoint."""
     metrics_host: str = "127.0.0.1"
     """Address that endpoint listens on. Any but loopback needs a token: FORAY_VIEWER_TOKEN (SECURITY.md)."""
     trackers: tuple[TrackerSettings, ...] = ()

@@ -72,6 +72,7 @@ def build_delivery(
         Reconciler(store, books, source, history),
         requests,
         cross,
+        meter,
         measure(run, books, lease, meter, audit),
         lease_s=settings.lease_s,
         reconcile_s=settings.reconcile_s,

@@ -29,6 +29,11 @@ class Entry:
         return self.header.seq
 
     @property
+    def published_s(self) -> float:
+        """When, in seconds by Redis' clock."""
+        return int(self.id.partition(b"-")[0]) / 1000
+
+    @property
     def tokens(self) -> int:
         """Tokens that the policy sampled for it."""
         return sampled_in(self.message)

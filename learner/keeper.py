@@ -16,6 +16,7 @@ from learner.crosscheck import CrossCheck
 from learner.io_loop import SILENCE_S
 from learner.issue import Issuer
 from learner.lease import Lease
+from learner.metrics import Meter
 from learner.reconcile import Reconciler
 from learner.redis_client import RedisFull, RunStore
 from learner.redis_errors import Tolerated
@@ -57,12 +58,14 @@ class Keeper:
         reconciler: Reconciler,
         requests: Requests,
         cross: CrossCheck,
+        meter: Meter,
         snapshot: Callable[[], MetricsSnapshot],
         *,
         lease_s: float,
         reconcile_s: float,
     ) -> None:
         self._store, self._lease, self._issuer, self._reconciler = store, lease, issuer, reconciler
+        self._meter = meter
         self._requests, self._cross, self.snapshot = requests, cross, snapshot
         self._renewal, self._reconciling, self._metrics = Every(lease_s / 3), Every(reconcile_s), Every(METRICS_S)
         self._complaints = Every(SILENCE_S)
@@ -88,6 +91,7 @@ class Keeper:
                 log.warning("no tasks are issued at the moment: %s", error)
         if self._metrics.due():
             self._cross.update()
+            self._meter.engines(self._store.engines())
             self.report()
             if self._issuer.open.is_set():
                 self._tolerated(self._requests.turn)

@@ -23,7 +23,7 @@ from learner.publish.base import BadWeights, Gathered, in_use
 from learner.redis_client import RedisUnavailable
 from learner.redis_errors import Tolerated
 from learner.seams import Report
-from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
+from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under
 from learner.token_law import split_of
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome
@@ -84,6 +84,8 @@ class TrainingLoop:
         """One step on these groups; False when the policy did not move."""
         p, run = self.parts, self.parts.run
         groups = [e.message for e in entries if isinstance(e.message, TrajectoryGroup)]
+        for entry in entries:
+            p.meter.observe("group_queue_age_seconds", max(0.0, time.time() - entry.published_s))
         # Were it a mixed group that is not finite, it would spoil every batch.
         mixed = [] if self._patience.skipped else p.mix.draw(self.policy_step, groups)
         conditions = Conditions(
@@ -116,8 +118,7 @@ class TrainingLoop:
         own = split_of(batch, everything, len(groups))
         p.books.finish_step(trained, sampled=_sampled(entries), trained=report.tokens_trained, own=own)
         p.keeper.wake.set()
-        facts = facts_of(p.books.step, run.steps, groups, report, self._watch.lap())
-        p.tell_step(facts, trained, report, replayed=len(mixed))
+        p.tell_step(groups, report, self._watch.lap(), now_step=conditions.now_step, replayed=len(mixed))
         return True
 
     def _write_down(self, entries: list[Entry], conditions: Conditions) -> None:

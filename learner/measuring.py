@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+
+import numpy as np
 
 from learner.audit import Audit
 from learner.books import Books
@@ -13,9 +16,10 @@ from learner.lease import Lease
 from learner.metrics import Meter
 from learner.sampler import Sampler
 from protocol.ledger import Outcome
-from protocol.messages import MetricsSnapshot
+from protocol.messages import MetricsSnapshot, Owner, Status, Trajectory, TrajectoryGroup
 from protocol.meta import RunMeta, tokenizer_digest
 from protocol.settings import RunSettings
+from protocol.staleness import lag
 
 SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "top_p", "top_k", "seed")
 """Settings of the run that every process must have alike."""
@@ -55,6 +59,58 @@ def measure(run: RunSettings, books: Books, lease: Lease, meter: Meter, audit: A
         return meter.snapshot(LEARNER_ID, **values)
 
     return snapshot
+
+
+def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str, float]:
+    """What the rollouts of a step were like, from all its groups: before they are packed, or cut over the ranks.
+
+    now_step  of the policy that is trained on them, before its update
+
+    Means are over all trajectories, those of rewards over the ones that vote. What these groups do not have (a reward
+    of some name, a token of the policy) is left out, and never 0.
+    """
+    everyone = [t for g in groups for t in g.trajectories]
+    voting = [t for t in everyone if t.status.votes]
+    values = {f"status/{status}": _mean([t.status is status for t in everyone]) for status in Status}
+    for name, of_each in {
+        "response_length": [t.num_sampled for t in everyone],
+        "trajectory_length": [sum(len(s.ids) for s in t.segments) for t in everyone],
+        "turns": [t.turns for t in everyone],
+        "searches": [t.searches for t in everyone],
+        "group_lag": group_lags(groups, now_step),
+    }.items():
+        if of_each:
+            values |= {f"{name}_mean": _mean(of_each), f"{name}_max": float(max(of_each))}
+    values["tool_errors_mean"] = _mean([sum(bool(s.error) for s in t.segments) for t in everyone])
+    values["invalid_actions_mean"] = _mean([_invalid_actions(t) for t in everyone])
+    if voting:
+        rewards = [t.reward for t in voting]
+        values |= {"reward_mean": _mean(rewards), "reward_std": float(np.std(np.asarray(rewards, np.float64)))}
+    for part in sorted({name for t in voting for name in t.rewards}):
+        values[f"reward/{part}"] = _mean([t.rewards[part] for t in voting if part in t.rewards])
+    return values
+
+
+def group_lags(groups: Sequence[TrajectoryGroup], now_step: int) -> list[int]:
+    """Steps between the oldest version in each group and `now_step`; a group without a sampled token has none."""
+    return [lag(now_step, first) for g in groups if (first := g.first_version()) is not None]
+
+
+def token_lags(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[int, int]:
+    """Lag in steps -> tokens of the policy with that lag."""
+    found: Counter[int] = Counter()
+    for span in (span for g in groups for t in g.trajectories for s in t.segments for span in s.spans):
+        found[lag(now_step, span.version)] += span.end - span.start
+    return dict(found)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(np.asarray(list(values), np.float64)))
+
+
+def _invalid_actions(trajectory: Trajectory) -> int:
+    """Turns that asked for nothing the environment knows: its answer is about no query and no tool."""
+    return sum(s.owner is Owner.ENVIRONMENT and not s.query and not s.tool for s in trajectory.segments)
 
 
 def summary(books: Books) -> str:

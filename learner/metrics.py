@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protocol.messages import MetricsSnapshot
+from learner.metric_table import LEARNER
+from protocol.messages import EngineInfo, MetricsSnapshot
+from protocol.metrics import Histogram
 
 log = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 30.0
+ENGINE_WINDOW_S = 10.0
+"""Samples of the engines' throughput that its mean looks back on."""
 MAX_NAME, MAX_TEXT = 200, 500
 
 
@@ -30,7 +35,10 @@ class Meter:
         self._waits = dict.fromkeys(("data", "compute", "publish", "checkpoint", "redis"), 0.0)
         self._values: dict[str, float] = {}
         self._text: dict[str, str] = {"state": "starting", "bottleneck": ""}
-        self._tokens: deque[tuple[float, int]] = deque([(self._start, 0)])
+        self._trained: deque[tuple[float, int, int]] = deque([(self._start, 0, 0)])
+        """(when, tokens, groups) of steps"""
+        self._engines: deque[tuple[float, float]] = deque()
+        self._histograms: dict[str, Histogram] = {}
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -61,20 +69,46 @@ class Meter:
         with self._lock:
             self._text.update({k: v[:MAX_TEXT] for k, v in text.items()})
 
-    def trained(self, tokens: int) -> None:
-        """Books trained tokens for the rate."""
+    def trained(self, tokens: int, groups: int) -> None:
+        """Books a step for the rates."""
         with self._lock:
-            self._tokens.append((time.monotonic(), tokens))
+            self._trained.append((time.monotonic(), tokens, groups))
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        """Adds a value to the histogram `name` of `learner.metric_table`, measured so often."""
+        with self._lock:
+            self._histograms.setdefault(name, Histogram(LEARNER[name].buckets)).observe(value, times)
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Those that something was added to, as they are now."""
+        with self._lock:
+            return copy.deepcopy(self._histograms)
+
+    def engines(self, infos: Iterable[EngineInfo]) -> None:
+        """Takes one sample of the throughput that the engines measured themselves, all together."""
+        now = time.monotonic()
+        with self._lock:
+            self._engines.append((now, sum(info.tokens_per_s for info in infos if info.role == "rollout")))
+            while self._engines[0][0] < now - ENGINE_WINDOW_S:
+                self._engines.popleft()
+
+    def engine_rate(self) -> float | None:
+        """Mean of the last samples in tokens a second; None without one."""
+        with self._lock:
+            return sum(rate for _, rate in self._engines) / len(self._engines) if self._engines else None
 
     def snapshot(self, learner_id: str, **values: float) -> MetricsSnapshot:
         """Everything as a message; `values` are added to the numbers that were put."""
         with self._lock:
             now = time.monotonic()
-            while len(self._tokens) > 1 and self._tokens[0][0] < now - RATE_WINDOW_S:
-                self._tokens.popleft()
-            span = max(now - max(self._tokens[0][0], now - RATE_WINDOW_S), 1e-3)
-            rate = sum(n for _, n in self._tokens) / span
-            numbers = self._values | {k: float(v) for k, v in values.items()} | {"tokens_trained_per_s": rate}
+            while len(self._trained) > 1 and self._trained[0][0] < now - RATE_WINDOW_S:
+                self._trained.popleft()
+            span = max(now - max(self._trained[0][0], now - RATE_WINDOW_S), 1e-3)
+            numbers = self._values | {k: float(v) for k, v in values.items()}
+            numbers["tokens_trained_per_s"] = sum(tokens for _, tokens, _ in self._trained) / span
+            numbers["groups_trained_per_s"] = sum(groups for _, _, groups in self._trained) / span
+            if self._engines:
+                numbers["engine_tokens_per_s"] = sum(rate for _, rate in self._engines) / len(self._engines)
             return MetricsSnapshot(
                 process="learner",
                 id=learner_id,

@@ -8,58 +8,62 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
 
+from learner.metric_table import LEARNER, WAITS
 from protocol.access import Access, check_bind, read_access
 from protocol.errors import UserError
 from protocol.http_rules import Asked, decide
 from protocol.messages import MetricsSnapshot
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+from protocol.metrics import Histogram, Page
 
 CLIENT_S = 5.0
 """Longest silence of a client: a connection that says nothing holds a thread for no longer."""
 
 
-def serve_prometheus(host: str, port: int, snapshot: Callable[[], MetricsSnapshot]) -> int:
-    """Answers `/metrics` from then on, in a daemon thread; the port (a free one for 0).
+POLL_S = 0.05
+"""How soon `close` is noticed."""
+
+
+def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> Endpoint:
+    """Answers `/metrics` with `text()` from then on, in a daemon thread; on a free port for 0.
 
     Raises UserError when the address is taken, or beyond loopback without a token.
     """
-    from prometheus_client import CollectorRegistry, generate_latest
-
     access = read_access(os.environ)
     check_bind(host, access, "learner.metrics_host")
-    registry = CollectorRegistry()
-    registry.register(_Collector(snapshot))
-    handler = _handler(access, lambda: generate_latest(registry))
+    handler = _handler(access, text)
     try:
         server = _Server((host, port), handler)
     except OSError as error:
         raise UserError(
             f"cannot serve metrics on {host}:{port}", why=error.strerror or str(error), todo="set learner.metrics_port"
         ) from None
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
-    return int(server.server_address[1])
+    threading.Thread(target=server.serve_forever, args=(POLL_S,), name="metrics", daemon=True).start()
+    return Endpoint(server, host)
 
 
-class _Collector:
-    def __init__(self, snapshot: Callable[[], MetricsSnapshot]) -> None:
-        self._snapshot = snapshot
+def page_of(
+    run: str, snapshot: Callable[[], MetricsSnapshot], histograms: Callable[[], Mapping[str, Histogram]] = dict
+) -> Page:
+    """What Prometheus is shown of a learner; every sample has the label `run`."""
+    return Page("learner", LEARNER, snapshot, histograms, {"run": run}, WAITS)
 
-    def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        now = self._snapshot()
-        for name, value in now.values.items():
-            yield GaugeMetricFamily(f"foray_learner_{name}", name.replace("_", " "), value=value)
-        waits = CounterMetricFamily("foray_learner_seconds", "Seconds by cause", labels=["cause"])
-        for cause, seconds in now.waits.items():
-            waits.add_metric([cause], seconds)
-        yield waits
+class Endpoint:
+    """A listener that answers."""
+
+    def __init__(self, server: _Server, host: str) -> None:
+        self._server = server
+        self.port = int(server.server_address[1])
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
 
 
 class _Server(ThreadingHTTPServer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from learner.audit import Audit
@@ -17,8 +18,8 @@ from learner.journal import Journal
 from learner.keeper import Keeper
 from learner.lease import Lease
 from learner.metrics import Meter
+from learner.metrics_http import Endpoint
 from learner.mixing import Mix
-from learner.progress import StepFacts
 from learner.publish.base import Publisher
 from learner.redis_client import RedisUnavailable, RunStore
 from learner.sampler import Sampler
@@ -26,6 +27,7 @@ from learner.seams import Report, TrainEngine
 from learner.source import Source
 from learner.telling import Teller
 from protocol.errors import StateLost
+from protocol.messages import TrajectoryGroup
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Parts:
     mix: Mix
     reader: IoLoop
     keeping: IoLoop
+    endpoint: Endpoint | None
 
     def start_reader(self) -> None:
         """From now on entries are read."""
@@ -75,7 +78,8 @@ class Parts:
         """Stops the threads and closes files and connections. Leaves the lease as it is."""
         self.reader.stop()
         self.keeping.stop()
-        for part in (self.publisher, self.journal, self.skipped_journal, self.teller, self.engine, self.store):
+        files = (self.publisher, self.journal, self.skipped_journal, self.teller, self.engine, self.store)
+        for part in (self.endpoint, *files):
             if part is not None:
                 part.close()
 
@@ -86,7 +90,15 @@ class Parts:
         except (RedisUnavailable, StateLost) as error:
             log.warning("the last metrics were not published: %s", error)
 
-    def tell_step(self, facts: StepFacts, trained: list[int], report: Report, *, replayed: int) -> None:
-        """One finished step, of which `replayed` groups were mixed in."""
+    def tell_step(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        report: Report,
+        lap: tuple[float, Mapping[str, float]],
+        *,
+        now_step: int,
+        replayed: int,
+    ) -> None:
+        """The step that `books` count last (`Teller.step`); `replayed` groups were mixed in."""
         more = {**self.publisher.facts(), **self.books.filtered(), "replayed_groups": replayed}
-        self.teller.step(facts, trained, report, epoch=self.lease.epoch, more=more)
+        self.teller.step(self.books.step, groups, report, lap, now_step=now_step, epoch=self.lease.epoch, more=more)

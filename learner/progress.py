@@ -2,63 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from protocol.messages import TrajectoryGroup
+from collections.abc import Mapping
+from typing import Any
 
 WORDS = {
-    "data": "learner waits for rollouts",
+    "wait": "learner waits for rollouts",
     "compute": "rollouts wait for the learner",
     "publish": "publishing weights",
     "checkpoint": "writing a checkpoint",
     "redis": "waiting for Redis",
 }
+"""By the names of `seconds` in `metrics.jsonl`."""
 BALANCED = 0.5
 """Below this share of the step, no single cause is called the bottleneck."""
+SHOWN = {
+    "reward_mean": ".3f",
+    "reward/em": ".3f",
+    "response_length_mean": ".0f",
+    "searches_mean": ".1f",
+    "lag_mean": ".1f",
+    "lag_max": ".0f",
+}
+"""Fields of `metrics.jsonl` in the line of a step, under their names; one that was not measured is left out."""
 
 
-@dataclass(frozen=True)
-class StepFacts:
-    """What a step's line is made of. seconds: by cause, of this step alone; total_s: of the whole step.
-    length, searches: sampled tokens and searches per trajectory."""
-
-    step: int
-    steps: int
-    reward: float
-    em: float
-    lag_mean: float
-    lag_max: float
-    sampled: int
-    trained: int
-    total_s: float
-    seconds: dict[str, float]
-    length: float = 0.0
-    searches: float = 0.0
-
-    @property
-    def bottleneck(self) -> str:
-        """Who waits for whom, in words."""
-        cause = max(self.seconds, key=lambda name: self.seconds[name])
-        share = self.seconds[cause] / max(self.total_s, 1e-9)
-        return f"{WORDS[cause]} ({share:.0%})" if share >= BALANCED else "balanced"
-
-    def line(self) -> str:
-        """The line for the terminal."""
-        rate = 1 / max(self.total_s, 1e-9)
-        return (
-            f"step {self.step:>{len(str(self.steps))}}/{self.steps}"
-            f"  reward {self.reward:.3f}  em {self.em:.3f}  lag {self.lag_mean:.1f}/{self.lag_max:.0f}"
-            f"  generated {_short(self.sampled * rate)} tok/s  trained {_short(self.trained * rate)} tok/s"
-            f"  {self.total_s:.1f} s  {self.bottleneck}"
-        )
+def step_line(record: Mapping[str, Any], *, steps: int) -> str:
+    """The line for the terminal of one record of `metrics.jsonl`; what is missing or null in it is left out."""
+    parts = [f"step {int(record['step']):>{len(str(steps))}}/{steps}"]
+    parts += [f"{name} {record[name]:{how}}" for name, how in SHOWN.items() if record.get(name) is not None]
+    engines, total_s = record.get("engine_tokens_per_s"), record.get("step_s") or 0.0
+    if engines is not None:
+        parts.append(f"engines {_short(engines)} tok/s")
+    if total_s:
+        trained = (record.get("tokens_trained") or 0) / total_s
+        parts += [f"trained {_short(trained)} tok/s", f"{total_s:.1f} s", bottleneck(record)]
+    return "  ".join(parts)
 
 
-def mean_reward(groups: Sequence[TrajectoryGroup], name: str = "") -> float:
-    """Mean over the trajectories that vote of the reward, or of one of its parts; 0 when there is none."""
-    voting = [t for g in groups for t in g.trajectories if t.status.votes]
-    values = [t.rewards.get(name, 0.0) if name else t.reward for t in voting]
-    return sum(values) / len(values) if values else 0.0
+def bottleneck(record: Mapping[str, Any]) -> str:
+    """Who waits for whom, in words."""
+    seconds = {name: s or 0.0 for name, s in (record.get("seconds") or {}).items() if name in WORDS}
+    cause = max(seconds, key=lambda name: seconds[name], default="")
+    share = seconds.get(cause, 0.0) / max(record.get("step_s") or 0.0, 1e-9)
+    return f"{WORDS[cause]} ({share:.0%})" if share >= BALANCED else "balanced"
 
 
 def _short(number: float) -> str:

@@ -30,7 +30,7 @@ from learner.run_key import run_key
 from learner.seams import TrainEngine
 from learner.serve import MakeEngine, build_trainer, resumed_engine
 from learner.signals import stop_signals
-from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under, facts_of
+from learner.stepping import NO_TOKENS, Patience, Stopwatch, batch_under
 from learner.telling import Teller, open_trackers
 from protocol.errors import UserError
 from protocol.settings import RunSettings
@@ -103,7 +103,7 @@ class ReplayLoop:
         trackers = open_trackers(run, settings, self.books.step, self.epoch)
         self.engine: TrainEngine = resumed_engine(make_engine, run, settings, checkpoint)
         self.meter = Meter()
-        self.teller = Teller(self.meter, StepLog(run.dir / "metrics.jsonl"), trackers)
+        self.teller = Teller(self.meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=self.steps)
         self._patience = Patience(settings.max_skipped, Path("the journal"))
         self._watch = Stopwatch(self.meter)
         self._checkpoint_step, self._checkpoint_time = self.books.step, time.monotonic()
@@ -153,9 +153,17 @@ class ReplayLoop:
             return False
         self._patience.trained()
         self.filter.stepped()
-        facts = facts_of(self.books.step + 1, self.steps, item.groups, report, self._watch.lap())
-        self.books.finish_step([], sampled=facts.sampled, trained=report.tokens_trained)
-        self.teller.step(facts, seqs, report, epoch=self.epoch, more={"replayed_groups": len(item.mixed)})
+        sampled = sum(t.num_sampled for group in item.groups for t in group.trajectories)
+        self.books.finish_step([], sampled=sampled, trained=report.tokens_trained)
+        self.teller.step(
+            self.books.step,
+            item.groups,
+            report,
+            self._watch.lap(),
+            now_step=item.conditions.now_step,
+            epoch=self.epoch,
+            more={"replayed_groups": len(item.mixed)},
+        )
         return True
 
     def _checkpoint_if_due(self) -> None:

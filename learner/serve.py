@@ -25,7 +25,7 @@ from learner.lease import Lease
 from learner.loop import TrainingLoop
 from learner.measuring import meta_of, summary
 from learner.metrics import Meter, StepLog
-from learner.metrics_http import serve_prometheus
+from learner.metrics_http import Endpoint, page_of, serve_prometheus
 from learner.mixing import Mix, Trained, mix_count
 from learner.parts import Parts
 from learner.questions import load_questions
@@ -38,7 +38,7 @@ from learner.signals import Stop, stop_signals
 from learner.telling import Teller, open_trackers
 from protocol.codec import decode_as
 from protocol.errors import Fenced, StateLost, UserError
-from protocol.messages import TrajectoryGroup
+from protocol.messages import MetricsSnapshot, TrajectoryGroup
 from protocol.redis_policy import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -128,14 +128,15 @@ def assemble(
         _restore(books, checkpoint, run, sampler)
     trackers = open_trackers(run, settings, books.step, lease.epoch)
     delivery = build_delivery(run, settings, sampler, store, lease, books, meter, checkpoint)
+    endpoint = _endpoint(run, settings, meter, delivery.keeper.snapshot)
     keeping = IoLoop("keeper", delivery.keeper.turn, alarm)
     keeping.start()
     try:
         engine = resumed_engine(make_engine, run, settings, checkpoint)
-        if settings.metrics_port:
-            serve_prometheus(settings.metrics_host, settings.metrics_port, delivery.keeper.snapshot)
     except BaseException:
         keeping.stop()
+        if endpoint is not None:
+            endpoint.close()
         raise
     lineage = [*(checkpoint.lineage if checkpoint else ()), PolicyVersion(lease.epoch, books.step)]
     parts = Parts(
@@ -158,12 +159,26 @@ def assemble(
         publisher=settings.publish.build(run, engine.model_files, store),
         journal=Journal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
         skipped_journal=Journal(run.dir / "skipped"),
-        teller=Teller(meter, StepLog(run.dir / "metrics.jsonl"), trackers),
+        teller=Teller(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps),
         mix=_mix(run, settings, books.step, lineage),
         reader=IoLoop("reader", delivery.source.turn, alarm),
         keeping=keeping,
+        endpoint=endpoint,
     )
     return parts, lineage
+
+
+def _endpoint(
+    run: RunSettings, settings: LearnerSettings, meter: Meter, snapshot: Callable[[], MetricsSnapshot]
+) -> Endpoint | None:
+    """`/metrics`, told in the log and, as `metrics_url`, in the snapshots. Raises UserError as `serve_prometheus`."""
+    if settings.metrics_port is None:
+        return None
+    page = page_of(run.id, snapshot, meter.histograms)
+    endpoint = serve_prometheus(settings.metrics_host, settings.metrics_port, page.text)
+    log.info("metrics: %s", endpoint.url)
+    meter.say(metrics_url=endpoint.url)
+    return endpoint
 
 
 def resumed_engine(

@@ -10,8 +10,6 @@ from learner.batch import Batch, Plan, build_batch
 from learner.config import LearnerSettings
 from learner.journal import Conditions
 from learner.metrics import Meter
-from learner.progress import StepFacts, mean_reward
-from learner.seams import Report
 from protocol.errors import UserError
 from protocol.messages import TrajectoryGroup
 from protocol.settings import RunSettings
@@ -81,25 +79,3 @@ class Stopwatch:
         began, before = self._began, self._before
         self.start()
         return self._began - began, {k: v - before[k] for k, v in self._before.items()}
-
-
-def facts_of(
-    step: int, steps: int, groups: Sequence[TrajectoryGroup], report: Report, lap: tuple[float, dict[str, float]]
-) -> StepFacts:
-    """The step as it is told; `groups` without those that were mixed in."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    sampled = sum(t.num_sampled for t in trajectories)
-    return StepFacts(
-        step=step,
-        steps=steps,
-        reward=mean_reward(groups),
-        em=mean_reward(groups, "em"),
-        lag_mean=report.metrics.get("lag_mean", 0.0),
-        lag_max=report.metrics.get("lag_max", 0.0),
-        sampled=sampled,
-        trained=report.tokens_trained,
-        total_s=lap[0],
-        seconds=lap[1],
-        length=sampled / max(len(trajectories), 1),
-        searches=sum(t.searches for t in trajectories) / max(len(trajectories), 1),
-    )

@@ -42,10 +42,15 @@ def learn_part(number: int, share: ScoredShare, models: Models, algorithm: Algor
             learned.totals.add(replace(output, loss=torch.zeros(()) if not warming else output.loss))
     if models.critic is not None:
         critic = models.critic.engine.step()
-        learned.facts |= {"critic_grad_norm": critic.grad_norm, "critic_skipped": float(not critic.applied)}
+        learned.facts |= {
+            "critic_grad_norm": critic.grad_norm,
+            "critic_skipped": float(not critic.applied),
+            "critic_lr": critic.lr,
+        }
         learned.update = critic
     if not warming:
         learned.update = models.policy.step()
+        learned.facts["lr"] = learned.update.lr
     learned.applied |= learned.update.applied
 
 

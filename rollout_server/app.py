@@ -127,7 +127,9 @@ async def _status(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(body=prometheus_text(request.app[SERVED].stats), content_type="text/plain", charset="utf-8")
+    served = request.app[SERVED]
+    text = prometheus_text(served.stats, served.run)
+    return web.Response(body=text, content_type="text/plain", charset="utf-8")
 
 
 async def _episodes(request: web.Request) -> web.StreamResponse:

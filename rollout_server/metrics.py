@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable
 
 from protocol.codec import encode
 from protocol.functions import REPORT
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
+from protocol.metrics import Histogram, Page
+from rollout_server.metric_tables import TABLES, WAITS
 from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull
 from rollout_server.waits import Waits
 
@@ -27,37 +24,7 @@ LIFETIME_MS = 10_000
 """A snapshot that is not renewed is gone after so long, and with it the process in every list."""
 RATE_WINDOW_S = 10.0
 MEAN_OVER = 256
-"""Trajectories that the running means of reward and exact match look back on."""
-LABELLED = {
-    "search_errors_": ("search_errors", "kind", "Searches that failed, by cause."),
-    "search_faults_": ("search_faults", "kind", "Attempts at a search that failed, by cause; most are made again."),
-    "search_outcome_": ("search_outcomes", "outcome", "Searches that were answered, by what they brought."),
-}
-"""Counters by the beginning of their names: to Prometheus each kind is one metric, and the rest of the name a label. A
-counter that is the sum of them is left out there."""
-BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Upper bounds of the buckets of durations, in seconds; one more has none."""
-
-
-class Histogram:
-    """How often a duration fell into each bucket, and their sum."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(BOUNDS_S) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """One duration more."""
-        self._counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self._sum_s += seconds
-
-    def family(self, name: str) -> HistogramMetricFamily:
-        """As Prometheus wants it: each bucket holds those below it too."""
-        total, buckets = 0, []
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        return HistogramMetricFamily(name, name.replace("_", " "), buckets=buckets, sum_value=self._sum_s)
+"""Trajectories that the running means of rewards look back on."""
 
 
 class Stats:
@@ -78,9 +45,15 @@ class Stats:
         """Adds one measurement to the running mean `name`."""
         self._recent.setdefault(name, deque(maxlen=MEAN_OVER)).append(value)
 
+    def distribute(self, name: str, value: float) -> None:
+        """Adds one measurement to the histogram `name`, which has a row in the process' table."""
+        if name not in self.histograms:
+            self.histograms[name] = Histogram(TABLES[self.process][name].buckets)
+        self.histograms[name].observe(value)
+
     def time(self, name: str, seconds: float) -> None:
         """Adds one duration to the histogram `name`, and to the running mean `NAME_mean`."""
-        self.histograms.setdefault(name, Histogram()).observe(seconds)
+        self.distribute(name, seconds)
         self.observe(f"{name}_mean", seconds)
 
     def values(self) -> dict[str, float]:
@@ -113,10 +86,14 @@ class Stats:
         self.counts[f"ended_{trajectory.status}"] += 1
         if trajectory.status is Status.STALE:
             self.counts["stale"] += 1
+        self.distribute("trajectory_turns", trajectory.turns)
+        self.distribute("trajectory_searches", trajectory.searches)
+        self.distribute("response_length_tokens", trajectory.num_sampled)
         if trajectory.status.votes:
             self.observe("reward_mean", trajectory.reward)
-            if "em" in trajectory.rewards:
-                self.observe("em_mean", trajectory.rewards["em"])
+            self.distribute("reward", trajectory.reward)
+            for part, value in trajectory.rewards.items():
+                self.observe(f"reward/{part}", value)
 
 
 class Rate:
@@ -181,38 +158,11 @@ async def withdraw_metrics(redis: RedisClient, stats: Stats) -> None:
     )
 
 
-class _Prometheus(Collector):
-    def __init__(self, stats: Stats) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        prefix = f"foray_{self._stats.process}"
-        waits = CounterMetricFamily(f"{prefix}_wait_seconds", "Seconds stood waiting, by cause.", labels=["cause"])
-        for cause, seconds in self._stats.waits.seconds().items():
-            waits.add_metric([cause], seconds)
-        yield waits
-        families = {
-            begin: CounterMetricFamily(f"{prefix}_{name}", text, labels=[label])
-            for begin, (name, label, text) in LABELLED.items()
-        }
-        sums = {name for name, _, _ in LABELLED.values()}
-        for name, value in self._stats.values().items():
-            begin = next((begin for begin in LABELLED if name.startswith(begin)), None)
-            if begin is not None:
-                families[begin].add_metric([name.removeprefix(begin)], value)
-            elif name not in sums:
-                family = CounterMetricFamily if name in self._stats.counts else GaugeMetricFamily
-                yield family(f"{prefix}_{name}", name.replace("_", " "), value=value)
-        yield from (family for family in families.values() if family.samples)
-        for name, histogram in self._stats.histograms.items():
-            yield histogram.family(f"{prefix}_{name}")
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
+def prometheus_text(stats: Stats, run: str) -> bytes:
+    """The body of `GET /metrics`; every sample has the label `run`."""
+    return page_of(stats, run).text()
 
 
-def prometheus_text(stats: Stats) -> bytes:
-    """The body of `GET /metrics`."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Prometheus(stats))
-    return generate_latest(registry)
+def page_of(stats: Stats, run: str) -> Page:
+    """What Prometheus is shown of a process."""
+    return Page(stats.process, TABLES[stats.process], stats.snapshot, lambda: stats.histograms, {"run": run}, WAITS)

@@ -81,6 +81,8 @@ COUNTERS = (
     *("unreadable_tasks", "handed_back", "events_lost"),
 )
 """Shown from the start, as zeros."""
+RATES = {"tokens_generated": "tokens_generated", "trajectories": "trajectories", "groups": "groups_published"}
+"""Gauges `NAME_per_s`, by their counter."""
 
 
 async def serve(
@@ -178,13 +180,15 @@ class RolloutServer:
 
     async def run(self, stop: Stop, port_file: Path | None) -> None:
         """Start everything, wait for `stop`, end everything in order."""
-        rate = Rate(lambda: self._stats.counts["tokens_generated"])
-        self._stats.gauges["tokens_generated_per_s"] = rate
+        rates = {
+            f"{what}_per_s": Rate(partial(self._stats.counts.__getitem__, counter)) for what, counter in RATES.items()
+        }
+        self._stats.gauges |= rates
         async with self._listening(stop, port_file), asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(self._fleet.follow(), name="fleet"),
                 tasks.create_task(self._tasks.beat_loop(), name="beat"),
-                tasks.create_task(publish_metrics(self._redis, self._stats, (rate,)), name="metrics"),
+                tasks.create_task(publish_metrics(self._redis, self._stats, tuple(rates.values())), name="metrics"),
                 tasks.create_task(self._gate(), name="gate"),
             ]
             leasing = tasks.create_task(self._tasks.lease_loop(tasks, self._work), name="lease")

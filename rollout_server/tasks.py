@@ -263,6 +263,8 @@ class Tasks:
             del self.in_flight[lease.entry]
             self._freed.set()
 
+        issued_s = int(lease.entry.partition("-")[0]) / 1000
+        self._stats.distribute("task_queue_age_seconds", max(0.0, time.time() - issued_s))
         running = group.create_task(_carry(perform, lease), name=f"seq-{lease.task.seq}")
         self.in_flight[lease.entry] = (lease, running)
         # a callback and not a `finally`: a task that is cancelled before its first step runs no `finally`

@@ -13,11 +13,12 @@ from typing import Any
 
 from protocol.errors import UserError
 
-HEADLINE, EVERY = "em_mean", 10
+HEADLINE, EVERY = "reward/em", 10
 OVERVIEW = (
     "reward_mean",
     HEADLINE,
-    "length_mean",
+    "response_length_mean",
+    "turns_mean",
     "searches_mean",
     "entropy",
     "kl_behaviour",

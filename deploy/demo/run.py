@@ -147,7 +147,7 @@ def books(directory: Path, seen: Observation) -> dict[str, Any]:
         "tokens_generated": int(sum(r.values.get("tokens_generated", 0) for r in rollouts)),
         "tokens_trained": trained,
         "weight_updates": sum(e.updates for e in seen.engines),
-        "curve": [round(s["em_mean"], 3) for s in steps],
+        "curve": [round(s["reward/em"], 3) for s in steps],
     }
 
 

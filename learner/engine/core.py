@@ -19,10 +19,13 @@ from learner.schedule import learning_rate
 
 
 class Update(NamedTuple):
-    """One call of `step`: the norm of the gradient before clipping, and whether it was finite and so applied."""
+    """One call of `step`: the norm of the gradient before clipping, whether it was finite and so applied, and the
+    learning rate (that of parameters whose `lr_scale` is 1).
+    """
 
     grad_norm: float
     applied: bool
+    lr: float = 0.0
 
 
 class DeepSpeedEngine:
@@ -100,7 +103,7 @@ class DeepSpeedEngine:
             gradients = self._engine.optimizer.averaged_gradients
             gradients.update(dict.fromkeys(gradients))
         self.updates += applied
-        return Update(float("nan") if norm is None else float(norm), applied)
+        return Update(float("nan") if norm is None else float(norm), applied, rate)
 
     def reduce(self, sums: list[float], maxima: list[float]) -> tuple[list[float], list[float]]:
         """Element-wise sums and maxima over the ranks; collective."""

@@ -24,6 +24,8 @@ QUEUE_STEPS = 1024
 """Steps that a tracker may be behind before it loses some."""
 REOPEN_S = 30.0
 """A tracker that could not be opened is tried again so much later."""
+RESERVED = frozenset({"step", "time", "timestamp", "project", "run"})
+"""Names of Trackio's own columns."""
 CLOSE_S = 15.0
 """All trackers together may take so long to write out what is left."""
 
@@ -35,9 +37,12 @@ class Trackers:
         self._lanes = [_Lane(tracker, facts) for tracker in trackers]
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """The numbers among `values`, to every tracker; a dict among them is taken apart. Returns at once."""
+        """The numbers among `values`, to every tracker; a dict among them is taken apart. Returns at once.
+
+        `step` and `time` are left out as names: Trackio keeps them for itself, and every tracker is given the step.
+        """
         if self._lanes:
-            numbers = _numbers(values)
+            numbers = {name: value for name, value in _numbers(values).items() if name not in RESERVED}
             for lane in self._lanes:
                 lane.put(step, numbers)
 

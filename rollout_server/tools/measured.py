@@ -26,7 +26,7 @@ class MeasuredTool:
         counts[f"tool_mistakes_{self.name}"] += bool(result.mistake)
         counts[f"tool_errors_{self.name}"] += bool(result.error)
         if result.error:
-            counts[f"tool_{self.name}_{result.error}"] += 1
+            counts[f"tool_failures_{self.name}/{result.error}"] += 1
         return result
 
     async def close(self) -> None:

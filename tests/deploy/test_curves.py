@@ -17,7 +17,7 @@ def write_run(directory: Path, values: list[float], *, epoch: int = 1, first: in
     directory.mkdir(exist_ok=True)
     with (directory / "metrics.jsonl").open(mode) as file:
         for step, value in enumerate(values, start=first):
-            file.write(json.dumps({"step": step, "epoch": epoch, "em_mean": value, "note": "x"}) + "\n")
+            file.write(json.dumps({"step": step, "epoch": epoch, "reward/em": value, "note": "x"}) + "\n")
     return directory
 
 
@@ -39,12 +39,13 @@ def test_every_step_of_a_short_run_is_shown(steps: int, tmp_path: Path, capsys: 
     run = write_run(tmp_path / "a", [0.25] * steps)
     assert main(["curves", str(run)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1] == ["step", "em_mean"]
+    assert rows[1] == ["step", "reward/em"]
     assert [row[0] for row in rows[2:]] == [str(step) for step in range(1, steps + 1)]
 
 
 def test_without_a_metric_an_overview_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = ("reward_mean", "em_mean", "length_mean", "searches_mean", "entropy", "kl_behaviour", "lag_mean")
+    means = ("response_length_mean", "turns_mean", "searches_mean")
+    fields = ("reward_mean", "reward/em", *means, "entropy", "kl_behaviour", "lag_mean")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         lines = [json.dumps({"step": s, **dict.fromkeys(fields, s / 10), "x": 1}) for s in range(1, 36)]
@@ -78,7 +79,7 @@ def test_two_runs_are_compared_at_equal_steps(tmp_path: Path, capsys: pytest.Cap
 def test_a_misspelt_metric_is_answered_with_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "a", [0.1])
     assert main(["curves", str(run), "--metric", "em"]) == 2
-    assert "choose one of em_mean, epoch, step" in capsys.readouterr().err
+    assert "choose one of epoch, reward/em, step" in capsys.readouterr().err
     assert main(["curves", str(tmp_path / "gone")]) == 2
 
 
@@ -102,7 +103,7 @@ def test_a_plot_has_every_run_and_is_the_same_to_the_byte(tmp_path: Path) -> Non
         assert main([*argv, "--baseline", "target=0.8"]) == 0
     picture = (tmp_path / "one.svg").read_text()
     assert picture == (tmp_path / "two.svg").read_text()
-    assert all(f">{label}<" in picture for label in [*labels, "target", "em_mean, mean of 10 steps"])
+    assert all(f">{label}<" in picture for label in [*labels, "target", "reward/em, mean of 10 steps"])
     assert len(picture) < 60_000, "a page of the repository has to carry it"
     drawn = ElementTree.fromstring(picture)
     assert drawn.tag == "{http://www.w3.org/2000/svg}svg"

@@ -59,7 +59,7 @@ elif module == "rollout_server.node":
     time.sleep(60)
 else:
     wanted = os.environ["STAND_IN_LEARNER"]
-    record = dict(step=1, reward_mean=0.25, em_mean=0.125, lag_mean=0.5, lag_max=1, step_s=2.0,
+    record = dict(step=1, reward_mean=0.25, lag_mean=0.5, lag_max=1, step_s=2.0,
                   tokens_generated=200, tokens_trained=100, seconds=dict(wait=1.5, compute=0.5))
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(record) + "\\n")
@@ -119,7 +119,12 @@ def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(run_file
     stops = [line for line in lines if line.startswith("stop")]
     assert stops == ["stop rollout_server", "stop rollout_server.node", "stop retriever"]
     steps = [line for line in said if line.startswith("step 1/1")]
-    assert len(steps) == 1 and "reward 0.250" in steps[0] and "learner waits for rollouts (75%)" in steps[0]
+    assert (
+        len(steps) == 1
+        and "reward_mean 0.250" in steps[0]
+        and "reward/em" not in steps[0]
+        and "learner waits for rollouts (75%)" in steps[0]
+    )
     record = read_record(run_files / "run")
     assert record["state"] == "done" and not is_held(run_files / "run")
     assert ping(f"unix://{run_files}/run/redis/redis.sock"), "our Redis has ended too"

@@ -79,13 +79,20 @@ def test_a_drain_that_was_asked_for_is_kept() -> None:
 
 def test_ports_are_fixed_before_the_start_and_told_to_the_others(tmp_path: Path) -> None:
     config = load(None, [f"run.dir={tmp_path}", "launch.retrievers=2", "retriever.port=7001", "launch.rollouts=2"])
-    ports = iter([7002, 7003, 7004])
+    ports = iter([7002, 7003, 7004, 7005])
     addresses = choose(config, environ={"FORAY_REDIS_URL": "redis://db/0"}, port=lambda: next(ports))
     assert addresses.retrievers == ("http://127.0.0.1:7001", "http://127.0.0.1:7002")
     settled = settle(config, addresses)
     assert settled.rollout.search.model_dump()["urls"] == addresses.retrievers
     assert settled.run.redis_url == "", "a URL from the environment may hold a password: it is not written down"
     assert config.rollout.search != settled.rollout.search
+    assert addresses.learner == "http://127.0.0.1:7005", "of its metrics, which are there unless the port is null"
+    (learner,) = [p for p in plan(config, addresses, python="python", resolved=tmp_path) if p.kind == "learner"]
+    assert "learner.metrics_port=7005" in learner.argv and learner.to_json()["url"] == addresses.learner
+    silent = load(None, [f"run.dir={tmp_path}", "learner.metrics_port=null"])
+    quiet = choose(silent, environ={"FORAY_REDIS_URL": "redis://db/0"}, port=lambda: 7006)
+    (learner,) = [p for p in plan(silent, quiet, python="python", resolved=tmp_path) if p.kind == "learner"]
+    assert not quiet.learner and not [a for a in learner.argv if "metrics_port" in a]
 
 
 def test_a_resolved_file_starts_the_same_again(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from deploy.progress import StepTail, format_step
+from deploy.progress import StepTail
+from learner.progress import step_line
 
-RECORD = {"step": 3, "reward_mean": 0.5, "em_mean": None, "lag_mean": 1.0, "lag_max": 2, "step_s": 2.0}
+RECORD = {"step": 3, "reward_mean": 0.5, "reward/em": 0.25, "lag_mean": 1.0, "lag_max": 2, "step_s": 2.0}
 RECORD |= {"tokens_generated": 4000, "tokens_trained": 100, "seconds": {"wait": 1.8, "compute": 0.2, "unheard": 9.0}}
 
 
@@ -31,10 +32,14 @@ def test_a_line_that_a_killed_learner_left_is_passed_over(tmp_path: Path) -> Non
 
 
 def test_the_line_says_reward_lag_rates_and_the_bottleneck() -> None:
-    line = format_step(RECORD, steps=10)
-    assert line.startswith("step  3/10  reward 0.500  em 0.000  lag 1.0/2")
-    assert "generated 2.0k tok/s  trained 50 tok/s" in line and "learner waits for rollouts (90%)" in line
+    line = step_line(RECORD | {"engine_tokens_per_s": 1091.0}, steps=10)
+    assert line.startswith(
+        "step  3/10  reward_mean 0.500  reward/em 0.250  lag_mean 1.0  lag_max 2  engines 1.1k tok/s"
+    )
+    assert line.endswith("trained 50 tok/s  2.0 s  learner waits for rollouts (90%)")
 
 
-def test_a_record_without_seconds_still_gives_a_line() -> None:
-    assert "step 1/2" in format_step({"step": 1}, steps=2)
+def test_what_was_not_measured_is_not_in_the_line() -> None:
+    line = step_line(RECORD | {"reward/em": None}, steps=10)
+    assert "em" not in line.replace("mean", "") and "engines" not in line and "generated" not in line
+    assert step_line({"step": 1}, steps=2) == "step 1/2"

@@ -156,7 +156,7 @@ def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> N
 
 
 def test_top_shows_the_last_step_of_a_run_that_has_ended(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 14, "em_mean": 0.5}\n{"step": 15, "em_mean": 0.75}\n{"step"')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 14, "reward/em": 0.5}\n{"step": 15, "reward/em": 0.75}\n{"step"')
     last = {"steps": 15.0} | last_figures(tmp_path / "metrics.jsonl")
     text = frame(Observation("test", "redis://x", target_state="done"), None, {}, max_lag=2, last=last).plain()
     assert "run test: done" in text and "step          15 of 15" in text and "0.750 trained" in text

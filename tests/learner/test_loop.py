@@ -83,7 +83,7 @@ def test_a_run_ends_with_every_seq_trained_once_and_nothing_in_flight(
     journalled = list(read_journal(run.dir / "journal"))
     assert [e.group.seq for e in journalled] == [s for batch in tiny.surviving(run.dir).values() for s in batch]
     line = tiny.step_lines(run.dir)[-1]
-    assert line["step"] == 8 and line["lag_max"] <= run.max_lag and line["em_mean"] == 0.5
+    assert line["step"] == 8 and line["lag_max"] <= run.max_lag and line["reward/em"] == 0.5
     assert {"wait", "compute", "publish", "checkpoint"} <= set(line["seconds"])
 
 

@@ -192,7 +192,7 @@ def test_a_crashed_run_and_its_successor_are_one_curve_in_tensorboard(
         assert serve(run, tracked) == 0
     events = EventAccumulator(str(run.dir / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("epoch")] == [(s, 1 if s <= 3 else 2) for s in range(1, 9)]
-    assert {"loss", "em_mean", "seconds/compute"} <= set(events.Tags()["scalars"])
+    assert {"loss", "reward/em", "seconds/compute"} <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.filterwarnings("ignore")  # its own affairs

@@ -74,10 +74,10 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         assert (engines["e"]["window"], engines["e"]["requests_in_flight"], engines["e"]["trouble"]) == (48, 0, "")
         async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
             text = await response.text()
-        assert "foray_rollout_groups_published_total 1.0" in text
+        assert f'foray_rollout_groups_published_total{{run="{world.keys.run}"}} 1.0' in text
         for counter in ("failovers", "tokens_continued", "tokens_unattributed", "tokens_distrusted"):
-            assert f"foray_rollout_{counter}_total 0.0" in text
-        assert 'foray_rollout_wait_seconds_total{cause="credit"}' in text
+            assert f'foray_rollout_{counter}_total{{run="{world.keys.run}"}} 0.0' in text
+        assert 'foray_rollout_wait_seconds_total{cause="credit",run="' in text
 
         def snapshot() -> MetricsSnapshot:
             return decode(world.sync.get(world.keys.metrics("rollout", "r")))
@@ -88,7 +88,7 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         expected |= {"tokens_continued": 0, "tokens_unattributed": 0, "turns_waiting": 0, "requests_in_flight": 0}
         assert {name: values[name] for name in expected} == expected
         assert values["tokens_generated"] == 3 * (4 + 3) and values["tokens_observed"] > 0
-        assert "em_mean" in values and "event_loop_lag_s" in values
+        assert "reward/em" in values and "event_loop_lag_s" in values
         assert {"credit", "retriever"} <= snapshot().waits.keys()
         assert world.sync.zscore(world.keys.processes, "rollout:r") > world.sync.time()[0]
         stop.asked.set()

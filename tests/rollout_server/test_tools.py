@@ -303,7 +303,7 @@ async def test_calls_are_counted_by_name_and_cause(tmp_path: Path) -> None:
         "tool_calls_fetch": 3.0,
         "tool_mistakes_fetch": 1.0,
         "tool_errors_fetch": 1.0,
-        "tool_fetch_timeout": 1.0,
+        "tool_failures_fetch/timeout": 1.0,
     }
     assert "tool" in stats.waits.seconds()
 

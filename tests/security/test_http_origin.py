@@ -8,13 +8,14 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import aiohttp
 import pytest
 from fuzz_watch import Service
 
-from learner.metrics_http import serve_prometheus
+from learner.metrics_http import page_of, serve_prometheus
 from protocol.messages import MetricsSnapshot
 
 JSON = {"Content-Type": "application/json"}
@@ -58,7 +59,9 @@ def metrics() -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
         for role in ("VIEWER", "NODE", "OPERATOR"):
             patch.delenv(f"FORAY_{role}_TOKEN", raising=False)
-        yield serve_prometheus("127.0.0.1", 0, lambda: MetricsSnapshot(process="learner", id="l"))
+        page = page_of("r", lambda: MetricsSnapshot(process="learner", id="l"))
+        with closing(serve_prometheus("127.0.0.1", 0, page.text)) as endpoint:
+            yield endpoint.port
 
 
 def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:

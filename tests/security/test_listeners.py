@@ -7,11 +7,13 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
-from learner.metrics_http import serve_prometheus
+from learner.metrics_http import page_of, serve_prometheus
 from learner.publish.process_group import UpdateGroup, free_port
 from protocol.errors import UserError
 from protocol.messages import MetricsSnapshot
@@ -51,8 +53,20 @@ def test_a_taken_meeting_port_is_an_error_and_no_second_listener() -> None:
         UpdateGroup(name="g", address="127.0.0.1", port=port, world_size=1, backend="gloo", timeout_s=5.0)
 
 
-def _snapshot() -> MetricsSnapshot:
-    return MetricsSnapshot(process="learner", id="l", uptime_s=1.0, values={"step": 3.0}, waits={"groups": 2.0})
+def _text() -> bytes:
+    now = MetricsSnapshot(process="learner", id="l", uptime_s=1.0, values={"step": 3.0}, waits={"groups": 2.0})
+    return page_of("r", lambda: now).text()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[str], int]]:
+    """Answers at a host; the port."""
+    with ExitStack() as stack:
+
+        def begin(host: str) -> int:
+            return stack.enter_context(closing(serve_prometheus(host, 0, _text))).port
+
+        yield begin
 
 
 def _get(port: int, path: str = "/metrics", **headers: str) -> tuple[int, str]:
@@ -65,27 +79,30 @@ def _get(port: int, path: str = "/metrics", **headers: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def test_the_learners_metrics_are_on_loopback_and_open_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learners_metrics_are_on_loopback_and_open_there(
+    monkeypatch: pytest.MonkeyPatch, serve: Callable[[str], int]
+) -> None:
     _no_tokens(monkeypatch)
-    port = serve_prometheus("127.0.0.1", 0, _snapshot)
+    port = serve("127.0.0.1")
     assert _listeners(port) == {"0100007F"}
     status, text = _get(port)
-    assert (
-        status == 200 and "foray_learner_step 3.0" in text and 'foray_learner_seconds_total{cause="groups"} 2.0' in text
-    )
+    assert status == 200 and 'foray_learner_step{run="r"} 3.0' in text
+    assert 'foray_learner_seconds_total{cause="groups",run="r"} 2.0' in text
     assert _get(port, "/other")[0] == 404 and _get(port, "/health") == (200, "ok")
     assert _get(port, Host="evil.example")[0] == 403, "a page whose name was pointed here"
     with pytest.raises(UserError, match="cannot serve metrics"):
-        serve_prometheus("127.0.0.1", port, _snapshot)
+        serve_prometheus("127.0.0.1", port, _text)
 
 
-def test_the_learners_metrics_beyond_loopback_need_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learners_metrics_beyond_loopback_need_a_token(
+    monkeypatch: pytest.MonkeyPatch, serve: Callable[[str], int]
+) -> None:
     _no_tokens(monkeypatch)
     with pytest.raises(UserError, match=r"learner\.metrics_host") as caught:
-        serve_prometheus("0.0.0.0", 0, _snapshot)
+        serve_prometheus("0.0.0.0", 0, _text)
     assert "foray init" in caught.value.todo
     monkeypatch.setenv("FORAY_VIEWER_TOKEN", TOKEN)
-    port = serve_prometheus("0.0.0.0", 0, _snapshot)
+    port = serve("0.0.0.0")
     assert _get(port)[0] == 401 and _get(port, Authorization=f"Bearer {TOKEN}x")[0] == 401
     assert _get(port, Authorization=f"Bearer {TOKEN}")[0] == 200
     with socket.create_connection(("127.0.0.1", port)):  # a client that says nothing holds nobody up

@@ -142,7 +142,7 @@ async def test_prometheus_is_told_of_causes_outcomes_durations_and_the_state(
     stats = Stats("rollout", "r")
     retriever.script = lambda query: HTML if query == "a" else None
     await roll(make_episode(tmp_path), retriever, stats, "bac")
-    families = {f.name: f for f in text_string_to_metric_families(prometheus_text(stats).decode())}
+    families = {f.name: f for f in text_string_to_metric_families(prometheus_text(stats, "run").decode())}
     errors = {s.labels["kind"]: s.value for s in families["foray_rollout_search_errors"].samples}
     assert errors["not_json"] == 1 and errors["timeout"] == errors["unavailable"] == 0 and sum(errors.values()) == 1
     outcomes = {s.labels["outcome"]: s.value for s in families["foray_rollout_search_outcomes"].samples}

@@ -1,0 +1,168 @@
+"""What processes measure, as Prometheus wants it: tables of names with a kind and a sentence, and a page made of them.
+
+A value has one name in every place: the line of a step, `metrics.jsonl`, the trackers, snapshots in Redis. Prometheus
+has that name behind `foray_PROCESS_`, with units spelt out (`prometheus_name`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from protocol.messages import MetricsSnapshot
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Upper bounds of the buckets of durations, in seconds; every histogram has one more without a bound."""
+COUNTS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 16, 32)
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+REWARDS = (-1, -0.5, -0.1, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 2)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of a table. Its key is the name, or a pattern with one `*` for names that differ there only.
+
+    help     a sentence
+    labels   of a pattern: what stands for the `*`, one label for each part between slashes
+    name     to Prometheus, where that is not the key
+    buckets  upper bounds of a histogram
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    name: str = ""
+    buckets: tuple[float, ...] = ()
+
+
+Table = dict[str, Metric]
+
+
+def counter(help: str, *labels: str, name: str = "") -> Metric:
+    """Never falls while the process lives."""
+    return Metric("counter", help, labels, name)
+
+
+def gauge(help: str, *labels: str, name: str = "") -> Metric:
+    """A value of the moment."""
+    return Metric("gauge", help, labels, name)
+
+
+def histogram(help: str, buckets: tuple[float, ...]) -> Metric:
+    """How often a value fell into each bucket."""
+    return Metric("histogram", help, buckets=buckets)
+
+
+class Histogram:
+    """How often a value fell into each bucket, and their sum."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """One value, measured so often."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, how many were at most that), as Prometheus wants it: each bucket holds those below it too."""
+        total, found = 0, []
+        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+
+def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
+    """Key, row and values of the labels for `name`: its own, else those of the longest pattern, else a gauge."""
+    if name in table:
+        return name, table[name], []
+    for key in sorted(table, key=len, reverse=True):
+        begin, star, end = key.partition("*")
+        if star and name.startswith(begin) and name.endswith(end) and len(name) > len(begin) + len(end):
+            row = table[key]
+            found = name[len(begin) : len(name) - len(end)].split("/", len(row.labels) - 1)
+            return key, row, [*found, *[""] * (len(row.labels) - len(found))]
+    return name, gauge("A number that an extension reports under this name."), []
+
+
+def prometheus_name(process: str, key: str, row: Metric) -> str:
+    """The name of a family, without `_total` of counters: base units in words, and no character but a word's."""
+    name = row.name or key.replace("*", "").rstrip("_/")
+    name = name.removesuffix("_total") if row.kind == "counter" else name
+    for short, long in (("_per_s", "_per_second"), ("_s", "_seconds")):
+        if name.endswith(short):
+            name = name.removesuffix(short) + long
+            break
+    return f"foray_{process}_{name.replace('/', '_')}"
+
+
+@dataclass(eq=False)
+class Page:
+    """A process' `/metrics`: a collector for a registry of prometheus_client.
+
+    read        the present values
+    histograms  by name; those of the table that were never observed are empty
+    labels      on every sample
+    waits       the row of `MetricsSnapshot.waits`, with its name
+    """
+
+    process: str
+    table: Table
+    read: Callable[[], MetricsSnapshot]
+    histograms: Callable[[], Mapping[str, Histogram]]
+    labels: Mapping[str, str]
+    waits: Metric
+
+    def collect(self) -> Iterator[Family]:
+        """Every family with its samples."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        now, families = self.read(), dict[str, CounterMetricFamily | GaugeMetricFamily]()
+        names, values = list(self.labels), list(self.labels.values())
+        waits = CounterMetricFamily(
+            prometheus_name(self.process, "", self.waits), self.waits.help, labels=[*names, *self.waits.labels]
+        )
+        for cause, seconds in now.waits.items():
+            waits.add_metric([*values, cause], seconds)
+        yield waits
+        for name, value in now.values.items():
+            if f"{name}_*" in self.table:
+                continue  # the sum of families that are told apart by a label
+            key, row, own = row_of(self.table, name)
+            kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+            whole = prometheus_name(self.process, key, row)
+            families.setdefault(key, kind(whole, row.help, labels=[*names, *row.labels])).add_metric(
+                [*values, *own], value
+            )
+        yield from families.values()
+        found = self.histograms()
+        for name, row in self.table.items():
+            if row.kind == "histogram":
+                shown = found.get(name) or Histogram(row.buckets)
+                drawn = HistogramMetricFamily(prometheus_name(self.process, name, row), row.help, labels=names)
+                drawn.add_metric(values, buckets=shown.buckets(), sum_value=shown.sum)
+                yield drawn
+
+    def describe(self) -> Iterator[Family]:
+        """Nothing before it is asked for: what there is depends on the moment."""
+        return iter(())
+
+    def text(self) -> bytes:
+        """The body of `GET /metrics`."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)

@@ -1,0 +1,140 @@
+"""The numbers of a step's rollouts, against plain loops."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from learner.measuring import group_lags, group_metrics, token_lags
+from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
+from protocol.testing import make_group, make_question, prompt_segment
+
+
+def a_trajectory(draw: random.Random) -> Trajectory:
+    """Segments of any length and version, an observation of each kind."""
+    segments, turns, searches = [prompt_segment(range(draw.randint(1, 9)))], 0, 0
+    for _ in range(draw.randint(0, 4)):
+        length, cut = draw.randint(1, 12), 0
+        spans = []
+        for end in sorted({draw.randint(1, length), length}):
+            spans.append(VersionSpan(epoch=1, step=draw.randint(3, 7), start=cut, end=end))
+            cut = end
+        ids, logprobs = np.arange(length, dtype=np.int32), np.full(length, -0.5, np.float32)
+        segments.append(Segment(owner=Owner.POLICY, ids=ids, logprobs=logprobs, spans=tuple(spans)))
+        turns += 1
+        how = draw.choice(["search", "failed search", "tool", "invalid"])
+        searches += "search" in how
+        segments.append(
+            Segment(
+                owner=Owner.ENVIRONMENT,
+                ids=np.arange(draw.randint(0, 6), dtype=np.int32),
+                query="" if how == "invalid" else "q",
+                tool="python" if how == "tool" else "",
+                error="timeout" if how == "failed search" else "",
+            )
+        )
+    status = draw.choice(list(Status))
+    parts = {"em": float(draw.randint(0, 1)), "format": draw.random()} if status.votes else {}
+    if draw.random() < 0.3:
+        parts.pop("format", None)
+    return Trajectory(
+        status=status,
+        segments=tuple(segments),
+        reward=sum(parts.values()),
+        rewards=parts,
+        turns=turns,
+        searches=searches,
+    )
+
+
+def some_groups(seed: int) -> list[TrajectoryGroup]:
+    draw = random.Random(seed)
+    return [
+        TrajectoryGroup(
+            run="r",
+            seq=seq,
+            question=make_question(seq),
+            trajectories=tuple(a_trajectory(draw) for _ in range(draw.randint(1, 5))),
+        )
+        for seq in range(1, 7)
+    ]
+
+
+def slowly(groups: list[TrajectoryGroup], now_step: int) -> dict[str, float]:
+    """The definitions of `learner.metric_table`, one trajectory and one token at a time."""
+    columns: dict[str, list[float]] = {}
+    for group in groups:
+        oldest: int | None = None
+        for t in group.trajectories:
+            sampled = whole = errors = invalid = 0
+            for segment in t.segments:
+                whole += len(segment.ids)
+                if segment.owner is Owner.POLICY:
+                    for span in segment.spans:
+                        for _ in range(span.start, span.end):
+                            sampled += 1
+                            oldest = span.step if oldest is None or span.step < oldest else oldest
+                if segment.owner is Owner.ENVIRONMENT and segment.query == "" and segment.tool == "":
+                    invalid += 1
+                if segment.error != "":
+                    errors += 1
+            for status in Status:
+                columns.setdefault(f"status/{status}", []).append(1.0 if t.status == status else 0.0)
+            for name, value in {
+                "response_length": sampled, "trajectory_length": whole, "turns": t.turns, "searches": t.searches,
+                "tool_errors": errors, "invalid_actions": invalid,
+            }.items():  # fmt: skip
+                columns.setdefault(name, []).append(value)
+            if t.status not in (Status.STALE, Status.FAILED):
+                columns.setdefault("reward", []).append(t.reward)
+                for part, value in t.rewards.items():
+                    columns.setdefault(f"reward/{part}", []).append(value)
+        if oldest is not None:
+            columns.setdefault("group_lag", []).append(abs(now_step - oldest))
+    found: dict[str, float] = {}
+    for name, column in columns.items():
+        total = 0.0
+        for value in column:
+            total += value
+        if "/" in name:
+            found[name] = total / len(column)
+            continue
+        found[f"{name}_mean"] = total / len(column)
+        if name not in ("tool_errors", "invalid_actions", "reward"):
+            found[f"{name}_max"] = max(column)
+    if "reward" in columns:
+        found["reward_std"] = statistics.pstdev(columns["reward"])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_number_is_that_of_a_slow_loop(seed: int) -> None:
+    groups = some_groups(seed)
+    assert group_metrics(groups, 8) == pytest.approx(slowly(groups, 8), abs=1e-12)
+
+
+def test_what_the_groups_do_not_have_is_left_out() -> None:
+    (group,) = (make_group(1, (0.0, 0.0)),)
+    failed = [t.model_copy(update={"status": Status.FAILED, "rewards": {}}) for t in group.trajectories]
+    values = group_metrics([group.model_copy(update={"trajectories": tuple(failed)})], 1)
+    assert values["status/failed"] == 1.0 and values["status/answered"] == 0.0
+    assert not [name for name in values if name.startswith("reward")], "no em of 0.000 that was never measured"
+    plain = [t.model_copy(update={"rewards": {"f1": t.reward}}) for t in group.trajectories]
+    assert {n for n in group_metrics([group.model_copy(update={"trajectories": tuple(plain)})], 1) if "/" in n} == {
+        "reward/f1",
+        *(f"status/{s}" for s in Status),
+    }
+
+
+def test_lags_are_counted_by_token_and_by_group() -> None:
+    groups = some_groups(3)
+    slow: dict[int, int] = {}
+    for span in (s for g in groups for t in g.trajectories for x in t.segments for s in x.spans):
+        for _ in range(span.start, span.end):
+            slow[8 - span.step] = slow.get(8 - span.step, 0) + 1
+    assert token_lags(groups, 8) == slow and len(slow) > 3
+    oldest = [min(v.step for t in g.trajectories if (v := t.first_version())) for g in groups]
+    assert group_lags(groups, 8) == [8 - step for step in oldest]
