@@ -96,7 +96,7 @@ def figures(steps: Sequence[Mapping[str, Any]], window: Window, samples: CpuSamp
     wait = sum(record["seconds"]["wait"] for record in inside)
     low, high, cpu_s = samples.between(window)
     sampled = sum(by_step[n]["tokens_trained"] for n in range(low + 1, high + 1))
-    last = [record["em_mean"] for record in steps[-LAST_STEPS:]]
+    last = [record["reward/em"] for record in steps[-LAST_STEPS:]]
     return {
         "tokens_per_s": tokens / seconds,
         "tokens_per_cpu_s": sampled / cpu_s,

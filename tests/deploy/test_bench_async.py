@@ -30,7 +30,7 @@ def simulated(generate_s: float, train_s: float, lag: int, steps: int = 40) -> l
         trained.append(trained[-1] + wait + train_s)
         records.append(
             {"step": step, "time_s": 100 + trained[-1], "seconds": {"wait": wait}, "tokens_trained": TOKENS}
-            | {"em_mean": step / steps, "lag_mean": float(lag), "lag_max": float(lag), "tokens_stale": 1.0}
+            | {"reward/em": step / steps, "lag_mean": float(lag), "lag_max": float(lag), "tokens_stale": 1.0}
         )
     return records
 

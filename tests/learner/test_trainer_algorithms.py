@@ -15,9 +15,11 @@ import transformers
 from learner.batch import Batch, build_batch
 from learner.config_algorithm import AlgorithmSettings
 from learner.config_trainer import TrainerSettings
+from learner.metric_table import STEP
 from learner.trainer import Trainer
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
+from protocol.metrics import row_of
 from protocol.settings import RunSettings
 from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion
@@ -122,6 +124,7 @@ def test_it_learns(start: Start, kind: str) -> None:
     for seed in range(6):
         report = trainer.train(batch_of(trainer, groups(trainer, seed)))
         assert not report.skipped
+        assert [name for name in report.metrics if row_of(STEP, name)[0] not in STEP] == [], "say in metric_table what"
     assert likelihood(trainer) > before + 0.2
 
 
@@ -136,6 +139,7 @@ def test_packing_micro_batches_and_order_do_not_matter(start: Start, kind: str) 
         for seed in range(3):
             given = groups(trainer, seed)
             reports.append(trainer.train(batch_of(trainer, given[::-1] if reverse else given, **layout)))
+            assert all(row_of(STEP, name)[0] in STEP for name in reports[-1].metrics)
         found.append((weights(trainer), reports))
     (first, reports), *others = found
     for other, other_reports in others:
@@ -146,6 +150,21 @@ def test_packing_micro_batches_and_order_do_not_matter(start: Start, kind: str) 
             assert {n: two.metrics[n] for n in shared} == pytest.approx({n: one.metrics[n] for n in shared}, abs=1e-4)
         for name, value in first.items():
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_the_learning_rates_of_the_update_are_reported(start: Start) -> None:
+    optim = {"lr": 1e-3, "warmup_fraction": 0.2, "schedule": "linear", "final_fraction": 0.0}
+    trainer = start(algorithm={"type": "ppo"}, optim=optim, critic={"optim": {"lr": 5e-3, "warmup_fraction": 0.0}})
+    found = [trainer.train(batch_of(trainer, groups(trainer, seed))).metrics for seed in range(6)]
+    updates = 20 * trainer.algorithm.epochs * trainer.algorithm.minibatches
+    each = trainer.algorithm.epochs * trainer.algorithm.minibatches
+    expected = []
+    for step in range(1, 7):
+        last = step * each  # the number of the step's last update, from 1
+        warm = updates // 5
+        expected.append(1e-3 * (last / warm if last <= warm else (updates - last) / (updates - 1 - warm)))
+    assert [m["lr"] for m in found] == pytest.approx(expected)
+    assert {m["critic_lr"] for m in found} == {5e-3}
 
 
 @pytest.mark.parametrize("kind", TIERED)
@@ -185,6 +204,7 @@ def test_a_critic_that_warms_up_leaves_the_policy_alone(start: Start) -> None:
     for seed in range(2):
         report = trainer.train(batch_of(trainer, groups(trainer, seed)))
         assert not report.skipped
+        assert [name for name in report.metrics if row_of(STEP, name)[0] not in STEP] == [], "say in metric_table what"
         assert report.metrics["critic_grad_norm"] > 0
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
     assert trainer.updates == 0
