@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from learner.aggregation import Aggregation
-from learner.config_policy import GroupSettings, PolicySettings, Proximal, RewardKlSettings, TopKlSettings
+from learner.config_policy import (
+    DistillKlSettings,
+    GroupSettings,
+    PolicySettings,
+    Proximal,
+    RewardKlSettings,
+    TopKlSettings,
+)
 
 if TYPE_CHECKING:
     from learner.algorithms.base import Algorithm
@@ -55,6 +62,12 @@ class DapoSettings(GroupSettings):
     """The punishment grows linearly over the last so many tokens before overlong_length."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """Taken off the reward at overlong_length and beyond."""
+
+    @model_validator(mode="after")
+    def _shapes_the_whole(self) -> DapoSettings:
+        if self.parts and self.overlong_length:
+            raise ValueError("overlong_length shapes the reward as a whole: not with parts")
+        return self
 
     def build(self) -> Algorithm:
         """The algorithm; imports torch."""
@@ -219,6 +232,9 @@ class GpgSettings(PolicySettings):
 
     type: Literal["gpg"] = "gpg"
     old_logprobs: Proximal = "recompute"
+    alpha: Literal["advantages", "rewards"] = "advantages"
+    """Advantages are multiplied by trajectories / those that count: those of groups whose rewards differ, as the paper
+    derives, or those whose reward is not 0, as verl does."""
 
     @property
     def group_baseline(self) -> bool:
@@ -260,6 +276,56 @@ class DecoupledPpoSettings(GroupSettings):
         return Grpo(self)
 
 
+class DppoSettings(GroupSettings):
+    """Divergence PPO (arXiv 2602.04879): what bounds an update is how far a token's probability has moved, not its
+    ratio. prime-rl's default loss: ratio_cap 0, drift_coefficient 0.001; its IPO also symmetric, bounds of 0.1.
+    """
+
+    type: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Of "this token" against "another": the difference of its probabilities, or KL(old || policy) in nats."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """A token that has lost more than this, and would lose again, is left out."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The same of one that has gained. With tv, bounds of 1 never act."""
+    symmetric: bool = False
+    """Leave tokens out whatever the sign of their advantage, by where they moved alone."""
+    ratio_cap: float = Field(default=20.0, ge=0)
+    """Greatest ratio that a token's gradient is weighted by; 0: none."""
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.dppo import Dppo
+
+        return Dppo(self)
+
+
+class DistillSettings(PolicySettings):
+    """On-policy distillation (arXiv 2306.13649): the divergence from the reference is all that is minimised, on what
+    the policy itself wrote (prime-rl's `ref_kl`). Rewards are reported. Needs `learner.reference.model`, the teacher.
+    """
+
+    type: Literal["distill"] = "distill"
+    kl: DistillKlSettings = DistillKlSettings()
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """A token whose probability has fallen by more than this since it was sampled is left out; 1: none is."""
+    clip_high: float = Field(default=1.0, ge=0)
+    """The same of one whose probability has risen."""
+    drift_coefficient: float = Field(default=1e-3, ge=0)
+
+    @model_validator(mode="after")
+    def _minimises_something(self) -> DistillSettings:
+        if not self.kl.coefficient:
+            raise ValueError("distill minimises the divergence: kl.coefficient must be above 0")
+        return self
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.distill import Distill
+
+        return Distill(self)
+
+
 def _tag(value: Any) -> str:
     given = value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", "grpo")
     return str(given)
@@ -279,7 +345,9 @@ AlgorithmSettings = Annotated[
     | Annotated[SapoSettings, Tag("sapo")]
     | Annotated[GpgSettings, Tag("gpg")]
     | Annotated[EmaPgSettings, Tag("ema_pg")]
-    | Annotated[DecoupledPpoSettings, Tag("decoupled_ppo")],
+    | Annotated[DecoupledPpoSettings, Tag("decoupled_ppo")]
+    | Annotated[DppoSettings, Tag("dppo")]
+    | Annotated[DistillSettings, Tag("distill")],
     Discriminator(_tag),
 ]
 """Union over `type`; without one it is `grpo`."""

@@ -13,6 +13,7 @@ from learner.aggregation import Aggregation
 from protocol.settings import Settings
 
 Level = Literal["token", "sequence", "geometric"]
+RejectionLevel = Literal["off", "token", "sequence", "geometric", "mean", "max"]
 KlType = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5", "reverse", "forward"]
 Proximal = Literal["behaviour", "recompute", "interpolate"]
 
@@ -31,21 +32,48 @@ class CorrectionSettings(Settings):
     high: float = Field(default=2.0, gt=0)
     """Greatest weight."""
     normalize: bool = False
-    """Divide the weights by their mean over the batch's trained tokens."""
+    """Divide the weights by their mean over the batch: at level token over its trained tokens, at the others over its
+    trajectories, long or short, as verl and slime do."""
 
 
-class RejectionSettings(Settings):
+class CriterionSettings(Settings):
+    """One measure of how much policy and engines disagree on a token or a trajectory, and its bounds."""
+
+    measure: Literal["ratio", "k2", "k3"] = "ratio"
+    """The ratio w = old / behaviour, or an estimate of their divergence in nats: log(w)^2 / 2, or w - log w - 1."""
+    level: RejectionLevel = "off"
+    """What is compared with the bounds, and left out: a token; or a whole trajectory by its tokens' product (k2, k3:
+    sum; both `sequence`), their geometric mean (k2, k3: `mean`) or the worst of them (`max`)."""
+    low: float = Field(default=0.5, ge=0)
+    """Least ratio that is kept; k2 and k3 have no lower bound."""
+    high: float = Field(default=2.0, gt=0)
+    """Greatest ratio that is kept, or greatest divergence: to be set with k2 and k3 (verl's presets: 0.01 for a mean of
+    k3)."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> CriterionSettings:
+        if self.measure == "ratio":
+            if self.level == "mean":
+                raise ValueError("rejection.level mean is for measure k2 and k3; that of ratios is geometric")
+            return self
+        if self.level == "geometric":
+            raise ValueError(f"rejection.level geometric is for ratios; that of {self.measure} is mean")
+        if self.level != "off" and "high" not in self.model_fields_set:
+            raise ValueError(f"rejection.measure {self.measure} needs rejection.high, a divergence in nats")
+        return self
+
+
+class RejectionSettings(CriterionSettings):
     """Tokens that are left out of the loss because policy and engines disagree too much on them.
 
-    Bounds are on old / behaviour. The loss keeps the denominators of the whole batch: rejecting is no higher rate.
+    The loss keeps the denominators of the whole batch: rejecting is no higher rate.
     """
 
-    level: Level | Literal["off"] = "off"
-    """What is compared with the bounds, and left out: a token, or a whole trajectory by its product or its mean."""
-    low: float = Field(default=0.5, ge=0)
-    """Least ratio that is kept."""
-    high: float = Field(default=2.0, gt=0)
-    """Greatest ratio that is kept."""
+    also: tuple[CriterionSettings, ...] = ()
+    """Further criteria; what fails any of them is left out."""
+    second_moment: float = Field(default=0.0, ge=0)
+    """Tokens with the largest log(w)^2 are left out until the mean of what stays is below this, over the batch (M2PO,
+    arXiv 2510.01161: 0.04; AReaL's `m2_threshold`); w is of the policy before the update. 0: none is."""
     veto: float = Field(default=0.0, ge=0)
     """A trajectory with any token below this ratio is left out; 0: none is."""
     off_policy: float = Field(default=0.0, ge=0)
@@ -96,6 +124,16 @@ class TopKlSettings(KlSettings):
     importance: bool = True
 
 
+class DistillKlSettings(KlSettings):
+    """The divergence as the whole objective. k1+ has the gradient of prime-rl's `ref_kl`: log(policy / reference) as a
+    loss of each token; `reverse` and `forward` look at the likeliest tokens beside it.
+    """
+
+    coefficient: float = Field(default=1.0, ge=0)
+    type: KlType = "k1+"
+    importance: bool = True
+
+
 class PolicySettings(Settings):
     """What every algorithm shares."""
 
@@ -124,6 +162,9 @@ class PolicySettings(Settings):
     """Divergence from a reference."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
+    drift_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of log(policy / old)^2 of every token, whatever a clip or a rejection leaves out (prime-rl's `kl_tau`:
+    0.001; with `reinforce` and no correction it is verl's DRO at half its beta)."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; every denominator is of the whole batch (of the update)."""
     aggregation_length: int = Field(default=0, ge=0)
@@ -153,6 +194,8 @@ class PolicySettings(Settings):
             raise ValueError("aggregation seq_mean_token_sum_norm needs an aggregation_length")
         if self.correction.normalize and self.old_logprobs == "interpolate":
             raise ValueError("correction.normalize needs the proximal policy before the update: recompute it")
+        if self.rejection.second_moment and self.old_logprobs == "interpolate":
+            raise ValueError("rejection.second_moment needs the ratios before the update: old_logprobs recompute")
         return self
 
 
@@ -174,6 +217,19 @@ class GroupSettings(PolicySettings):
     """1: the deviation divides by n - 1, as verl, TRL and OpenRLHF do."""
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
+    parts: dict[str, float] = Field(default_factory=dict, max_length=64)
+    """Parts of the reward by name, each with its weight: every part is compared in its group by itself, and the
+    advantages are summed (GDPO, arXiv 2601.05242; TRL's `normalize_then_sum`), so that a part of small spread is not
+    drowned. Empty: the reward as a whole."""
+    normalize_batch: bool = False
+    """Advantages of trajectories get mean 0 and deviation 1 over the batch, as GDPO and TRL end (`std_ddof`,
+    `epsilon`); verl's GDPO does so over tokens: `whiten`."""
+
+    @model_validator(mode="after")
+    def _parts_are_of_trajectories(self) -> GroupSettings:
+        if self.parts and self.turns != "off":
+            raise ValueError("parts are those of a trajectory's reward: not with rewards of turns")
+        return self
 
     @property
     def group_baseline(self) -> bool:

@@ -35,3 +35,9 @@ class TrainerSettings(Settings):
         if self.model.dtype == "bfloat16" and self.engine.zero_stage == 0:
             raise ValueError("model.dtype bfloat16 needs engine.zero_stage 1, 2 or 3")
         return self
+
+    @model_validator(mode="after")
+    def _distillation_needs_a_teacher(self) -> TrainerSettings:
+        if self.algorithm.type == "distill" and self.reference.model is None:
+            raise ValueError("algorithm distill needs a teacher: set reference.model to the directory of its model")
+        return self

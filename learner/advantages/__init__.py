@@ -5,12 +5,13 @@ Once a batch, in numpy float64: `Outcomes` -> one number for each trajectory (`g
 (`whitening`), credit by turns (`turns`). `rows` goes from a micro-batch's flat tokens to rows and back.
 """
 
-from learner.advantages.baselines import Baseline, gpg_advantages, reinforce_advantages, remax_advantages
+from learner.advantages.baselines import Baseline, gpg_advantages, reinforce_advantages
 from learner.advantages.groups import (
     Spread,
     dr_grpo_advantages,
     grpo_advantages,
     max_rl_advantages,
+    normalized_batch,
     opo_advantages,
     pass_at_k_advantages,
     reinforce_pp_baseline_advantages,
@@ -18,7 +19,7 @@ from learner.advantages.groups import (
 )
 from learner.advantages.moments import RunningMoments
 from learner.advantages.outcomes import Outcomes, informative
-from learner.advantages.returns import discounted_returns, gae, rewards_at_end, settled_rewards
+from learner.advantages.returns import discounted_returns, gae, settled_rewards
 from learner.advantages.rows import Rows, to_rows
 from learner.advantages.shaping import overlong
 from learner.advantages.turns import Turns, normalized_turns, turn_advantages, turn_of_tokens, turn_returns
@@ -38,14 +39,13 @@ __all__ = [
     "grpo_advantages",
     "informative",
     "max_rl_advantages",
+    "normalized_batch",
     "normalized_turns",
     "opo_advantages",
     "overlong",
     "pass_at_k_advantages",
     "reinforce_advantages",
     "reinforce_pp_baseline_advantages",
-    "remax_advantages",
-    "rewards_at_end",
     "rloo_advantages",
     "settled_rewards",
     "to_rows",

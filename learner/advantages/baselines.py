@@ -1,17 +1,16 @@
-"""Advantages against something other than the siblings alone: nothing, the batch, a greedy rollout (pure numpy).
+"""Advantages against something other than the siblings alone: nothing, the batch (pure numpy).
 
 Trajectories that do not vote count in no baseline and no denominator, and get exactly 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
 from learner.advantages.groups import dr_grpo_advantages
-from learner.advantages.outcomes import Float64, Outcomes, contested, same, tolerance, voters_by_group
+from learner.advantages.outcomes import Float64, Outcomes, contested, same
 
 Baseline = Literal["none", "batch", "group"]
 """What REINFORCE subtracts: nothing, the mean of all voters of the batch, or the mean of the group."""
@@ -34,23 +33,6 @@ def reinforce_advantages(outcomes: Outcomes, *, baseline: Baseline = "none") -> 
     if len(voting) < 2 or same(voting):
         return np.zeros(len(rewards))
     return np.where(votes, rewards - voting.mean(), 0.0)
-
-
-def remax_advantages(outcomes: Outcomes, greedy: Mapping[int, float]) -> Float64:
-    """[n] float64: r - reward of the greedy rollout of the same question (ReMax, arXiv 2310.10505, algorithm 1).
-
-    greedy  group -> the reward of its greedy rollout, which is not among the n. A group that is not there (its greedy
-            rollout failed) has no baseline, and gets 0
-    A group of one is defined: that is ReMax's own case. Differences that are only rounding are exactly 0.
-    """
-    out = np.zeros(len(outcomes.rewards))
-    for members in voters_by_group(outcomes):
-        number = int(outcomes.group[members[0]])
-        if number in greedy:
-            difference = outcomes.rewards[members] - greedy[number]
-            noise = tolerance(np.append(outcomes.rewards[members], greedy[number]))
-            out[members] = np.where(np.abs(difference) > noise, difference, 0.0)
-    return out
 
 
 def gpg_advantages(

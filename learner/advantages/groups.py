@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from learner.advantages.outcomes import Float64, Outcomes, contested, tolerance
+from learner.advantages.outcomes import Bool, Float64, Outcomes, contested, same, tolerance
 
 Spread = Literal["group", "batch", "none"]
 """What centred rewards are divided by: the deviation of their group, that of all voters of the batch, or nothing."""
@@ -85,6 +85,19 @@ def opo_advantages(outcomes: Outcomes) -> Float64:
         rewards, lengths = outcomes.rewards[members], outcomes.lengths[members].astype(np.float64)
         weights = lengths if lengths.sum() > 0 else np.ones_like(lengths)
         out[members] = rewards - (weights * rewards).sum() / weights.sum()
+    return out
+
+
+def normalized_batch(advantages: Float64, votes: Bool, *, ddof: int = 1, epsilon: float = 1e-6) -> Float64:
+    """[n] float64: (a - mean) / (deviation + epsilon) over all voters of the batch; 0 for the others.
+
+    The last step of GDPO (arXiv 2601.05242), there and in TRL (epsilon 1e-4) over trajectories. One voter, or
+    advantages [n] that are equal but for rounding: 0.
+    """
+    out = np.zeros(len(advantages))
+    voting = advantages[votes]
+    if len(voting) > 1 and not same(voting):
+        out[votes] = (voting - voting.mean()) / (voting.std(ddof=ddof) + epsilon)
     return out
 
 

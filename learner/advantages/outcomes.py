@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from protocol.errors import UserError
 from protocol.messages import Status, TrajectoryGroup
 
 Float64 = npt.NDArray[np.float64]
@@ -75,9 +76,17 @@ class Outcomes:
             self, rewards=self.rewards[order], parts={name: part[order] for name, part in self.parts.items()}
         )
 
-    def scored(self, rewards: Float64) -> Outcomes:
-        """The same with other rewards: after shaping or normalisation."""
-        return replace(self, rewards=np.asarray(rewards, np.float64))
+    def part(self, name: str) -> Outcomes:
+        """The same with one part of the reward, unweighted, as the reward. Raises UserError for one that is not there;
+        without voters, which bring no parts, it is 0.
+        """
+        if name not in self.parts and self.votes.any():
+            raise UserError(
+                f"no trajectory of the batch brings a reward {name!r}",
+                why=f"learner.algorithm.parts names it; known: {', '.join(sorted(self.parts)) or 'none'}",
+                todo="name a reward of rollout.episode.rewards there, or add it to them",
+            )
+        return replace(self, rewards=self.parts.get(name, np.zeros(len(self.rewards))))
 
 
 def same(rewards: Float64) -> bool:

@@ -14,19 +14,6 @@ from __future__ import annotations
 import torch
 
 
-def rewards_at_end(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, T]: the outcome rewards [B], each on the last token of its row where `mask` [B, T] holds; 0 elsewhere.
-
-    A row without such a token stays 0.
-    """
-    out = torch.zeros(mask.shape, dtype=rewards.dtype, device=rewards.device)
-    if not mask.shape[1]:
-        return out
-    place = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, place, -1).amax(1)
-    return torch.where(place[None, :] == last[:, None], rewards.detach()[:, None], out)
-
-
 def settled_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B, T]: every reward on a masked position added to that of the last token before it where `mask` holds.
 

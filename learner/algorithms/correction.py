@@ -10,7 +10,17 @@ import torch
 from learner.algorithms.base import Scored, TokenInputs, Total
 from learner.config_policy import PolicySettings
 from learner.kl import log_ratio
-from learner.losses import WeightSums, keep_mask, masked, normalised, opsm, truncated, veto, weight_sums
+from learner.losses import (
+    WeightSums,
+    keep_mask,
+    masked,
+    normalised,
+    opsm,
+    second_moment_bound,
+    truncated,
+    veto,
+    weight_sums,
+)
 
 
 class Corrected(NamedTuple):
@@ -28,23 +38,32 @@ class Correction:
         self._rejection = settings.rejection
         self._weighs = settings.old_logprobs != "behaviour" and settings.correction.mode != "off"
         self._by_policy = settings.old_logprobs == "behaviour"
+        self._normalises = self._weighs and self._settings.normalize
         self._sums: WeightSums | None = None
+        self._bound: float | None = None
 
     @property
     def needs_old_to_judge(self) -> bool:
-        """The mean of all weights must be known before the first of them is used."""
-        return self._weighs and self._settings.normalize
+        """The weights of the whole batch must be known before the first of them is used."""
+        return self._normalises or self._rejection.second_moment > 0
 
     def prepare(self, scored: Sequence[Scored], total: Total) -> None:
-        """Sums the batch's weights over all ranks, where they are to be divided by their mean."""
+        """Finds what spans the batch: the sums of its weights, the bound on their second moment; collective."""
         if not self.needs_old_to_judge:
             return
-        pieces = []
+        log_weights = []
         for s in scored:
             assert s.old is not None
-            log_weight = log_ratio(s.old, s.behaviour, s.mask)
-            pieces.append(torch.stack(weight_sums(self._weight(log_weight, s.trajectory, s.mask), s.mask)))
-        self._sums = WeightSums(*total(torch.stack(pieces).sum(0)))
+            log_weights.append(log_ratio(s.old, s.behaviour, s.mask))
+        if self._normalises:
+            pieces = []
+            for log_weight, s in zip(log_weights, scored, strict=True):
+                weight = self._weight(log_weight, s.trajectory, s.mask)
+                pieces.append(torch.stack(weight_sums(weight, s.trajectory, s.mask, level=self._settings.level)))
+            self._sums = WeightSums(*total(torch.stack(pieces).sum(0)))
+        if self._rejection.second_moment:
+            squares = [x[s.mask].double().square() for x, s in zip(log_weights, scored, strict=True)]
+            self._bound = second_moment_bound(squares, self._rejection.second_moment, total)
 
     def of(self, inputs: TokenInputs, old: torch.Tensor) -> Corrected:
         """Weights of one micro-batch's tokens, given the proximal log-probs."""
@@ -72,8 +91,12 @@ class Correction:
     def _kept(self, log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         r = self._rejection
         kept = mask
-        if r.level != "off":
-            kept = kept & keep_mask(log_weight, trajectory, mask, level=r.level, low=r.low, high=r.high)
+        for c in (r, *r.also):
+            if c.level != "off":
+                bounds = {"low": c.low, "high": c.high}
+                kept = kept & keep_mask(log_weight, trajectory, mask, level=c.level, measure=c.measure, **bounds)
+        if self._bound is not None:
+            kept = kept & (log_weight.double().square() <= self._bound)
         if r.veto:
             kept = kept & veto(log_weight, trajectory, mask, threshold=r.veto)
         return kept

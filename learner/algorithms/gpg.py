@@ -9,15 +9,20 @@ import torch
 from learner.advantages import Outcomes, gpg_advantages
 from learner.algorithms.base import TokenInputs
 from learner.algorithms.policy import PolicyAlgorithm
+from learner.config_algorithm import GpgSettings
 from learner.losses import Surrogate, reinforce
 
 
 class Gpg(PolicyAlgorithm):
     """No ratio, no clip, no deviation."""
 
+    def __init__(self, settings: GpgSettings) -> None:
+        super().__init__(settings)
+        self._settings = settings
+
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory; 0 for those that do not vote."""
-        return gpg_advantages(outcomes, nonzero="advantages")
+        return gpg_advantages(outcomes, nonzero=self._settings.alpha)
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
         """-A log policy."""

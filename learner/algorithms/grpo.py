@@ -15,6 +15,7 @@ from learner.advantages import (
     Turns,
     grpo_advantages,
     max_rl_advantages,
+    normalized_batch,
     normalized_turns,
     opo_advantages,
     pass_at_k_advantages,
@@ -34,6 +35,17 @@ class Grpo(PolicyAlgorithm):
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        s = self._group
+        if s.parts:
+            each = [weight * self._compared(outcomes.part(name)) for name, weight in s.parts.items()]
+            found: npt.NDArray[np.float64] = np.sum(each, axis=0)
+        else:
+            found = self._compared(outcomes)
+        if s.normalize_batch:
+            found = normalized_batch(found, outcomes.votes, ddof=s.std_ddof, epsilon=s.epsilon)
+        return found
+
+    def _compared(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         s = self._group
         match s.estimator:
             case "grpo":

@@ -1,6 +1,7 @@
 """What all algorithms share: corrections around a surrogate, the divergence from a reference, the entropy bonus.
 
-    loss = sum_i weight_i * (keep_i * correction_i * surrogate_i + coefficient * kl_i - entropy_coefficient * entropy_i)
+    loss = sum_i weight_i * (keep_i * correction_i * surrogate_i + coefficient * kl_i - entropy_coefficient * entropy_i
+                             + drift_coefficient * log(policy_i / old_i)^2)
 
 An algorithm is a surrogate (PPO's clip, where it says nothing else) and advantages. Where the divergence is taken off
 the rewards, or advantages are those of tokens, `judge` is where that happens.
@@ -21,7 +22,16 @@ from learner.algorithms.base import Judgement, LossOutput, Needs, Scored, TokenI
 from learner.algorithms.correction import Correction
 from learner.algorithms.report import report
 from learner.config_policy import KlSettings, PolicySettings
-from learner.kl import AdaptiveKl, FixedKl, KlController, kl_estimate, penalised, topk_forward_kl, topk_reverse_kl
+from learner.kl import (
+    AdaptiveKl,
+    FixedKl,
+    KlController,
+    kl_estimate,
+    log_ratio,
+    penalised,
+    topk_forward_kl,
+    topk_reverse_kl,
+)
 from learner.losses import Surrogate, clipped_surrogate, entropy_sum, proximal_interpolated, weighted_sum
 
 
@@ -30,6 +40,8 @@ class PolicyAlgorithm:
 
     uses_critic = False
     bootstraps = False
+    distills = False
+    """Whether the surrogate is the divergence, which is then no penalty beside it."""
 
     def __init__(self, settings: PolicySettings) -> None:
         self.policy_settings = settings
@@ -135,13 +147,18 @@ class PolicyAlgorithm:
         sums, maxima, ratios = report(inputs, surrogate, corrected, values)
         if s.entropy_coefficient:
             total = total - s.entropy_coefficient * entropy_sum(inputs.entropy, inputs.weights, mask)
+        if s.drift_coefficient:
+            drift = log_ratio(inputs.logprobs, old.detach(), mask).square()
+            total = total + s.drift_coefficient * weighted_sum(drift, inputs.weights, mask)
         if inputs.reference is not None and s.kl.place == "loss":
-            divergence = self._divergence(inputs, old)
-            total = total + s.kl.coefficient * weighted_sum(divergence, inputs.weights, mask)
+            divergence = self.divergence(inputs, old)
+            if not self.distills:
+                total = total + s.kl.coefficient * weighted_sum(divergence, inputs.weights, mask)
             sums["kl_reference"] = divergence.detach().sum()
         return LossOutput(total, sums, maxima, ratios)
 
-    def _divergence(self, inputs: TokenInputs, old: torch.Tensor) -> torch.Tensor:
+    def divergence(self, inputs: TokenInputs, old: torch.Tensor) -> torch.Tensor:
+        """[N] from the reference, as `kl` says; asks for `inputs.reference`."""
         kl, reference = self.policy_settings.kl, inputs.reference
         assert reference is not None
         importance = old if kl.importance else None

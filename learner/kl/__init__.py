@@ -2,7 +2,6 @@
 
 from learner.kl.controller import AdaptiveKl, FixedKl, KlController
 from learner.kl.estimators import KlKind, kl_estimate
-from learner.kl.full import full_forward_kl, full_reverse_kl
 from learner.kl.masked import CAP, LOG_RATIO_LIMIT, clamped, cut, log_ratio, require_mask
 from learner.kl.reward import penalised
 from learner.kl.topk import topk_forward_kl, topk_reverse_kl
@@ -16,8 +15,6 @@ __all__ = [
     "KlKind",
     "clamped",
     "cut",
-    "full_forward_kl",
-    "full_reverse_kl",
     "kl_estimate",
     "log_ratio",
     "penalised",

@@ -3,6 +3,7 @@
 from learner.losses.entropy import entropy_sum
 from learner.losses.offpolicy import (
     Level,
+    Measure,
     RejectionLevel,
     WeightSums,
     at_level,
@@ -16,6 +17,7 @@ from learner.losses.offpolicy import (
     weight_sums,
 )
 from learner.losses.proximal import proximal_interpolated
+from learner.losses.second_moment import second_moment_bound
 from learner.losses.segments import segment_count, segment_max, segment_mean, segment_sum
 from learner.losses.sequence import gmpo, gspo
 from learner.losses.surrogate import (
@@ -26,6 +28,7 @@ from learner.losses.surrogate import (
     plain,
     weighted_sum,
 )
+from learner.losses.trust_region import Divergence, dppo, moved_too_far
 from learner.losses.value import (
     ValueLoss,
     VarianceSums,
@@ -36,7 +39,9 @@ from learner.losses.value import (
 from learner.losses.weighted import cispo, reinforce, sapo
 
 __all__ = [
+    "Divergence",
     "Level",
+    "Measure",
     "RejectionLevel",
     "Surrogate",
     "ValueLoss",
@@ -46,6 +51,7 @@ __all__ = [
     "cispo",
     "clip_gain",
     "clipped_surrogate",
+    "dppo",
     "effective_sample_size",
     "entropy_sum",
     "explained_variance",
@@ -54,12 +60,14 @@ __all__ = [
     "keep_mask",
     "log_ratio",
     "masked",
+    "moved_too_far",
     "normalised",
     "opsm",
     "plain",
     "proximal_interpolated",
     "reinforce",
     "sapo",
+    "second_moment_bound",
     "segment_count",
     "segment_max",
     "segment_mean",

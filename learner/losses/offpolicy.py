@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple
 import torch
 
 from learner.kl import clamped, cut
-from learner.losses.segments import segment_max, segment_mean, segment_sum
+from learner.losses.segments import segment_count, segment_max, segment_mean, segment_sum
 
 Level = Literal["token", "sequence", "geometric"]
-RejectionLevel = Literal["token", "sequence", "geometric", "max"]
+Measure = Literal["ratio", "k2", "k3"]
+RejectionLevel = Literal["token", "sequence", "geometric", "mean", "max"]
 
 
 def at_level(log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, level: Level) -> torch.Tensor:
@@ -73,22 +74,54 @@ def keep_mask(
     mask: torch.Tensor,
     *,
     level: RejectionLevel,
-    low: float,
+    low: float = 0.0,
     high: float,
+    measure: Measure = "ratio",
 ) -> torch.Tensor:
     """[N] bool: tokens that survive rejection, never one that `mask` leaves out.
 
-    token, sequence, geometric  low <= w <= high at that level (`at_level`)
-    max                         low <= w <= high for every token of the trajectory; with low = 1 / high it is a bound on
-                                the largest |log w| (verl's `seq_max_k2`)
+    measure ratio: low <= w <= high
+
+    token, sequence, geometric  at that level (`at_level`)
+    max                         for every token of the trajectory
+
+    measure k2 (log(w)^2 / 2) or k3 (w - log w - 1), both 0 where the policies agree: at most `high`; `low` says nothing
+
+    token      of the token
+    sequence   summed over the trajectory's tokens (verl's `seq_sum_k2`, `seq_sum_k3`)
+    mean       their mean (verl's `seq_mean_k3`, AReaL's `kl_k3`): unlike in a geometric mean of ratios, tokens that
+               grew do not make up for tokens that shrank
+    max        the largest of them (verl's `seq_max_k2`, `seq_max_k3`)
+
+    Raises ValueError for bounds the wrong way round, or a level that the measure does not have.
     """
+    if measure != "ratio":
+        return mask & (_divergence_at(log_weight, trajectory, mask, level, measure) <= high)
     _require_bounds(low, high)
     if level == "max":
         weight = at_level(log_weight, trajectory, mask, "token").exp()
         outside = ~((low <= weight) & (weight <= high))
         return mask & (segment_max(outside.double(), trajectory, mask) == 0)
+    if level == "mean":
+        raise ValueError("the mean of ratios is no level: geometric, or measure k2 or k3")
     weight = at_level(log_weight, trajectory, mask, level).exp()
     return mask & (low <= weight) & (weight <= high)
+
+
+def _divergence_at(
+    log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, level: RejectionLevel, measure: Measure
+) -> torch.Tensor:
+    x = at_level(log_weight, trajectory, mask, "token")
+    values = 0.5 * x.square() if measure == "k2" else torch.expm1(x) - x
+    if level == "token":
+        return values
+    if level == "sequence":
+        return segment_sum(values, trajectory, mask)
+    if level == "mean":
+        return segment_mean(values, trajectory, mask)
+    if level == "max":
+        return segment_max(values, trajectory, mask)
+    raise ValueError(f"measure {measure} has no level {level!r}; it has: token, sequence, mean, max")
 
 
 def veto(log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, *, threshold: float) -> torch.Tensor:
@@ -118,32 +151,40 @@ def opsm(
 
 
 class WeightSums(NamedTuple):
-    """Sums over tokens, 0-d float64 each, to be added over micro-batches and ranks: w, w squared, how many tokens."""
+    """Sums over tokens or trajectories, 0-d float64 each, to be added over micro-batches and ranks: w, w squared, how
+    many.
+    """
 
     total: torch.Tensor
     squares: torch.Tensor
-    tokens: torch.Tensor
+    number: torch.Tensor
 
 
-def weight_sums(weight: torch.Tensor, mask: torch.Tensor) -> WeightSums:
-    """The sums of one micro-batch's weights [N] where `mask` holds."""
+def weight_sums(weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, *, level: Level) -> WeightSums:
+    """The sums of one micro-batch's weights [N] at `level`, where `mask` holds: over tokens at level token, else over
+    trajectories, whose tokens have one weight.
+    """
     w = cut(weight.detach(), mask).double()
-    return WeightSums(w.sum(), w.square().sum(), mask.sum().double())
+    once = mask.double()
+    if level != "token":
+        once = once / segment_count(trajectory, mask).clamp(min=1)
+    return WeightSums((w * once).sum(), (w.square() * once).sum(), once.sum())
 
 
 def normalised(weight: torch.Tensor, mask: torch.Tensor, sums: WeightSums) -> torch.Tensor:
     """[N] weights divided by their mean over the whole batch, of which `sums` are; 0 where masked or all weights are 0.
 
-    Self-normalised importance sampling: the correction moves weight between tokens but not the learning rate.
+    Self-normalised importance sampling: the correction moves weight between tokens, or between trajectories (verl and
+    slime likewise), but not the learning rate.
     """
-    factor = torch.where(sums.total > 0, sums.tokens / sums.total, 0.0)
+    factor = torch.where(sums.total > 0, sums.number / sums.total, 0.0)
     return cut(weight.detach(), mask) * factor.to(weight)
 
 
 def effective_sample_size(sums: WeightSums) -> float:
     """(sum w)^2 / sum w^2: as many tokens drawn by the proximal policy itself would say as much (Kong 1992).
 
-    From 1 to the number of tokens; 0 when every weight is 0. Divide by `sums.tokens` for the share.
+    From 1 to the number of tokens; 0 when every weight is 0. Divide by `sums.number` for the share.
     """
     squares = float(sums.squares)
     return float(sums.total) ** 2 / squares if squares > 0 else 0.0

@@ -31,9 +31,9 @@ def settings(request):
 def recomputing(request):
     """Every correction that needs the proximal policy, at once."""
     given = {"old_logprobs": "recompute", "correction": {"mode": "mask", "low": 0.2, "high": 3, "normalize": True}}
-    return request.param(
-        **given, rejection={"level": "token", "low": 0.1, "high": 9, "veto": 0.01, "off_policy": 0.5}, dual_clip=3
-    )
+    also = [{"measure": "k3", "level": "mean", "high": 2}, {"level": "max", "high": 20, "low": 0}]
+    rejection = {"level": "token", "low": 0.1, "high": 9, "also": also, "second_moment": 0.3, "veto": 0.01}
+    return request.param(**given, rejection=rejection | {"off_policy": 0.5}, dual_clip=3, drift_coefficient=0.1)
 
 
 def outcomes(order: np.ndarray | None = None) -> Outcomes:
@@ -100,7 +100,7 @@ def alone(vector: torch.Tensor) -> torch.Tensor:
 
 
 def test_there_is_more_than_one_algorithm():
-    assert len(MEMBERS) >= 11
+    assert len(MEMBERS) >= 16
 
 
 def test_advantages_are_finite_and_who_does_not_vote_has_none(settings):
@@ -234,7 +234,7 @@ def test_masked_tokens_leak_nothing(settings, bad):
 
 
 def test_the_settings_are_found_by_their_type(settings):
-    tree = {"learner": {"algorithm": settings.model_dump()}}
+    tree = {"learner": {"algorithm": settings.model_dump(), "reference": {"model": "teacher"}}}
     assert section(tree, "learner", TrainerSettings).algorithm == settings
 
 

@@ -44,7 +44,17 @@ CASES: dict[str, dict[str, Any]] = {
         "engine": {"zero_stage": 3},
     },
     "reinforce, normalized weights": {
-        "algorithm": {"type": "reinforce", "correction": {"normalize": True, "level": "sequence", "high": 5}},
+        "algorithm": {"type": "reinforce", "correction": {"normalize": True, "level": "sequence", "high": 2}},
+    },
+    "dppo, what spans the batch": {
+        "algorithm": {
+            "type": "dppo",
+            "old_logprobs": "recompute",
+            "parts": {"one": 1.0, "two": -0.5},
+            "normalize_batch": True,
+            "rejection": {"measure": "k3", "level": "mean", "high": 0.1, "second_moment": 0.008},
+            "drift_coefficient": 0.1,
+        },
     },
     "lora, stage 2": {"model": {"lora": {"rank": 4}}, "engine": {"zero_stage": 2}},
 }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from learner.advantages import Outcomes, grpo_advantages, informative, rloo_advantages
+from protocol.errors import UserError
 from protocol.messages import Status, TrajectoryGroup
 from protocol.testing import make_group, make_question, make_trajectory
 
@@ -134,12 +135,16 @@ def test_the_control_moves_the_parts_with_their_reward_and_leaves_the_lengths():
     assert shuffled.rewards.tolist() != rewards.tolist()
 
 
-def test_other_rewards_replace_only_the_rewards():
-    given = outcomes([1, 0], votes=[1, 0])
-    scored = given.scored(np.array([3, 4]))
-    assert scored.rewards.dtype == np.float64
-    assert (scored.rewards.tolist(), scored.votes.tolist()) == ([3.0, 4.0], [True, False])
+def test_a_part_of_the_reward_takes_its_place_and_an_unknown_one_is_refused_with_those_that_are():
+    parts = {"em": np.array([3.0, 4.0]), "f1": np.zeros(2)}
+    given = Outcomes(np.array([1.0, 0.0]), np.array([True, False]), np.zeros(2, np.int64), parts=parts)
+    found = given.part("em")
+    assert (found.rewards.tolist(), found.votes.tolist()) == ([3.0, 4.0], [True, False])
     assert given.rewards.tolist() == [1.0, 0.0]
+    with pytest.raises(UserError, match=r"no trajectory .* 'EM'"):
+        given.part("EM")
+    nobody = Outcomes(np.ones(2), np.zeros(2, bool), np.zeros(2, np.int64))
+    assert nobody.part("em").rewards.tolist() == [0.0, 0.0], "a batch that failed brings no parts"
 
 
 @pytest.mark.parametrize(

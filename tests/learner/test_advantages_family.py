@@ -15,15 +15,13 @@ from learner.advantages import (
     gpg_advantages,
     grpo_advantages,
     max_rl_advantages,
+    normalized_batch,
     opo_advantages,
     pass_at_k_advantages,
     reinforce_advantages,
     reinforce_pp_baseline_advantages,
-    remax_advantages,
     rloo_advantages,
 )
-
-GREEDY = {g: 0.25 * g - 0.3 for g in range(-3, 12)}
 
 
 def outcomes(rewards, group=None, votes=None, lengths=None, parts=None) -> Outcomes:
@@ -104,6 +102,14 @@ def slow_reinforce_batch(given):
     return np.where(given.votes, given.rewards - mean(every), 0.0)
 
 
+def slow_normalized_batch(given):
+    centred = loop(given, lambda r, j, i: r[j] - mean(r))
+    every = [a for a, v in zip(centred.tolist(), given.votes, strict=True) if v]
+    if equal(every):
+        return np.zeros(len(centred))
+    return np.where(given.votes, (centred - mean(every)) / (deviation(every, 1) + 1e-4), 0.0)
+
+
 FAMILY = {
     "grpo": (
         lambda g: grpo_advantages(g, ddof=1, epsilon=1e-4),
@@ -134,6 +140,10 @@ FAMILY = {
         lambda g: loop(g, lambda r, j, i: (r[j] - mean(r)) / mean(r) if mean(r) > 1e-9 * max(1, *map(abs, r)) else 0),
     ),
     "pass_at_k": (lambda g: pass_at_k_advantages(g, epsilon=1e-3), slow_pass_at_k),
+    "normalized batch": (
+        lambda g: normalized_batch(dr_grpo_advantages(g), g.votes, epsilon=1e-4),
+        lambda g: slow_normalized_batch(g),
+    ),
     "gpg": (
         lambda g: gpg_advantages(g, norm=2.0),
         lambda g: slow_gpg(g, sum(r != 0 for r in voting(g))),
@@ -145,19 +155,11 @@ FAMILY = {
 }
 RAW = {
     "reinforce_none": (reinforce_advantages, lambda g: np.where(g.votes, g.rewards, 0.0)),
-    "remax": (
-        lambda g: remax_advantages(g, GREEDY),
-        lambda g: loop(
-            g,
-            lambda r, j, i: r[j] - GREEDY[int(g.group[i])],
-            lambda r, j, i: r[j] - GREEDY[int(g.group[i])],
-        ),
-    ),
 }
 EVERY = FAMILY | RAW
 every = pytest.mark.parametrize("name", EVERY)
-comparing = pytest.mark.parametrize("name", [n for n in FAMILY if n != "reinforce_batch"])
-"""Those that compare siblings by their reward alone."""
+comparing = pytest.mark.parametrize("name", [n for n in FAMILY if n not in ("reinforce_batch", "normalized batch")])
+"""Those that compare siblings alone, by their reward."""
 
 
 @st.composite
@@ -282,13 +284,6 @@ def test_maxrl_by_hand():
     assert max_rl_advantages(outcomes([1.0, -1.0])).tolist() == [0.0, 0.0], "a mean of 0"
     assert max_rl_advantages(outcomes([-1.0, -2.0])).tolist() == [0.0, 0.0]
     assert max_rl_advantages(outcomes([0.1, 0.2, -0.3])).tolist() == [0.0] * 3, "a mean of 0 but for rounding"
-
-
-def test_remax_takes_a_group_of_one_and_leaves_a_group_without_a_greedy_rollout():
-    batch = outcomes([1.0, 0.5, 0.7], group=[0, 0, 9])
-    np.testing.assert_allclose(remax_advantages(batch, {0: 0.25}), [0.75, 0.25, 0.0])
-    assert remax_advantages(outcomes([0.1 + 0.2]), {0: 0.3}).tolist() == [0.0], "rounding is no difference"
-    np.testing.assert_allclose(remax_advantages(outcomes([1.0]), {0: 0.0}), [1.0])
 
 
 def test_reinforce_without_a_baseline_is_the_reward():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantages import discounted_returns, gae, rewards_at_end, settled_rewards, to_rows, whiten
+from learner.advantages import discounted_returns, gae, settled_rewards, to_rows, whiten
 
 torch.set_num_threads(1)
 NAN, INF = float("nan"), float("inf")
@@ -161,18 +161,11 @@ def test_a_reward_on_a_masked_token_goes_to_the_token_before_it():
     assert found.tolist() == [[0.5, 1.0, 0.0]]
 
 
-def test_an_outcome_stands_on_the_last_token_of_its_row():
-    mask = mask_of([[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]])
-    found = rewards_at_end(t64([5, 6, 7]), mask)
-    assert found.tolist() == [[0, 0, 5, 0], [0, 0, 0, 0], [0, 0, 0, 7]]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_masked_throughout_and_rows_without_tokens_are_zero(dtype):
     for shape in ((2, 3), (2, 0), (0, 3)):
         nothing, mask = torch.full(shape, NAN, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
         found = [*gae(nothing, nothing, mask, 0.9, 0.9), discounted_returns(nothing, mask, 0.9), whiten(nothing, mask)]
-        found.append(rewards_at_end(torch.ones(shape[0], dtype=dtype), mask))
         assert all(x.shape == shape and x.dtype == dtype and (x == 0).all() for x in found)
 
 
@@ -184,7 +177,6 @@ def test_no_gradient_flows_through_advantages():
         discounted_returns(rewards, mask, 0.9),
         whiten(values, mask),
         settled_rewards(rewards, mask),
-        rewards_at_end(last, mask),
     ]
     assert not any(x.requires_grad for x in found)
 

@@ -134,7 +134,7 @@ def test_corrections_are_constants():
     for level in LEVELS:
         assert not truncated(logs, trajectory, mask, level=level, high=2.0).requires_grad
         assert not masked(logs, trajectory, mask, level=level, low=0.5, high=2.0).requires_grad
-    assert not normalised(logs + 1, mask, weight_sums(logs + 1, mask)).requires_grad
+    assert not normalised(logs + 1, mask, weight_sums(logs + 1, trajectory, mask, level="token")).requires_grad
     assert not proximal_interpolated(logs, logs, torch.tensor([1, 1]), mask).requires_grad
 
 
@@ -147,7 +147,7 @@ def test_nonsense_is_refused():
     with pytest.raises(TypeError, match=r"torch\.bool"):
         masked(*case._replace(mask=torch.ones(1)), level="token", low=0.5, high=2.0)
     with pytest.raises(TypeError, match=r"torch\.bool"):
-        weight_sums(torch.ones(1), torch.ones(1))
+        weight_sums(torch.ones(1), torch.zeros(1), torch.ones(1), level="token")
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,9 +170,10 @@ def test_opsm_drops_drifted_mistakes_and_nothing_else(case, delta):
 @given(case=tokens(), cut=st.integers(0, 24))
 def test_normalised_weights_have_mean_one_over_micro_batches(case, cut):
     weight = truncated(*case, level="token", high=5.0)
-    parts = [(weight[:cut], case.mask[:cut]), (weight[cut:], case.mask[cut:])]
-    sums = WeightSums(*(a + b for a, b in zip(*(weight_sums(w, m) for w, m in parts), strict=True)))
-    found = torch.cat([normalised(w, m, sums) for w, m in parts])
+    columns = (weight, case.trajectory, case.mask)
+    parts = [[x[:cut] for x in columns], [x[cut:] for x in columns]]
+    sums = WeightSums(*(a + b for a, b in zip(*(weight_sums(*p, level="token") for p in parts), strict=True)))
+    found = torch.cat([normalised(w, m, sums) for w, _, m in parts])
     total, n = float(weight[case.mask].sum()), int(case.mask.sum())
     if n:
         torch.testing.assert_close(found[case.mask], weight[case.mask] * n / total)
@@ -183,22 +184,79 @@ def test_normalised_weights_have_mean_one_over_micro_batches(case, cut):
     assert not found[~case.mask].any()
 
 
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+@settings(max_examples=40, deadline=None)
+@given(case=tokens())
+def test_weights_of_trajectories_have_mean_one_over_trajectories_however_long(level, case):
+    """verl and slime divide by the mean over sequences; one over tokens would count long ones more."""
+    weight = truncated(*case, level=level, high=5.0)
+    found = normalised(weight, case.mask, weight_sums(weight, case.trajectory, case.mask, level=level))
+    firsts = {int(n): i for i, n in reversed(list(enumerate(case.trajectory))) if case.mask[i]}
+    if firsts:
+        assert sum(float(found[i]) for i in firsts.values()) / len(firsts) == pytest.approx(1)
+        mean = sum(float(weight[i]) for i in firsts.values()) / len(firsts)
+        torch.testing.assert_close(found[case.mask], weight[case.mask] / mean)
+    assert not found[~case.mask].any()
+
+
+def slow_divergences(given: Tokens, measure: str, level: str) -> list[float]:
+    """k2 or k3 of each token at the level; NaN where masked."""
+    found = [math.nan] * len(given.mask)
+    for _, run in groupby(range(len(found)), key=lambda i: int(given.trajectory[i])):
+        kept = [i for i in run if given.mask[i]]
+        logs = [min(max(float(given.log_weight[i]), -20.0), 20.0) for i in kept]
+        each = [x * x / 2 if measure == "k2" else math.exp(x) - 1 - x for x in logs]
+        for i, own in zip(kept, each, strict=True):
+            known = {"token": own, "sequence": sum(each), "mean": sum(each) / len(each), "max": max(each)}
+            found[i] = known[level]
+    return found
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "mean", "max"])
+@pytest.mark.parametrize("measure", ["k2", "k3"])
+@settings(max_examples=25, deadline=None)
+@given(case=tokens(), high=st.sampled_from([0.013, 0.21, 3.7]))
+def test_tokens_kept_by_k2_and_k3_are_those_of_a_slow_loop(measure, level, case, high):
+    wanted = [x <= high for x in slow_divergences(case, measure, level)]
+    assert keep_mask(*case, level=level, measure=measure, high=high).tolist() == wanted
+
+
+def test_a_mean_of_k3_sees_what_a_geometric_mean_of_ratios_does_not():
+    """Tokens twice and half as likely: their geometric mean is 1."""
+    logs, mask = torch.tensor([math.log(2), -math.log(2)]), torch.tensor([True, True])
+    numbers = torch.tensor([0, 0])
+    assert keep_mask(logs, numbers, mask, level="geometric", low=0.999, high=1.001).all()
+    assert not keep_mask(logs, numbers, mask, level="mean", measure="k3", high=0.1).any()
+    # k3: 2 - 1 - log 2 and 1/2 - 1 + log 2, of which the mean is 1/4
+    assert keep_mask(logs, numbers, mask, level="mean", measure="k3", high=0.2501).all()
+
+
+def test_a_measure_without_the_level_is_refused():
+    case = Tokens(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.tensor([True]))
+    with pytest.raises(ValueError, match="geometric"):
+        keep_mask(*case, level="mean", high=2.0)
+    with pytest.raises(ValueError, match="mean"):
+        keep_mask(*case, level="geometric", measure="k3", high=2.0)
+
+
 def test_weights_that_are_all_zero_divide_by_nothing():
     """verl 0.9.1 raises ZeroDivisionError here when IcePop rejects a whole batch."""
     logs, mask = torch.full((3,), 9.0), torch.tensor([True, True, False])
     weight = masked(logs, torch.tensor([0, 0, 1]), mask, level="token", low=0.5, high=5.0)
-    sums = weight_sums(weight, mask)
+    numbers = torch.tensor([0, 0, 1])
+    sums = weight_sums(weight, numbers, mask, level="token")
     assert [float(x) for x in sums] == [0.0, 0.0, 2.0]
     assert effective_sample_size(sums) == 0.0
     assert normalised(weight, mask, sums).tolist() == [0.0, 0.0, 0.0]
-    nothing = weight_sums(weight, torch.zeros(3, dtype=torch.bool))
+    nothing = weight_sums(weight, numbers, torch.zeros(3, dtype=torch.bool), level="token")
     assert effective_sample_size(nothing) == 0.0
 
 
 def test_equal_weights_are_worth_every_token():
     mask = torch.ones(4, dtype=torch.bool)
-    assert effective_sample_size(weight_sums(torch.full((4,), 0.3), mask)) == pytest.approx(4)
-    assert effective_sample_size(weight_sums(torch.tensor([1.0, 0.0, 0.0, 0.0]), mask)) == pytest.approx(1)
+    for weight, size in ((torch.full((4,), 0.3), 4), (torch.tensor([1.0, 0.0, 0.0, 0.0]), 1)):
+        sums = weight_sums(weight, torch.arange(4), mask, level="token")
+        assert effective_sample_size(sums) == pytest.approx(size)
 
 
 @pytest.mark.parametrize("born", [0, 3, 17])

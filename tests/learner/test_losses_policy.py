@@ -16,6 +16,7 @@ from learner.losses import (
     Surrogate,
     cispo,
     clipped_surrogate,
+    dppo,
     entropy_sum,
     gmpo,
     gspo,
@@ -143,6 +144,29 @@ def slow_reinforce(leaves: list[torch.Tensor], case: Case) -> list[torch.Tensor]
     return [-float(case.advantages[i]) * leaf for i, leaf in enumerate(leaves) if case.mask[i]]
 
 
+def slow_dppo(leaves, case, *, kind, low, high, symmetric=False, cap=math.inf):
+    """Algorithm of the paper: the ratio as a weight, and a mask by where the probability went."""
+    losses = []
+    for i, leaf in enumerate(leaves):
+        if case.mask[i]:
+            a, now, before = float(case.advantages[i]), leaf.item(), float(case.old[i])
+            p, q = math.exp(now), math.exp(before)
+            if kind == "tv":
+                size = abs(p - q)
+            else:
+                rest = [max(1 - x, 0.0) for x in (q, p)]  # of "another token"
+                size = q * min(max(before - now, -20.0), 20.0)
+                size += rest[0] * math.log((rest[0] + 1e-8) / (rest[1] + 1e-8))
+            away = p > q if a > 0 else p < q
+            bound_ = high if p > q else low
+            drop = size > bound_ and (symmetric or away) and p != q
+            r = ratio_of(leaf, case, i)
+            weight = min(r.item(), cap)
+            # the gradient of verl's -A sg(r) log pi, the value of prime-rl's -A r
+            losses.append(leaf * 0 if drop else -a * weight * r / r.item())
+    return losses
+
+
 LOSSES: dict[str, tuple[Callable[..., Surrogate], Slow]] = {
     "ppo": (lambda c: clipped_surrogate(c.logprobs, c.old, c.advantages, c.mask, low=0.2, high=0.28), slow_ppo),
     "dual clip": (
@@ -153,6 +177,18 @@ LOSSES: dict[str, tuple[Callable[..., Surrogate], Slow]] = {
     "gmpo": (lambda c: gmpo(c.logprobs, c.old, c.advantages, c.trajectory, c.mask, low=0.4, high=0.5), slow_gmpo),
     "cispo": (lambda c: cispo(c.logprobs, c.old, c.advantages, c.mask, lower=0.5, upper=3.0), slow_cispo),
     "sapo": (lambda c: sapo(c.logprobs, c.old, c.advantages, c.mask), slow_sapo),
+    "dppo tv": (
+        lambda c: dppo(c.logprobs, c.old, c.advantages, c.mask, low=0.15, high=0.2, cap=20.0),
+        lambda leaves, c: slow_dppo(leaves, c, kind="tv", low=0.15, high=0.2, cap=20.0),
+    ),
+    "dppo kl": (
+        lambda c: dppo(c.logprobs, c.old, c.advantages, c.mask, low=0.05, high=0.1, divergence="kl", cap=3.0),
+        lambda leaves, c: slow_dppo(leaves, c, kind="kl", low=0.05, high=0.1, cap=3.0),
+    ),
+    "ipo": (
+        lambda c: dppo(c.logprobs, c.old, c.advantages, c.mask, low=0.1, high=0.1, symmetric=True),
+        lambda leaves, c: slow_dppo(leaves, c, kind="tv", low=0.1, high=0.1, symmetric=True),
+    ),
     "reinforce": (lambda c: reinforce(c.logprobs, c.old, c.advantages, c.mask), slow_reinforce),
 }
 NAMES = sorted(LOSSES)
@@ -221,6 +257,17 @@ def one(ratio: float, advantage: float) -> Case:
         ("cispo", 0.25, -1.0, 0.5 * math.log(0.05), 0.5, (1, 0, 0)),
         ("sapo", 1.0, 2.0, -4.0, -2.0, (0, 0, 0)),
         ("sapo", 1.0, -2.0, 2 * 0.5 * 4 / 1.05, 2.0, (0, 0, 0)),
+        ("dppo tv", 1.9, 1.0, -1.9, -1.9, (0, 0, 0)),  # p .2 -> .38
+        ("dppo tv", 2.1, 1.0, 0.0, 0.0, (0, 1, 0)),
+        ("dppo tv", 2.1, -1.0, 2.1, 2.1, (0, 0, 0)),  # on its way back
+        ("dppo tv", 0.2, -1.0, 0.0, 0.0, (1, 0, 0)),
+        ("dppo tv", 0.2, 1.0, -0.2, -0.2, (0, 0, 0)),
+        ("dppo kl", 1.5, 1.0, -1.5, -1.5, (0, 0, 0)),
+        ("dppo kl", 3.0, 1.0, 0.0, 0.0, (0, 1, 0)),
+        ("dppo kl", 4.0, -1.0, 3.0, 3.0, (0, 0, 1)),  # the ratio is capped, and the gradient with it
+        ("ipo", 1.4, -1.0, 1.4, 1.4, (0, 0, 0)),
+        ("ipo", 1.6, -1.0, 0.0, 0.0, (0, 1, 0)),
+        ("ipo", 0.4, 1.0, 0.0, 0.0, (1, 0, 0)),
         ("reinforce", 4.0, 2.0, -2 * math.log(0.8), -2.0, (0, 0, 0)),
     ],
 )

@@ -37,6 +37,15 @@ def model(tiny_qwen: Path) -> Path:
     return tiny_qwen
 
 
+@pytest.fixture(scope="module")
+def teacher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same vocabulary."""
+    directory = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(1)
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config.from_pretrained(model)).save_pretrained(directory)
+    return directory
+
+
 Start = Callable[..., Trainer]
 
 
@@ -49,9 +58,9 @@ def start(model: Path) -> Iterator[Start]:
     yield begin
 
 
-def groups(trainer: Trainer, seed: int = 0) -> list[TrajectoryGroup]:
+def groups(trainer: Trainer, seed: int = 0, *, noise: float = 0.0) -> list[TrajectoryGroup]:
     """Two turns with an observation between; who begins with token 5 is right, and is paid for it at once, and who
-    begins with 9 is cut off by the token budget."""
+    begins with 9 is cut off by the token budget. noise: of the engine's log-probs, in nats."""
     rng = np.random.default_rng(seed)
     causal = trainer.engine.module.causal
 
@@ -66,6 +75,7 @@ def groups(trainer: Trainer, seed: int = 0) -> list[TrajectoryGroup]:
         seen = rng.integers(6, VOCABULARY, rng.integers(1, 6)).tolist()
         two = rng.integers(6, VOCABULARY, rng.integers(1, 7)).tolist()
         logprobs = score([1, 2, 3, *one, *seen, *two])
+        logprobs = [min(0.0, x + float(rng.normal(0, noise))) for x in logprobs] if noise else logprobs
         searched = policy_segment(one, logprobs[3 : 3 + len(one)])
         answered = policy_segment(two, logprobs[-len(two) :])
         right = float(first == RIGHT)
@@ -75,7 +85,8 @@ def groups(trainer: Trainer, seed: int = 0) -> list[TrajectoryGroup]:
             observation_segment(seen),
             answered,
         )
-        return Trajectory(status=Status.TRUNCATED if first == CUT else Status.ANSWERED, segments=segments, reward=right)
+        status, rewards = Status.TRUNCATED if first == CUT else Status.ANSWERED, {"right": right, "early": 0.1 * first}
+        return Trajectory(status=status, segments=segments, reward=right, rewards=rewards)
 
     firsts = [(5, 5, 9, 11), (9, 5, 12, 8), (7, 9, 5, 5), (5, 6, 7, 8)]
     return [
@@ -107,8 +118,23 @@ def likelihood(trainer: Trainer) -> float:
         return float(torch.log_softmax(causal(torch.tensor([[1, 2, 3]]), use_cache=False).logits[0, -1], -1)[RIGHT])
 
 
-def plenty(kind: str) -> dict[str, Any]:
+BATCHWIDE: dict[str, Any] = {
+    "old_logprobs": "recompute",
+    "parts": {"right": 1.0, "early": -0.5},
+    "normalize_batch": True,
+    "correction": {"level": "sequence", "normalize": True},
+    "rejection": {"measure": "k3", "level": "mean", "high": 0.05, "second_moment": 0.02},
+    "drift_coefficient": 0.1,
+}
+"""What is found over the whole batch before it is cut."""
+
+
+def plenty(kind: str, teacher: Path) -> dict[str, Any]:
     """Settings that switch on what the algorithm can do."""
+    if kind == "batchwide":
+        return {"algorithm": {"type": "dppo"} | BATCHWIDE}
+    if kind == "distill":
+        return {"algorithm": {"type": kind, "entropy_coefficient": 0.001}, "reference": {"model": teacher}}
     algorithm: dict[str, Any] = {"type": kind, "kl": {"coefficient": 0.02}, "entropy_coefficient": 0.001}
     if kind in ("ppo", "reinforce_pp"):
         algorithm |= {"gamma": 0.97}
@@ -117,7 +143,7 @@ def plenty(kind: str) -> dict[str, Any]:
     return {"algorithm": algorithm, "reference": {"kind": "ema", "every": 2, "tau": 0.5}}
 
 
-@pytest.mark.parametrize("kind", TIERED)
+@pytest.mark.parametrize("kind", [p for p in TIERED if p.values != ("distill",)])
 def test_it_learns(start: Start, kind: str) -> None:
     trainer = start(algorithm={"type": kind})
     before = likelihood(trainer)
@@ -129,19 +155,22 @@ def test_it_learns(start: Start, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "grpo" else pytest.mark.slow) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=() if kind == "grpo" else pytest.mark.slow) for kind in (*KINDS, "batchwide")],
 )
-def test_packing_micro_batches_and_order_do_not_matter(start: Start, kind: str) -> None:
+def test_packing_micro_batches_and_order_do_not_matter(start: Start, teacher: Path, kind: str) -> None:
     found = []
     for layout, reverse in (({}, False), ({"micro_batch_tokens": 1}, False), ({"row_tokens": 40}, True)):
-        trainer = start(**plenty(kind))
+        trainer = start(**plenty(kind, teacher))
         reports = []
         for seed in range(3):
-            given = groups(trainer, seed)
+            given = groups(trainer, seed, noise=0.2 if kind == "batchwide" else 0.0)
             reports.append(trainer.train(batch_of(trainer, given[::-1] if reverse else given, **layout)))
             assert all(row_of(STEP, name)[0] in STEP for name in reports[-1].metrics)
         found.append((weights(trainer), reports))
     (first, reports), *others = found
+    if kind == "batchwide":
+        assert any(0 < report.metrics["rejected"] < 1 for report in reports)
     for other, other_reports in others:
         for one, two in zip(reports, other_reports, strict=True):
             assert two.loss == pytest.approx(one.loss, abs=2e-6)
@@ -168,8 +197,8 @@ def test_the_learning_rates_of_the_update_are_reported(start: Start) -> None:
 
 
 @pytest.mark.parametrize("kind", TIERED)
-def test_a_restart_goes_on_bit_for_bit(start: Start, kind: str, tmp_path: Path) -> None:
-    settings = plenty(kind)
+def test_a_restart_goes_on_bit_for_bit(start: Start, teacher: Path, kind: str, tmp_path: Path) -> None:
+    settings = plenty(kind, teacher)
     one, two = start(**settings), start(**settings)
     for seed in range(3):
         one.train(batch_of(one, groups(one, seed)))
@@ -275,6 +304,16 @@ def test_adapters_learn_and_are_published_merged_or_alone(start: Start, model: P
 def _with_adapters(trainer: Trainer) -> Trainer:
     trainer._adapters = True
     return trainer
+
+
+@pytest.mark.parametrize("divergence", ["k1+", pytest.param("reverse", marks=pytest.mark.slow)])
+def test_a_student_comes_to_its_teacher_whatever_the_rewards(start: Start, teacher: Path, divergence: str) -> None:
+    algorithm = {"type": "distill", "kl": {"type": divergence}}
+    trainer = start(algorithm=algorithm, reference={"model": teacher}, optim={"lr": 3e-2})
+    far = []
+    for seed in range(16):
+        far.append(trainer.train(batch_of(trainer, groups(trainer, seed))).metrics["kl_reference"])
+    assert sum(far[-4:]) < 0.7 * sum(far[:4])
 
 
 def test_an_average_of_the_policy_follows_it_slowly(start: Start) -> None:

@@ -51,7 +51,8 @@ def groups(model: Path) -> list[TrajectoryGroup]:
         one = policy_segment(ids[3:cut], [min(0.0, x) for x in logprobs[2 : cut - 1]])
         two = policy_segment(ids[cut + 1 :], [min(0.0, x) for x in logprobs[cut:]])
         segments = (prompt_segment(ids[:3]), one, observation_segment([ids[cut]]), two)
-        return Trajectory(status=Status.ANSWERED if reward else Status.TRUNCATED, segments=segments, reward=reward)
+        status, parts = Status.ANSWERED if reward else Status.TRUNCATED, {"one": reward, "two": len(ids) / 10}
+        return Trajectory(status=status, segments=segments, reward=reward, rewards=parts)
 
     return [
         TrajectoryGroup(
@@ -74,7 +75,7 @@ def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote
 CASES = (
     *(f"grpo, stage {stage}" for stage in range(4)),
     *("ppo, stage 2", "reinforce_pp, stage 1", "gspo, stage 2", "ema_pg, stage 3"),
-    *("reinforce, normalized weights", "lora, stage 2"),
+    *("reinforce, normalized weights", "dppo, what spans the batch", "lora, stage 2"),
 )
 
 
@@ -88,6 +89,8 @@ def test_two_ranks_do_what_one_does(
 ) -> None:
     path, found = by_two
     expected = pair.measure(model, pair.read_groups(path), case)
+    if "spans" in case:
+        assert all(0 < metrics["rejected"] < 1 for metrics in expected["metrics"])
     for rank in found:
         of = rank[case]
         assert of["loss"] == pytest.approx(expected["loss"], abs=2e-6)

@@ -1,7 +1,5 @@
-"""Divergences over the whole vocabulary, from two tables of log-probs (pure torch).
-
-Exact, but both [N, V] tables stay alive until the backward pass: for small vocabularies, and as the oracle that the
-sampled and top-k estimators are tested against.
+"""Divergences over the whole vocabulary, from two tables of log-probs: what sampled and top-k estimators are held
+against.
 """
 
 from __future__ import annotations

@@ -1,0 +1,32 @@
+"""On-policy distillation (GKD, arXiv 2306.13649; prime-rl's `ref_kl`): towards a teacher, on what the policy wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from learner.advantages import Outcomes, reinforce_advantages
+from learner.algorithms.base import TokenInputs
+from learner.algorithms.policy import PolicyAlgorithm
+from learner.kl import log_ratio
+from learner.losses import Surrogate, moved_too_far
+
+
+class Distill(PolicyAlgorithm):
+    """The divergence from the reference in the place of a surrogate: corrected and rejected like one."""
+
+    distills = True
+
+    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
+        """[n] float64: the rewards, for the statistics; nothing is learned from them."""
+        return reinforce_advantages(outcomes, baseline="none")
+
+    def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
+        """The divergence, but of tokens that have moved too far since they were sampled."""
+        s, mask = self.policy_settings, inputs.mask
+        below, above = moved_too_far(inputs.logprobs, old, mask, low=s.clip_low, high=s.clip_high, divergence="tv")
+        loss = s.kl.coefficient * torch.where(mask & ~(below | above), self.divergence(inputs, old), 0.0)
+        ratio = log_ratio(inputs.logprobs.detach(), old.detach(), mask).exp()
+        ratio = torch.where(mask, ratio, 0.0)
+        return Surrogate(loss, ratio, below | above, below, above, torch.zeros_like(mask))
