@@ -163,7 +163,7 @@ def tables(report: Mapping[str, Any]) -> list[str]:
             left[name] = value
     baseline = dict(report["baseline"])
     _join(alike, str(baseline.pop("name")), baseline)
-    alone = {}
+    alone: dict[str, Mapping[str, Any]] = {}
     for group in alike:
         columns = list(dict.fromkeys(c for row in group.values() for c in row))
         if len(group) == 1:
