@@ -37,6 +37,9 @@ class ModelSettings(Settings):
     """Recompute activations in the backward pass: less memory, a third more time."""
     logit_chunk_bytes: int = Field(default=1 << 30, ge=1 << 10)
     """Most bytes for logits and what is made of them, at once; the output layer is computed in chunks of that size."""
+    fp32_lm_head: bool = True
+    """Logits of bfloat16 weights are float32 (MiniMax-M1, arXiv 2506.13585), as engine.kind.fp32_lm_head makes those of
+    SGLang; off: they are rounded to bfloat16, and log-probs are wrong by hundredths of a nat."""
     lora: LoraSettings = LoraSettings()
     """Train adapters instead of all weights."""
 

@@ -5,6 +5,11 @@ in the backward pass, chunk by chunk, turned into their own gradient in place, a
 hidden states and weight. With p = softmax(z), z = W h + b over the temperature, H the entropy:
 
     d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
+
+Logits of bfloat16 weights and states are float32 where the layer says so (`fp32`): exact products, summed and kept in
+float32. On CUDA that is one matrix product with a float32 output and costs nothing; elsewhere the weight is converted
+once for all chunks of a pass, and its float32 copy (4 bytes x V x H) lives as long as the pass. The gradient of the
+logits is float32, and rounded once, to the weight's dtype, for its two products.
 """
 
 from __future__ import annotations
@@ -32,13 +37,19 @@ class Wanted(NamedTuple):
 class ScoringLinear(torch.nn.Linear):
     """A linear output layer that also scores. Its class is put over an existing layer's, which so keeps its name, its
     parameters and DeepSpeed's hooks: at ZeRO stage 3 those gather the weight around `forward` and its backward pass.
+
+    fp32  whether logits of bfloat16 weights are float32
     """
+
+    fp32 = False
 
     def forward(self, input: torch.Tensor, wanted: Wanted | None = None) -> Any:
         """Logits; or, with `wanted`, the tuple (log-probs, entropy, at or empty, top or empty)."""
-        if wanted is None:
-            return F.linear(input, self.weight, self.bias)
-        return _Score.apply(input, self.weight, self.bias, wanted)  # type: ignore[no-untyped-call]
+        if wanted is not None:
+            return _Score.apply(input, self.weight, self.bias, wanted, self.fp32)  # type: ignore[no-untyped-call]
+        if self.fp32 and self.weight.dtype == torch.bfloat16:
+            return _Float32Linear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return F.linear(input, self.weight, self.bias)
 
 
 def can_score(layer: Any) -> bool:
@@ -59,22 +70,49 @@ def _chunks(count: int, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slic
     return (slice(start, start + rows) for start in range(0, count, rows))
 
 
-def _scaled_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
+class _Output(NamedTuple):
+    """The output layer of one pass. fp32: float32 logits of a weight that is not float32 itself."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    fp32: bool
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, *, fp32: bool) -> _Output:
+        """Converts the weight where there is no product of bfloat16 with a float32 output."""
+        if not fp32 or weight.dtype != torch.bfloat16:
+            return cls(weight, bias, False)
+        if weight.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+            return cls(weight, bias, True)
+        return cls(weight.float(), None if bias is None else bias.float(), False)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, V] of hidden states [n, H]."""
+        if not self.fp32:
+            return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        logits: torch.Tensor = torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+        return logits if self.bias is None else logits.add_(self.bias)
+
+
+def _scaled_logits(hidden: torch.Tensor, layer: _Output, scale: float) -> torch.Tensor:
     """[n, V], a tensor of its own, in float32 (float64 stays); what the model forbids (-inf) is very unlikely."""
-    logits = wide(F.linear(hidden, weight, bias))
+    logits = wide(layer.logits(hidden))
     return logits.mul_(scale).clamp_(min=torch.finfo(logits.dtype).min / 2)
 
 
 class _Score(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Any:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted, fp32: bool
+    ) -> Any:
         count, k = len(hidden), 0 if wanted.at_ids is None else wanted.at_ids.shape[1]
         dtype = wide(hidden[:0]).dtype
         logprobs, entropy, normaliser = (hidden.new_empty(count, dtype=dtype) for _ in range(3))
         at = hidden.new_empty((count, k), dtype=dtype)
         top = hidden.new_empty((count, wanted.top), dtype=torch.long)
+        layer = _Output.of(weight, bias, fp32=fp32)
         for part in _chunks(count, weight, wanted.chunk_bytes):
-            z = _scaled_logits(hidden[part], weight, bias, wanted.scale)
+            z = _scaled_logits(hidden[part], layer, wanted.scale)
             if wanted.top:
                 top[part] = z.topk(wanted.top, dim=-1).indices
             peak = z.amax(-1, keepdim=True)
@@ -90,7 +128,7 @@ class _Score(torch.autograd.Function):
             at[part] -= logs[:, None]
             normaliser[part] = logs + peak.squeeze(-1)
         ctx.save_for_backward(hidden, weight, bias, wanted.targets, wanted.at_ids, normaliser, entropy)
-        ctx.wanted = wanted
+        ctx.wanted, ctx.fp32 = wanted, fp32
         ctx.mark_non_differentiable(top, *(() if wanted.entropy_gradient else (entropy,)))
         ctx.set_materialize_grads(False)
         return logprobs, entropy, at, top
@@ -99,14 +137,15 @@ class _Score(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_logprobs: Any, g_entropy: Any, g_at: Any, _: Any) -> Any:
         hidden, weight, bias, targets, at_ids, normaliser, entropy = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        layer = _Output.of(weight, bias, fp32=ctx.fp32)
         g_hidden = torch.empty_like(hidden) if needs_hidden else None
         g_weight = torch.zeros_like(weight) if needs_weight else None
         g_bias = torch.zeros_like(bias) if needs_bias else None
         if g_logprobs is None:
             g_logprobs = torch.zeros_like(normaliser)
         for part in _chunks(len(hidden), weight, ctx.wanted.chunk_bytes):
-            z = _scaled_logits(hidden[part], weight, bias, ctx.wanted.scale).sub_(normaliser[part, None])
+            z = _scaled_logits(hidden[part], layer, ctx.wanted.scale).sub_(normaliser[part, None])
             at = None if g_at is None or at_ids is None else (at_ids[part], g_at[part])
             g = _gradient(
                 z,
@@ -122,7 +161,29 @@ class _Score(torch.autograd.Function):
                 g_weight.addmm_(g.T, hidden[part])
             if g_bias is not None:
                 g_bias += g.sum(0)
-        return g_hidden, g_weight, g_bias, None
+        return g_hidden, g_weight, g_bias, None, None
+
+
+class _Float32Linear(torch.autograd.Function):
+    """Float32 logits [..., V] of bfloat16 states and weights, for models whose logits are not only scored."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        logits = _Output.of(weight, bias, fp32=True).logits(hidden.flatten(0, -2))
+        return logits.view(*hidden.shape[:-1], len(weight))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        g = g.to(weight.dtype).flatten(0, -2)
+        return (
+            torch.mm(g, weight).view_as(hidden) if needs_hidden else None,
+            torch.mm(g.T, hidden.flatten(0, -2)) if needs_weight else None,
+            g.sum(0) if needs_bias else None,
+        )
 
 
 Weighted = tuple[torch.Tensor, torch.Tensor]

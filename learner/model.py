@@ -57,6 +57,7 @@ class PolicyModel(torch.nn.Module):
             self.lr_scales["value_head."] = critic.head_lr_scale
         if can_score(head):
             head.__class__ = ScoringLinear
+            head.fp32 = settings.fp32_lm_head
 
     def forward(
         self,

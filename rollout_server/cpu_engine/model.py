@@ -88,8 +88,8 @@ class Model:
         return self._norm(x, self.weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [T, V]."""
-        return F.linear(hidden, self.weights.head).float()
+        """float32 [T, V]: not rounded to bfloat16 where the weights are, as SGLang's with --enable-fp32-lm-head."""
+        return F.linear(hidden.float(), self.weights.head.float())
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.eps)

@@ -38,6 +38,9 @@ class SglangEngine(Settings):
     """More arguments for the server, e.g. ["--tp-size", "2", "--mem-fraction-static", "0.8"]."""
     max_running: int = Field(default=256, ge=1)
     """What the server is told as --max-running-requests."""
+    fp32_lm_head: bool = True
+    """Logits of a bfloat16 model are float32 (--enable-fp32-lm-head), as learner.model.fp32_lm_head makes those of the
+    learner. Left out on CPUs, where SGLang may have packed the weight of its output layer."""
 
 
 class AttachedEngine(Settings):

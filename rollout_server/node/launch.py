@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import shutil
@@ -26,6 +27,7 @@ KEYS_FILE = "keys.yaml"
 BEFORE_TEMPERATURE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Variable that makes SGLang report log-probs of softmax(logits), whatever the temperature."""
 ALWAYS = ("--incremental-streaming-output", "--enable-metrics")
+FP32_LM_HEAD = "--enable-fp32-lm-head"
 SOURCE = Path(__file__).resolve().parents[2]
 """The directory that holds Foray's packages: in a checkout, its root."""
 MAKE_ENVIRONMENT = "`make sglang-env` builds .venv-sglang for a machine without GPUs; else set engine.kind.python"
@@ -86,9 +88,31 @@ def command(
         *(interpreter(kind.python), *program, *common),
         *("--max-running-requests", str(kind.max_running)),
         # a streamed turn is then as long as its tokens, not as their square; and retractions can be read
-        *(flag for flag in (*ALWAYS, *([NO_OVERLAP] if in_place else [])) if flag not in kind.args),
+        *(
+            flag
+            for flag in (*ALWAYS, *_fp32_lm_head(kind, model), *([NO_OVERLAP] if in_place else []))
+            if flag not in kind.args
+        ),
         *_with_keys(kind.args, keys, home),
     ]
+
+
+def _fp32_lm_head(kind: SglangEngine, model: Path) -> list[str]:
+    """The flag, where the model is served in half precision on a device that is no CPU."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="")
+    told, _ = parser.parse_known_args(list(kind.args))
+    dtype = told.dtype
+    if dtype == "auto":
+        try:
+            facts = json.loads((model / "config.json").read_bytes())
+            text = facts.get("text_config") or facts
+            dtype = text.get("dtype") or text.get("torch_dtype") or facts.get("torch_dtype")
+        except (OSError, ValueError, AttributeError):
+            return []  # SGLang will say what is wrong with it
+    half = dtype in ("bfloat16", "float16", "half")
+    return [FP32_LM_HEAD] if kind.fp32_lm_head and half and told.device != "cpu" else []
 
 
 def environment(kind: CpuEngine | SglangEngine, keys: Keys = Keys()) -> Mapping[str, str]:

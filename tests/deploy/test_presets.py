@@ -97,6 +97,16 @@ def test_updates_are_as_large_as_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLE.sources)
+def test_no_recipe_has_the_defaults_that_are_younger_than_its_source(name: str) -> None:
+    """The forks of verl of Search-R1, ReSearch and EMA-PG have no dual clip, round logits to bfloat16, and give nothing
+    for what truncation cut off."""
+    config = preset(name)
+    assert config.learner.algorithm.dual_clip == 0
+    assert (config.learner.model.fp32_lm_head, config.engine.kind.fp32_lm_head) == (False, False)
+    assert not config.learner.algorithm.build().bootstraps
+
+
+@pytest.mark.parametrize("name", TABLE.sources)
 def test_what_an_algorithm_needs_is_there(name: str) -> None:
     config = preset(name)
     needs = config.learner.algorithm.build().needs

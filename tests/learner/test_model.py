@@ -13,7 +13,7 @@ from learner.batch import build_batch
 from learner.config_algorithm import GrpoSettings
 from learner.config_batch import BatchSettings
 from learner.config_model import ModelSettings
-from learner.model import PolicyModel, load_policy
+from learner.model import PolicyModel, hidden_states, load_policy
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
@@ -139,6 +139,25 @@ def test_the_mask_is_causal_within_blocks_and_padding_sees_itself():
     mask = block_mask(torch.tensor([[0, 0, 1, -1]]))
     assert mask.shape == (1, 1, 4, 4)
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_logits_of_a_bfloat16_model_are_float32_by_default(cap):
+    """Fused, and where the logits are capped, plain; beside a float64 product of the same states and weights."""
+    extra = {"final_logit_softcapping": cap} if cap else {}
+    errors = {}
+    for on in (True, False):
+        given = ModelSettings(dtype="bfloat16", **({} if on else {"fp32_lm_head": False}))
+        policy = PolicyModel(tiny("qwen2", **extra).bfloat16(), given)
+        ids, positions = torch.arange(20)[None], torch.arange(20)[None]
+        index, targets = torch.arange(20), torch.arange(1, 21)
+        with torch.no_grad():
+            states = hidden_states(policy.causal.base_model, ids, positions, None)
+            logits = states.double() @ policy.causal.lm_head.weight.double().T
+            exact = torch.log_softmax(cap * torch.tanh(logits / cap) if cap else logits, -1)
+            found = policy(ids, positions, None, index, targets, 1.0, False).logprobs
+        errors[on] = (found - exact[index, targets]).abs().max()
+    assert errors[True] < 1e-5 < 1e-3 < errors[False]
 
 
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"logit_chunk_bytes": 1024}])

@@ -159,6 +159,77 @@ def test_scores_are_float32_and_gradients_of_the_weights_dtype(way, dtype):
     assert (hidden.grad.dtype, layer.weight.grad.dtype) == (dtype, dtype)
 
 
+def half(count: int = 40, vocabulary: int = 300) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
+    """States and a layer in bfloat16 with logits of deviation 3, and targets."""
+    torch.manual_seed(4)
+    layer = torch.nn.Linear(64, vocabulary, dtype=torch.bfloat16)
+    torch.nn.init.normal_(layer.weight, std=3 / 8)
+    hidden = torch.randn(count, 64).bfloat16().requires_grad_()
+    return hidden, layer, torch.randint(0, vocabulary, (count,))
+
+
+def float32_scores(way: str, hidden: torch.Tensor, layer: torch.nn.Linear, targets: torch.Tensor, chunk: int) -> Scores:
+    layer.__class__ = ScoringLinear
+    layer.fp32 = True
+    if way == "fused":
+        return score_fused(layer, hidden, Wanted(targets, None, 1 / TEMPERATURE, True, 0, chunk))
+    given = {"temperature": TEMPERATURE, "vocabulary": layer.out_features, "chunk_bytes": chunk}
+    return score_hidden(hidden, targets, layer, entropy_gradient=True, **given)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("chunk", [1, 20_000, 1 << 20])
+def test_float32_logits_of_bfloat16_weights_have_no_rounding_but_the_gradients(way, chunk):
+    hidden, layer, targets = half()
+    exact = [
+        hidden.detach().double().requires_grad_(),
+        *(p.detach().double().requires_grad_() for p in layer.parameters()),
+    ]
+    table = torch.log_softmax(torch.nn.functional.linear(*exact) / TEMPERATURE, -1)
+    wanted = table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+    weighted(*wanted, None).backward()
+    found = float32_scores(way, hidden, layer, targets, chunk)
+    assert found.logprobs.dtype == torch.float32
+    torch.testing.assert_close((found.logprobs.double(), found.entropy.double()), wanted, rtol=0, atol=2e-5)
+    weighted(found.logprobs, found.entropy, None).backward()
+    for ours, theirs in zip([hidden, *layer.parameters()], exact, strict=True):
+        assert ours.grad.dtype == torch.bfloat16
+        # each number rounded once; a weight's once for each chunk that it is summed over
+        assert (ours.grad.double() - theirs.grad).norm() < (0.02 if chunk == 1 else 0.006) * theirs.grad.norm()
+
+
+def test_a_wider_layer_is_left_as_it_is():
+    for dtype in (torch.float32, torch.float64):
+        hidden, layer = made_up(dtype)
+        plain = fused_scores(hidden, layer)
+        layer.fp32 = True
+        assert all(torch.equal(a, b) for a, b in zip(fused_scores(hidden, layer)[:2], plain[:2], strict=True))
+        assert layer(hidden).dtype == dtype
+
+
+def test_the_weight_is_converted_once_for_all_chunks(monkeypatch):
+    converted = []
+    original = torch.Tensor.float
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        converted.append(tuple(tensor.shape))
+        return original(tensor)
+
+    hidden, layer, targets = half()
+    monkeypatch.setattr(torch.Tensor, "float", counted)
+    float32_scores("fused", hidden, layer, targets, 1).logprobs.sum().backward()
+    assert converted.count((300, 64)) == 2, "in the forward and in the backward pass"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the product of bfloat16 with a float32 output is CUDA's")
+@pytest.mark.parametrize("way", WAYS)
+def test_float32_logits_on_cuda(way):
+    hidden, layer, targets = half()
+    expected = float32_scores(way, hidden, layer, targets, 20_000)
+    moved = float32_scores(way, hidden.detach().cuda(), layer.cuda(), targets.cuda(), 20_000)
+    torch.testing.assert_close(moved.logprobs.cpu(), expected.logprobs, rtol=0, atol=2e-5)
+
+
 def test_a_forbidden_token_adds_nothing_and_a_nan_shows():
     logits = torch.tensor([[1.0, 2.0, -torch.inf]])
     found, plain = score_logits(logits, torch.tensor([1]), 1.0), score_logits(logits[:, :2], torch.tensor([1]), 1.0)

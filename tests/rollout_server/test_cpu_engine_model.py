@@ -23,6 +23,7 @@ from transformers import (
 
 from protocol.errors import UserError
 from rollout_server.cpu_engine.config import EngineSettings
+from rollout_server.cpu_engine.model import Model
 from rollout_server.cpu_engine.model_config import read_model_config
 from rollout_server.cpu_engine.request import Request, SamplingParams
 from rollout_server.cpu_engine.scheduler import Scheduler, one_of
@@ -132,6 +133,18 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
             logprobs = torch.log_softmax(model(ids).logits[0], -1)
         expected = logprobs[len(r.prompt_ids) - 1 : -1].gather(1, torch.tensor(r.output_ids)[:, None])[:, 0]
         assert (torch.tensor(r.output_logprobs) - expected).abs().mean() < 0.2
+
+
+def test_logits_of_bfloat16_weights_are_not_rounded(tmp_path: Path) -> None:
+    write(tmp_path, "qwen2 tied")
+    config = read_model_config(tmp_path)
+    weights = Weights(config, torch.bfloat16)
+    weights.load(tmp_path)
+    hidden = torch.randn(3, config.hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = hidden.double() @ weights.head.double().T
+    found = Model(config, weights).logits(hidden)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

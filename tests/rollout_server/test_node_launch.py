@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import stat
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -76,6 +77,31 @@ def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(tmp_path: Path)
     with pytest.raises(UserError, match=r"cannot read nowhere\.yaml"):
         args = ("--config=nowhere.yaml",)
         command(SglangEngine(python=sys.executable, args=args), **GIVEN, keys=keys, home=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "args", "given"),
+    [
+        ({"dtype": "bfloat16"}, (), True),
+        ({"torch_dtype": "float16"}, (), True),
+        ({"text_config": {"dtype": "bfloat16"}}, (), True),
+        ({"dtype": "float32"}, (), False),
+        ({"dtype": "float32"}, ("--dtype=bfloat16",), True),
+        ({"dtype": "bfloat16"}, ("--dtype", "float32"), False),
+        ({"dtype": "bfloat16"}, ("--device", "cpu"), False),
+        ([], (), False),
+    ],
+)
+def test_logits_of_a_half_precision_model_are_float32(tmp_path: Path, facts: object, args: Any, given: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    here = GIVEN | {"model": tmp_path}
+    told = [
+        command(SglangEngine(python=sys.executable, args=args, fp32_lm_head=on), **here).count("--enable-fp32-lm-head")
+        for on in (True, False)
+    ]
+    assert told == [given, 0]
+    twice = SglangEngine(python=sys.executable, args=(*args, "--enable-fp32-lm-head"))
+    assert command(twice, **here).count("--enable-fp32-lm-head") == 1
 
 
 def test_every_incarnation_has_keys_of_its_own_and_rollout_servers_can_derive_one_of_them() -> None:
