@@ -2,7 +2,7 @@
 
 The file names the variants: `name: [key=value, ...]`, each a list of overrides of the demo. Every variant is a whole
 demo of its own (processes, Redis, held-out questions before and after) in a folder of its own, one after the other;
-the first one's warm start is shared. `foray curves DIR/* --plot FILE.svg` draws the curves.
+the first one's warm start is shared. The value `last:NAME` is the last weights that variant NAME published. `foray curves DIR/* --plot FILE.svg` draws the curves.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import yaml
 from protocol.command_line import split
 from protocol.errors import UserError
 from protocol.settings import not_an_override
+from protocol.versions import PolicyVersion
 
 VARIANTS = Path(__file__).parent.parent / "configs" / "variants" / "algorithms.yaml"
 GOAL = 0.8
 """Exact match in training, as a mean of WINDOW steps, that a variant is expected to reach."""
 WINDOW = 10
+LAST = "last:"
+"""Before the name of a variant: its last weights."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{time.monotonic() - began:6.1f}s  {line}", file=out, flush=True)
 
         directory = args.dir / name
+        overrides = [with_weights(item, args.dir) for item in overrides]
         prepared = prepare(DemoOptions(directory, args.seed, False, model, (*shared, *overrides), args.fresh), say)
         try:
             summary = run_demo(prepared, began, say)
@@ -91,6 +95,23 @@ def read_variants(path: Path, only: list[str]) -> dict[str, list[str]]:
     if missing:
         raise UserError(f"{path} has no variant {', '.join(missing)}", todo=f"choose among {', '.join(found)}")
     return {name: [str(item) for item in found[name]] for name in (only or found)}
+
+
+def with_weights(override: str, directory: Path) -> str:
+    """The override, with the folder of the last weights of variant NAME for a value `last:NAME`. Raises UserError where
+    that variant has not run in `directory`.
+    """
+    key, _, value = override.partition("=")
+    if not value.startswith(LAST):
+        return override
+    name = value.removeprefix(LAST)
+    found = {v: p for p in (directory / name / "weights").glob("v*") if (v := PolicyVersion.parse(p.name[1:]))}
+    if not found:
+        raise UserError(
+            f"{key} is the last weights of variant {name}, and {directory / name} holds none",
+            todo=f"run that variant first: --only {name}, with the same --dir",
+        )
+    return f"{key}={found[max(found)].absolute()}"
 
 
 def row(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from deploy.config import from_tree
-from deploy.demo.compare import GOAL, VARIANTS, read_variants, render, row
+from deploy.demo.compare import GOAL, VARIANTS, read_variants, render, row, with_weights
 from deploy.demo.prepare import CONFIG
 from learner.config_algorithm import AlgorithmSettings
 from protocol.errors import UserError
@@ -26,7 +26,7 @@ def test_every_shipped_variant_is_a_demo_that_can_be_built() -> None:
 
 def test_every_algorithm_has_a_variant_that_makes_a_figure() -> None:
     union = get_args(get_args(AlgorithmSettings)[0])
-    assert len(union) >= 14
+    assert len(union) >= 16
     configs = [from_tree(read_tree(CONFIG, overrides)) for overrides in read_variants(VARIANTS, []).values()]
     missing = {kind.model_fields["type"].default for kind in union} - {c.learner.algorithm.type for c in configs}
     assert not missing, f"{VARIANTS.name} has no variant of {missing}"
@@ -41,6 +41,15 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path)
     path.write_text("- a\n")
     with pytest.raises(UserError, match="no list of variants"):
         read_variants(path, [])
+
+
+def test_a_variant_can_take_the_last_weights_of_another(tmp_path: Path) -> None:
+    for label in ("1.9", "1.60", "2.5"):
+        (tmp_path / "grpo" / "weights" / f"v{label}").mkdir(parents=True)
+    assert with_weights("a.b=last:grpo", tmp_path) == f"a.b={tmp_path}/grpo/weights/v2.5"
+    assert with_weights("a.b=lasting", tmp_path) == "a.b=lasting"
+    with pytest.raises(UserError, match="variant ppo"):
+        with_weights("a.b=last:ppo", tmp_path)
 
 
 def test_reached_is_the_first_step_whose_window_is_good_enough() -> None:
