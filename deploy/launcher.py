@@ -188,7 +188,11 @@ class Launcher:
 
     def stop(self, state: str = "stopped") -> None:
         """Stop everything that was started, in order; may be called twice."""
-        self.supervisor.stop()
+        self._state = "stopping"
+        try:
+            self._record()
+        finally:  # also on a full disk
+            self.supervisor.stop()
         self._state = state
         self._record()
 
@@ -261,6 +265,7 @@ class Launcher:
             "state": self._state,
             "started": self._started,
             "updated": time.time(),
+            "trains": self.config.launch.learner,
             "config": str(self.resolved),
             "again": self._again,
             "redis_url": redacted(self.addresses.redis_url),

@@ -7,10 +7,12 @@ show the same thing and work on any host that reaches both. Nothing here is writ
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from deploy.progress import History
 from deploy.redis_child import connect
 from protocol import events
 from protocol.codec import decode_as, number_of
@@ -107,6 +109,38 @@ class Observation:
     stopped: bool = False
     """A person stopped the run, and it goes on with the command `again`."""
     again: str = ""
+    launch: str = ""
+    """State of the launcher by run.json: starting, running, stopping, stopped, done, failed. "": started by hand."""
+    launcher_lives: bool = False
+    awaits_learner: bool = False
+    """The launcher has yet to start the learner, or has just done so."""
+    trains: bool = True
+    """Whether the run is to have a learner. False: its model is only served and evaluated."""
+    steps: int = 0
+    """Steps of the run by its configuration."""
+    history: History = field(default_factory=History)
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Numbers of the newest step: the learner's own, or when it reports no more those of `metrics.jsonl`."""
+        return self.learner.values if self.learner else {"steps": float(self.steps), **self.history.last}
+
+    @property
+    def evaluations(self) -> int:
+        """Requests for episodes that go on."""
+        return int(sum(p.values.get("evaluations", 0.0) for p in self.of("rollout")))
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last step, at the pace of the recent ones; None while nothing trains or no step was done."""
+        if self.learner is None or self.is_done or not self.history.step_s:
+            return None
+        return max(0.0, self.figures.get("steps", 0.0) - self.figures.get("step", 0.0)) * self.history.step_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the launcher has ended, so that nothing more is to be seen."""
+        return self.launch in ("done", "stopped", "failed") and not self.launcher_lives and self.learner is None
 
     def of(self, process: str) -> tuple[MetricsSnapshot, ...]:
         """Snapshots of all processes of one kind: learner, rollout or node."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+RECENT = 20
+"""Steps that rates and the remaining time are taken from."""
+TAIL_BYTES = 256 * 1024
 
 
 class StepTail:
@@ -35,18 +40,54 @@ class StepTail:
             yield record
 
 
-def last_figures(path: Path) -> dict[str, float]:
-    """The numbers of the newest step in `path`, {} before the first."""
+@dataclass(frozen=True)
+class History:
+    """What `metrics.jsonl` says of a run, with or without its processes.
+
+    last     numbers of the newest step, {} before the first
+    recent   records of the newest steps, the newest last: of the newest epoch alone, at most RECENT
+    """
+
+    last: Mapping[str, float] = field(default_factory=dict)
+    recent: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds per step of the recent steps, 0 where there is none."""
+        return self.mean("step_s") or 0.0
+
+    @property
+    def trained_per_s(self) -> float | None:
+        """Tokens trained per second in the recent steps, None where there is none."""
+        seconds = sum(float(r.get("step_s") or 0.0) for r in self.recent)
+        return sum(float(r.get("tokens_trained") or 0.0) for r in self.recent) / seconds if seconds else None
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a number over the recent steps that have it; None where none has."""
+        values = [float(r[name]) for r in self.recent if isinstance(r.get(name), int | float)]
+        return sum(values) / len(values) if values else None
+
+
+def read_history(path: Path) -> History:
+    """The end of a `metrics.jsonl`; an empty history where there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return {}
+        return History()
+    records: list[dict[str, Any]] = []
     for line in reversed(lines):
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-    return {}
+        if not isinstance(record, dict) or len(records) == RECENT:
+            break
+        if records and record.get("epoch") != records[0].get("epoch"):
+            break
+        records.append(record)
+    if not records:
+        return History()
+    last = {name: float(value) for name, value in records[0].items() if isinstance(value, int | float)}
+    return History(last, tuple(reversed(records)))

@@ -1,14 +1,20 @@
-"""What an observation means: problems with what to do about them, the books, and the page that is printed. Pure."""
+"""What an observation means: problems with what to do about them, the books, and the page that is printed. Pure but for
+`look`.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deploy import delivery
 from deploy.delivery import Problem
-from deploy.observe import Observation
+from deploy.locate import Located
+from deploy.observe import Observation, observe
+from deploy.progress import read_history
+from deploy.rundir import is_held, read_record
 from protocol.messages import NodeState
 from rollout_server.search.fault import NO_SUCH_PATH
 
@@ -59,12 +65,38 @@ def conservation(seen: Observation) -> Conservation:
 _OUTCOMES = ("trained", "filtered", "stale", "dead")
 
 
-def with_record(seen: Observation, record: Mapping[str, Any]) -> Observation:
-    """`seen`, finished where Redis is away because the launcher stopped it after the learner's last step, or stopped
-    where a person asked for that and no learner was started since."""
-    if record.get("state") == "stopped" and seen.learner is None:
-        return replace(seen, error="", stopped=True, again=str(record.get("again", "")))
-    if seen.error and record.get("state") == "done":
+STARTING_S = 60.0
+"""A learner that was started so lately may not report yet: it imports, and reads its checkpoint."""
+
+
+def look(found: Located) -> Observation:
+    """One look at a run with all that is known of it: Redis, run.json as it is now, and `metrics.jsonl`."""
+    record = read_record(found.directory)
+    seen = observe(found.redis_url, found.run.id, found.directory)
+    seen = with_record(seen, record, alive=is_held(found.directory))
+    return replace(seen, steps=found.run.steps, history=read_history(found.directory / "metrics.jsonl"))
+
+
+def with_record(seen: Observation, record: Mapping[str, Any], *, alive: bool = False) -> Observation:
+    """`seen` with what run.json says. A run whose launcher has ended it is no run whose Redis is away.
+
+    alive  whether the launcher lives: what a dead one wrote last is no state of the run
+    """
+    launch, again = str(record.get("state", "")), str(record.get("again", ""))
+    started = [p for p in record.get("processes", ()) if p.get("kind") == "learner"]
+    trains = bool(record.get("trains", True))
+    just_now = time.time() - float(record.get("updated", 0.0)) < STARTING_S
+    seen = replace(
+        seen,
+        launch=launch,
+        launcher_lives=alive,
+        again=again,
+        trains=trains,
+        awaits_learner=alive and trains and (not started or just_now),
+    )
+    if launch == "stopped" and seen.learner is None:
+        return replace(seen, error="", stopped=True)
+    if launch == "done" and seen.error and not alive:
         return replace(seen, error="", target_state="done")
     return seen
 
@@ -73,8 +105,14 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
     """What is wrong, the worst first; nothing for a run that goes well or has been finished."""
     if seen.todo:
         return [Problem(seen.error, seen.todo)]
+    now = state(seen)
     if seen.stopped:
         return delivery.of_tokens(seen)
+    if now == "failed":
+        todo = f"its logs say why; mend that, and go on with: {seen.again or 'the command that started the run'}"
+        return [Problem("the run has failed", todo), *delivery.of_tokens(seen)]
+    if now == "stopping" or (now == "preparing" and seen.launch == "starting"):
+        return []  # processes come and go, and the launcher watches them
     if seen.error:
         todo = "start the run (again) with `foray up`: it goes on from its checkpoint"
         return [Problem(f"Redis does not answer: {seen.error}", todo)]
@@ -93,7 +131,7 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
                 "raise maxmemory, or lower learner.checkpoint_every: what was trained stays until the checkpoint",
             )
         )
-    if seen.learner is None:
+    if seen.learner is None and now != "serving" and not seen.awaits_learner:
         held = f"; its lease lasts {seen.lease_ms / 1000:.0f} s more" if seen.lease_ms else ""
         found.append(Problem(f"no learner reports{held}", "start it again: it goes on from its checkpoint"))
     if not seen.of("rollout"):
@@ -136,7 +174,7 @@ def _engine_problems(seen: Observation, max_lag: int) -> list[Problem]:
     if target is not None:
         usable = [e for e in usable if e.epoch == target.epoch and target.step - e.step <= max_lag]
     moving = any(e.state in (NodeState.JOINING, NodeState.SYNCING, NodeState.LOADING) for e in seen.engines)
-    if not usable and not moving:
+    if not usable and not moving and not seen.evaluations:  # which keeps its version
         label = target.version.label if target is not None else "any version"
         found.append(Problem(f"no engine is ready at {label}", "see the logs of the nodes"))
     return found
@@ -149,6 +187,10 @@ def to_json(seen: Observation, *, max_lag: int) -> dict[str, Any]:
         "run": seen.run,
         "healthy": not wrong,
         "state": state(seen),
+        "evaluations": seen.evaluations,
+        "figures": dict(seen.figures),
+        "step_s": seen.history.step_s or None,
+        "eta_s": seen.eta_s,
         "problems": [asdict(p) for p in wrong],
         "redis": {"url": seen.redis_url, "error": seen.error, "memory": seen.memory, "max_memory": seen.max_memory},
         "target": {
@@ -176,15 +218,43 @@ def to_json(seen: Observation, *, max_lag: int) -> dict[str, Any]:
 
 
 def state(seen: Observation) -> str:
-    """One word: stopped (by a person), down, done, waiting (no learner yet or any more) or what the learner says:
-    starting, training."""
+    """One word. What the learner says: starting, training. Without one: preparing (it is to come), serving (none is to
+    come), evaluating, waiting (none comes). And stopping, stopped (by a person), done, failed, down.
+    """
     if seen.stopped:
         return "stopped"
+    if seen.launcher_lives and seen.launch == "stopping":
+        return "stopping"
+    if seen.launch == "failed" and not seen.launcher_lives and seen.learner is None:
+        return "failed"
     if seen.error:
-        return "down"
+        return "preparing" if seen.launcher_lives and seen.launch == "starting" else "down"
+    if seen.evaluations and (seen.learner is None or seen.is_done):
+        return "evaluating"
     if seen.is_done:
         return "done"
-    return seen.learner.text.get("state", "training") if seen.learner else "waiting"
+    if seen.learner:
+        return seen.learner.text.get("state", "training")
+    if not seen.trains and not seen.learner_epoch:
+        return "serving"
+    return "preparing" if seen.awaits_learner else "waiting"
+
+
+def step_line(seen: Observation) -> str:
+    """`step 14 of 60, 3.9 s per step, about 3 min to go`; what is not known is left out."""
+    figures = seen.figures
+    line = f"step {figures.get('step', 0):.0f} of {figures.get('steps', 0):.0f}"
+    if seen.history.step_s:
+        line += f", {seen.history.step_s:.1f} s per step"
+    return line if seen.eta_s is None else f"{line}, about {span(seen.eta_s)} to go"
+
+
+def span(seconds: float) -> str:
+    """A duration for a person: `45 s`, `12 min`, `2 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def render(seen: Observation, *, max_lag: int) -> str:
@@ -196,15 +266,15 @@ def render(seen: Observation, *, max_lag: int) -> str:
     ]
     if seen.target:
         lines.append(f"target    {seen.target.version.label} ({seen.target_state}), epoch {seen.learner_epoch}")
-    learner = seen.learner
-    if learner:
-        v = learner.values
-        lines.append(
-            f"learner   step {v.get('step', 0):.0f} of {v.get('steps', 0):.0f}, lag {v.get('lag_mean', 0):.2f} "
-            f"(max {v.get('lag_max', 0):.0f}), checkpoint at step {v.get('checkpoint_step', 0):.0f}"
-        )
-        if "publish_bytes" in v:
-            lines.append(_weights_line(v))
+    v = seen.figures
+    if "step" in v:
+        lag = f", lag {v['lag_mean']:.2f} (max {v.get('lag_max', 0):.0f})" if "lag_mean" in v else ""
+        checkpoint = f", checkpoint at step {v['checkpoint_step']:.0f}" if "checkpoint_step" in v else ""
+        lines.append(f"learner   {step_line(seen)}{lag}{checkpoint}")
+    if "publish_bytes" in v:
+        lines.append(_weights_line(v))
+    if seen.evaluations:
+        lines.append(f"episodes  {seen.evaluations} evaluation{'s' if seen.evaluations > 1 else ''} running")
     for p in seen.of("rollout"):
         v = p.values
         lines.append(

@@ -33,6 +33,8 @@ class Meter:
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._waits = dict.fromkeys(("data", "compute", "publish", "checkpoint", "redis"), 0.0)
+        self._open: dict[str, tuple[int, float]] = {}
+        """cause -> (how many wait, since when at least one does)"""
         self._values: dict[str, float] = {}
         self._text: dict[str, str] = {"state": "starting", "bottleneck": ""}
         self._trained: deque[tuple[float, int, int]] = deque([(self._start, 0, 0)])
@@ -42,18 +44,29 @@ class Meter:
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """Books the seconds spent inside under `cause`."""
-        begun = time.monotonic()
+        """Books the seconds spent inside under `cause`, as they pass; those of two at once count once."""
+        with self._lock:
+            count, since = self._open.get(cause, (0, 0.0))
+            self._open[cause] = (count + 1, since if count else time.monotonic())
         try:
             yield
         finally:
             with self._lock:
-                self._waits[cause] += time.monotonic() - begun
+                count, since = self._open.pop(cause)
+                if count > 1:
+                    self._open[cause] = (count - 1, since)
+                else:
+                    self._waits[cause] += time.monotonic() - since
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by cause so far."""
+        """Seconds by cause so far, those of waits that still go on included."""
         with self._lock:
-            return dict(self._waits)
+            return self._booked(time.monotonic())
+
+    def _booked(self, now: float) -> dict[str, float]:
+        """By one clock reading, so that no cause can grow faster than the uptime of the same snapshot."""
+        going_on = {cause: now - since for cause, (_, since) in self._open.items()}
+        return {cause: total + going_on.get(cause, 0.0) for cause, total in self._waits.items()}
 
     def uptime_s(self) -> float:
         """Seconds since the start."""
@@ -114,7 +127,7 @@ class Meter:
                 id=learner_id,
                 uptime_s=now - self._start,
                 values=numbers,
-                waits=dict(self._waits),
+                waits=self._booked(now),
                 text=dict(self._text),
             )
 

@@ -38,6 +38,10 @@ ROLLOUT: Table = {
     "tokens_generated_per_s": gauge("Tokens that the policy sampled for training a second, over the last 10 seconds."),
     "tokens_observed": counter("Tokens of observations: what searches and tools brought into the context."),
     "episodes": counter("Trajectories that were played on request (POST /v1/episodes), and are not trained on."),
+    "episodes_repeated": counter(
+        "Episodes played again since a weight swap fell into them: evaluations are of one version."
+    ),
+    "evaluations": gauge("Requests for episodes (POST /v1/episodes) that are going on."),
     "episode_tokens": counter("Tokens that the policy sampled for episodes on request."),
     "reward_mean": gauge("Mean reward of the last 256 trajectories that vote."),
     "reward/*": gauge(

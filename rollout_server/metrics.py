@@ -63,12 +63,14 @@ class Stats:
         return {name: float(n) for name, n in self.counts.items()} | means | gauges
 
     def snapshot(self) -> MetricsSnapshot:
+        values, now = self.values(), time.monotonic()
         return MetricsSnapshot(
             process=self.process,
             id=self.id,
-            uptime_s=time.monotonic() - self._started,
-            values=self.values(),
-            waits=self.waits.seconds(),
+            # by one clock reading, so that no wait can grow faster than the uptime
+            uptime_s=now - self._started,
+            values=values,
+            waits=self.waits.seconds(now),
             text={name: read() for name, read in self.text.items()},
         )
 

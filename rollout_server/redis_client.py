@@ -215,8 +215,9 @@ class Outage:
     async def wait(self, error: ForayError) -> None:
         """Sleep before the next try: 0.1 s doubling to `longest_s`, jittered so that not all return at once."""
         refused = isinstance(error, RedisRefused)
+        early = bool(self._at_first) and isinstance(error, StateLost)
         kind = str(error) if refused else type(error).__name__
-        if kind != self._last and self._at_first and isinstance(error, StateLost):
+        if kind != self._last and early:
             log.info("%s", self._at_first)
         elif kind != self._last:
             log.log(
@@ -226,7 +227,7 @@ class Outage:
         self._last = kind
         ceiling = min(self._longest_s, 0.1 * 2 ** min(self._failures, 10))
         self._failures += 1
-        with self._waits.during("redis"):
+        with self._waits.during("learner" if early else "redis"):
             await asyncio.sleep(ceiling * random.uniform(0.5, 1.0))
 
     def over(self) -> None:

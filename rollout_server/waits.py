@@ -33,9 +33,10 @@ class Waits:
             else:
                 self._total[cause] = self._total.get(cause, 0.0) + self._clock() - since
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds since the start by cause, those of waits that still go on included."""
+    def seconds(self, now: float | None = None) -> dict[str, float]:
+        """Seconds since the start by cause, those of waits that still go on included; as of `now` by the same clock."""
+        now = self._clock() if now is None else now
         out = dict(self._total)
         for cause, (_, since) in self._waiting.items():
-            out[cause] = out.get(cause, 0.0) + self._clock() - since
+            out[cause] = out.get(cause, 0.0) + now - since
         return out

@@ -16,11 +16,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when the run is healthy (or finished), 1 when something is wrong with it."""
-    from deploy.observe import observe
-    from deploy.status import problems, render, to_json, with_record
+    from deploy.status import look, problems, render, to_json
 
     found = locate.locate(args)
-    seen = with_record(observe(found.redis_url, found.run.id, found.directory), found.record)
+    seen = look(found)
     if args.json:
         print(json.dumps(to_json(seen, max_lag=found.run.max_lag)))
     else:

@@ -1,11 +1,13 @@
 """A live table of a run: throughput, lag, reward, engines, and who waits for whom.
 
-In a terminal it refreshes in place until Ctrl-C; into a pipe it prints one frame after the other.
+In a terminal it refreshes in place until the run ends or Ctrl-C; into a pipe it prints one frame after the other. Of a
+run that has ended it shows the last figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray top`."""
     locate.add_arguments(parser)
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default: 1)")
+    parser.add_argument("--interval", type=float, default=1.0, help="refresh interval in seconds (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Always 0; Ctrl-C ends it."""
+    """Always 0; ends with the run, or by Ctrl-C."""
     frames = _frames(locate.locate(args), max(0.1, args.interval))
     if args.once:
         print(next(frames).plain())
@@ -42,37 +44,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _frames(found: locate.Located, interval: float) -> Iterator[Frame]:
-    from deploy.observe import observe
-    from deploy.progress import last_figures
+    """A frame a look, the last one of a run whose launcher has ended."""
     from deploy.rundir import read_record
-    from deploy.status import with_record
-    from deploy.top import frame, read_searches
+    from deploy.status import look
+    from deploy.top import Looks, frame, read_searches
 
-    urls = found.record.get("retrievers", [])
-    before = None
+    looks = Looks()
     while True:
-        # it changes when the run ends
-        record = read_record(found.directory)
-        seen = with_record(observe(found.redis_url, found.run.id, found.directory), record)
-        last = {"steps": float(found.run.steps)} | last_figures(found.directory / "metrics.jsonl")
-        yield frame(seen, before, read_searches(urls), max_lag=found.run.max_lag, last=last)
-        before = seen
+        seen = look(found)
+        urls = read_record(found.directory).get("retrievers", [])
+        yield frame(seen, looks.before(seen), read_searches(urls), max_lag=found.run.max_lag)
+        if seen.is_over:
+            return
         time.sleep(interval)
 
 
 def _live(frames: Iterator[Frame]) -> None:
+    """Frames in place, cut to the terminal; the last one stays on the screen."""
+    last: Frame | None = None
     try:
         from rich.live import Live
         from rich.text import Text
     except ImportError:
-        for shown in frames:
+        for last in frames:
             # home, the frame, clear what was below: no flicker and no dependency
-            print("\x1b[H\x1b[J" + shown.plain(), flush=True)
+            print("\x1b[H\x1b[J" + last.fitted(*shutil.get_terminal_size()), flush=True)
         return
     with Live(auto_refresh=False, screen=True) as live:
-        for shown in frames:
-            text = Text(shown.plain(), overflow="fold")
+        for last in frames:
+            text = Text(last.fitted(*live.console.size))
             text.highlight_regex(r"^run .*", "bold")
             text.highlight_regex(r"(?m)^  problem: .*", "bold red")
             text.highlight_regex(r"(?m)^  (engine +state|who waits for whom).*", "bold")
             live.update(text, refresh=True)
+    if last is not None:
+        print(last.plain())

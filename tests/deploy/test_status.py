@@ -14,9 +14,8 @@ from deploy.commands import status as status_command
 from deploy.commands import top as top_command
 from deploy.commands.up import shown
 from deploy.observe import Observation, observe, read_books
-from deploy.progress import last_figures
 from deploy.rundir import write_record
-from deploy.status import conservation, problems, render, to_json, with_record
+from deploy.status import conservation, problems, render, state, to_json, with_record
 from deploy.top import frame, waits_in_words
 from protocol import events
 from protocol.codec import encode
@@ -142,7 +141,7 @@ def test_a_redis_that_is_away_is_a_problem_unless_the_run_was_finished(tmp_path:
     finished = with_record(seen, {"state": "done"})
     assert problems(finished, max_lag=2) == []
     assert "issued 1 = trained 1" in render(finished, max_lag=2)
-    assert with_record(seen, {"state": "failed"}) is seen
+    assert state(with_record(seen, {"state": "failed"})) == "failed"
 
 
 def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> None:
@@ -153,14 +152,6 @@ def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> N
         assert problems(seen, max_lag=2) == []
         page = render(seen, max_lag=2)
         assert "run test: stopped, healthy" in page and f"{again} goes on from the checkpoint" in page
-
-
-def test_top_shows_the_last_step_of_a_run_that_has_ended(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 14, "reward/em": 0.5}\n{"step": 15, "reward/em": 0.75}\n{"step"')
-    last = {"steps": 15.0} | last_figures(tmp_path / "metrics.jsonl")
-    text = frame(Observation("test", "redis://x", target_state="done"), None, {}, max_lag=2, last=last).plain()
-    assert "run test: done" in text and "step          15 of 15" in text and "0.750 trained" in text
-    assert last_figures(tmp_path / "none.jsonl") == {}
 
 
 def test_without_a_learner_the_checkpoint_keeps_the_books(
@@ -310,7 +301,7 @@ def test_what_is_wrong_with_delivery_is_named_with_what_to_do(
 def test_waits_are_shares_of_the_time_between_two_looks(client: redis.Redis, look: Callable[[], Observation]) -> None:
     before = look()
     report(client, "learner", "l", uptime_s=12.0, values=LEARNER, waits={"data": 8.0, "compute": 3.0})
-    assert waits_in_words(look(), before) == ["100%  the learner computes: training is the narrow part"]
+    assert waits_in_words(look(), before) == ["100%  the learner computes: training is the bottleneck"]
 
 
 def test_a_restarted_process_is_counted_from_its_own_start(

@@ -6,18 +6,21 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from deploy import status
 from deploy.cli import main as foray
 from deploy.demo.tiny_model import new_model, save_model
-from deploy.locate import Located
-from deploy.observe import Observation, observe
+from deploy.locate import locate
+from deploy.observe import Observation
 from deploy.rundir import read_record
 
 SMALL = ("run.steps=500", "run.groups_per_step=2", "run.group_size=2", "run.max_lag=8", "learner.checkpoint_every=50")
@@ -50,12 +53,7 @@ def until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None
 
 
 def look(run_dir: Path) -> Observation:
-    from argparse import Namespace
-
-    from deploy.locate import locate
-
-    found: Located = locate(Namespace(given=[str(run_dir)], config=None))
-    return observe(found.redis_url, found.run.id, found.directory)
+    return status.look(locate(Namespace(given=[str(run_dir)], config=None)))
 
 
 def step(run_dir: Path) -> int:
@@ -79,7 +77,20 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
         until(lambda: step(run_dir) >= 2, "it trains")
         before = step(run_dir)
         out = tmp_path / "out.jsonl"
-        done = asked(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
+        seen: list[tuple[str, int, list[str]]] = []
+
+        def watch() -> None:
+            while not ended.wait(1.0):
+                now = look(run_dir)
+                seen.append((status.state(now), now.evaluations, [p.what for p in status.problems(now, max_lag=8)]))
+
+        ended, watching = threading.Event(), threading.Thread(target=lambda: watch())
+        watching.start()
+        try:
+            done = asked(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
+        finally:
+            ended.set()
+            watching.join()
         after = step(run_dir)
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
@@ -107,3 +118,8 @@ def test_a_model_that_nobody_trains_is_served_evaluated_and_healthy(
         assert episode["status"] not in ("failed", "stale") and episode["version"] == "0.0"
         done = asked(run_dir, tmp_path, "--limit", "8")
         assert done.returncode == 0 and json.loads(done.stdout)["version"] == "0.0", done.stderr
+        capsys.readouterr()
+        assert foray(["status", str(run_dir)]) == 0 and ": serving, healthy\n" in capsys.readouterr().out
+        assert foray(["top", str(run_dir), "--once"]) == 0
+        shown = capsys.readouterr().out
+        assert ": serving\n" in shown and "problem" not in shown and "rollout servers wait for Redis" not in shown

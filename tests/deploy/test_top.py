@@ -1,0 +1,259 @@
+"""`foray top` and `foray status` at every moment of a run: what they call it, what they measure, what fits."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.commands import top as command
+from deploy.locate import Located
+from deploy.observe import Books, Observation
+from deploy.progress import RECENT, History, read_history
+from deploy.rundir import LOCK, write_record
+from deploy.status import look, problems, render, state, step_line, to_json, with_record
+from deploy.top import Looks, frame, waits_in_words
+from learner import metrics as learner_metrics
+from learner.metrics import Meter
+from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, WeightUpdate
+from protocol.settings import RunSettings
+from rollout_server import metrics as rollout_metrics
+from rollout_server.metrics import Stats
+
+AWAY = "redis://127.0.0.1:1/0"
+FAILED = {"state": "failed", "again": "foray up x"}
+SPAWNED = {"state": "running", "processes": [{"kind": "learner"}]}
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def snapshot(process: str, *, values: dict[str, float] | None = None, text: str = "", **more: Any) -> MetricsSnapshot:
+    given = {"uptime_s": 10.0, "values": values or {}, "text": {"state": text} if text else {}} | more
+    return MetricsSnapshot(process=process, id=process, **given)
+
+
+ENGINE = EngineInfo(id="engine-1", url="http://127.0.0.1:1", state=NodeState.READY)
+IDLE = Observation("r", "redis://x", now=5.0, processes=(snapshot("rollout"),), engines=(ENGINE,))
+"""A rollout server and an engine, and no learner yet."""
+TARGET = WeightUpdate(run="r", epoch=1, step=12, digest="d", path="/w")
+LEARNER = snapshot("learner", values={"step": 12.0, "steps": 60.0}, text="training")
+TRAINING = replace(
+    IDLE,
+    processes=(LEARNER, snapshot("rollout")),
+    engines=(ENGINE.model_copy(update={"epoch": 1, "step": 12}),),
+    target=TARGET,
+    learner_epoch=1,
+    lease_ms=1000,
+)
+EVALUATES = snapshot("rollout", values={"evaluations": 1.0})
+
+
+# --- (a) waits ---
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(learner_metrics, "time", clock)
+    monkeypatch.setattr(rollout_metrics, "time", clock)
+    return clock
+
+
+def shares(looks: list[MetricsSnapshot]) -> list[list[str]]:
+    found = [Observation("r", "redis://x", processes=(one,)) for one in looks]
+    return [waits_in_words(now, before) for before, now in pairwise(found)]
+
+
+def test_a_long_step_is_booked_as_it_passes_and_never_above_100_percent(clock: Clock) -> None:
+    meter = Meter()
+    clock.now += 1.0
+    looks = [meter.snapshot("learner")]
+    with meter.waiting("compute"):
+        for _ in range(3):
+            clock.now += 1.0
+            looks.append(meter.snapshot("learner"))
+        with meter.waiting("compute"):  # a second thread
+            clock.now += 0.5
+    clock.now += 0.5
+    looks.append(meter.snapshot("learner"))
+    told = shares(looks)
+    assert [lines[0][:4] for lines in told] == ["100%", "100%", "100%", " 50%"]
+    assert meter.seconds()["compute"] == 3.5
+
+
+def test_a_rollout_servers_waits_are_read_by_the_clock_of_its_uptime(clock: Clock) -> None:
+    stats = Stats("rollout", "r")
+    stats.waits = type(stats.waits)(clock.monotonic)
+
+    def slow() -> float:
+        clock.now += 0.7  # what is read takes its time
+        return 0.0
+
+    stats.gauges["slow"] = slow
+    with stats.waits.during("credit"):
+        clock.now += 1.0
+        looks = [stats.snapshot()]
+        for _ in range(3):
+            clock.now += 0.3
+            looks.append(stats.snapshot())
+    assert [lines[0][:4] for lines in shares(looks)] == ["100%"] * 3
+    assert looks[-1].waits["credit"] == looks[-1].uptime_s
+
+
+def test_shares_are_of_the_last_ten_seconds() -> None:
+    looks, before = Looks(), []
+    for second in range(1, 15):
+        seen = replace(IDLE, now=float(second))
+        earlier = looks.before(seen)
+        before.append(earlier.now if earlier else None)
+    assert before == [None, *[1.0] * 9, 1.0, 2.0, 3.0, 4.0]
+
+
+# --- (b), (c) the end of a run ---
+
+
+STEPS = [
+    {"step": n, "epoch": 1, "reward_mean": n / 100, "step_s": 2.0, "tokens_trained": 500, "lag_mean": 0.5}
+    for n in range(1, 31)
+]
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Located:
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, STEPS)) + '\n{"step')
+    return Located(RunSettings(id="r", dir=tmp_path, steps=30), AWAY, tmp_path, {})
+
+
+def test_top_reads_run_json_again_and_ends_with_the_run(found: Located) -> None:
+    with (found.directory / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_record(found.directory, {"state": "running", "updated": time.time()})
+        frames = command._frames(found, 0.01)
+        assert next(frames).title == "run r: down"
+        write_record(found.directory, {"state": "stopping", "updated": time.time()})
+        stopping = next(frames)
+        assert stopping.title == "run r: stopping" and not stopping.problems
+    write_record(found.directory, {"state": "done"})
+    last = next(frames)
+    assert last.title == "run r: done" and not last.problems
+    assert list(frames) == [], "nothing more comes"
+
+
+def test_a_finished_run_is_shown_from_its_files(found: Located) -> None:
+    write_record(found.directory, {"state": "done"})
+    seen = replace(look(found), books=Books(30, 1, 60, {"trained": 60}))
+    text = frame(seen, None, {}, max_lag=2).plain()
+    assert "30 of 30, 2.0 s per step, weights 1.30 (checkpoint)" in text and "to go" not in text
+    assert f"- generated, 250 trained (mean of the last {RECENT} steps)" in text
+    assert "0.300 trained, - generated" in text and "mean 0.50" in text and "exact match" not in text
+    assert "learner   step 30 of 30, 2.0 s per step, lag 0.50" in render(seen, max_lag=2)
+    assert to_json(seen, max_lag=2)["figures"]["reward_mean"] == 0.3
+
+
+def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_history(path) == History()
+    later = [step | {"epoch": 2, "step_s": None} for step in STEPS[10:12]]
+    path.write_text("\n".join(map(json.dumps, [*STEPS, *later])) + "\n{")
+    history = read_history(path)
+    assert [r["step"] for r in history.recent] == [11, 12] and history.last["step"] == 12.0
+    assert history.step_s == 0.0 and history.trained_per_s is None, "what was not measured is not 0"
+
+
+# --- (d) states ---
+
+
+@pytest.mark.parametrize(
+    ("seen", "record", "alive", "word", "wrong"),
+    [
+        (Observation("r", "x", error="away"), {"state": "starting"}, True, "preparing", ""),
+        (Observation("r", "x", error="away"), {"state": "starting"}, False, "down", "Redis does not answer"),
+        (Observation("r", "x", error="away"), {"state": "stopping"}, True, "stopping", ""),
+        (Observation("r", "x", error="away"), FAILED, False, "failed", "has failed"),
+        (IDLE, {"state": "running"}, True, "preparing", ""),
+        (IDLE, {"state": "running", "trains": False}, True, "serving", ""),
+        (IDLE, {}, False, "waiting", "no learner reports"),
+        (replace(IDLE, processes=(EVALUATES,)), {"state": "running"}, True, "evaluating", ""),
+        (replace(IDLE, processes=(EVALUATES,), target_state="done"), {"state": "running"}, True, "evaluating", ""),
+        (TRAINING, {"state": "running"}, True, "training", ""),
+        (replace(TRAINING, processes=(LEARNER, EVALUATES)), {"state": "running"}, True, "training", ""),
+        (
+            # engines keep their version for the evaluation, however far the target is
+            replace(TRAINING, processes=(LEARNER, EVALUATES), target=TARGET.model_copy(update={"step": 40})),
+            {"state": "running"}, True, "training", "",
+        ),
+        (
+            replace(TRAINING, processes=(snapshot("rollout"),)),
+            SPAWNED | {"updated": 1.0}, True, "waiting", "no learner reports",
+        ),
+        (
+            replace(TRAINING, processes=(snapshot("rollout"),)),
+            SPAWNED | {"updated": time.time()}, True, "preparing", "",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_is_called_what_it_is(
+    seen: Observation, record: dict[str, Any], alive: bool, word: str, wrong: str
+) -> None:
+    told = with_record(seen, record, alive=alive)
+    found = [p.what for p in problems(told, max_lag=2)]
+    assert state(told) == word
+    assert wrong in found[0] if wrong else found == []
+
+
+def test_an_evaluation_is_shown_as_one() -> None:
+    seen = replace(TRAINING, processes=(LEARNER, EVALUATES))
+    assert "1 running (new weights wait for it)" in frame(seen, None, {}, max_lag=2).plain()
+    assert "1 evaluation running" in render(seen, max_lag=2) and to_json(seen, max_lag=2)["evaluations"] == 1
+
+
+# --- (e) small terminals ---
+
+
+def test_problems_come_first_and_a_small_terminal_says_what_is_cut() -> None:
+    shown = frame(replace(TRAINING, engines=()), None, {}, max_lag=2)
+    lines = shown.plain().splitlines()
+    assert lines[1].startswith("  problem: no engine is registered")
+    small = shown.fitted(60, 14).splitlines()
+    assert len(small) == 14 and all(len(line) <= 60 for line in small)
+    assert small[1].startswith("  problem: no engine is registered")
+    assert small[-1].startswith("  ") and "more lines (figures, waits): enlarge" in small[-1]
+    assert shown.fitted(200, 60) == shown.plain()
+
+
+# --- (f) the time that is left ---
+
+
+def test_the_time_to_go_is_that_of_the_steps_that_are_left() -> None:
+    history = History({}, tuple({"step_s": s} for s in (2.0, 4.0)))
+    seen = replace(TRAINING, history=history)
+    assert seen.eta_s == 48 * 3.0
+    assert step_line(seen) == "step 12 of 60, 3.0 s per step, about 2 min to go"
+    assert f"learner   {step_line(seen)}" in render(seen, max_lag=2), "status says the same"
+    assert to_json(seen, max_lag=2)["eta_s"] == 144.0
+    assert replace(seen, target_state="done").eta_s is None and TRAINING.eta_s is None
+    long = replace(seen, history=History({}, ({"step_s": 300.0},)))
+    assert step_line(long).endswith("about 4 h 0 min to go")
+
+
+def test_into_a_pipe_it_prints_until_the_run_has_ended(found: Located, capsys: pytest.CaptureFixture[str]) -> None:
+    (found.directory / "resolved.yaml").write_text(f"run: {{id: r, dir: {found.directory}, redis_url: '{AWAY}'}}\n")
+    write_record(found.directory, {"state": "done"})
+    args = argparse.Namespace(given=[str(found.directory)], config=None, interval=0.1, once=False)
+    assert command.run(args) == 0
+    assert capsys.readouterr().out.startswith("run r: done\n")
