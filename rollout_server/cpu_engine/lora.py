@@ -23,9 +23,9 @@ from rollout_server.cpu_engine.weights import Weights, WeightsError
 
 Linear = Literal["qkv", "out", "gate_up", "down"]
 LINEAR: dict[str, Linear] = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "qkv"),
     "o_proj": "out",
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate_up"),
     "down_proj": "down",
 }
 """The fused linear layer in which each of Hugging Face's modules stands."""
@@ -97,6 +97,10 @@ def read_adapter(name: str, path: Path, weights: Weights) -> Adapter:
         match = _NAME.fullmatch(key)
         if match is None or match[3] not in LINEAR or f"{match[1]}.weight" not in weights.places:
             raise WeightsError(f"the adapter's tensor {key!r} belongs to no linear layer that can be adapted")
+        if ".experts." in match[1]:
+            raise WeightsError(
+                f"the adapter's tensor {key!r} belongs to an expert: adapters of experts are not supported"
+            )
         parts.setdefault(match[1], {})[match[4]] = tensor
     if not parts:
         raise WeightsError(f"the adapter in {path} holds nothing")

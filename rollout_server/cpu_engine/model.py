@@ -1,4 +1,5 @@
-"""The forward pass: a decoder of the Llama family over dense rows of keys and values.
+"""The forward pass: a decoder of the Llama family over dense rows of keys and values. What differs between families
+(`model_config.FAMILIES`) is left out below.
 
     tokens [T] = decode tokens (one per running row, rows 0..B-1), then prompt tokens of N new rows (B..B+N-1), packed
        embed -> { norm -> qkv -> rotate -> write keys, values -> attend -> out -> + -> norm -> gate, up -> down ->
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from rollout_server.cpu_engine.kv_rows import KvRows
 from rollout_server.cpu_engine.lora import AdapterPart, adapted
 from rollout_server.cpu_engine.model_config import ModelConfig, Rope
-from rollout_server.cpu_engine.weights import Weights
+from rollout_server.cpu_engine.weights import Layer, Mixture, Weights
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class DecodePart:
 
     count: int
     width: int
-    mask: torch.Tensor  # [count, 1, 1, width]: 0, or -inf where the row has no token
+    masks: dict[
+        int, torch.Tensor
+    ]  # window -> [count, 1, 1, width]: 0, or -inf where there is no token or it is too old
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class PromptPart:
     width: int
     row: torch.Tensor  # int64 [T']: row of each token, counted from `first`
     offset: torch.Tensor  # int64 [T']: its place within the row's new part
-    mask: torch.Tensor  # [count, 1, longest, width]
+    masks: dict[int, torch.Tensor]  # window -> [count, 1, longest, width]
 
 
 class Model:
@@ -50,8 +53,10 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
-        self.rotation = rotation_table(config.rope, config.head_dim, config.context)
-        self.scale = 1 / math.sqrt(config.head_dim)
+        ropes = {layer.rope for layer in config.plan if layer.rope is not None}
+        self.rotations = {rope: rotation_table(rope, config.head_dim, config.context) for rope in ropes}
+        self.scale = config.attention_scale
+        self.windows = sorted({layer.window for layer in config.plan})
 
     def forward(
         self,
@@ -66,32 +71,71 @@ class Model:
         """Hidden states [T, E] after the last norm; keys and values are written to `kv`. ids, positions, rows:
         int64 [T]."""
         c = self.config
-        rotation = self.rotation[positions][:, None]
+        rotations = {rope: table[positions][:, None] for rope, table in self.rotations.items()}
         address = kv.address(rows, positions)
         rotated = (c.heads + c.kv_heads) * c.head_dim
         x = self.weights.embed[ids]
-        for number, layer in enumerate(self.weights.layers):
-            h = self._norm(x, layer.input_norm)
+        if c.embedding_scale != 1:
+            x = x * torch.tensor(c.embedding_scale, dtype=x.dtype)
+        for number, (layer, plan) in enumerate(zip(self.weights.layers, c.plan, strict=True)):
+            h = self._norm(x, layer.before_attention)
             qkv = adapted(F.linear(h, layer.qkv, layer.qkv_bias), h, adapters, number, "qkv")
             qk = qkv[:, :rotated].view(len(ids), -1, c.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                q_part, k_part = qk[:, : c.heads], qk[:, c.heads :]
-                qk = torch.cat((self._norm(q_part, layer.q_norm), self._norm(k_part, layer.k_norm)), 1)
-            qk = rotate(qk, rotation)
+                whole = layer.q_norm.shape[0] > c.head_dim  # over all heads together
+                parts = [part.flatten(1) if whole else part for part in (qk[:, : c.heads], qk[:, c.heads :])]
+                normed = (self._norm(parts[0], layer.q_norm), self._norm(parts[1], layer.k_norm))
+                qk = torch.cat(normed, 1).view_as(qk)
+            if plan.rope is not None:
+                qk = rotate(qk, rotations[plan.rope])
             kv.write(number, address, qk[:, c.heads :], qkv[:, rotated:])
-            mixed = self._attend(qk[:, : c.heads], kv.keys[number], kv.values[number], decode, prompts)
-            x = x + adapted(F.linear(mixed, layer.out, layer.out_bias), mixed, adapters, number, "out")
-            h = self._norm(x, layer.post_norm)
-            gate_up = adapted(F.linear(h, layer.gate_up, layer.gate_up_bias), h, adapters, number, "gate_up")
-            inner = F.silu(gate_up[:, : c.intermediate]).mul_(gate_up[:, c.intermediate :])
-            x = x + adapted(F.linear(inner, layer.down, layer.down_bias), inner, adapters, number, "down")
+            mixed = self._attend(qk[:, : c.heads], kv.keys[number], kv.values[number], decode, prompts, plan.window)
+            out = adapted(F.linear(mixed, layer.out, layer.out_bias), mixed, adapters, number, "out")
+            x = self._add(x, self._norm(out, layer.after_attention))
+            h = self._norm(x, layer.before_mlp)
+            out = self._mix(h, layer.mixture) if layer.mixture is not None else self._mlp(h, layer, adapters, number)
+            x = self._add(x, self._norm(out, layer.after_mlp))
         return self._norm(x, self.weights.norm)
+
+    def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y if self.config.residual_scale == 1 else x + y * self.config.residual_scale
+
+    def _mlp(self, h: torch.Tensor, layer: Layer, adapters: Sequence[AdapterPart], number: int) -> torch.Tensor:
+        assert layer.gate_up is not None and layer.down is not None
+        inner = self._gated(adapted(F.linear(h, layer.gate_up, layer.gate_up_bias), h, adapters, number, "gate_up"))
+        return adapted(F.linear(inner, layer.down, layer.down_bias), inner, adapters, number, "down")
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * M] -> [T, M]."""
+        gate, up = gate_up.chunk(2, -1)
+        if self.config.traits.activation == "silu":
+            return F.silu(gate).mul_(up)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def _mix(self, h: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+        """[T, E] through the experts that the router chooses for each token."""
+        experts = self.config.experts
+        assert experts is not None
+        shares, chosen = torch.softmax(F.linear(h, mixture.router).float(), -1).topk(experts.chosen, -1)
+        if experts.normalized:
+            shares = shares / shares.sum(-1, keepdim=True)
+        mixed, shares = torch.zeros_like(h), shares.to(h.dtype)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            token, place = torch.where(chosen == expert)
+            inner = self._gated(F.linear(h[token], mixture.gate_up[expert]))
+            mixed.index_add_(0, token, F.linear(inner, mixture.down[expert]) * shares[token, place, None])
+        return mixed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [T, V]: not rounded to bfloat16 where the weights are, as SGLang's with --enable-fp32-lm-head."""
-        return F.linear(hidden.float(), self.weights.head.float())
+        logits = F.linear(hidden.float(), self.weights.head.float())
+        return logits if self.config.logits_scale == 1 else logits.mul_(self.config.logits_scale)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return x
+        if self.config.traits.norm_offset:
+            weight = weight + self.config.traits.norm_offset
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.eps)
 
     def _attend(
@@ -101,6 +145,7 @@ class Model:
         values: torch.Tensor,
         decode: DecodePart | None,
         prompts: PromptPart | None,
+        window: int,
     ) -> torch.Tensor:
         """q [T, H, D], keys and values [rows, K, width, D] -> [T, H * D]."""
         parts = []
@@ -109,21 +154,23 @@ class Model:
             # queries of one key/value head stand together as the rows of one small product
             grouped = (q[:n] * self.scale).view(n, c.kv_heads, c.group, c.head_dim)
             scores = torch.matmul(grouped, keys[:n, :, : decode.width].transpose(-1, -2))
-            scores += decode.mask
+            scores += decode.masks[window]
             parts.append(torch.matmul(torch.softmax(scores, -1), values[:n, :, : decode.width]).view(n, -1))
             q = q[n:]
         if prompts is not None:
-            parts.append(self._attend_prompts(q, keys, values, prompts))
+            parts.append(self._attend_prompts(q, keys, values, prompts, prompts.masks[window]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_prompts(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p: PromptPart) -> torch.Tensor:
+    def _attend_prompts(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p: PromptPart, mask: torch.Tensor
+    ) -> torch.Tensor:
         padded = q.new_zeros(p.count, p.longest, *q.shape[1:])
         padded[p.row, p.offset] = q
         mixed = F.scaled_dot_product_attention(
             padded.transpose(1, 2),
             keys[p.first : p.first + p.count, :, : p.width],
             values[p.first : p.first + p.count, :, : p.width],
-            attn_mask=p.mask.to(q.dtype),
+            attn_mask=mask.to(q.dtype),
             scale=self.scale,
             enable_gqa=self.config.group > 1,
         )
@@ -138,9 +185,9 @@ def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 
 def rotation_table(rope: Rope, head_dim: int, context: int) -> torch.Tensor:
-    """e^(i * position * frequency), complex64 [context, D/2]. RoFormer (Su et al. 2021) section 3.2; Llama 3 scaling
-    as in transformers' `_compute_llama3_parameters`."""
-    inverse = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    """e^(i * position * frequency), complex64 [context, D/2]; 1 for what is not rotated. RoFormer (Su et al. 2021)
+    section 3.2; Llama 3 scaling as in transformers' `_compute_llama3_parameters`."""
+    inverse = rope.theta ** -(torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width)
     if rope.kind == "linear":
         inverse = inverse / rope.factor
     if rope.kind == "llama3":
@@ -149,5 +196,5 @@ def rotation_table(rope: Rope, head_dim: int, context: int) -> torch.Tensor:
         blend = (rope.original_length / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         middle = (1 - blend) * inverse / rope.factor + blend * inverse
         inverse = torch.where(wave > low, inverse / rope.factor, torch.where(wave < high, inverse, middle))
-    angle = torch.arange(context).float()[:, None] * inverse
+    angle = torch.arange(context).float()[:, None] * F.pad(inverse, (0, (head_dim - rope.width) // 2))
     return torch.polar(torch.ones_like(angle), angle)

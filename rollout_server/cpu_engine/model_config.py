@@ -5,18 +5,71 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from protocol.errors import UserError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of decoders differs from Llama's; the rest its config.json says.
+
+    norms     around attention and MLP: before them, after them, or both
+    qk_norm   over queries and keys: of each head, of all heads together, or none
+    windowed  layers without a `layer_types`: "all" have the sliding window, "late" those from max_window_layers on
+    asks      a window counts only with use_sliding_window
+    """
+
+    norms: Literal["before", "after", "both"] = "before"
+    qk_norm: Literal["", "head", "all"] = ""
+    fused: bool = False
+    """Files hold qkv_proj and gate_up_proj."""
+    qkv_bias: bool | None = None
+    """Biases of q, k and v alone; None: `attention_bias` is for all four."""
+    mlp_bias: bool = False
+    """Whether `mlp_bias` counts."""
+    windowed: Literal["", "all", "late", "pattern"] = ""
+    asks: bool = True
+    window: int | None = None
+    """Its default."""
+    theta: float = 10000.0
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+    activation: str = "silu"
+    experts: bool = False
+
+
+FAMILIES = {
+    "gemma3_text": Family(
+        norms="both",
+        qk_norm="head",
+        windowed="pattern",
+        asks=False,
+        window=4096,
+        theta=1e6,
+        norm_offset=1.0,
+        activation="gelu_pytorch_tanh",
+    ),
+    "granite": Family(mlp_bias=True),
+    "llama": Family(mlp_bias=True),
+    "mistral": Family(windowed="all", asks=False, window=4096),
+    "olmo2": Family(norms="after", qk_norm="all"),
+    "phi3": Family(fused=True, windowed="all", asks=False),
+    "qwen2": Family(qkv_bias=True, windowed="late"),
+    "qwen3": Family(qk_norm="head", windowed="late"),
+    "qwen3_moe": Family(qk_norm="head", windowed="all", experts=True),
+    "smollm3": Family(mlp_bias=True, windowed="late", theta=2e6),
+}
+"""model_type -> what it is."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: `kind` is default, linear or llama3; the last four numbers are llama3's."""
+    """Rotary embedding of the first `width` elements of each head: `kind` is default, linear or llama3; the last four
+    numbers are llama3's."""
 
     theta: float
+    width: int
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -25,8 +78,29 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class LayerPlan:
+    """What differs between the layers of one model: rotation (None: positions do not count), window (0: sees all that
+    came before), and whether its MLP is one of experts."""
+
+    rope: Rope | None
+    window: int
+    experts: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts (Shazeer et al. 2017): each token goes through `chosen` of `count` SwiGLUs of width
+    `intermediate`, weighed by the softmax of the router, over the chosen ones if `normalized`."""
+
+    count: int
+    chosen: int
+    intermediate: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family (RMSNorm, rotary, grouped-query attention, SwiGLU). Sizes in elements."""
+    """A decoder of the Llama family (RMSNorm, rotary, grouped-query attention, gated MLP). Sizes in elements."""
 
     family: str
     vocab: int
@@ -38,12 +112,21 @@ class ModelConfig:
     head_dim: int
     context: int
     eps: float
-    rope: Rope
     tied: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    plan: tuple[LayerPlan, ...]
+    experts: Experts | None
+    embedding_scale: float
+    attention_scale: float
+    residual_scale: float
+    logits_scale: float
+
+    @property
+    def traits(self) -> Family:
+        """The family's."""
+        return FAMILIES[self.family]
 
     @property
     def group(self) -> int:
@@ -54,8 +137,13 @@ class ModelConfig:
     def parameters(self) -> int:
         """Weights in all, biases and norms left out."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate
-        return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return embeddings + sum(attention + self._mlp_parameters(layer.experts) for layer in self.plan)
+
+    def _mlp_parameters(self, sparse: bool) -> int:
+        if sparse and self.experts is not None:
+            return self.experts.count * (3 * self.experts.intermediate + 1) * self.hidden
+        return 3 * self.hidden * self.intermediate
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
@@ -81,46 +169,93 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 def _convert(raw: dict[str, Any]) -> ModelConfig:
     family = raw.get("model_type")
-    if family not in FAMILIES:
+    traits = FAMILIES.get(family) if isinstance(family, str) else None
+    if family is None or traits is None:
         raise UserError(f"model type {family!r} is not supported", todo="use one of " + ", ".join(FAMILIES))
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UserError(f"activation {raw['hidden_act']!r} is not supported", todo="use a model with silu")
-    # Qwen2 configs carry a sliding_window number that only counts when use_sliding_window is on.
-    if raw.get("use_sliding_window", family == "mistral") and raw.get("sliding_window"):
-        raise UserError("sliding-window attention is not supported", todo="set sliding_window to null")
-    heads = int(raw["num_attention_heads"])
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or traits.activation
+    if activation != traits.activation:
+        raise UserError(f"activation {activation!r} is not supported", todo=f"use a model with {traits.activation}")
+    if raw.get("attn_logit_softcapping") or raw.get("final_logit_softcapping"):
+        raise UserError("softcapping of logits is not supported", todo="use a model without it")
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    head_dim = int(raw.get("head_dim") or hidden // heads)
     bias = bool(raw.get("attention_bias", False))
+    gemma = family == "gemma3_text"
     config = ModelConfig(
         family=family,
         vocab=int(raw["vocab_size"]),
-        hidden=int(raw["hidden_size"]),
+        hidden=hidden,
         intermediate=int(raw["intermediate_size"]),
         layers=int(raw["num_hidden_layers"]),
         heads=heads,
         kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+        head_dim=head_dim,
         context=int(raw["max_position_embeddings"]),
         eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=True if family == "qwen2" else bias,
-        o_bias=False if family == "qwen2" else bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
+        tied=bool(raw.get("tie_word_embeddings", gemma or family == "smollm3")),
+        qkv_bias=bias if traits.qkv_bias is None else traits.qkv_bias,
+        o_bias=bias if traits.qkv_bias is None else False,
+        mlp_bias=traits.mlp_bias and bool(raw.get("mlp_bias", False)),
+        plan=_plan(raw, traits, head_dim),
+        experts=_experts(raw) if traits.experts else None,
+        embedding_scale=hidden**0.5 if gemma else float(raw.get("embedding_multiplier", 1.0)),
+        attention_scale=float(raw["query_pre_attn_scalar"]) ** -0.5
+        if gemma
+        else float(raw.get("attention_multiplier") or head_dim**-0.5),
+        residual_scale=float(raw.get("residual_multiplier", 1.0)),
+        logits_scale=1 / float(raw.get("logits_scaling", 1.0)),
     )
     if config.heads % config.kv_heads or config.head_dim % 2:
         raise ValueError("heads must be a multiple of key/value heads and head_dim even")
     return config
 
 
-def _rope(raw: dict[str, Any]) -> Rope:
+def _experts(raw: dict[str, Any]) -> Experts:
+    return Experts(
+        count=int(raw.get("num_experts") or raw["num_local_experts"]),
+        chosen=int(raw["num_experts_per_tok"]),
+        intermediate=int(raw["moe_intermediate_size"]),
+        normalized=bool(raw.get("norm_topk_prob", False)),
+    )
+
+
+def _plan(raw: dict[str, Any], traits: Family, head_dim: int) -> tuple[LayerPlan, ...]:
+    layers = range(int(raw["num_hidden_layers"]))
+    window = int(raw.get("sliding_window", traits.window) or 0)
+    if not traits.windowed or (traits.asks and not raw.get("use_sliding_window")):
+        window = 0
+    kinds = raw.get("layer_types")
+    late, pattern = int(raw.get("max_window_layers", 28)), int(raw.get("sliding_window_pattern", 6))
+    rotated = raw.get("no_rope_layers") or [(i + 1) % int(raw.get("no_rope_layer_interval", 4)) for i in layers]
+    given = raw.get("rope_parameters") or {}
+    plan = []
+    for i in layers:
+        if kinds and traits.windowed != "all":
+            slides = kinds[i] == "sliding_attention"
+        else:
+            slides = {"all": True, "late": i >= late, "pattern": bool((i + 1) % pattern), "": False}[traits.windowed]
+        local = traits.windowed == "pattern" and slides
+        # gemma3: since transformers 5 one set of rope_parameters for each kind of layer
+        own = given.get("sliding_attention" if local else "full_attention")
+        scaled = {"rope_theta": raw.get("rope_local_base_freq", 10000.0)} if local and not own else own
+        rope: Rope | None = _rope({**raw, "rope_parameters": scaled} if scaled else raw, traits, head_dim)
+        if raw["model_type"] == "smollm3" and not rotated[i]:
+            rope = None
+        sparse = i not in (raw.get("mlp_only_layers") or []) and not (i + 1) % int(raw.get("decoder_sparse_step", 1))
+        plan.append(LayerPlan(rope, window if slides else 0, traits.experts and sparse))
+    return tuple(plan)
+
+
+def _rope(raw: dict[str, Any], traits: Family, head_dim: int) -> Rope:
     # transformers 5 writes rope_parameters; before, rope_theta stood alone beside rope_scaling
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise UserError(f"rotary scaling {kind!r} is not supported", todo="use default, linear or llama3")
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     return Rope(
-        theta=float(given.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        theta=float(given.get("rope_theta") or raw.get("rope_theta") or traits.theta),
+        width=int(head_dim * float(share)),
         kind=kind,
         factor=float(given.get("factor", 1.0)),
         low_freq_factor=float(given.get("low_freq_factor", 1.0)),

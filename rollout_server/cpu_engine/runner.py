@@ -146,13 +146,13 @@ class Runner:
         adjacent rows."""
         past = torch.from_numpy(self.length[:active])
         ids, positions, rows = [torch.from_numpy(self._newest[:active])], [past], [torch.arange(active)]
-        prompts = _prompt_part(parts) if parts else None
+        prompts = _prompt_part(parts, self.model.windows) if parts else None
         if prompts is not None:
             starts = torch.tensor([start for _, _, start in parts])
             ids.append(torch.tensor([token for _, new, _ in parts for token in new]))
             positions.append(starts[prompts.row] + prompts.offset)
             rows.append(prompts.row + prompts.first)
-        decode = _decode_part(past) if active else None
+        decode = _decode_part(past, self.model.windows) if active else None
         adapters = self._adapter_parts(active, parts)
         return self.model.forward(
             torch.cat(ids), torch.cat(positions), torch.cat(rows), self.kv, decode, prompts, adapters
@@ -188,24 +188,34 @@ class Runner:
                 prompt.tops.extend(list(zip(*pair, strict=True)) for pair in pairs)
 
 
-def _decode_part(past: torch.Tensor) -> DecodePart:
+def _decode_part(past: torch.Tensor, windows: Sequence[int]) -> DecodePart:
     width = int(past.max()) + 1
-    hidden_from_row = torch.arange(width) > past[:, None]
-    mask = torch.zeros(len(past), width).masked_fill_(hidden_from_row, -torch.inf)
-    return DecodePart(len(past), width, mask[:, None, None])
+    masks = {window: _mask(past[:, None], width, window) for window in windows}
+    return DecodePart(len(past), width, masks)
 
 
-def _prompt_part(parts: Sequence[tuple[int, list[int], int]]) -> PromptPart:
+def _mask(queries: torch.Tensor, width: int, window: int) -> torch.Tensor:
+    """[rows, 1, queries, width]: 0 where a query at its position (int64 [rows, queries]) sees a key, else -inf.
+
+    A window of w shows the query's own position and the w - 1 before it; 0 shows all.
+    """
+    keys, last = torch.arange(width), queries[..., None]
+    unseen = keys > last
+    if window:
+        unseen |= keys <= last - window
+    return torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None]
+
+
+def _prompt_part(parts: Sequence[tuple[int, list[int], int]], windows: Sequence[int]) -> PromptPart:
     lengths = torch.tensor([len(ids) for _, ids, _ in parts])
     starts = torch.tensor([start for _, _, start in parts])
     longest, width = int(lengths.max()), int((starts + lengths).max())
     row = torch.repeat_interleave(lengths)
     offset = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-    # padded queries see what a real one at their place would see: something, so that softmax stays finite
-    seen_to = starts[:, None] + torch.arange(longest)
-    mask = torch.zeros(len(parts), longest, width)
-    mask.masked_fill_(torch.arange(width) > seen_to[..., None], -torch.inf)
-    return PromptPart(parts[0][0], len(parts), longest, width, row, offset, mask[:, None])
+    # padded queries see what a real one would see: something, so that softmax stays finite
+    seen_to = (starts[:, None] + torch.arange(longest)).clamp_(max=width - 1)
+    masks = {window: _mask(seen_to, width, window) for window in windows}
+    return PromptPart(parts[0][0], len(parts), longest, width, row, offset, masks)
 
 
 def _best(logprobs: torch.Tensor, top: dict[int, int]) -> dict[int, list[tuple[float, int]]]:

@@ -9,19 +9,51 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypedDict
 
 import torch
 from safetensors.torch import load as parse_safetensors
 
-from rollout_server.cpu_engine.model_config import ModelConfig
+from rollout_server.cpu_engine.model_config import LayerPlan, ModelConfig
 
 Tensors = dict[str, torch.Tensor]
 
 
+NORMS = {
+    "before": {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"},
+    "after": {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+    "both": {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
+}
+"""Hugging Face's names of a layer's norms, by where they stand."""
+
+
 class WeightsError(Exception):
     """What came does not hold exactly this model's tensors. The weights in use were not changed."""
+
+
+class Run(NamedTuple):
+    """A run of rows of one tensor; of each head, the first `rotary` are moved for the rotation."""
+
+    rows: int
+    rotary: int = 0
+
+
+class MlpTensors(TypedDict):
+    """The MLP's part of a Layer."""
+
+    gate_up: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    mixture: Mixture | None
 
 
 @dataclass(frozen=True)
@@ -42,21 +74,33 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Tensors of an MLP of N experts. Hidden E, intermediate M."""
+
+    router: torch.Tensor  # [N, E]
+    gate_up: torch.Tensor  # [N, 2 * M, E]
+    down: torch.Tensor  # [N, E, M]
+
+
+@dataclass(frozen=True)
 class Layer:
     """Tensors of one decoder layer. H query heads, K key/value heads of D, hidden E, intermediate M."""
 
-    input_norm: torch.Tensor  # [E]
+    before_attention: torch.Tensor | None  # norms, [E]
+    after_attention: torch.Tensor | None
+    before_mlp: torch.Tensor | None
+    after_mlp: torch.Tensor | None
     qkv: torch.Tensor  # [(H + 2K) * D, E]
     qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None  # [D]
-    k_norm: torch.Tensor | None  # [D]
+    q_norm: torch.Tensor | None  # [D], or [H * D] over all heads
+    k_norm: torch.Tensor | None  # [D], or [K * D]
     out: torch.Tensor  # [E, H * D]
     out_bias: torch.Tensor | None
-    post_norm: torch.Tensor  # [E]
-    gate_up: torch.Tensor  # [2 * M, E]
+    gate_up: torch.Tensor | None  # [2 * M, E]; None with experts
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [E, M]
+    down: torch.Tensor | None  # [E, M]; None with experts
     down_bias: torch.Tensor | None
+    mixture: Mixture | None
 
 
 class Weights:
@@ -68,7 +112,7 @@ class Weights:
         self._sums: dict[str, str] = {}
         """Checksums of what has not been replaced since they were taken."""
         self.embed = self._whole("model.embed_tokens.weight", config.vocab, config.hidden)
-        self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.layers)]
+        self.layers = [self._layer(f"model.layers.{i}.", plan) for i, plan in enumerate(config.plan)]
         self.norm = self._whole("model.norm.weight", config.hidden)
         self.head = self.embed if config.tied else self._whole("lm_head.weight", config.vocab, config.hidden)
 
@@ -136,44 +180,88 @@ class Weights:
         self.places[name] = Place(tensor)
         return tensor
 
-    def _fused(self, parts: list[tuple[str, int, bool]], *tail: int) -> torch.Tensor:
-        """One tensor for several names: `parts` are (name, rows, whether its rows are moved for the rotation)."""
-        tensor = torch.empty(sum(rows for _, rows, _ in parts), *tail, dtype=self.dtype)
+    def _fused(self, parts: list[tuple[str, Sequence[Run]]], *tail: int) -> torch.Tensor:
+        """One tensor for several names, each with its runs of rows."""
+        tensor = torch.empty(sum(run.rows for _, runs in parts for run in runs), *tail, dtype=self.dtype)
         start = 0
-        for name, rows, moved in parts:
-            order = _rotation_order(rows, self.config.head_dim) if moved else None
-            self.places[name] = Place(tensor[start : start + rows], order)
-            start += rows
+        for name, runs in parts:
+            count = sum(run.rows for run in runs)
+            moved = any(run.rotary for run in runs)
+            order = self._order(runs) if moved else None
+            self.places[name] = Place(tensor[start : start + count], order)
+            start += count
         return tensor
 
-    def _layer(self, at: str) -> Layer:
-        c = self.config
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        attn, mlp = at + "self_attn.", at + "mlp."
+    def _order(self, runs: Sequence[Run]) -> torch.Tensor:
+        """Where each row comes from; int64 [rows]."""
+        orders, start = [], 0
+        for run in runs:
+            own = _rotation_order(run.rows, self.config.head_dim, run.rotary) if run.rotary else torch.arange(run.rows)
+            orders.append(own + start)
+            start += run.rows
+        return torch.cat(orders)
+
+    def _layer(self, at: str, plan: LayerPlan) -> Layer:
+        c, traits = self.config, self.config.traits
+        q, kv, rotary = c.heads * c.head_dim, c.kv_heads * c.head_dim, plan.rope.width if plan.rope else 0
+        attn, norms = at + "self_attn.", NORMS[traits.norms]
 
         def qkv(kind: str, *tail: int) -> torch.Tensor:
-            rows = (("q_proj", q, True), ("k_proj", kv, True), ("v_proj", kv, False))
-            return self._fused([(f"{attn}{name}.{kind}", n, moved) for name, n, moved in rows], *tail)
+            runs = [Run(q, rotary), Run(kv, rotary), Run(kv)]
+            if traits.fused:
+                return self._fused([(f"{attn}qkv_proj.{kind}", runs)], *tail)
+            names = ("q_proj", "k_proj", "v_proj")
+            return self._fused([(f"{attn}{name}.{kind}", [run]) for name, run in zip(names, runs, strict=True)], *tail)
 
-        def gate_up(kind: str, *tail: int) -> torch.Tensor:
-            return self._fused(
-                [(f"{mlp}{name}.{kind}", c.intermediate, False) for name in ("gate_proj", "up_proj")], *tail
-            )
+        def qk_norm(name: str, rows: int) -> torch.Tensor | None:
+            rows = {"": 0, "head": c.head_dim, "all": rows}[traits.qk_norm]
+            return self._fused([(f"{attn}{name}.weight", [Run(rows, rotary)])]) if rows else None
+
+        def norm(place: str) -> torch.Tensor | None:
+            return self._whole(f"{at}{norms[place]}.weight", c.hidden) if place in norms else None
 
         return Layer(
-            input_norm=self._whole(at + "input_layernorm.weight", c.hidden),
+            before_attention=norm("before_attention"),
             qkv=qkv("weight", c.hidden),
             qkv_bias=qkv("bias") if c.qkv_bias else None,
-            q_norm=self._fused([(attn + "q_norm.weight", c.head_dim, True)]) if c.qk_norm else None,
-            k_norm=self._fused([(attn + "k_norm.weight", c.head_dim, True)]) if c.qk_norm else None,
+            q_norm=qk_norm("q_norm", q),
+            k_norm=qk_norm("k_norm", kv),
             out=self._whole(attn + "o_proj.weight", c.hidden, q),
             out_bias=self._whole(attn + "o_proj.bias", c.hidden) if c.o_bias else None,
-            post_norm=self._whole(at + "post_attention_layernorm.weight", c.hidden),
-            gate_up=gate_up("weight", c.hidden),
-            gate_up_bias=gate_up("bias") if c.mlp_bias else None,
-            down=self._whole(mlp + "down_proj.weight", c.hidden, c.intermediate),
-            down_bias=self._whole(mlp + "down_proj.bias", c.hidden) if c.mlp_bias else None,
+            after_attention=norm("after_attention"),
+            before_mlp=norm("before_mlp"),
+            after_mlp=norm("after_mlp"),
+            **(self._mixture(at + "mlp.") if plan.experts else self._mlp(at + "mlp.")),
         )
+
+    def _mlp(self, at: str) -> MlpTensors:
+        c = self.config
+
+        def gate_up(kind: str, *tail: int) -> torch.Tensor:
+            if c.traits.fused:
+                return self._fused([(f"{at}gate_up_proj.{kind}", [Run(2 * c.intermediate)])], *tail)
+            names = ("gate_proj", "up_proj")
+            return self._fused([(f"{at}{name}.{kind}", [Run(c.intermediate)]) for name in names], *tail)
+
+        return {
+            "gate_up": gate_up("weight", c.hidden),
+            "gate_up_bias": gate_up("bias") if c.mlp_bias else None,
+            "down": self._whole(at + "down_proj.weight", c.hidden, c.intermediate),
+            "down_bias": self._whole(at + "down_proj.bias", c.hidden) if c.mlp_bias else None,
+            "mixture": None,
+        }
+
+    def _mixture(self, at: str) -> MlpTensors:
+        c, e = self.config, self.config.experts
+        assert e is not None
+        gate_up = torch.empty(e.count, 2 * e.intermediate, c.hidden, dtype=self.dtype)
+        down = torch.empty(e.count, c.hidden, e.intermediate, dtype=self.dtype)
+        for i in range(e.count):
+            self.places[f"{at}experts.{i}.gate_proj.weight"] = Place(gate_up[i, : e.intermediate])
+            self.places[f"{at}experts.{i}.up_proj.weight"] = Place(gate_up[i, e.intermediate :])
+            self.places[f"{at}experts.{i}.down_proj.weight"] = Place(down[i])
+        mixture = Mixture(self._whole(at + "gate.weight", e.count, c.hidden), gate_up, down)
+        return {"gate_up": None, "gate_up_bias": None, "down": None, "down_bias": None, "mixture": mixture}
 
 
 def read_tensors(directory: Path) -> Tensors:
@@ -211,10 +299,12 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
         raise WeightsError(f"tensor {name!r} holds values that are not finite numbers")
 
 
-def _rotation_order(rows: int, head_dim: int) -> torch.Tensor:
-    """Index that turns each head's (0..D/2-1, D/2..D-1) into pairs (0, D/2, 1, D/2+1, ...). int64 [rows]."""
-    pairs = torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
-    return (torch.arange(0, rows, head_dim)[:, None] + pairs).reshape(-1)
+def _rotation_order(rows: int, head_dim: int, rotary: int) -> torch.Tensor:
+    """Index that turns the first R = `rotary` rows of each head, (0..R/2-1, R/2..R-1), into pairs (0, R/2, 1, R/2+1,
+    ...), and leaves the rest where it is. int64 [rows]."""
+    pairs = torch.arange(rotary).view(2, rotary // 2).t().reshape(-1)
+    head = torch.cat((pairs, torch.arange(rotary, head_dim)))
+    return (torch.arange(0, rows, head_dim)[:, None] + head).reshape(-1)
 
 
 def _digest(tensor: torch.Tensor) -> str:

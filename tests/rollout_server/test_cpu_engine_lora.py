@@ -12,7 +12,19 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.lora import Adapter, read_adapter
@@ -130,6 +142,36 @@ def test_a_rank_stabilised_adapter_is_scaled_by_the_root_of_its_rank(base: Path,
     r = request(PROMPT, 20, load(s, path))
     run(s, [r])
     check(merged(base, path, scale=6 / 3**0.5), r)
+
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+FURTHER: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "phi3": (Phi3Config, {"pad_token_id": 0}, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    "olmo2": (Olmo2Config, {}, MODULES),
+    "smollm3": (SmolLM3Config, {"pad_token_id": 0, "no_rope_layer_interval": 2}, MODULES),
+    "granite": (GraniteConfig, {"residual_multiplier": 0.4, "logits_scaling": 3.0}, MODULES),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 16, "query_pre_attn_scalar": 24}, MODULES),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+        MODULES[:4],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_adapters_of_the_other_families(base: Path, tmp_path: Path, family: str) -> None:
+    config, extra, modules = FURTHER[family]
+    AutoModelForCausalLM.from_config(config(**SIZES, **HEADS, **extra, initializer_range=0.2)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
+    s = scheduler(tmp_path)
+    path = write_adapter(tmp_path / "adapter", tmp_path, 3, modules)
+    r = request(PROMPT, 20, load(s, path))
+    run(s, [r])
+    check(merged(tmp_path, path), r)
+    if family == "qwen3_moe":
+        with pytest.raises(WeightsError, match="experts are not supported"):
+            load(s, write_adapter(tmp_path / "experts", tmp_path, 3, ("gate_proj",)))
 
 
 def test_a_prefix_is_shared_under_one_adapter_only(base: Path, tmp_path: Path) -> None:

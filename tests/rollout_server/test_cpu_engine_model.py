@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,29 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
+from learner.naming import as_saved
 from protocol.errors import UserError
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model import Model
@@ -51,6 +65,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2 tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen2 untied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
@@ -63,6 +79,39 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     ),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 12}),
+    "mistral with a window": (MistralConfig, MistralForCausalLM, {"sliding_window": 16}),
+    "qwen2 with late windows": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0}),
+    "phi3 with a window, partly rotated": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"pad_token_id": 0, "sliding_window": 16, "rope_parameters": PARTIAL},
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3_moe as the router weighs": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MOE),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16, "sliding_window_pattern": 2},
+    ),
 }
 
 
@@ -122,6 +171,31 @@ def test_logprobs_equal_transformers_for_every_family(tmp_path: Path, family: st
     check(model, requests)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_of_prompts_and_kept_prefixes_change_no_greedy_token(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.cpu_engine.runner.CHUNK", 16)
+    model = write(tmp_path, family)
+    s = scheduler(tmp_path)
+    params = SamplingParams(ignore_eos=True, top_k=1)
+    first = [request(prompt(50, 1)[:length], 12, seed=length) for length in (50, 41, 3)]
+    for r in first:
+        r.params = params
+    run(s, first)
+    again = request(first[0].prompt_ids + first[0].output_ids + [5, 6, 7], 12)
+    again.params = params
+    run(s, [again])
+    assert again.cached_tokens > 55
+    check(model, [*first, again])
+    model.generation_config.eos_token_id = None
+    for r in (*first, again):
+        ids = torch.tensor([r.prompt_ids])
+        with torch.inference_mode():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert made[0, ids.shape[1] :].tolist() == r.output_ids
+
+
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     model = write(tmp_path, "qwen2 tied")
     s = scheduler(tmp_path, dtype="bfloat16")
@@ -152,7 +226,8 @@ def test_logits_of_bfloat16_weights_are_not_rounded(tmp_path: Path) -> None:
 def test_weights_staged_one_by_one_are_those_that_are_loaded_from_disk(
     tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
-    sent = dict(write(tmp_path, family).state_dict())
+    model = write(tmp_path, family)
+    sent = dict(as_saved(model, model.state_dict().items()))  # as the learner sends them
     loaded = Weights(read_model_config(tmp_path), dtype)
     loaded.load(tmp_path)
     staging = Staging(loaded.config, dtype)
@@ -319,7 +394,9 @@ def test_output_that_is_not_finite_ends_only_its_own_request(tmp_path: Path) -> 
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True, "sliding_window": 128}, "sliding"),
+        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+        ({"final_logit_softcapping": 30.0}, "softcapping"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
         ({"vocab_size": None}, "usable"),
     ],
@@ -330,5 +407,9 @@ def test_a_model_that_the_engine_cannot_run_is_refused_with_its_reason(
     write(tmp_path, "qwen2 tied")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=says) as refused:
         scheduler(tmp_path)
+    if "model_type" in change and says == change["model_type"]:
+        assert {"gemma3_text", "granite", "olmo2", "phi3", "qwen3_moe", "smollm3"} <= set(
+            re.findall(r"\w+", refused.value.todo)
+        )
