@@ -18,6 +18,7 @@ from deploy.doctor_finding import Finding
 from deploy.gpus import without_cuda
 from learner.architecture import refuse_kind, refuse_packing
 from learner.config import DistributedPublishSettings, require_groups
+from learner.config_policy import GroupSettings
 from protocol.errors import UserError
 from protocol.settings import RunSettings
 from rollout_server.cpu_engine.model_config import read_model_config
@@ -62,6 +63,7 @@ def learner(config: RunConfig) -> Iterator[Finding]:
     except UserError as error:
         yield Finding.of("run.group_size", error)
     yield from _sampling(config.run)
+    yield from _reward_parts(config)
     facts = read_facts(config.run.model)
     if facts:
         yield _trainable(config, facts)
@@ -75,6 +77,15 @@ def learner(config: RunConfig) -> Iterator[Finding]:
             yield Finding("learner.trackers", "fail", f"{tracker.type} cannot be used", mend, why)
         else:
             yield Finding("learner.trackers", "ok", tracker.type)
+
+
+def _reward_parts(config: RunConfig) -> Iterator[Finding]:
+    algorithm = config.learner.algorithm
+    parts = algorithm.parts if isinstance(algorithm, GroupSettings) else {}
+    known = [reward.key for reward in config.rollout.episode.rewards]
+    if unknown := sorted(set(parts) - set(known)):
+        detail = f"no reward of rollout.episode.rewards is {' or '.join(unknown)}"
+        yield Finding("learner.algorithm.parts", "fail", detail, f"name some of {', '.join(known)}, or add the reward")
 
 
 def _sampling(run: RunSettings) -> Iterator[Finding]:

@@ -44,6 +44,12 @@ def test_memory_is_the_bound_of_the_design_and_is_compared_with_the_limit(run_fi
     assert findings(run_files, "launch.redis_maxmemory_mb=16")["redis memory"].verdict == "warn"
 
 
+def test_parts_that_no_reward_brings_are_refused(run_files: Path) -> None:
+    assert "learner.algorithm.parts" not in findings(run_files, "learner.algorithm.parts={em: 1.0}")
+    found = findings(run_files, "learner.algorithm.parts={em: 1.0, format: 0.2}")["learner.algorithm.parts"]
+    assert (found.verdict, found.detail) == ("fail", "no reward of rollout.episode.rewards is format")
+
+
 def test_sampling_from_a_part_of_the_distribution_is_pointed_out(run_files: Path) -> None:
     assert "sampling" not in findings(run_files)
     for given in ("run.top_p=0.95", "run.top_k=50"):
