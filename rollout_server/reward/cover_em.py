@@ -1,15 +1,29 @@
-"""Cover match: a gold answer's words occur, in order and unbroken, in the answer (`subem_check` of Search-R1).
+r"""Cover match: a gold answer's words occur, in order and unbroken, in the answer (`subem_check` of Search-R1).
 
-Whole words, unlike Search-R1's substring: the gold answer "no" is not covered by "I do not know".
+Whole words, unlike Search-R1's substring: the gold answer "no" is not covered by "I do not know". Scripts that are
+written without spaces (Chinese, Japanese, Thai, Khmer, ...) have no such borders: there it is a substring, as in
+Search-R1. `\boxed{Paris}` covers Paris, as there.
 """
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from typing import Literal
 
 from rollout_server.reward.base import Outcome, Reward, WeightedReward
-from rollout_server.reward.exact_match import normalise
+from rollout_server.reward.exact_match import equal, normalise
 from rollout_server.reward.io import Io
+
+_COMMAND = re.compile(r"\\[a-zA-Z]+\s*\{")
+_UNSPACED = re.compile(
+    # Thai, Lao, Tibetan and Burmese; Khmer; Tai Le; Tai Tham; Balinese
+    "[\u0e00-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f"
+    # radicals of Han, kana, bopomofo; Han and Yi; Javanese, Burmese, Tai Viet; Han; kana of half width
+    "\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3031-\u3035\u3038-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf"
+    "\u4e00-\ua4cf\ua980-\ua9ff\uaa60-\uaadf\uf900-\ufaff\uff66-\uff9f\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
+)
+"""Characters of scripts that put no spaces between words, by the blocks of Unicode 16. Hangul is not among them."""
 
 
 class CoverMatch:
@@ -20,13 +34,35 @@ class CoverMatch:
     async def __call__(self, outcome: Outcome) -> float:
         if outcome.answer is None:
             return 0.0
-        return float(covers(outcome.answer, outcome.question.answers))
+        return float(covers(_COMMAND.sub(" ", outcome.answer), outcome.question.answers))
 
 
 def covers(text: str, golds: tuple[str, ...]) -> bool:
-    """Whether the words of some gold answer stand in `text`. A gold answer without words is never covered."""
-    padded = f" {normalise(text)} "
-    return any(f" {gold} " in padded for gold in map(normalise, golds) if gold)
+    """Whether the words of some gold answer stand in `text`. One that normalises to nothing must be all of it."""
+    normal = normalise(text)
+    return any(stands(normal, normalise(gold)) if normalise(gold) else equal(text, gold) for gold in golds)
+
+
+def stands(text: str, words: str) -> bool:
+    """Whether `words`, not empty, stand in `text` and are not part of a longer word there; both are normalised."""
+    at = text.find(words)
+    while at >= 0:
+        end = at + len(words)
+        starts = not at or not (_spaced(text[at - 1]) and _spaced(words[0]))
+        # a mark belongs to the letter before it, in any script
+        if starts and (end == len(text) or not (_mark(text[end]) or (_spaced(words[-1]) and _spaced(text[end])))):
+            return True
+        at = text.find(words, at + 1)
+    return False
+
+
+def _mark(character: str) -> bool:
+    return unicodedata.category(character)[0] == "M"
+
+
+def _spaced(character: str) -> bool:
+    """Whether it is part of a word, in a script that separates words by spaces; digits are."""
+    return (character.isalnum() or _mark(character)) and not _UNSPACED.match(character)
 
 
 class CoverMatchSettings(WeightedReward):

@@ -8,20 +8,19 @@ what the policy wrote itself nor the environment's own words can be a hit.
 
 from __future__ import annotations
 
-import re
+import unicodedata
 from typing import Literal
 
 from protocol.messages import Question
 from rollout_server.actions import folded
 from rollout_server.reward.base import TurnText
-from rollout_server.reward.cover_em import covers
+from rollout_server.reward.cover_em import covers, stands
 from rollout_server.reward.exact_match import normalise
 
 By = Literal["answer", "passage", "either"]
 """answer: the gold answer. passage: the supporting passages. either: all of them."""
 _UNTELLING = frozenset({"", "yes", "no", "noanswer"})
 _ANSWER = "answer"
-_WORD = re.compile(r"\w+")
 
 
 def targets(question: Question, by: By) -> frozenset[str]:
@@ -47,12 +46,15 @@ def _stands(golds: tuple[str, ...], text: str) -> bool:
     and in "Austen/Brontë" because punctuation only vanishes, words as a reader sees them."""
     if covers(text, golds):
         return True
-    padded = _words(text)
-    return any(words in padded for words in map(_words, golds) if words.strip())
+    read = _words(text)
+    return any(stands(read, words) for words in map(_words, golds) if words)
 
 
 def _words(text: str) -> str:
-    return f" {' '.join(_WORD.findall(text.casefold()))} "
+    """Letters, digits and the marks on them; all else is blank."""
+    return " ".join(
+        "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in text.casefold()).split()
+    )
 
 
 def _golds(question: Question) -> tuple[str, ...]:

@@ -18,6 +18,20 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
+def comparable(text: str) -> str:
+    """`normalise`, or where that leaves nothing the text with its articles, or with its punctuation: "A" is an answer.
+
+    "" only for a text without a character.
+    """
+    return normalise(text) or " ".join(text.lower().translate(_PUNCTUATION).split()) or " ".join(text.lower().split())
+
+
+def equal(answer: str, gold: str) -> bool:
+    """Whether both are one answer. An empty answer equals none: Search-R1 and HotpotQA pay it for the gold "A"."""
+    given = comparable(answer)
+    return bool(given) and given == comparable(gold)
+
+
 class ExactMatch:
     """1 when the answer equals a gold answer after normalisation, else 0."""
 
@@ -26,8 +40,7 @@ class ExactMatch:
     async def __call__(self, outcome: Outcome) -> float:
         if outcome.answer is None:
             return 0.0
-        given = normalise(outcome.answer)
-        return float(any(given == normalise(gold) for gold in outcome.question.answers))
+        return float(any(equal(outcome.answer, gold) for gold in outcome.question.answers))
 
 
 class ExactMatchSettings(WeightedReward):

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Literal
 
 from rollout_server.reward.base import Outcome, Reward, WeightedReward
-from rollout_server.reward.exact_match import normalise
+from rollout_server.reward.exact_match import comparable
 from rollout_server.reward.io import Io
 
 _WHOLE = frozenset({"yes", "no", "noanswer"})
@@ -14,7 +14,7 @@ _WHOLE = frozenset({"yes", "no", "noanswer"})
 
 def f1(answer: str, gold: str) -> float:
     """2PR / (P + R) over the multisets of normalised words; yes, no and noanswer count only when they are equal."""
-    given, wanted = normalise(answer), normalise(gold)
+    given, wanted = comparable(answer), comparable(gold)
     if given != wanted and (given in _WHOLE or wanted in _WHOLE):
         return 0.0
     words, gold_words = given.split(), wanted.split()

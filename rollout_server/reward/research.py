@@ -28,7 +28,7 @@ from pydantic import Field
 from protocol.messages import Status
 from rollout_server.actions import boxed
 from rollout_server.reward.base import Outcome, Reward, TurnText, WeightedReward
-from rollout_server.reward.exact_match import normalise
+from rollout_server.reward.exact_match import equal
 from rollout_server.reward.f1 import f1
 from rollout_server.reward.io import Io
 
@@ -83,7 +83,7 @@ class ReSearch:
 
     def _compare(self, answer: str, gold: str) -> float:
         if self._settings.metric == "em":
-            return float(normalise(answer) == normalise(gold))
+            return float(equal(answer, gold))
         return f1(answer, gold)
 
 

@@ -36,8 +36,19 @@ def test_normalisation_is_that_of_search_r1(text: str, normal: str) -> None:
     [
         ("the Beatles.", ("Queen", "Beatles"), 1.0),
         ("beatles band", ("Beatles",), 0.0),
-        ("", ("",), 1.0),
+        ("", ("",), 0.0),
         ("x", (), 0.0),
+        ("A", ("A",), 1.0),  # normalisation leaves nothing of it
+        ("a.", ("A",), 1.0),
+        ("", ("A",), 0.0),
+        ("the", ("A",), 0.0),
+        ("the a", ("A",), 0.0),
+        ("...", ("A",), 0.0),
+        ("The The", ("the the",), 1.0),
+        ("!?", ("!?",), 1.0),
+        ("...", ("!?",), 0.0),
+        (" ", ("!?",), 0.0),
+        ("\\boxed{Paris}", ("Paris",), 0.0),  # as in Search-R1
         (None, ("",), 0.0),
     ],
 )
@@ -53,7 +64,41 @@ async def test_exact_match_takes_the_best_gold_answer(answer: str | None, golds:
         ("Jane A. Austen", ("Jane Austen",), 1.0),
         ("Austen Jane", ("Jane Austen",), 0.0),
         ("anything", ("the",), 0.0),
+        ("vitamin A", ("A",), 0.0),
+        ("A", ("A",), 1.0),
+        ("", ("A",), 0.0),
+        ("", ("",), 0.0),
         (None, ("x",), 0.0),
+        # scripts without spaces: a substring, as in Search-R1
+        ("北京。", ("北京",), 1.0),
+        ("答案是北京", ("北京",), 1.0),
+        ("中国首都北京市", ("北京",), 1.0),
+        ("東京都です", ("東京都",), 1.0),
+        ("パリです", ("パリ",), 1.0),
+        ("เมืองหลวงคือกรุงเทพ", ("กรุงเทพ",), 1.0),
+        ("ກຸງວຽງຈັນ", ("ວຽງຈັນ",), 1.0),  # Lao
+        ("រាជធានីភ្នំពេញ", ("ភ្នំពេញ",), 1.0),  # Khmer
+        ("မြို့တော်ရန်ကုန်", ("ရန်ကုန်",), 1.0),  # Burmese
+        ("出生于1995年", ("1995",), 1.0),
+        ("住在Paris市", ("Paris",), 1.0),
+        ("在北京", ("上海",), 0.0),
+        ("住在Parish", ("Paris",), 0.0),
+        ("กิน", ("ก",), 0.0),  # a letter is not found without its vowel sign
+        # scripts with spaces: whole words
+        ("Anna", ("nna",), 0.0),
+        ("Anna", ("Ann",), 0.0),
+        ("Hannah and Anna", ("Anna",), 1.0),
+        ("1995", ("199",), 0.0),
+        ("cafe\u0301", ("cafe",), 0.0),
+        ("москварека", ("Москва",), 0.0),  # Cyrillic
+        ("서울은", ("서울",), 0.0),  # Hangul is written with spaces
+        ("नई दिल्ली", ("दिल्ली",), 1.0),
+        ("नदी", ("नद",), 0.0),  # Devanagari
+        ("the \u201cEmma\u201d novel", ("Emma",), 1.0),
+        # LaTeX around it
+        ("\\boxed{Paris}", ("Paris",), 1.0),
+        ("It is \\boxed{\\text{Paris}}.", ("Paris",), 1.0),
+        ("\\boxed{Parish}", ("Paris",), 0.0),
     ],
 )
 async def test_cover_match_wants_whole_words_in_order(answer: str | None, golds: tuple[str, ...], score: float) -> None:
@@ -70,6 +115,10 @@ async def test_cover_match_wants_whole_words_in_order(answer: str | None, golds:
         ("yes it is", "yes", 0.0),
         ("yes", "yes", 1.0),
         ("", "x", 0.0),
+        ("A", "A", 1.0),
+        ("", "A", 0.0),
+        ("the", "A", 0.0),
+        ("", "", 0.0),
     ],
 )
 def test_f1_counts_words_as_a_multiset(answer: str, gold: str, score: float) -> None:

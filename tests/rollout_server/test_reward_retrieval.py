@@ -47,6 +47,15 @@ async def per_turn(*turns: TurnText, supporting: str = "", **settings: Any) -> l
         ("in the U.S.A. then", "USA", True),
         ("a \ufb01ne day", "\ufb01ne", True),  # shown after NFKC: "fine"; so is the gold answer
         ("in 19\u00bd", "19\u00bd", True),
+        ("北京是中国的首都", "北京", True),
+        ("日本の東京都です", "東京都", True),
+        (
+            "อยู่ที่กรุงเทพค่ะ",
+            "กรุงเทพ",
+            True,
+        ),
+        ("北京是", "上海", False),
+        ("Anna", "nna", False),
         ("theatre", "the", False),
         ("Jane and Austen", "Jane Austen", False),
         ("1995", "199", False),
