@@ -56,12 +56,14 @@ class Behaviour:
 
 @dataclass(frozen=True)
 class Table:
-    """The file. `ours`: settings, or what they begin with, that have no counterpart in a source."""
+    """The file. `ours`: settings, or what they begin with, that have no counterpart in a source; `inert`: settings that
+    nothing reads in a preset without a row for them."""
 
     sources: Mapping[str, str]
     rows: tuple[Row, ...]
     behaviour: tuple[Behaviour, ...]
     ours: tuple[str, ...]
+    inert: frozenset[str]
 
     def of(self, preset: str) -> list[Row]:
         """Rows of one preset."""
@@ -83,7 +85,7 @@ def read_table(path: Path = TABLE) -> Table:
         for c in cases
     )
     behaviour = tuple(Behaviour(**{**item, "presets": tuple(names(item["presets"]))}) for item in tree["behaviour"])
-    return Table(sources, rows, behaviour, tuple(tree["ours"]))
+    return Table(sources, rows, behaviour, tuple(tree["ours"]), frozenset(tree["inert"]))
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

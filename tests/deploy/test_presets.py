@@ -73,6 +73,20 @@ def unnamed(table: Table, name: str, values: dict[str, Any]) -> list[str]:
     return [s for s in values if s not in rows and not f"{s}.".startswith(ours)]
 
 
+COMPUTED = ("run.", "rollout.episode.", "learner.algorithm.", "learner.optim.", "learner.reference.", "learner.critic.")
+"""Where a setting decides what is computed."""
+OFF: tuple[Any, ...] = (0, False, "", None, "none", "off", [], {})
+
+
+@pytest.mark.parametrize("name", TABLE.sources)
+def test_what_no_row_names_is_off(name: str) -> None:
+    """A default that is on, like a new safeguard of the loss, changes a recipe whose file does not say it."""
+    without = "learner.critic." if preset(name).learner.algorithm.type != "ppo" else "-"
+    values = {k: v for k, v in loaded(name).items() if k.startswith(COMPUTED) and not k.startswith(without)}
+    left = [k for k in unnamed(TABLE, name, values) if values[k] not in OFF and k not in TABLE.inert]
+    assert left == [], "name it, and the source's value, in deploy/preset_sources.yaml; say the source's in the preset"
+
+
 def test_a_value_without_a_row_is_found() -> None:
     values = written("ema_pg") | {"learner.algorithm.filter": True, "run.identity": 1}
     assert unnamed(TABLE, "ema_pg", values) == ["learner.algorithm.filter", "run.identity"]
