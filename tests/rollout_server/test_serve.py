@@ -57,7 +57,7 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         assert await get(f"{url}/health") == (200, {"status": "ok"})
         await asyncio.sleep(0.2)
         status, body = await get(f"{url}/ready")
-        assert status == 503 and body["reasons"] == ["no engine takes training requests"]
+        assert status == 503 and body["reasons"] == ["no engine takes requests"]
         world.register("e", engine.url, V5, max_running=48)
         world.register("old", engine.url, PolicyVersion(1, 2))
         world.register("odd", engine.url, V5, tokenizer="theirs")
