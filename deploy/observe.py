@@ -126,6 +126,11 @@ class Observation:
         return self.learner.values if self.learner else {"steps": float(self.steps), **self.history.last}
 
     @property
+    def only_serves(self) -> bool:
+        """Whether no learner belongs to the run: none is to be started, and none has ever held its lease."""
+        return not self.trains and not self.learner_epoch
+
+    @property
     def evaluations(self) -> int:
         """Requests for episodes that go on."""
         return int(sum(p.values.get("evaluations", 0.0) for p in self.of("rollout")))

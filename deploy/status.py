@@ -131,7 +131,7 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
                 "raise maxmemory, or lower learner.checkpoint_every: what was trained stays until the checkpoint",
             )
         )
-    if seen.learner is None and now != "serving" and not seen.awaits_learner:
+    if seen.learner is None and not seen.only_serves and not seen.awaits_learner:
         held = f"; its lease lasts {seen.lease_ms / 1000:.0f} s more" if seen.lease_ms else ""
         found.append(Problem(f"no learner reports{held}", "start it again: it goes on from its checkpoint"))
     if not seen.of("rollout"):
@@ -235,7 +235,7 @@ def state(seen: Observation) -> str:
         return "done"
     if seen.learner:
         return seen.learner.text.get("state", "training")
-    if not seen.trains and not seen.learner_epoch:
+    if seen.only_serves:
         return "serving"
     return "preparing" if seen.awaits_learner else "waiting"
 

@@ -187,6 +187,7 @@ def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Pa
         (Observation("r", "x", error="away"), FAILED, False, "failed", "has failed"),
         (IDLE, {"state": "running"}, True, "preparing", ""),
         (IDLE, {"state": "running", "trains": False}, True, "serving", ""),
+        (replace(IDLE, processes=(EVALUATES,)), {"trains": False}, False, "evaluating", ""),
         (IDLE, {}, False, "waiting", "no learner reports"),
         (replace(IDLE, processes=(EVALUATES,)), {"state": "running"}, True, "evaluating", ""),
         (replace(IDLE, processes=(EVALUATES,), target_state="done"), {"state": "running"}, True, "evaluating", ""),

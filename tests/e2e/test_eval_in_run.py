@@ -118,6 +118,7 @@ def test_a_model_that_nobody_trains_is_served_evaluated_and_healthy(
         assert episode["status"] not in ("failed", "stale") and episode["version"] == "0.0"
         done = asked(run_dir, tmp_path, "--limit", "8")
         assert done.returncode == 0 and json.loads(done.stdout)["version"] == "0.0", done.stderr
+        until(lambda: not look(run_dir).evaluations, "its end is reported")
         capsys.readouterr()
         assert foray(["status", str(run_dir)]) == 0 and ": serving, healthy\n" in capsys.readouterr().out
         assert foray(["top", str(run_dir), "--once"]) == 0
