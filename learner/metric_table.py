@@ -131,7 +131,7 @@ RUN: Table = {
     "skipped_steps": counter("Batches not trained because a number was not finite."),
     "state_lost": counter("Times that Redis had lost streams or functions of the run."),
     "lease_lapsed": counter("Times that the learner's lease had run out."),
-    "tokens_generated_total": counter("Tokens of all entries that arrived."),
+    "tokens_generated_total": counter("Tokens of all entries that arrived.", name="tokens_arrived"),
     "tokens_law_*": counter("Tokens that arrived, by what became of them.", "outcome", name="tokens_by_outcome"),
     "tokens_law_in_flight": gauge("Tokens of groups that have arrived and are not settled."),
     "tokens_law_redis_lost": gauge("Tokens that were published and that Redis lost before the learner read them."),
@@ -147,5 +147,7 @@ RUN: Table = {
     ),
 }
 
-LEARNER: Table = STEP | RUN
+OF_STEPS = frozenset({"tokens_generated", "seconds/*", "time_s"})
+"""In no snapshot: there the run's totals stand for them."""
+LEARNER: Table = {name: row for name, row in STEP.items() if name not in OF_STEPS} | RUN
 """Of a snapshot; where both have a name, snapshots have the run's total."""

@@ -48,7 +48,7 @@ def page_of(
     run: str, snapshot: Callable[[], MetricsSnapshot], histograms: Callable[[], Mapping[str, Histogram]] = dict
 ) -> Page:
     """What Prometheus is shown of a learner; every sample has the label `run`."""
-    return Page("learner", LEARNER, snapshot, histograms, {"run": run}, WAITS)
+    return Page("foray_learner_", LEARNER, snapshot, histograms, {"run": run}, WAITS)
 
 
 class Endpoint:

@@ -97,7 +97,7 @@ def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
     return name, gauge("A number that an extension reports under this name."), []
 
 
-def prometheus_name(process: str, key: str, row: Metric) -> str:
+def prometheus_name(prefix: str, key: str, row: Metric) -> str:
     """The name of a family, without `_total` of counters: base units in words, and no character but a word's."""
     name = row.name or key.replace("*", "").rstrip("_/")
     name = name.removesuffix("_total") if row.kind == "counter" else name
@@ -105,25 +105,26 @@ def prometheus_name(process: str, key: str, row: Metric) -> str:
         if name.endswith(short):
             name = name.removesuffix(short) + long
             break
-    return f"foray_{process}_{name.replace('/', '_')}"
+    return prefix + name.replace("/", "_")
 
 
 @dataclass(eq=False)
 class Page:
     """A process' `/metrics`: a collector for a registry of prometheus_client.
 
+    prefix      of every family, e.g. foray_learner_
     read        the present values
     histograms  by name; those of the table that were never observed are empty
     labels      on every sample
     waits       the row of `MetricsSnapshot.waits`, with its name
     """
 
-    process: str
+    prefix: str
     table: Table
     read: Callable[[], MetricsSnapshot]
     histograms: Callable[[], Mapping[str, Histogram]]
     labels: Mapping[str, str]
-    waits: Metric
+    waits: Metric | None = None
 
     def collect(self) -> Iterator[Family]:
         """Every family with its samples."""
@@ -131,18 +132,18 @@ class Page:
 
         now, families = self.read(), dict[str, CounterMetricFamily | GaugeMetricFamily]()
         names, values = list(self.labels), list(self.labels.values())
-        waits = CounterMetricFamily(
-            prometheus_name(self.process, "", self.waits), self.waits.help, labels=[*names, *self.waits.labels]
-        )
-        for cause, seconds in now.waits.items():
-            waits.add_metric([*values, cause], seconds)
-        yield waits
+        if self.waits is not None:
+            whole = prometheus_name(self.prefix, "", self.waits)
+            waits = CounterMetricFamily(whole, self.waits.help, labels=[*names, *self.waits.labels])
+            for cause, seconds in now.waits.items():
+                waits.add_metric([*values, cause], seconds)
+            yield waits
         for name, value in now.values.items():
             if f"{name}_*" in self.table:
                 continue  # the sum of families that are told apart by a label
             key, row, own = row_of(self.table, name)
             kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
-            whole = prometheus_name(self.process, key, row)
+            whole = prometheus_name(self.prefix, key, row)
             families.setdefault(key, kind(whole, row.help, labels=[*names, *row.labels])).add_metric(
                 [*values, *own], value
             )
@@ -151,7 +152,7 @@ class Page:
         for name, row in self.table.items():
             if row.kind == "histogram":
                 shown = found.get(name) or Histogram(row.buckets)
-                drawn = HistogramMetricFamily(prometheus_name(self.process, name, row), row.help, labels=names)
+                drawn = HistogramMetricFamily(prometheus_name(self.prefix, name, row), row.help, labels=names)
                 drawn.add_metric(values, buckets=shown.buckets(), sum_value=shown.sum)
                 yield drawn
 

@@ -167,4 +167,6 @@ def prometheus_text(stats: Stats, run: str) -> bytes:
 
 def page_of(stats: Stats, run: str) -> Page:
     """What Prometheus is shown of a process."""
-    return Page(stats.process, TABLES[stats.process], stats.snapshot, lambda: stats.histograms, {"run": run}, WAITS)
+    return Page(
+        f"foray_{stats.process}_", TABLES[stats.process], stats.snapshot, lambda: stats.histograms, {"run": run}, WAITS
+    )

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from protocol.metrics import Histogram
 from rollout_server.cpu_engine.request import Request
-
-BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the latency histograms, seconds."""
-
-
-@dataclass
-class Histogram:
-    """Prometheus histogram; `counts` has one more entry than BUCKETS for what is beyond the last bound."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    total: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS, seconds)] += 1
-        self.total += seconds
 
 
 @dataclass
@@ -57,9 +42,9 @@ class Counters:
         """A request ended."""
         self.requests += 1
         self.aborted += bool(request.finish and request.finish["type"] == "abort")
-        self.latency.add(request.ended_at - request.arrived)
+        self.latency.observe(request.ended_at - request.arrived)
         if request.first_token_at:
-            self.first_token.add(request.first_token_at - request.arrived)
+            self.first_token.observe(request.first_token_at - request.arrived)
 
     @property
     def hit_rate(self) -> float:

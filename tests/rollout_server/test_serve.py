@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from metrics_page import check_page
 
 from protocol.codec import decode
 from protocol.messages import GroupFailed, MetricsSnapshot, Owner, Status, TrajectoryGroup
@@ -74,6 +75,13 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         assert (engines["e"]["window"], engines["e"]["requests_in_flight"], engines["e"]["trouble"]) == (48, 0, "")
         async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
             text = await response.text()
+        families = check_page(text)
+        lengths = {s.name: s.value for s in families["foray_rollout_response_length_tokens"].samples}
+        assert lengths["foray_rollout_response_length_tokens_count"] == 3
+        assert lengths["foray_rollout_response_length_tokens_sum"] == 3 * (4 + 3)
+        assert families["foray_rollout_trajectories_per_second"].type == "gauge"
+        ages = {s.name: s.value for s in families["foray_rollout_task_queue_age_seconds"].samples}
+        assert ages["foray_rollout_task_queue_age_seconds_count"] == 1
         assert f'foray_rollout_groups_published_total{{run="{world.keys.run}"}} 1.0' in text
         for counter in ("failovers", "tokens_continued", "tokens_unattributed", "tokens_distrusted"):
             assert f'foray_rollout_{counter}_total{{run="{world.keys.run}"}} 0.0' in text

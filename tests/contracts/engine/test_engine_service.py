@@ -10,6 +10,7 @@ import pytest
 from contract_client import PROMPT, Client
 from contract_engines import Server, embedded
 from forks import Zygote
+from metrics_page import check_page
 
 
 @pytest.mark.engines("fake", "embedded", "sglang")
@@ -49,6 +50,17 @@ async def test_metrics_carry_sglangs_names(client: Client) -> None:
     assert status == 200
     for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "gen_throughput", "generation_tokens_total"):
         assert f"sglang:{name}{{" in page
+
+
+@pytest.mark.engines("embedded", why="SGLang's own page is its own affair")
+async def test_every_metric_has_a_sentence_and_a_type(client: Client) -> None:
+    await client.generate(max_new_tokens=3)
+    _, page = await client.get("/metrics")
+    families = check_page(page)
+    assert families["sglang:generation_tokens"].type == "counter"
+    assert families["sglang:generation_tokens"].samples[0].value >= 3
+    (first,) = (s for s in families["sglang:time_to_first_token_seconds"].samples if s.name.endswith("_count"))
+    assert first.value >= 1 and first.labels.keys() == {"model_name"}
 
 
 async def test_flush_is_refused_while_requests_run(client: Client) -> None:

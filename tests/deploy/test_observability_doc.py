@@ -1,0 +1,72 @@
+"""docs/observability.md says what the tables say, and every row of theirs is as Prometheus wants it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from metrics_page import check_family, check_page
+from prometheus_client import Metric as Family
+
+from deploy.metrics_doc import document
+from learner.metric_table import LEARNER, WAITS
+from learner.metrics_http import page_of as learner_page
+from protocol.messages import MetricsSnapshot
+from protocol.metrics import Histogram, Table, prometheus_name
+from retriever.metrics import PROVIDER, Metrics
+from rollout_server.cpu_engine.metrics import ENGINE
+from rollout_server.metric_tables import TABLES
+from rollout_server.metrics import Stats, page_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
+
+
+def test_the_page_is_made_from_the_tables() -> None:
+    assert PAGE.read_text() == document(), "python -m deploy.metrics_doc > docs/observability.md"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "table"),
+    [pytest.param(*row, id=row[0]) for row in (("learner_", LEARNER), ("sglang:", ENGINE), *TABLES.items())],
+)
+def test_every_row_is_a_sentence_with_a_type_and_a_unit(prefix: str, table: Table) -> None:
+    for key, row in table.items():
+        check_family(Family(prometheus_name(prefix, key, row), row.help, row.kind))
+
+
+def test_names_do_not_collide() -> None:
+    for table in (LEARNER, ENGINE, *TABLES.values()):
+        names = [prometheus_name("", key, row) for key, row in table.items()]
+        names.append(prometheus_name("", "", WAITS))
+        assert len(names) == len(set(names)), sorted(n for n in names if names.count(n) > 1)
+
+
+def test_a_learners_page_of_everything() -> None:
+    values = {key.replace("*", "one"): 1.0 for key, row in LEARNER.items() if row.kind != "histogram"}
+    now = MetricsSnapshot(process="learner", id="0", values=values, waits={"data": 2.0})
+    lags = Histogram(LEARNER["token_lag_steps"].buckets)
+    lags.observe(1, 7)
+    lags.observe(3, 2)
+    lags.observe(99)
+    families = check_page(learner_page("r", lambda: now, lambda: {"token_lag_steps": lags}).text().decode())
+    assert {s.labels["run"] for f in families.values() for s in f.samples} == {"r"}
+    assert families["foray_learner_tokens_trained"].type == "counter"
+    assert families["foray_learner_step"].type == families["foray_learner_loss"].type == "gauge"
+    assert families["foray_learner_reward_part_mean"].samples[0].labels == {"part": "one", "run": "r"}
+    buckets = {s.labels["le"]: s.value for s in families["foray_learner_token_lag_steps"].samples if "le" in s.labels}
+    assert (buckets["0.0"], buckets["1.0"], buckets["2.0"], buckets["3.0"], buckets["+Inf"]) == (0, 7, 7, 9, 10)
+    assert [s.value for s in families["foray_learner_token_lag_steps"].samples if s.name.endswith("_sum")] == [
+        7 + 6 + 99
+    ]
+
+
+def test_a_nodes_page_and_a_retrievers_are_sound() -> None:
+    node = Stats("node", "n")
+    node.counts["updates"] = 2
+    assert check_page(page_of(node, "r").text().decode())["foray_node_updates"].samples[0].value == 2
+    metrics = Metrics()
+    metrics.add_provider("web", lambda: dict.fromkeys(PROVIDER, 1.0))
+    metrics.request("/search", 200)
+    families = check_page(metrics.render().decode())
+    assert not [name for name in families if name.endswith("_created")], "each would double its series"
+    assert families["foray_retriever_requests"].samples[0].labels == {"route": "/search", "status": "200"}

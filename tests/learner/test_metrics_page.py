@@ -1,0 +1,64 @@
+"""A learner's `/metrics` while it trains, found as people find it; and the same names in `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import redis
+from metrics_page import check_page
+
+from learner.config import LearnerSettings
+from learner.metric_table import STEP
+from protocol.codec import decode_as, encode
+from protocol.keys import Keys
+from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
+from protocol.metrics import row_of
+from protocol.settings import RunSettings
+
+
+def test_the_page_of_a_learner_that_trains(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Callable[..., int],
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys, urls, pages = Keys(run.id), list[str](), list[str]()
+    info = EngineInfo(id="e", url="http://127.0.0.1:1", state=NodeState.READY, tokens_per_s=1091.0)
+    db.zadd(keys.engines, {"e": 4e9})
+    db.hset(keys.engine("e"), "b", encode(info))
+
+    def look(updates: int) -> None:
+        if updates == 5:
+            told = decode_as(MetricsSnapshot, db.get(keys.metrics("learner", "0")))
+            urls.append(told.text["metrics_url"])
+            with urllib.request.urlopen(urls[0], timeout=10) as answer:
+                pages.append(answer.read().decode())
+
+    with tiny.Player(address, run.id):
+        assert serve(run, settings, before=look) == 0
+    families = check_page(pages[0])
+    value = {s.name: s.value for f in families.values() for s in f.samples if not s.labels.keys() - {"run"}}
+    assert {s.labels["run"] for f in families.values() for s in f.samples} == {run.id}
+    assert value["foray_learner_trained_total"] == value["foray_learner_groups_trained_total"] == 5 * 4
+    assert (
+        value["foray_learner_group_lag_steps_count"] == value["foray_learner_group_queue_age_seconds_count"] - 4 == 20
+    )
+    assert value["foray_learner_token_lag_steps_count"] == value["foray_learner_tokens_sampled_total"] == 20 * 16
+    assert value["foray_learner_engine_tokens_per_second"] == 1091
+    parts = {s.labels["part"]: s.value for s in families["foray_learner_reward_part_mean"].samples}
+    assert parts == {"em": 0.5}
+    lines = tiny.step_lines(run.dir)
+    names = {name for line in lines for name in line} - {"seqs", "seconds"}
+    assert {name for name in names if row_of(STEP, name)[0] not in STEP} == set()
+    assert lines[-1]["engine_tokens_per_s"] == 1091 and lines[-1]["status/answered"] == 1.0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 8/8")]
+    assert "reward_mean 0.500  reward/em 0.500" in shown[0] and "engines 1.1k tok/s" in shown[0]
+    with pytest.raises(OSError):
+        urllib.request.urlopen(urls[0], timeout=2)
