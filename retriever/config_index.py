@@ -40,15 +40,31 @@ __all__ = [
 
 
 class Bm25Settings(IndexBase):
-    """Lexical ranking, Lucene's variant of BM25, memory-mapped. Needs no encoder."""
+    """Lexical ranking, Lucene's variant of BM25, memory-mapped. Needs no encoder.
+
+    For the scores of pyserini and Anserini: k1=0.9 b=0.4 tokens=lucene stopwords=lucene stemming=porter.
+    """
 
     type: Literal["bm25"] = "bm25"
     k1: float = Field(default=1.5, ge=0)
     """Saturation of the term frequency."""
     b: float = Field(default=0.75, ge=0, le=1)
     """Share of the length normalisation."""
-    stopwords: Literal["none", "english"] = "none"
-    """Words that are ignored in passages and queries. `english` makes large indexes faster, recall is about equal."""
+    stopwords: Literal["none", "english", "lucene"] = "none"
+    """Words that are ignored in passages and queries. `english` makes large indexes faster, recall is about equal;
+    `lucene` are the 33 of Lucene's EnglishAnalyzer."""
+    tokens: Literal["words", "lucene"] = "words"
+    """What counts as a word. `words`: two or more letters, digits or underscores. `lucene`: as Lucene's EnglishAnalyzer
+    cuts (Unicode annex 29, no possessive 's), and lengths rounded as Lucene keeps them."""
+    stemming: Literal["none", "porter"] = "none"
+    """`porter`: words are indexed and searched by their English stems (Porter 1980)."""
+
+    def identity(self) -> dict[str, Any]:
+        """Without `tokens` and `stemming` where they are the default: indexes from before them fit as they are."""
+        added = {
+            name for name in ("tokens", "stemming") if getattr(self, name) == type(self).model_fields[name].default
+        }
+        return {name: value for name, value in super().identity().items() if name not in added}
 
     def build(self, source: Source, directory: Path) -> None:
         """Index the texts of `source` into `directory`, which exists."""

@@ -1,52 +1,141 @@
 """BM25 by bm25s (Lù 2024, arXiv 2407.03618): scores are computed at indexing time and summed at query time.
 
-Only its index is used. Words are found here, the same way for passages and queries (lower case, two or more word
-characters, no stemming), and hits are picked by `top_rows`, because bm25s's own top-k leaves ties in any order and
-takes jax where that happens to be installed.
+Only its index is used. Terms are found here, the same way for passages and queries, and hits are picked by `top_rows`,
+because bm25s's own top-k leaves ties in any order and takes jax where that happens to be installed.
+
+With `tokens: lucene`, stop words and stems, an index has the terms and the scores of Lucene's EnglishAnalyzer, as
+pyserini and Anserini use it: words by the rules of Unicode's annex 29, without the possessive 's, and lengths as Lucene
+keeps them in one byte. Not reproduced: the annex's rules for Thai, Lao, Khmer, Katakana beside Kanji and emoji, the cut
+of words at 255 characters, and that passages without a term do not count.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import bm25s
 import numpy as np
+import numpy.typing as npt
 from bm25s.stopwords import STOPWORDS_EN
 
 from retriever.config_index import Bm25Settings
 from retriever.index.base import Hits, Scores, Source, top_rows
+from retriever.index.porter import stem
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 
+_SINGLE = "\u3041-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+"""Hiragana and Han: each character is a word."""
+STOPWORDS_LUCENE = (
+    *("a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of"),
+    *(
+        "on",
+        "or",
+        "such",
+        "that",
+        "the",
+        "their",
+        "then",
+        "there",
+        "these",
+        "they",
+        "this",
+        "to",
+        "was",
+        "will",
+        "with",
+    ),
+)
+"""Of Lucene's EnglishAnalyzer."""
+_STOPWORDS = {"none": (), "english": STOPWORDS_EN, "lucene": STOPWORDS_LUCENE}
+_EXACT = 24
+"""Lengths up to this (and 15 more) are kept as they are in Lucene's byte."""
 
-def words(text: str) -> list[str]:
-    """The words of a passage or a query, in order, repetitions kept."""
-    return _WORD.findall(text.lower())
+
+@cache
+def _lucene() -> re.Pattern[str]:
+    """Words as Lucene's StandardTokenizer cuts them, up to what the module's docstring names."""
+    by_category: dict[str, str] = {}
+    for character in map(chr, range(0x80, 0x10000)):
+        category = unicodedata.category(character)
+        by_category[category] = by_category.get(category, "") + character
+    # accents, vowel signs, joiners, marks of direction: part of the letter before them, though no \w for Python
+    marks = "".join(by_category[category] for category in ("Mn", "Mc", "Cf"))
+    letter = rf"[^\W{_SINGLE}{by_category['No']}]"  # nor is ² a digit
+    run = rf"{letter}(?:{letter}|[{marks}])*"
+    # within a word: a stop, colon or quote between letters, a stop, comma, semicolon or quote between digits
+    link = rf"(?:(?<=[^\W\d_]|[{marks}])[.:'‘’·](?=[^\W\d_])|(?<=\d)[.,;'‘’](?=\d))"
+    return re.compile(rf"[{_SINGLE}]|{run}(?:{link}{run})*")
 
 
-def _stopwords(settings: Bm25Settings) -> frozenset[str]:
-    return frozenset(STOPWORDS_EN) if settings.stopwords == "english" else frozenset()
+class Terms:
+    """Text to terms, in order, repetitions kept."""
+
+    def __init__(self, settings: Bm25Settings) -> None:
+        self._lucene = settings.tokens == "lucene"
+        self._word = _lucene() if self._lucene else _WORD
+        self._stop = frozenset(_STOPWORDS[settings.stopwords])
+        self._stem = settings.stemming == "porter"
+
+    def __call__(self, text: str) -> list[str]:
+        """Of a passage or a query."""
+        words = self._word.findall(text.lower())
+        if self._lucene:
+            words = [word[:-2] if word.endswith(("'s", "’s")) else word for word in words]
+        if self._stop:
+            words = [word for word in words if word not in self._stop]
+        return [stem(word) for word in words] if self._stem else words
+
+
+def lucene_length(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Lengths as Lucene reads them back from one byte (SmallFloat.intToByte4): four significant bits above 40."""
+    rest = np.maximum(lengths - _EXACT, 0)
+    _, exponent = np.frexp(rest.astype(np.float64))
+    shift = np.maximum(exponent.astype(np.int64) - 4, 0)
+    return np.where(lengths < _EXACT, lengths, _EXACT + ((rest >> shift) << shift))
 
 
 def build(settings: Bm25Settings, source: Source, directory: Path) -> None:
     """Index the texts and save. Memory: 4 bytes a word of the corpus, and several times the index while sorting it."""
-    ignored = _stopwords(settings)
+    terms = Terms(settings)
     vocabulary: dict[str, int] = {}
     rows = []
     for text in source.texts():
-        ids = [vocabulary.setdefault(word, len(vocabulary)) for word in words(text) if word not in ignored]
+        ids = [vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)]
         rows.append(np.array(ids, dtype=np.int32))
     # a corpus without a single word must still give a well-formed index
     vocabulary = vocabulary or {"": 0}
     model = bm25s.BM25(k1=settings.k1, b=settings.b, method="lucene", backend="numpy", csc_backend="numpy")
     with np.errstate(invalid="ignore"):  # the mean length of blank passages alone is 0
         model.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+    if settings.tokens == "lucene" and settings.k1 * settings.b:
+        _use_lucene_lengths(model, np.array([len(row) for row in rows], dtype=np.int64))
     model.save(directory, show_progress=False)
+
+
+def _use_lucene_lengths(model: bm25s.BM25, lengths: npt.NDArray[np.int64]) -> None:
+    """Change every score from a passage's length to the one that Lucene reads back.
+
+    A score is idf * tf / (tf + K) with K = k1 * (1 - b + b * length / mean): tf follows from it, as a whole number.
+    """
+    data, indptr = model.scores["data"], model.scores["indptr"]
+    holding = np.diff(indptr)
+    idf = np.repeat(np.log(1 + (len(lengths) - holding + 0.5) / (holding + 0.5)), holding)
+    mean = lengths.mean()
+    exact, kept = (
+        (model.k1 * (1 - model.b + model.b * each / mean))[model.scores["indices"]]
+        for each in (lengths, lucene_length(lengths))
+    )
+    share = data / idf
+    tf = np.rint(share * exact / (1 - share))
+    model.scores["data"] = (idf * tf / (tf + kept)).astype(data.dtype)
 
 
 class Bm25Index:
@@ -60,7 +149,7 @@ class Bm25Index:
             # plain views of the maps: numpy's memmap class makes every slice dearer (a sixth of a query)
             self._model.scores[name] = np.asarray(self._model.scores[name])
         self._vocabulary: dict[str, int] = self._model.vocab_dict
-        self._ignored = _stopwords(settings)
+        self._terms = Terms(settings)
 
     @property
     def ntotal(self) -> int:
@@ -79,6 +168,6 @@ class Bm25Index:
 
     def _score(self, query: str) -> Scores:
         """float32 [ntotal]."""
-        found = (self._vocabulary.get(word) for word in words(query) if word not in self._ignored)
+        found = (self._vocabulary.get(term) for term in self._terms(query))
         scores: Scores = self._model.get_scores_from_ids([token for token in found if token is not None])
         return scores

@@ -9,8 +9,10 @@ import pytest
 
 from retriever.config_index import Bm25Settings
 from retriever.index.base import Index
-from retriever.index.bm25 import words
+from retriever.index.bm25 import Terms
 from retriever.testing import TextSource
+
+words = Terms(Bm25Settings())
 
 TEXTS = ["the cat sat on the mat", "the dog", "a cat and a cat and another dog", "birds of prey"]
 
