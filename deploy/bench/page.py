@@ -74,12 +74,11 @@ class _Page:
     def summary(self) -> str:
         """A row for each benchmark: figure, ratio, targets, and when it was measured."""
         rows = []
-        for name, figure in self.known.items():
+        for name, kept in self.kept.items():
             if name.partition("-")[0] in ("demo", "compare"):
                 continue
-            if (kept := self.kept[name]) is None:
-                goals = "; ".join(f"{t.text}, at least {t.at_least:g}" for t in figure.targets)
-                rows.append([name, "not measured yet", "", goals, ""])
+            if kept is None:
+                rows.append([name, "not measured yet", "", "", ""])
                 continue
             value = f"{shown(kept['value'])} {kept['unit']}"
             against = f"{shown(kept['ratio'])} x {kept['baseline']['name']}"
@@ -108,15 +107,12 @@ class _Page:
         return "\n".join([*lines, *tables(kept)]).rstrip()
 
     def many(self, start: str, columns: Sequence[str]) -> str:
-        """A row for each figure whose name starts so."""
+        """A row for each figure that was measured and whose name starts so."""
         rows = []
         for name, kept in self.kept.items():
-            if not name.startswith(f"{start}-"):
+            if not name.startswith(f"{start}-") or kept is None:
                 continue
             short = name.removeprefix(f"{start}-")
-            if kept is None:
-                rows.append([short, *[""] * len(columns), "", "not yet"])
-                continue
             cells = ["never" if c == "reached" and kept.get(c) is None else shown(kept.get(c)) for c in columns]
             rows.append([short, *cells, ", ".join(MET[t["met"]] for t in kept["targets"]), self.measured(name, kept)])
         return grid(["", *(c.replace("_", " ") for c in columns), "target", "measured"], rows)

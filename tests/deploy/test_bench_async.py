@@ -14,6 +14,7 @@ from deploy.bench.async_ring import CpuSamples, Window, figures
 from deploy.bench.machine import session_cpu_seconds
 from deploy.bench.report import judged
 from deploy.cli import main
+from learner.metric_table import STEP
 from protocol.errors import ForayError
 
 TOKENS = 1000.0
@@ -54,6 +55,11 @@ def test_figures_are_of_the_window_alone() -> None:
     assert found["tokens_per_s"] == pytest.approx(TOKENS / 5) and found["tokens_per_cpu_s"] == pytest.approx(TOKENS / 4)
     assert (found["wait_s"], found["train_s"], found["step_s"]) == pytest.approx((3.0, 2.0, 5.0))
     assert found["tokens_stale"] == 30 and found["em_last"] == pytest.approx(sum(range(31, 41)) / 400)
+
+
+def test_the_records_that_are_read_are_those_that_a_learner_writes() -> None:
+    written = {*STEP, "time_s", "seconds", "reward/em"}
+    assert set(simulated(1.0, 1.0, 0)[0]) <= written, "the names of metrics.jsonl have changed"
 
 
 @pytest.mark.parametrize(("generate_s", "train_s"), [(3.0, 2.0), (1.0, 4.0), (2.0, 2.0)])
