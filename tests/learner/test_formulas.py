@@ -280,9 +280,12 @@ def test_two_criteria_must_both_hold_as_in_verls_chains() -> None:
         kept_by("k3", "mean", 0.18, "behaviour"),
         kept_by("ratio", "ratio max", 2.2, "behaviour", low=0.45),
     ]
+    clipped = clipped_where(lambda batch: set.intersection(*(keep(batch) for keep in each)))
     alone = [0, 0, 0]
     for seed in range(8):
-        check(BASE | {"rejection": rejection}, clipped_where(lambda b: set.intersection(*(k(b) for k in each))), seed)
+        # the drift is of every token, rejected or not
+        settings = BASE | {"rejection": rejection, "drift_coefficient": 0.2}
+        check(settings, lambda b: [x + 0.2 * (t.leaf - t.old) ** 2 for t, x in zip(b, clipped(b), strict=True)], seed)
         x = tokens(seed)
         batch = [Token(x, i, x.logprobs[i]) for i in x.mask.nonzero()[:, 0].tolist()]
         sets = [k(batch) for k in each]
