@@ -62,7 +62,7 @@ class Frame:
         parts = {
             "problems": [f"  problem: {text}" for text in self.problems],
             "figures": [f"  {name:<{width}}  {text}" for name, text in self.facts],
-            "waits": ["  who waits for whom", *(f"    {line}" for line in self.waits or ("nothing was measured yet",))],
+            "waits": ["  who waits for whom", *(f"    {line}" for line in self.waits)] if self.waits else [],
             "engines": table(ENGINE_COLUMNS, self.engines) if self.engines else [],
         }
         rows = [("", self.title)]
@@ -155,7 +155,8 @@ def frame(seen: Observation, before: Observation | None, searches: Mapping[str, 
         for e in seen.engines
     )
     wrong = tuple(f"{p.what} -> {p.todo}" for p in problems(seen, max_lag=max_lag))
-    return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits_in_words(seen, before)), wrong)
+    waits = (waits_in_words(seen, before) or ["nothing of 5 % or more"]) if seen.processes else []
+    return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits), wrong)
 
 
 def waits_in_words(seen: Observation, before: Observation | None) -> list[str]:

@@ -20,6 +20,8 @@ from rollout_server import app, pin
 from rollout_server.config import RolloutSettings
 from rollout_server.engine.fake_server import FakeServer
 from rollout_server.lifecycle import Stop
+from rollout_server.node.config import AttachedEngine, NodeSettings
+from rollout_server.node.serve import serve as serve_node
 from rollout_server.serve import serve
 from rollout_server.testing import write_tokenizer
 from rollout_server.tokens import load_tokens
@@ -214,6 +216,31 @@ async def test_a_swap_that_had_begun_before_the_pin_is_repeated_at_the_version_a
         body = await asyncio.wait_for(asking, 15)
     assert body["versions"] == {"1.4": 4} and body["failed"] == 0
     assert len(engine.requests) > 8, "what was sampled at 1.3 was sampled again"
+
+
+async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_others(
+    world, until: Until, tmp_path: Path
+) -> None:
+    async with serving(world, tmp_path, latency_s=0.02) as (post, engine):
+        run = RunSettings(id=world.keys.run, dir=tmp_path / "node", redis_url=world.url, model=tmp_path / "model")
+        settings = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), poll_s=0.02, heartbeat_s=0.1, drain_s=1.0)
+        stop = Stop()
+        node = asyncio.create_task(serve_node(run, settings, stop=stop))
+        try:
+            world.publish_weights(tmp_path / "weights", PolicyVersion(2, 0))
+            await until(lambda: world.registered("e").version == PolicyVersion(2, 0), "the node has loaded it")
+            asked = {"questions": QUESTIONS, "n": 20, "pin": True, "concurrency": 4, "stream": True}
+            async with post(asked) as response:
+                for step in range(1, 5):
+                    await response.content.readline()
+                    world.publish_weights(tmp_path / "weights", PolicyVersion(2, step))
+                last = (await response.text()).rpartition("data: ")[2]
+            assert json.loads(last)["versions"] == {"2.0": 40}
+            await until(lambda: world.registered("e").version == PolicyVersion(2, 4), "then it loads the newest")
+            assert engine.calls.count("/update_weights_from_disk") == 2
+        finally:
+            stop.asked.set()
+            await asyncio.wait_for(node, 10)
 
 
 async def test_a_version_that_no_engine_holds_any_more_ends_the_evaluation_and_mixes_nothing(
