@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_parts_that_no_reward_brings_are_refused(run_files: Path) -> None:
     assert "learner.algorithm.parts" not in findings(run_files, "learner.algorithm.parts={em: 1.0}")
     found = findings(run_files, "learner.algorithm.parts={em: 1.0, format: 0.2}")["learner.algorithm.parts"]
     assert (found.verdict, found.detail) == ("fail", "no reward of rollout.episode.rewards is format")
+
+
+def test_an_mlflow_without_what_its_files_need_is_found_before_the_start(
+    run_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mlflow-skinny: it can be imported, and has neither of the packages behind `sqlite:///`."""
+    (tmp_path / "slim" / "mlflow").mkdir(parents=True)
+    (tmp_path / "slim" / "mlflow" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "slim")
+    for absent in ("sqlalchemy", "alembic"):
+        monkeypatch.setitem(sys.modules, absent, None)
+    found = findings(run_files, "learner.trackers=[mlflow]")["learner.trackers"]
+    assert (found.verdict, found.why) == ("fail", "not installed: sqlalchemy, alembic")
+    remote = findings(run_files, "learner.trackers=[{type: mlflow, tracking_uri: 'http://127.0.0.1:1'}]")
+    assert remote["learner.trackers"].verdict == "ok", "a server keeps them"
 
 
 def test_sampling_from_a_part_of_the_distribution_is_pointed_out(run_files: Path) -> None:

@@ -247,10 +247,14 @@ here = pathlib.Path(sys.argv[1])
 log_steps(TrackioSettings().build(), facts_of(here), 1, 2, 3)
 log_steps(TrackioSettings().build(), facts_of(here, first_step=3, epoch=2), 3, 4)
 from trackio import SQLiteStorage
-print([(row["step"], round(row["loss"], 2)) for row in SQLiteStorage.get_logs("foray", "run-7")])
+rows = SQLiteStorage.get_logs("foray", "run-7")
+print(sorted({name for row in rows for name in row} - {"timestamp"}))
+print([(row["step"], round(row["loss"], 2)) for row in rows])
 """
     env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
     argv = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
+    names = "['loss', 'seconds/wait', 'step']"
+    assert done.stdout.splitlines()[-2] == names, "no __step: Trackio renames what has one of its own names"
     assert done.stdout.splitlines()[-1] == "[(1, 1.01), (2, 2.01), (3, 3.01), (3, 3.03), (4, 4.03)]"
