@@ -91,7 +91,7 @@ class Keeper:
                 log.warning("no tasks are issued at the moment: %s", error)
         if self._metrics.due():
             self._cross.update()
-            self._meter.engines(self._store.engines())
+            self._meter.generated_per_s = self._store.generated_per_s()
             self.report()
             if self._issuer.open.is_set():
                 self._tolerated(self._requests.turn)

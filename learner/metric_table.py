@@ -40,7 +40,7 @@ STEP: Table = {
     "tokens_generated": gauge("Tokens that the policy sampled in the step's groups."),
     "groups_per_s": gauge("Groups trained a second of the step."),
     "trajectories_per_s": gauge("Trajectories of the trained groups a second of the step."),
-    "engine_tokens_per_s": gauge("Generated tokens a second as all rollout engines measured them, mean of 10 seconds."),
+    "tokens_generated_per_s": gauge("Tokens a second that all rollout servers get from engines, over 10 seconds."),
     # the batch
     "trajectories": gauge("Trajectories in the batch, those mixed in again included."),
     "trajectories_trained": gauge("Trajectories with at least one token that is trained on."),
@@ -147,7 +147,7 @@ RUN: Table = {
     ),
 }
 
-OF_STEPS = frozenset({"tokens_generated", "seconds/*", "time_s"})
-"""In no snapshot: there the run's totals stand for them."""
+OF_STEPS = frozenset({"tokens_generated", "tokens_generated_per_s", "seconds/*", "time_s"})
+"""Not in the learner's snapshots: totals of the run, or the rollout servers' own, stand for them."""
 LEARNER: Table = {name: row for name, row in STEP.items() if name not in OF_STEPS} | RUN
 """Of a snapshot; where both have a name, snapshots have the run's total."""

@@ -9,20 +9,18 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from learner.metric_table import LEARNER
-from protocol.messages import EngineInfo, MetricsSnapshot
+from protocol.messages import MetricsSnapshot
 from protocol.metrics import Histogram
 
 log = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 30.0
-ENGINE_WINDOW_S = 10.0
-"""Samples of the engines' throughput that its mean looks back on."""
 MAX_NAME, MAX_TEXT = 200, 500
 
 
@@ -39,7 +37,8 @@ class Meter:
         self._text: dict[str, str] = {"state": "starting", "bottleneck": ""}
         self._trained: deque[tuple[float, int, int]] = deque([(self._start, 0, 0)])
         """(when, tokens, groups) of steps"""
-        self._engines: deque[tuple[float, float]] = deque()
+        self.generated_per_s: float | None = None
+        """Tokens a second as the rollout servers measured them last, all together; None where none says."""
         self._histograms: dict[str, Histogram] = {}
 
     @contextmanager
@@ -97,19 +96,6 @@ class Meter:
         with self._lock:
             return copy.deepcopy(self._histograms)
 
-    def engines(self, infos: Iterable[EngineInfo]) -> None:
-        """Takes one sample of the throughput that the engines measured themselves, all together."""
-        now = time.monotonic()
-        with self._lock:
-            self._engines.append((now, sum(info.tokens_per_s for info in infos if info.role == "rollout")))
-            while self._engines[0][0] < now - ENGINE_WINDOW_S:
-                self._engines.popleft()
-
-    def engine_rate(self) -> float | None:
-        """Mean of the last samples in tokens a second; None without one."""
-        with self._lock:
-            return sum(rate for _, rate in self._engines) / len(self._engines) if self._engines else None
-
     def snapshot(self, learner_id: str, **values: float) -> MetricsSnapshot:
         """Everything as a message; `values` are added to the numbers that were put."""
         with self._lock:
@@ -120,8 +106,6 @@ class Meter:
             numbers = self._values | {k: float(v) for k, v in values.items()}
             numbers["tokens_trained_per_s"] = sum(tokens for _, tokens, _ in self._trained) / span
             numbers["groups_trained_per_s"] = sum(groups for _, _, groups in self._trained) / span
-            if self._engines:
-                numbers["engine_tokens_per_s"] = sum(rate for _, rate in self._engines) / len(self._engines)
             return MetricsSnapshot(
                 process="learner",
                 id=learner_id,

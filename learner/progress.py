@@ -30,9 +30,9 @@ def step_line(record: Mapping[str, Any], *, steps: int) -> str:
     """The line for the terminal of one record of `metrics.jsonl`; what is missing or null in it is left out."""
     parts = [f"step {int(record['step']):>{len(str(steps))}}/{steps}"]
     parts += [f"{name} {record[name]:{how}}" for name, how in SHOWN.items() if record.get(name) is not None]
-    engines, total_s = record.get("engine_tokens_per_s"), record.get("step_s") or 0.0
-    if engines is not None:
-        parts.append(f"engines {_short(engines)} tok/s")
+    generated, total_s = record.get("tokens_generated_per_s"), record.get("step_s") or 0.0
+    if generated is not None:
+        parts.append(f"generated {_short(generated)} tok/s")
     if total_s:
         trained = (record.get("tokens_trained") or 0) / total_s
         parts += [f"trained {_short(trained)} tok/s", f"{total_s:.1f} s", bottleneck(record)]

@@ -327,6 +327,20 @@ class RunStore(Accounts):
         # a registration of another version of Foray says nothing about what it loads
         return [info for raw in raws if raw is not None and (info := _decoded(EngineInfo, raw)) is not None]
 
+    def generated_per_s(self) -> float | None:
+        """Tokens a second that the rollout servers say they generate, all together; None where none says."""
+        with translated(self.keys.processes):
+            names = [
+                name.decode(errors="replace") for name in cast(list[bytes], self._db.zrange(self.keys.processes, 0, -1))
+            ]
+            with self._db.pipeline(transaction=False) as pipe:
+                for _, _, id_ in (name.partition(":") for name in names if name.startswith("rollout:")):
+                    pipe.get(self.keys.metrics("rollout", id_))
+                raws = pipe.execute()
+        told = [info for raw in raws if raw is not None and (info := _decoded(MetricsSnapshot, raw)) is not None]
+        rates = [info.values["tokens_generated_per_s"] for info in told if "tokens_generated_per_s" in info.values]
+        return sum(rates) if rates else None
+
     def evaluating(self) -> bool:
         """Whether an evaluation wants the versions to stand still."""
         with translated():

@@ -57,13 +57,13 @@ class Teller:
             **more,
         }
         self._meter.put(**values)
-        engines = self._meter.engine_rate()
+        generated = self._meter.generated_per_s
         whole = values | {
             "epoch": epoch,
             "time_s": self._meter.uptime_s(),
             "tokens_trained": report.tokens_trained,
             "tokens_generated": sum(t.num_sampled for g in groups for t in g.trajectories),
-            **({} if engines is None else {"engine_tokens_per_s": engines}),
+            **({} if generated is None else {"tokens_generated_per_s": generated}),
             "seqs": [group.seq for group in groups],
             "seconds": {"wait" if cause == "data" else cause: s for cause, s in by_cause.items()},
         }

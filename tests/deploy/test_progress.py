@@ -32,14 +32,14 @@ def test_a_line_that_a_killed_learner_left_is_passed_over(tmp_path: Path) -> Non
 
 
 def test_the_line_says_reward_lag_rates_and_the_bottleneck() -> None:
-    line = step_line(RECORD | {"engine_tokens_per_s": 1091.0}, steps=10)
+    line = step_line(RECORD | {"tokens_generated_per_s": 1091.0}, steps=10)
     assert line.startswith(
-        "step  3/10  reward_mean 0.500  reward/em 0.250  lag_mean 1.0  lag_max 2  engines 1.1k tok/s"
+        "step  3/10  reward_mean 0.500  reward/em 0.250  lag_mean 1.0  lag_max 2  generated 1.1k tok/s"
     )
     assert line.endswith("trained 50 tok/s  2.0 s  learner waits for rollouts (90%)")
 
 
 def test_what_was_not_measured_is_not_in_the_line() -> None:
     line = step_line(RECORD | {"reward/em": None}, steps=10)
-    assert "em" not in line.replace("mean", "") and "engines" not in line and "generated" not in line
+    assert "em" not in line.replace("mean", "") and "generated" not in line
     assert step_line({"step": 1}, steps=2) == "step 1/2"

@@ -15,7 +15,7 @@ from learner.config import LearnerSettings
 from learner.metric_table import STEP
 from protocol.codec import decode_as, encode
 from protocol.keys import Keys
-from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
+from protocol.messages import MetricsSnapshot
 from protocol.metrics import row_of
 from protocol.settings import RunSettings
 
@@ -30,9 +30,10 @@ def test_the_page_of_a_learner_that_trains(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     keys, urls, pages = Keys(run.id), list[str](), list[str]()
-    info = EngineInfo(id="e", url="http://127.0.0.1:1", state=NodeState.READY, tokens_per_s=1091.0)
-    db.zadd(keys.engines, {"e": 4e9})
-    db.hset(keys.engine("e"), "b", encode(info))
+    for id_, rate in (("r1", 1000.0), ("r2", 91.0)):
+        told = MetricsSnapshot(process="rollout", id=id_, values={"tokens_generated_per_s": rate})
+        db.set(keys.metrics("rollout", id_), encode(told))
+        db.zadd(keys.processes, {f"rollout:{id_}": 4e9})
 
     def look(updates: int) -> None:
         if updates == 5:
@@ -51,14 +52,13 @@ def test_the_page_of_a_learner_that_trains(
         value["foray_learner_group_lag_steps_count"] == value["foray_learner_group_queue_age_seconds_count"] - 4 == 20
     )
     assert value["foray_learner_token_lag_steps_count"] == value["foray_learner_tokens_sampled_total"] == 20 * 16
-    assert value["foray_learner_engine_tokens_per_second"] == 1091
     parts = {s.labels["part"]: s.value for s in families["foray_learner_reward_part_mean"].samples}
     assert parts == {"em": 0.5}
     lines = tiny.step_lines(run.dir)
     names = {name for line in lines for name in line} - {"seqs", "seconds"}
     assert {name for name in names if row_of(STEP, name)[0] not in STEP} == set()
-    assert lines[-1]["engine_tokens_per_s"] == 1091 and lines[-1]["status/answered"] == 1.0
+    assert lines[-1]["tokens_generated_per_s"] == 1091 and lines[-1]["status/answered"] == 1.0
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 8/8")]
-    assert "reward_mean 0.500  reward/em 0.500" in shown[0] and "engines 1.1k tok/s" in shown[0]
+    assert "reward_mean 0.500  reward/em 0.500" in shown[0] and "generated 1.1k tok/s" in shown[0]
     with pytest.raises(OSError):
         urllib.request.urlopen(urls[0], timeout=2)

@@ -16,7 +16,9 @@ OTHER: dict[str, Any] = {
     "encoder": HashedEncoderSettings(dim=16),
     "dtype": "float16",
     "devices": (1,),
-    "stopwords": "english", "tokens": "lucene", "stemming": "porter",
+    "stopwords": "english",
+    "tokens": "lucene",
+    "stemming": "porter",
     "precision": "float32",
     "opq": True,
 }
