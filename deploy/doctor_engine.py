@@ -16,7 +16,7 @@ from typing import Any
 from deploy.config import RunConfig
 from deploy.doctor_finding import Finding
 from deploy.gpus import without_cuda
-from learner.architecture import refuse_kind, refuse_packing
+from learner.architecture import refuse_settings
 from learner.config import DistributedPublishSettings, require_groups
 from learner.config_policy import GroupSettings
 from protocol.errors import UserError
@@ -181,9 +181,8 @@ def _trainable(config: RunConfig, facts: dict[str, Any]) -> Finding:
         given = SimpleNamespace(**({"is_encoder_decoder": False, "model_type": "model"} | facts))
         if given.model_type.startswith("qwen") and not facts.get("use_sliding_window"):
             given.sliding_window = None  # written in its file, and without effect
-        refuse_kind(config.run.model, given, config.learner.model.attention)
-        if config.learner.batch.row_tokens:
-            refuse_packing(config.run.model, given)
+        packed = bool(config.learner.batch.row_tokens)
+        refuse_settings(config.run.model, given, config.learner.model.attention, packed=packed)
     except UserError as error:
         return Finding.of("learner", error)
     except NOT_FACTS as error:

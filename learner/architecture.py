@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,31 @@ from protocol.errors import UserError
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWED = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
 """Model types whose sliding windows the tests know: few tokens would not show a window of thousands."""
+EAGER_ONLY = (
+    *("bloom", "codegen", "deepseek_v4", "falcon_mamba", "gpt_neo", "gpt_oss", "gptj", "mamba", "mamba2", "mpt"),
+    *("recurrent_gemma", "rwkv", "xglm", "xlstm"),
+)
+"""Causal models that transformers does not compute with torch's fused attention: known before anything is loaded. Of
+others it is found out at the load."""
+RECURRENT = ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm")
+"""Causal models with a state: their configuration does not always list the kinds of their layers."""
+
+
+def refuse_settings(directory: Path, config: Any, attention: str, *, packed: bool) -> None:
+    """Raises one UserError for what `refuse_kind` says and, where rows are `packed`, `refuse_packing`: a model that
+    needs two settings names both."""
+    found = []
+    for refuses in (partial(refuse_kind, attention=attention), *((refuse_packing,) if packed else ())):
+        try:
+            refuses(directory, config)
+        except UserError as error:
+            found.append(error)
+    if len(found) == 2:
+        first, second = found
+        why = f"{first.why}; and trajectories cannot be packed into its rows: {second.why}"
+        raise UserError(first.what, why=why, todo=f"{first.todo}, and {second.todo}")
+    if found:
+        raise found[0]
 
 
 def refuse_kind(directory: Path, config: Any, attention: str) -> None:
@@ -28,6 +54,17 @@ def refuse_kind(directory: Path, config: Any, attention: str) -> None:
             why=f"attention {attention} would leave the cap out without a word",
             todo="set learner.model.attention to eager",
         )
+    if attention != "eager" and config.model_type in EAGER_ONLY:
+        raise no_attention(directory, config.model_type, attention)
+
+
+def no_attention(directory: Path, kind: str, attention: str) -> UserError:
+    """The error for a model that transformers computes with eager attention only."""
+    return UserError(
+        f"{directory} holds a {kind} model, which transformers does not compute with attention {attention}",
+        why="it has no such attention for this type",
+        todo="set learner.model.attention to eager",
+    )
 
 
 def layer_kinds(config: Any) -> frozenset[str]:
@@ -42,6 +79,8 @@ def layer_kinds(config: Any) -> frozenset[str]:
 def refuse_packing(directory: Path, config: Any) -> None:
     """Raises UserError for a model into whose rows trajectories cannot be packed, by the kinds of its layers."""
     kinds, kind = layer_kinds(config), config.model_type
+    if kind in RECURRENT:
+        raise no_packing(directory, kind, "its layers carry a state from one token to the next")
     if kinds - {FULL, SLIDING} or (SLIDING in kinds and kind not in WINDOWED):
         raise no_packing(directory, kind, f"it has layers of {', '.join(sorted(kinds))}")
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from learner.accelerator import without_gpu
-from learner.architecture import refuse_kind, without_dropout
+from learner.architecture import refuse_settings, without_dropout
 from learner.attention import Spans, attention_mask, takes_spans
 from learner.config_model import CriticSettings, ModelSettings
 from learner.fused import ScoringLinear, Wanted, can_score, score_fused
@@ -151,7 +151,7 @@ def load_policy(
     critic  where it is to carry a value head (critic.backbone policy)
     Raises UserError when the model is missing, or is of a kind that would be scored wrongly.
     """
-    causal = load_causal(directory, settings)
+    causal = load_causal(directory, settings, packed=packed)
     policy = PolicyModel(causal, settings, critic)
     settle_attention(policy, directory, packed=packed)
     if settings.lora.rank:
@@ -159,8 +159,9 @@ def load_policy(
     return policy
 
 
-def load_causal(directory: Path, settings: ModelSettings) -> Any:
-    """transformers' own model, without dropout. Raises UserError when it is missing or no text model."""
+def load_causal(directory: Path, settings: ModelSettings, *, packed: bool = False) -> Any:
+    """transformers' own model, without dropout. Raises UserError when it is missing or no text model, or cannot be
+    `packed` into rows."""
     if not (directory / "config.json").is_file():
         raise UserError(
             f"there is no model in {directory}",
@@ -174,7 +175,7 @@ def load_causal(directory: Path, settings: ModelSettings) -> Any:
 
     disable_progress_bar()  # a bar in a log file is noise
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    refuse_kind(directory, config, settings.attention)
+    refuse_settings(directory, config, settings.attention, packed=packed)
     without_dropout(config)
     try:
         causal = AutoModelForCausalLM.from_pretrained(

@@ -88,8 +88,9 @@ def repaired(
 ) -> Any | None:
     """`value` as a person evidently meant it, None where that is not evident.
 
-    A text field that YAML read as something else (`query: ` is a mapping, 2024 a number) gets the override as it was
-    spelt (`spelt`, by path in the section), and the bare name of a kind stands for it: `[wandb]` for `[{type: wandb}]`.
+    A field of text or of a path that YAML read as something else (`query: ` is a mapping, 2024 a number) gets the
+    override as it was spelt (`spelt`, by path in the section), and the bare name of a kind stands for it: `[wandb]` for
+    `[{type: wandb}]`.
     """
     meant, changed = copy.deepcopy(value), False
     for item in error.errors():
@@ -97,7 +98,8 @@ def repaired(
         if place is None:
             continue
         holder, key, path = place
-        if item["type"] == "string_type" and path in spelt:
+        text = item["type"] == "string_type" or (item["type"] == "path_type" and holder[key] is not None)
+        if text and path in spelt:
             holder[key], changed = spelt[path], True
         elif item["type"] in _GROUP and holder[key] in _legal_tags(kind, [str(part) for part in item["loc"]]):
             holder[key], changed = {"type": holder[key]}, True
@@ -131,6 +133,10 @@ def _in_words(item: ErrorDetails, kind: type[BaseModel]) -> str:
         return f"there is no type {wrong!r}: {suggest(wrong, tags)}" if tags else item["msg"]
     if name == "string_type":
         return "text belongs here; put it in quotes"
+    if name == "path_type":
+        return "a path belongs here; put it in quotes"
+    if name.startswith("date_"):
+        return "a date belongs here, e.g. 2026-01-31"
     if name in ("bool_type", "bool_parsing"):
         return "true or false belongs here"
     if name == "string_pattern_mismatch":

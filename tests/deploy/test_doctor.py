@@ -7,6 +7,7 @@ import json
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -95,3 +96,27 @@ def test_the_command_prints_json_and_its_exit_code_tells(run_files: Path, capsys
     config.write_text("run: {model: /nowhere}\n")
     assert command.run(argparse.Namespace(given=[], config=config, json=False)) == 1
     assert "do: give a directory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings"),
+    [
+        (
+            {"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]},
+            ("eager", "row_tokens to 0"),
+        ),
+        ({"model_type": "falcon_mamba"}, ("eager", "row_tokens to 0")),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, ("eager",)),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, ("row_tokens to 0",)),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_model_that_engine_and_learner_cannot_take_is_found_by_its_configuration(
+    run_files: Path, facts: dict[str, Any], settings: tuple[str, ...]
+) -> None:
+    path = run_files / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+    found = findings(run_files, "learner.batch.row_tokens=4096")
+    assert found["engine"].verdict == "fail" and "cannot serve" in found["engine"].detail
+    assert found["learner"].verdict == "fail"
+    assert all(setting in found["learner"].mend for setting in settings)

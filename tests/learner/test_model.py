@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from learner.architecture import EAGER_ONLY
 from learner.attention import block_mask
 from learner.batch import build_batch
 from learner.config_algorithm import GrpoSettings
@@ -251,8 +252,18 @@ def test_an_attention_that_transformers_lacks_is_a_persons_error(tmp_path):
     config = transformers.GptOssConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="cannot load"):
+    with pytest.raises(UserError, match="does not compute with attention sdpa") as caught:
+        load_policy(tmp_path, ModelSettings(), packed=False)
+    assert "attention to eager" in caught.value.todo and "row_tokens" not in caught.value.todo
+    with pytest.raises(UserError) as caught:  # both settings at once
         load_policy(tmp_path, ModelSettings())
+    assert "attention to eager" in caught.value.todo and "row_tokens to 0" in caught.value.todo
+
+
+@pytest.mark.parametrize("kind", EAGER_ONLY)
+def test_transformers_has_no_fused_attention_for_the_types_of_the_table(kind):
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert not getattr(transformers, names[kind])._supports_sdpa
 
 
 def test_pickled_weights_are_refused_and_never_opened(tmp_path):
