@@ -35,10 +35,15 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
+    "return_token_ids": (False,),
 }
 """Fields that are taken only where they ask for nothing: null, or one of these."""
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+        # of SGLang's parser of thoughts, which is off by default; its router sends them always
+        *("separate_reasoning", "stream_reasoning"),
+    }
 )
 """Fields that change no answer."""
 

@@ -153,6 +153,16 @@ async def test_a_chat_is_the_completion_of_its_template(client: Client) -> None:
     assert "one message only" in refused["error"]["message"]
 
 
+async def test_the_bodies_that_sglangs_router_sends_are_answered(client: Client, model: Path) -> None:
+    """sglang-router 0.3.2 writes each body anew, with these defaults."""
+    idle = {"stream": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True}
+    idle |= {"return_hidden_states": False, "model": model.name}
+    await post(client, "/v1/completions", prompt=PROMPT, echo=False, max_tokens=3, **idle)
+    idle |= {"logprobs": False, "continue_final_message": False, "separate_reasoning": True, "stream_reasoning": True}
+    messages = [{"role": "user", "content": PROMPT}]
+    await post(client, "/v1/chat/completions", messages=messages, max_completion_tokens=3, **idle)
+
+
 async def test_a_chat_without_a_limit_fills_the_context(client: Client) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     answer = await post(client, "/v1/chat/completions", messages=messages, **GREEDY)
