@@ -141,9 +141,12 @@ class StepLog:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with what JSON cannot say (nan, inf) as null."""
+    """`value` with what JSON cannot say (nan, inf) as null, and floats rounded: six digits after the point, or six
+    digits at all of what is below 1, such as a learning rate of 1e-6."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        return round(value, 6) if abs(value) >= 1 else float(f"{value:.6g}")
     return value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +15,7 @@ from metrics_page import check_page
 
 from learner.config import LearnerSettings
 from learner.metric_table import STEP
+from learner.metrics import StepLog
 from protocol.codec import decode_as, encode
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot
@@ -62,3 +65,15 @@ def test_the_page_of_a_learner_that_trains(
     assert "reward_mean 0.500  reward/em 0.500" in shown[0] and "generated 1.1k tok/s" in shown[0]
     with pytest.raises(OSError):
         urllib.request.urlopen(urls[0], timeout=2)
+
+
+def test_a_small_number_of_a_step_is_not_rounded_to_nothing(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "metrics.jsonl")
+    log.append({"lr": 1.7482517e-9, "loss": float("nan"), "tokens_trained": 123456789.0, "parts": {"x": 1.23456789}})
+    log.close()
+    (line,) = tiny_lines(tmp_path)
+    assert line == {"lr": 1.74825e-09, "loss": None, "tokens_trained": 123456789.0, "parts": {"x": 1.234568}}
+
+
+def tiny_lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
