@@ -47,14 +47,14 @@ QWEN_3B = {
     **{"num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True},
     **{"max_position_embeddings": 32768, "sliding_window": 32768, "use_sliding_window": False},
 }
-GEMMA_3 = {
-    **{"model_type": "gemma3_text", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 16},
+SMALL = {
+    **{"model_type": "stablelm", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 16},
     **{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 8192, "sliding_window": 512},
     "layer_types": ["sliding_attention", "full_attention"],
 }
-CAPPED = GEMMA_3 | {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
-LINEAR = GEMMA_3 | {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
-WINDOWED = GEMMA_3 | {"model_type": "mistral"}
+CAPPED = SMALL | {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
+LINEAR = SMALL | {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
+STRETCHED = SMALL | {"model_type": "phi3", "rope_scaling": {"type": "longrope"}}
 SEARCH_R1 = {"id": "train_0", "question": "who ?", "golden_answers": ["Ada"], "data_source": "nq"}
 
 
@@ -190,17 +190,17 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         holds("model/config.json", QWEN_3B),
         ["3,085.7 million parameters, too many for the CPU engine", "up to 50 million", "engine.kind={type: sglang}"],
     ),
-    "gemma3 on the CPU engine": (
-        holds("model/config.json", GEMMA_3),
-        ["the CPU engine", "'gemma3_text' is not supported", "engine.kind={type: sglang}"],
+    "stablelm on the CPU engine": (
+        holds("model/config.json", SMALL),
+        ["the CPU engine", "'stablelm' is not supported", "engine.kind={type: sglang}"],
     ),
-    "qwen3_moe on the CPU engine": (
-        holds("model/config.json", QWEN_3B | {"model_type": "qwen3_moe"}),
-        ["'qwen3_moe' is not supported", "engine.kind={type: sglang}"],
+    "mixtral on the CPU engine": (
+        holds("model/config.json", QWEN_3B | {"model_type": "mixtral"}),
+        ["'mixtral' is not supported", "engine.kind={type: sglang}"],
     ),
-    "a sliding window on the CPU engine": (
-        holds("model/config.json", WINDOWED),
-        ["sliding-window attention is not supported", "engine.kind={type: sglang}"],
+    "a stretched rotation on the CPU engine": (
+        holds("model/config.json", STRETCHED),
+        ["rotary scaling 'longrope' is not supported", "engine.kind={type: sglang}"],
     ),
     "rows that cannot be packed": (
         served_elsewhere(LINEAR, "learner.batch.row_tokens=512"),
