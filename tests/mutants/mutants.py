@@ -266,6 +266,35 @@ MUTANTS = (
         "if False:",
         ("learner/test_transfer.py",),
     ),
+    # evaluation, and what is said of a run
+    Mutant(
+        "engines of every version serve an evaluation",
+        "rollout_server/engine/router.py",
+        "table.pinned(self._tokenizer, self._fleet.pin)",
+        "table.pinned(self._tokenizer)",
+        ("rollout_server/test_episodes.py",),
+    ),
+    Mutant(
+        "an episode that mixes versions is passed on",
+        "rollout_server/pin.py",
+        "set(labels) <= {self.version.label}",
+        "True",
+        ("rollout_server/test_episodes.py",),
+    ),
+    Mutant(
+        "an evaluation may hold up training for ever",
+        "rollout_server/pin.py",
+        "now > self._begun + self._max_s",
+        "False",
+        ("rollout_server/test_episodes.py",),
+    ),
+    Mutant(
+        "a wait of the learner is booked at its end",
+        "learner/metrics.py",
+        "return {cause: total + going_on.get(cause, 0.0) for cause, total in self._waits.items()}",
+        "return dict(self._waits)",
+        ("deploy/test_top.py",),
+    ),
     # trajectories
     Mutant(
         "tokens of the environment are trained",

@@ -199,7 +199,7 @@ def changed(world, engine: FakeServer, version: PolicyVersion) -> None:
 async def test_only_engines_at_the_version_of_the_pin_serve(world, tmp_path: Path) -> None:
     async with FakeServer(version="1.4") as newer, serving(world, tmp_path) as (post, engine):
         world.register("f", engine.url, V3)  # a second one at 1.3, so most engines are there
-        world.register("newer", newer.url, V4)
+        world.register("a", newer.url, V4)  # which would be asked first
         body = await _json(post({"questions": QUESTIONS, "n": 4, "pin": True}))
         assert newer.requests == [] and len(engine.requests) == 16
     assert body["versions"] == {"1.3": 8} and {e["version"] for e in body["episodes"]} == {"1.3"}
