@@ -96,14 +96,15 @@ def figures(steps: Sequence[Mapping[str, Any]], window: Window, samples: CpuSamp
     wait = sum(record["seconds"]["wait"] for record in inside)
     low, high, cpu_s = samples.between(window)
     sampled = sum(by_step[n]["tokens_trained"] for n in range(low + 1, high + 1))
-    last = [record["reward/em"] for record in steps[-LAST_STEPS:]]
+    # a step in which no trajectory voted has no exact match
+    last = [record["reward/em"] for record in steps[-LAST_STEPS:] if "reward/em" in record]
     return {
         "tokens_per_s": tokens / seconds,
         "tokens_per_cpu_s": sampled / cpu_s,
         "step_s": seconds / len(inside),
         "wait_s": wait / len(inside),
         "train_s": (seconds - wait) / len(inside),
-        "em_last": sum(last) / len(last),
+        "em_last": sum(last) / max(len(last), 1),
         "lag_mean": sum(r["lag_mean"] * r["tokens_trained"] for r in inside) / tokens,
         "lag_max": max(record["lag_max"] for record in inside),
         "tokens_stale": sum(record["tokens_stale"] for record in inside),
