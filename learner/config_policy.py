@@ -73,7 +73,8 @@ class RejectionSettings(CriterionSettings):
     """Further criteria; what fails any of them is left out."""
     second_moment: float = Field(default=0.0, ge=0)
     """Tokens with the largest log(w)^2 are left out until the mean of what stays is below this, over the batch (M2PO,
-    arXiv 2510.01161: 0.04; AReaL's `m2_threshold`); w is of the policy before the update. 0: none is."""
+    arXiv 2510.01161: 0.04; AReaL's `m2_threshold`). The bound on log(w)^2 is found before the first update, which takes
+    a pass of the policy over the batch. 0: none is."""
     veto: float = Field(default=0.0, ge=0)
     """A trajectory with any token below this ratio is left out; 0: none is."""
     off_policy: float = Field(default=0.0, ge=0)
