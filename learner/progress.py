@@ -36,13 +36,15 @@ def step_line(record: Mapping[str, Any], *, steps: int) -> str:
     if total_s:
         trained = (record.get("tokens_trained") or 0) / total_s
         parts += [f"trained {_short(trained)} tok/s", f"{total_s:.1f} s", bottleneck(record)]
-    return "  ".join(parts)
+    return "  ".join(part for part in parts if part)
 
 
 def bottleneck(record: Mapping[str, Any]) -> str:
-    """Who waits for whom, in words."""
+    """Who waits for whom, in words; "" in a replay, where nothing is waited for."""
     seconds = {name: s or 0.0 for name, s in (record.get("seconds") or {}).items() if name in WORDS}
-    cause = max(seconds, key=lambda name: seconds[name], default="")
+    if "wait" not in seconds:
+        return ""
+    cause = max(seconds, key=lambda name: seconds[name])
     share = seconds.get(cause, 0.0) / max(record.get("step_s") or 0.0, 1e-9)
     return f"{WORDS[cause]} ({share:.0%})" if share >= BALANCED else "balanced"
 

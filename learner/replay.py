@@ -155,11 +155,12 @@ class ReplayLoop:
         self.filter.stepped()
         sampled = sum(t.num_sampled for group in item.groups for t in group.trajectories)
         self.books.finish_step([], sampled=sampled, trained=report.tokens_trained)
+        step_s, by_cause = self._watch.lap()
         self.teller.step(
             self.books.step,
             item.groups,
             report,
-            self._watch.lap(),
+            (step_s, {cause: by_cause[cause] for cause in ("compute", "checkpoint")}),
             now_step=item.conditions.now_step,
             epoch=self.epoch,
             more={"replayed_groups": len(item.mixed)},

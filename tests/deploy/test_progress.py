@@ -43,3 +43,5 @@ def test_what_was_not_measured_is_not_in_the_line() -> None:
     line = step_line(RECORD | {"reward/em": None}, steps=10)
     assert "em" not in line.replace("mean", "") and "generated" not in line
     assert step_line({"step": 1}, steps=2) == "step 1/2"
+    replayed = step_line(RECORD | {"seconds": {"compute": 1.9, "checkpoint": 0.0}}, steps=10)
+    assert replayed.endswith("trained 50 tok/s  2.0 s"), "a replay has no rollouts that could wait"

@@ -125,12 +125,20 @@ def test_a_signal_ends_a_replay_with_a_checkpoint(
 
 
 def test_a_replay_ends_at_run_steps(
-    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, again: Any, tmp_path: Path
+    run: RunSettings,
+    settings: LearnerSettings,
+    tiny: ModuleType,
+    again: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_journal(tmp_path / "old", 7)
     mine = again(run.model_copy(update={"steps": 3}), settings, tmp_path / "old" / "journal")
     assert [line["seqs"] for line in tiny.step_lines(mine.dir)] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert [line["lag_max"] for line in tiny.step_lines(mine.dir)] == [0, 0, 0], "as in the run"
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(shown) == 3 and all("trained" in line and "reward/em 0.500" in line for line in shown)
+    assert not [line for line in shown if "generated" in line or "wait" in line], "nothing of that was measured"
 
 
 def test_batches_may_be_formed_anew_from_what_teaches(
