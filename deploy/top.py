@@ -29,6 +29,7 @@ IN_WORDS = {
     ("rollout", "credit"): "rollout servers wait for tasks: the learner is the bottleneck (max_lag bounds them)",
     ("rollout", "learner"): "rollout servers wait for the learner to start",
     ("rollout", "engine"): "rollout servers wait for engines",
+    ("rollout", "window"): "turns wait for a place at an engine: generation is the bottleneck",
     ("rollout", "retriever"): "rollout servers wait for the retriever",
     ("rollout", "backlog"): "rollout servers lease nothing: turns wait for engines",
     ("rollout", "redis"): "rollout servers wait for Redis",
@@ -226,7 +227,9 @@ def _tokens_line(seen: Observation) -> str:
     if generated is not None or trained is not None:
         return f"{_number(generated)} generated, {_number(trained)} trained"
     past = f" (mean of the last {len(history.recent)} steps)" if history.recent else ""
-    return f"{_number(history.mean('engine_tokens_per_s'))} generated, {_number(history.trained_per_s)} trained{past}"
+    return (
+        f"{_number(history.mean('tokens_generated_per_s'))} generated, {_number(history.trained_per_s)} trained{past}"
+    )
 
 
 def _number(value: float | None) -> str:

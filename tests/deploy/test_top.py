@@ -129,6 +129,7 @@ def test_shares_are_of_the_last_ten_seconds() -> None:
 
 STEPS = [
     {"step": n, "epoch": 1, "reward_mean": n / 100, "step_s": 2.0, "tokens_trained": 500, "lag_mean": 0.5}
+    | {"tokens_generated_per_s": 260.0}
     for n in range(1, 31)
 ]
 
@@ -159,7 +160,7 @@ def test_a_finished_run_is_shown_from_its_files(found: Located) -> None:
     seen = replace(look(found), books=Books(30, 1, 60, {"trained": 60}))
     text = frame(seen, None, {}, max_lag=2).plain()
     assert "30 of 30, 2.0 s per step, weights 1.30 (checkpoint)" in text and "to go" not in text
-    assert f"- generated, 250 trained (mean of the last {RECENT} steps)" in text
+    assert f"260 generated, 250 trained (mean of the last {RECENT} steps)" in text
     assert "0.300 trained, - generated" in text and "mean 0.50" in text and "exact match" not in text
     assert "learner   step 30 of 30, 2.0 s per step, lag 0.50" in render(seen, max_lag=2)
     assert to_json(seen, max_lag=2)["figures"]["reward_mean"] == 0.3
