@@ -332,6 +332,27 @@ MUTANTS = (
         ("rollout_server/search/test_injection.py", "rollout_server/test_rollout.py"),
     ),
     Mutant(
+        "invisible characters hide a tag",
+        "rollout_server/actions.py",
+        "for whole in (True, False):",
+        "for whole in (True,):",
+        ("rollout_server/test_actions.py",),
+    ),
+    Mutant(
+        "observations are encoded in three pieces",
+        "rollout_server/episode.py",
+        "ids = encode(before + text + after)",
+        "ids = [*self.before, *encode(text), *self.after]",
+        ("rollout_server/test_observations.py",),
+    ),
+    Mutant(
+        "tasks forget top_p",
+        "learner/issue.py",
+        "top_p=self._run.top_p",
+        "top_p=1.0",
+        ("learner/test_issue.py",),
+    ),
+    Mutant(
         "passages may hold control tokens",
         "rollout_server/tokens.py",
         "return [i for i in ids if i not in self.control_ids]",
