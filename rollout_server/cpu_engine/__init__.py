@@ -20,5 +20,7 @@ alike. `serve.py` draws how the parts hang together. Where it differs from SGLan
 * A stream shows no text that may be cut off as a stop string and never holds a token back for it (SGLang: the chunk).
 * `sampling_seed` always holds. Non-finite output ends one request with status 500. No request ends the process.
 * The prefix cache is dropped at every weight update, with or without `flush_cache`. `/flush_cache` does not wait.
+* `/v1/completions` and `/v1/chat/completions` refuse unknown fields and unknown models (SGLang: ignores, answers), and
+  `max_tokens: 0` scores a prompt (SGLang: 400). What is pickled is refused (`absent`).
 * Listening beyond loopback needs an API key; keys come from environment variables only.
 """
