@@ -55,7 +55,8 @@ class Model:
         self.config, self.weights = config, weights
         ropes = {layer.rope for layer in config.plan if layer.rope is not None}
         self.rotations = {rope: rotation_table(rope, config.head_dim, config.context) for rope in ropes}
-        self.scale = config.attention_scale
+        self.scale, self.residual_scale = config.attention_scale, config.residual_scale
+        self.norm_offset, self.silu = config.traits.norm_offset, config.traits.activation == "silu"
         self.windows = sorted({layer.window for layer in config.plan})
 
     def forward(
@@ -98,7 +99,7 @@ class Model:
         return self._norm(x, self.weights.norm)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y if self.config.residual_scale == 1 else x + y * self.config.residual_scale
+        return x + y if self.residual_scale == 1 else x + y * self.residual_scale
 
     def _mlp(self, h: torch.Tensor, layer: Layer, adapters: Sequence[AdapterPart], number: int) -> torch.Tensor:
         assert layer.gate_up is not None and layer.down is not None
@@ -108,7 +109,7 @@ class Model:
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, 2 * M] -> [T, M]."""
         gate, up = gate_up.chunk(2, -1)
-        if self.config.traits.activation == "silu":
+        if self.silu:
             return F.silu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
@@ -134,8 +135,8 @@ class Model:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None:
             return x
-        if self.config.traits.norm_offset:
-            weight = weight + self.config.traits.norm_offset
+        if self.norm_offset:
+            weight = weight + self.norm_offset
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.eps)
 
     def _attend(
