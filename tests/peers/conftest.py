@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,21 @@ def did(record_property: Callable[[str, object], None]) -> Callable[[str, str], 
 
 
 @pytest.fixture(scope="session")
-def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a retriever process over 40 passages, each with a word `number<i>` and further fields."""
-    folder = tmp_path_factory.mktemp("retriever")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[str]]:
+    """`with serving("queue_limit=1") as url:` a retriever process over 40 passages, each with a word `number<i>` and
+    further fields; the arguments are settings of the section `retriever`."""
+    return lambda *settings: _retriever(tmp_path_factory.mktemp("retriever"), settings)
+
+
+@pytest.fixture(scope="session")
+def retriever(serving: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
+    """The address of one for all tests."""
+    with serving() as url:
+        yield url
+
+
+@contextmanager
+def _retriever(folder: Path, given: tuple[str, ...]) -> Iterator[str]:
     corpus, port_file, log = folder / "corpus.jsonl", folder / "port", folder / "log"
     lines = [
         {
@@ -69,6 +82,7 @@ def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = [f"retriever.corpus={corpus}", "retriever.port=0", "retriever.window_ms=1"]
     settings += ["retriever.index.type=faiss_flat", "retriever.index.encoder.type=hashed"]
+    settings += [f"retriever.{setting}" for setting in given]
     argv = [sys.executable, "-m", "retriever", *settings, "--port-file", str(port_file)]
     with log.open("wb") as output, subprocess.Popen(argv, stdout=output, stderr=output) as process:
         try:

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+import pytest
 
 Client = Callable[..., Any]
 Did = Callable[[str, str], None]
+Serving = Callable[..., AbstractContextManager[str]]
 
 
 def test_verl_reads_the_passages(peer: Client, retriever: str, did: Did) -> None:
-    text, status, hits = peer("verl_search", retriever, ["number3", "number4"], 2)
+    ((text, status, hits),) = peer("verl_search", retriever, [["number3", "number4"]], 2)
     did("verl 0.5.0 perform_single_search_batch", f"2 queries: {status}, {hits} passages")
     assert (status, hits) == ("success", 4)
     for query, part in zip(["number3", "number4"], text.split("\n---\n"), strict=True):
         assert part.startswith('Doc 1 (Title: "Title ') and query in part and part.count("(Title: ") == 2
+
+
+@pytest.mark.parametrize(("overload", "all_answered"), [("wait", True), ("refuse", False)])
+def test_verl_under_overload(peer: Client, serving: Serving, did: Did, overload: str, all_answered: bool) -> None:
+    """It does not try again after 429, so with `refuse` some of its searches are lost: the control."""
+    with serving("queue_limit=1", "window_ms=50", "cache_mb=0", f"overload={overload}") as url:
+        found = peer("verl_search", url, [[f"number{i}"] for i in range(12)], 1)
+    answered = sum(status == "success" for _, status, _ in found)
+    did(f"verl 0.5.0, full queue, overload: {overload}", f"{answered} of 12 searches at once answered")
+    assert (answered == 12) == all_answered and answered >= 1
 
 
 def test_openai_embeds_and_lists_the_encoder(peer: Client, retriever: str, did: Did) -> None:
