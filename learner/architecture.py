@@ -9,7 +9,7 @@ from typing import Any
 from protocol.errors import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOWED = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
+WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3", "qwen2", "qwen3")
 """Model types whose sliding windows the tests know: few tokens would not show a window of thousands."""
 EAGER_ONLY = (
     *("bloom", "codegen", "deepseek_v4", "falcon_mamba", "gpt_neo", "gpt_oss", "gptj", "mamba", "mamba2", "mpt"),

@@ -42,7 +42,8 @@ def tiny(kind: str, **extra) -> transformers.PreTrainedModel:
         **extra,
     )
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    attention = "eager" if kind in EAGER_ONLY else "sdpa"
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def policy(kind: str, **settings) -> PolicyModel:
@@ -184,6 +185,10 @@ def test_a_missing_model_is_a_persons_error(tmp_path):
         load_policy(tmp_path / "nothing", ModelSettings())
 
 
+GPT_OSS = {
+    **{"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 # Any other architecture: what it needs beside `tiny`'s configuration, and the attention it is computed with.
 OTHERS = {
     "mistral": ("mistral", "sdpa", {"sliding_window": None}),
@@ -199,6 +204,7 @@ OTHERS = {
     "gpt_neox": ("gpt_neox", "sdpa", {"eos_token_id": 1, "hidden_dropout": 0.5}),
     "olmo2": ("olmo2", "sdpa", {"eos_token_id": 1}),
     "mixtral": ("mixtral", "sdpa", {}),
+    "gpt_oss": ("gpt_oss", "eager", GPT_OSS),
     "qwen3_moe": ("qwen3_moe", "sdpa", {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -255,6 +261,7 @@ def test_an_attention_that_transformers_lacks_is_a_persons_error(tmp_path):
     with pytest.raises(UserError, match="does not compute with attention sdpa") as caught:
         load_policy(tmp_path, ModelSettings(), packed=False)
     assert "attention to eager" in caught.value.todo and "row_tokens" not in caught.value.todo
+    transformers.FalconMambaConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(UserError) as caught:  # both settings at once
         load_policy(tmp_path, ModelSettings())
     assert "attention to eager" in caught.value.todo and "row_tokens to 0" in caught.value.todo
