@@ -50,6 +50,9 @@ SGLang."""
 MOST_ATTEMPTS = 4096
 """Prompts times `n` of one call."""
 
+MOST_TOPS = 1 << 22
+"""Alternatives of one call, over all tokens: they are held as Python objects until the answer is sent."""
+
 
 MOST_NUMBER = 1e300
 """Largest number that a field takes."""
@@ -133,7 +136,15 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
         if len(ids) >= limits.cache:
             raise BadRequest(f"{len(ids)} prompt tokens do not fit in a cache of {limits.cache}")
         calls.append(Call(rids, ids, own, wanted, start, top if wanted else 0, texts, f"{key}\0{salt}", adapter))
+    if sum(map(_tops, calls)) > MOST_TOPS:
+        raise BadRequest(f"top_logprobs_num asks for more than {MOST_TOPS} log-probs in one call: ask for fewer")
     return Parsed(calls, not batched and params[0].n == 1, _flag(body, "stream"))
+
+
+def _tops(call: Call) -> int:
+    """Most alternatives that the answers hold."""
+    scored = len(call.ids) - call.logprob_start if call.logprob_start >= 0 else 0
+    return call.top_logprobs * len(call.rids) * (scored + call.params.max_new_tokens)
 
 
 def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[list[int]], bool]:

@@ -63,6 +63,13 @@ async def test_texts_of_tokens_come_with_their_logprobs_whole_and_streamed(clien
     assert {entry[2] for entry in plain["meta_info"]["output_token_logprobs"]} == {None}
 
 
+async def test_more_alternatives_than_memory_holds_are_refused(client: Client) -> None:
+    body = {"input_ids": [IDS] * 100, "return_logprob": True, "logprob_start_len": 0}
+    sampling = {"max_new_tokens": 400, "n": 4}
+    refused = await post(client, "/generate", 400, **body, top_logprobs_num=100, sampling_params=sampling)
+    assert "ask for fewer" in refused["message"]
+
+
 @pytest.mark.parametrize("path", ["/get_weight_version", "/weight_version"])
 async def test_the_weight_version_has_a_route(client: Client, path: str) -> None:
     assert await (await client.get(path)).json() == {"weight_version": "7"}
