@@ -86,6 +86,7 @@ def figures(steps: Sequence[Mapping[str, Any]], window: Window, samples: CpuSamp
 
     wait_s, train_s  of a mean step: waiting for groups, and everything else (compute, publish, checkpoint). At lag 0
                      the learner waits exactly while the ring generates.
+    cores_used       processor seconds of a second; about 1 at lag 0 and more above it, or others had the machine
     lag_mean         mean age of the trained tokens, in steps
     em_last          mean exact match in training of the run's last LAST_STEPS steps
     """
@@ -101,6 +102,7 @@ def figures(steps: Sequence[Mapping[str, Any]], window: Window, samples: CpuSamp
     return {
         "tokens_per_s": tokens / seconds,
         "tokens_per_cpu_s": sampled / cpu_s,
+        "cores_used": tokens / seconds * cpu_s / sampled,
         "step_s": seconds / len(inside),
         "wait_s": wait / len(inside),
         "train_s": (seconds - wait) / len(inside),

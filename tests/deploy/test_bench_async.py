@@ -53,6 +53,7 @@ def of_bound(rows: list[dict[str, Any]]) -> tuple[float, bool]:
 def test_figures_are_of_the_window_alone() -> None:
     found = row(0)
     assert found["tokens_per_s"] == pytest.approx(TOKENS / 5) and found["tokens_per_cpu_s"] == pytest.approx(TOKENS / 4)
+    assert found["cores_used"] == pytest.approx(4 / 5), "4 s of processor time in steps of 5 s"
     assert (found["wait_s"], found["train_s"], found["step_s"]) == pytest.approx((3.0, 2.0, 5.0))
     assert found["tokens_stale"] == 30 and found["em_last"] == pytest.approx(sum(range(31, 41)) / 400)
 
