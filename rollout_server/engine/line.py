@@ -100,21 +100,28 @@ class Line:
 
     def move(self) -> None:
         """Gives places to those who wait, as long as there are any; sees to the waiting times."""
-        for line in self._lines.values():
-            while line:
-                if line[0].place.done():  # cancelled
-                    heapq.heappop(line)
-                    continue
-                engine = self._take(line[0].request, line[0].failures, returning=False)
-                if engine is None:
-                    break
-                heapq.heappop(line).place.set_result(engine)
+        while self._move_one():
+            pass
         lacking = {self._lacking(pinned) for pinned, line in self._lines.items() if line}
         for cause in lacking - self._open.keys():
             self._open[cause] = self._waits.during(cause)
             self._open[cause].__enter__()
         for cause in self._open.keys() - lacking:
             self._open.pop(cause).__exit__(None, None, None)
+
+    def _move_one(self) -> bool:
+        """Give one place to the head of a line, training or evaluation: the one whose group was seen first, if there
+        is a place for it.
+        """
+        for line in self._lines.values():
+            while line and line[0].place.done():  # cancelled
+                heapq.heappop(line)
+        for line in sorted((line for line in self._lines.values() if line), key=lambda line: line[0]):
+            engine = self._take(line[0].request, line[0].failures, returning=False)
+            if engine is not None:
+                heapq.heappop(line).place.set_result(engine)
+                return True
+        return False
 
     def _tick(self) -> None:
         """Looks again, ends waits that are past their deadline, and comes back while anybody waits."""

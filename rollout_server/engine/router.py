@@ -173,14 +173,15 @@ class Router:
             self._give_back(taken, request)  # the table changed between the place and the turn
 
     def _take(self, request: GenerateRequest, failures: Mapping[str, int], *, returning: bool) -> EngineInfo | None:
-        """A place, or None. `returning`: only at the engine that holds the trajectory's prefix."""
+        """A place, or None. `returning`: only at the engine that holds the prefix, if it has not failed this turn."""
         places = self.places
         names = f"s:{request.session}", f"g:{request.group}"
         usual = [self._engine_of.get(name, "") for name in names]
+        own = "" if failures.get(usual[0]) else usual[0]
         candidates = self.candidates(pinned=request.pinned)
-        if returning:
-            candidates = [e for e in candidates if e.id == usual[0]]
-        found = {e.id: e for e in candidates if places.room(e, returning=e.id == usual[0])}
+        found = {
+            e.id: e for e in candidates if (e.id == own or not returning) and places.room(e, returning=e.id == own)
+        }
         if not found:
             return None
         size = size_of(request)

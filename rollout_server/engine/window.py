@@ -15,6 +15,7 @@ SHRINK = 0.7
 PERIOD_S = 2.0
 """One change in so long at most: a node's heartbeat, so that the engine's answer to the last change is seen first."""
 RETURNING = 1.5
+"""Size of the window, in its own units, for later turns of trajectories that were generated at this engine."""
 UNKNOWN_CAPACITY = 1024
 """Requests for an engine that does not say how many it runs together."""
 
@@ -25,7 +26,8 @@ class Window:
     Starts at what the engine runs together (`max_running`). Ceiling: that and a headroom of a sixteenth, which waits at
     the engine and fills the gap when another ends. Floor: a sixteenth. Shrinks to 0.7 of itself when more than
     twice the headroom wait there, or requests were retracted since the last look; grows by the headroom when it was
-    full and the engine was quiet. It never shrinks again before the last time has had its effect.
+    full and the engine was quiet. It never shrinks again before the last time has had its effect: before as many
+    requests are in flight as may be, later turns of trajectories (`RETURNING`) included where there were any.
     """
 
     def __init__(self, engine: EngineInfo, now: float) -> None:
@@ -35,7 +37,7 @@ class Window:
         self._size = float(capacity)
         self._retractions = engine.retractions
         self._changed_at = now
-        self._was_full = False
+        self._was_full = self._exceeded = False
         self.in_flight = 0
 
     @property
@@ -50,6 +52,7 @@ class Window:
         """
         free = self.in_flight < self.size * (RETURNING if returning else 1.0)
         self._was_full = self._was_full or not free
+        self._exceeded = self._exceeded or (free and self.in_flight >= self.size)
         return free
 
     def observe(self, engine: EngineInfo, now: float) -> None:
@@ -60,10 +63,10 @@ class Window:
         struggles = engine.waiting > 2 * self._headroom or engine.retractions > self._retractions
         self._retractions = engine.retractions
         size = self._size
-        if struggles and self.in_flight <= math.ceil(size):
+        if struggles and self.in_flight <= math.ceil(size * (RETURNING if self._exceeded else 1.0)):
             self._size = max(self._floor, SHRINK * size)
         elif quiet and not struggles and self._was_full:
             self._size = min(self._ceiling, size + self._headroom)
         if self._size != size or not struggles:
-            self._was_full = False
+            self._was_full = self._exceeded = False
             self._changed_at = now

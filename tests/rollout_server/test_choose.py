@@ -140,3 +140,15 @@ def test_a_later_turn_may_exceed_the_window_of_the_engine_that_holds_its_prefix(
     for _ in range(5):
         places.enter(small, 1)
     assert not places.room(small, returning=True)
+
+
+def test_an_engine_whose_later_turns_go_beyond_the_window_shrinks_it_too() -> None:
+    beats = Heartbeats()
+    beats.fill()
+    while beats.window.room(returning=True):
+        beats.window.in_flight += 1
+    assert beats.window.in_flight == 96 and beats.beat(retractions=1) == 44
+    assert beats.beat(retractions=2) == 44, "96 are still in flight"
+    beats.window.in_flight = 65
+    assert beats.window.room(returning=True)
+    assert beats.beat(retractions=3) == 31

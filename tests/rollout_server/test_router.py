@@ -304,6 +304,42 @@ async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix(
             await until(lambda: router.waiting == 3, "and one more does not")
 
 
+async def test_a_turn_that_failed_does_not_pass_the_line_to_the_engine_that_failed_it(until: Until) -> None:
+    table = Table()
+    async with (
+        FakeServer(version="1.5") as a,
+        FakeServer(version="1.5", latency_s=0.05) as b,
+        routing(table) as router,
+    ):
+        table.tell(engine("a", a.url, max_running=2))
+        await router(request([1], session="begun", group="old"))
+        a.latency_s = 1.5  # what it has now does not end before the line has moved on
+        table.tell(engine("a", a.url, max_running=2), engine("b", b.url, max_running=2))
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(8):
+                tasks.create_task(router(request([number], session=f"new{number}", group="old")))
+            await until(lambda: router.waiting >= 4 and len(a.requests) >= 2, "both windows are full, and some wait")
+            a.faults["/generate"] = Fault(status=500, times=1)
+            turn = tasks.create_task(router(request([1, 2], session="begun", group="old")))
+        assert (await turn).engine == "b"
+        assert a.faults["/generate"].times == 0 and not any(body["input_ids"] == [1, 2] for body in a.requests)
+
+
+async def test_training_and_evaluation_take_turns_at_an_engine_that_both_use(until: Until) -> None:
+    table = Table()
+    async with FakeServer(version="1.5", latency_s=0.02) as a, routing(table) as router:
+        table.tell(engine("a", a.url, max_running=1))
+        ended: list[str] = []
+
+        async def loop(name: str, pinned: bool) -> None:
+            for turn in range(8):
+                await router(request([turn], session=f"{name}{turn}", group=f"{name}{turn}", pinned=pinned))
+                ended.append("eval" if pinned else "train")
+
+        await asyncio.gather(*(loop(f"t{i}", False) for i in range(4)), loop("e", True))
+    assert ended.index("eval") < 8 and "train" in ended[len(ended) - 5 :], "neither waits for the other's last turn"
+
+
 async def test_without_adaptive_windows_nobody_waits_for_room(until: Until) -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table, adaptive=False) as router:
