@@ -97,6 +97,7 @@ class World:
         )
         self.keys = Keys(self.run.id)
         self.settings = LearnerSettings(
+            metrics_port=None,  # a real server would wait for real clients, and no virtual time ends that
             checkpoint_every=self.knobs.checkpoint_every,
             lease_s=self.knobs.lease_s,
             reconcile_s=self.knobs.reconcile_s,
