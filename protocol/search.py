@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 
 MAX_QUERY_CHARS = 4096
 """Longer queries are cut to this."""
@@ -42,6 +42,8 @@ def _searchable(query: object, info: ValidationInfo) -> object:
 
 Query = Annotated[str, BeforeValidator(_searchable)]
 """Text to search for: any text is one."""
+Queries = Annotated[list[Query], FailFast()]
+"""Validation ends at the first item that is no text: a list of a million numbers must not become a million errors."""
 
 
 class _Body(BaseModel):
@@ -51,7 +53,7 @@ class _Body(BaseModel):
 class SearchRequest(_Body):
     """Body of `POST /retrieve`. `topk` None or 0 means the server's default."""
 
-    queries: list[Query]
+    queries: Queries
     topk: int | None = Field(default=None, ge=0)
     return_scores: bool = False
     partial: bool = False

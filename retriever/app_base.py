@@ -106,36 +106,51 @@ class Refusal(Exception):
         return {} if self.retry_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_s)))}
 
 
-async def read_body(kind: type[Body], request: web.Request) -> Body:
-    """The request's body, checked. Raises Refusal 400 with the first fault in words: a body with thousands of bad
-    queries needs no longer answer. Odd queries are made searchable and counted (`protocol.search.Query`)."""
+@asynccontextmanager
+async def reading(kind: type[Body], request: web.Request) -> AsyncIterator[Body]:
+    """The request's body, checked, and its memory held until the block ends: while it waits for its turn, too.
+
+    Raises Refusal 400 with the first fault in words: a body with thousands of bad queries needs no longer answer. Odd
+    queries are made searchable and counted (`protocol.search.Query`).
+    """
     service = request.app[SERVICE]
     size, most = request.content_length, int(service.settings.max_body_mb * 2**20)
     if size is not None and size > most:  # before it takes the room of others
         raise web.HTTPRequestEntityTooLarge(most, size)
-    try:
-        # a body of unknown length may become as long as any
-        async with service.holding(most if size is None else size):
+    # a body of unknown length may become as long as any
+    async with service.holding(most if size is None else size):
+        try:
             async with asyncio.timeout(BODY_S):
                 raw = await request.read()
-            odd = Counter[str]()
-            # not pydantic's own parser: it refuses a body for one lone surrogate in it
-            content = json.loads(raw)
-            if not isinstance(content, dict):
-                raise Refusal(400, "the body is not a JSON object")
-            body = kind.model_validate(content, context=odd)
-            service.metrics.odd(odd)
-            return body
-    except TimeoutError:
-        raise Refusal(408, f"the body did not come within {BODY_S:g} s") from None
-    except web.RequestPayloadError:
-        raise Refusal(400, "the body is not what its headers say") from None
+        except TimeoutError:
+            raise Refusal(408, f"the body did not come within {BODY_S:g} s") from None
+        except web.RequestPayloadError:
+            raise Refusal(400, "the body is not what its headers say") from None
+    async with service.holding(len(raw)):
+        yield _checked(service, kind, raw)
+
+
+def _checked(service: Service, kind: type[Body], raw: bytes) -> Body:
+    odd = Counter[str]()
+    try:
+        # not pydantic's own parser: it refuses a body for one lone surrogate in it
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"Invalid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Refusal(400, "the body is not a JSON object")
+    most = service.settings.max_hits
+    for name, value in content.items():  # before anything looks at each item
+        if isinstance(value, list) and len(value) > most:
+            raise Refusal(400, f"{name:.64}: {len(value)} items are more than retriever.max_hits = {most}")
+    try:
+        body = kind.model_validate(content, context=odd)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise Refusal(400, f"{where}: {first['msg']}" if where else first["msg"]) from None
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"Invalid JSON: {error}") from None
+    service.metrics.odd(odd)
+    return body
 
 
 def _hits(service: Service, asked: int) -> int:

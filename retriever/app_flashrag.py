@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.search import Query
-from retriever.app_base import SERVICE, Refusal, answers_of, read_body
+from protocol.search import Queries, Query
+from retriever.app_base import SERVICE, Refusal, answers_of, reading
 from retriever.cache import Answer
 
 
@@ -38,22 +38,22 @@ class OneQuery(_Request):
 class ManyQueries(_Request):
     """Body of `POST /batch_search`."""
 
-    query: list[Query]
+    query: Queries
 
 
 async def search(request: web.Request) -> web.Response:
     """`POST /search`."""
-    body = await read_body(OneQuery, request)
-    if not body.query.strip():
-        raise Refusal(400, "Query content cannot be empty")
-    (answer,) = await answers_of(request.app[SERVICE], [body.query], body.top_n)
+    async with reading(OneQuery, request) as body:
+        if not body.query.strip():
+            raise Refusal(400, "Query content cannot be empty")
+        (answer,) = await answers_of(request.app[SERVICE], [body.query], body.top_n)
     return _json(render_one(answer, scores=body.return_score))
 
 
 async def batch_search(request: web.Request) -> web.Response:
     """`POST /batch_search`."""
-    body = await read_body(ManyQueries, request)
-    answers = await answers_of(request.app[SERVICE], body.query, body.top_n)
+    async with reading(ManyQueries, request) as body:
+        answers = await answers_of(request.app[SERVICE], body.query, body.top_n)
     return _json(render_many(answers, scores=body.return_score))
 
 

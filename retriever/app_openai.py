@@ -20,7 +20,7 @@ import numpy.typing as npt
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from retriever.app_base import NOT_OPEN, SERVICE, Embedding, Refusal, Service, Text, overloaded, read_body, refusal_of
+from retriever.app_base import NOT_OPEN, SERVICE, Embedding, Refusal, Service, Text, overloaded, reading, refusal_of
 from retriever.backend import Fault, Kind
 from retriever.batcher import Stopped
 from retriever.room import Overloaded
@@ -53,15 +53,15 @@ class EmbeddingRequest(BaseModel):
 async def embeddings(request: web.Request) -> web.Response:
     """`POST /v1/embeddings`."""
     service = request.app[SERVICE]
-    body = await read_body(EmbeddingRequest, request)
-    embedding = _embedding(service)
-    keys = [Text(body.input_type, text) for text in body.input]
-    try:
-        found = await embedding.texts.ask(keys)
-    except Overloaded as error:
-        raise overloaded(service, error) from None
-    except Stopped as error:
-        raise Refusal(503, str(error), retry_s=1) from None
+    async with reading(EmbeddingRequest, request) as body:
+        embedding = _embedding(service)
+        keys = [Text(body.input_type, text) for text in body.input]
+        try:
+            found = await embedding.texts.ask(keys)
+        except Overloaded as error:
+            raise overloaded(service, error) from None
+        except Stopped as error:
+            raise Refusal(503, str(error), retry_s=1) from None
     vectors = []
     for key in keys:
         outcome = found[key]

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from protocol.search import SearchRequest
-from retriever.app_base import SERVICE, answers_of, outcomes_of, read_body
+from retriever.app_base import SERVICE, answers_of, outcomes_of, reading
 from retriever.backend import Fault
 from retriever.cache import Answer
 
@@ -24,12 +24,12 @@ _NOTHING = Answer((), ())
 async def retrieve(request: web.Request) -> web.Response:
     """`POST /retrieve`."""
     service = request.app[SERVICE]
-    body = await read_body(SearchRequest, request)
-    k = body.topk or service.settings.topk
-    if not body.partial:
-        answers = await answers_of(service, body.queries, k, body.run)
-        return _json(render(answers, scores=body.return_scores, results=body.results))
-    outcomes = await outcomes_of(service, body.queries, k, body.run)
+    async with reading(SearchRequest, request) as body:
+        k = body.topk or service.settings.topk
+        if not body.partial:
+            answers = await answers_of(service, body.queries, k, body.run)
+            return _json(render(answers, scores=body.return_scores, results=body.results))
+        outcomes = await outcomes_of(service, body.queries, k, body.run)
     answers = [_NOTHING if isinstance(outcome, Fault) else outcome for outcome in outcomes]
     errors = [outcome.cause if isinstance(outcome, Fault) else None for outcome in outcomes]
     told = errors if any(errors) else None

@@ -65,7 +65,8 @@ class RetrieverSettings(Settings):
     verify_corpus: bool = True
     """Compare the corpus's SHA-256 with the manifest at the start; switch off for tens of GB (the size is compared)."""
     max_body_mb: float = Field(default=16.0, gt=0)
-    """Largest request body (MiB); beyond it 413. Four such bodies are held at once, of all requests together."""
+    """Largest request body (MiB); beyond it 413. Four such bodies are held at once, of all requests together; each
+    until its request is answered."""
     max_hits: int = Field(default=200_000, ge=1)
     """Most hits that one request may ask for, queries times `topk`; beyond it 400."""
 

@@ -14,10 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from pydantic import ValidationError
 
-from protocol.search import SearchResponse
+from protocol.search import SearchRequest, SearchResponse
 from retriever.app import create_app
 from retriever.app_base import Service
+from retriever.app_flashrag import ManyQueries
 from retriever.app_search_r1 import render
 from retriever.cache import Answer
 from retriever.config import RetrieverSettings
@@ -278,3 +280,38 @@ async def test_with_overload_wait_a_full_queue_answers_503(bench: StartBench, un
         async with await held as response:
             assert response.status == 200
         assert b.count("rejected_total") == b.count("waited_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/retrieve", "queries"), ("/retrieve", "query"), ("/batch_search", "query")]
+)
+async def test_a_list_of_a_million_items_costs_no_look_at_each(settings: Settings, path: str, name: str) -> None:
+    model = SearchRequest if path == "/retrieve" else ManyQueries
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate({name: ["a", *[0] * 1000]})
+    assert raised.value.error_count() == 1  # each is a record of several hundred bytes
+    async with running(settings(max_hits=1000)) as port:
+        for item in (0, ""):
+            body = {name: [item] * 1001}
+            status, answer, _ = await asyncio.to_thread(post, f"http://127.0.0.1:{port}{path}", body)
+            assert status == 400 and answer["error"] == f"{name}: 1001 items are more than retriever.max_hits = 1000"
+
+
+async def test_a_request_that_waits_keeps_the_memory_of_its_body_counted(bench: StartBench, until: Until) -> None:
+    fields = {"window_ms": 0, "queue_limit": 1, "overload": "wait", "overload_wait_s": 60, "max_body_mb": 0.1}
+    async with bench(**fields) as b, aiohttp.ClientSession(b.url) as session:
+        b.watched.gate.clear()
+        first = asyncio.create_task(session.post("/retrieve", json={"queries": ["number0"]}))
+        await until(lambda: b.count("queue") == 1, "the queue is full")
+        large = [{"queries": [f"number{i}"] + ["x" * 4000] * 24} for i in range(1, 7)]  # 96 kB of 105 kB
+        held = [asyncio.create_task(session.post("/retrieve", json=body)) for body in large]
+        await until(lambda: b.count("waited_total") + b.count("rejected_total") == 6, "all have come")
+        assert (b.count("waited_total"), b.count("rejected_total")) == (4, 2)
+        b.watched.gate.set()
+        statuses = []
+        for task in (first, *held):
+            async with await task as response:
+                statuses.append(response.status)
+        assert sorted(statuses) == [200] * 5 + [503] * 2
+        async with session.post("/retrieve", json=large[0]) as response:
+            assert response.status == 200  # the memory came back
