@@ -44,19 +44,26 @@ class Score:
     @property
     def valid(self) -> list[Episode]:
         """Episodes that the policy ended itself; the others say nothing about it."""
-        return [e for e in self.episodes if not is_failed(e)]
+        return [e for e in self.episodes if not (is_failed(e) or is_too_long(e))]
 
     @property
     def failed(self) -> int:
         """Episodes that ended for reasons of infrastructure."""
-        return len(self.episodes) - len(self.valid)
+        return sum(map(is_failed, self.episodes))
+
+    @property
+    def too_long(self) -> int:
+        """Episodes whose prompt leaves the policy no room: the server's settings cannot play them."""
+        return sum(map(is_too_long, self.episodes))
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean of each reward over the episodes that the policy ended itself."""
-        valid = self.valid
-        names = {name for e in valid for name in e.get("rewards", {})}
-        return {n: sum(float(e["rewards"].get(n, 0.0)) for e in valid) / len(valid) for n in sorted(names)}
+        """Mean of each reward over the episodes that the policy ended itself and that have it, as the server's `em`."""
+        found: dict[str, list[float]] = {}
+        for episode in self.valid:
+            for name, value in episode.get("rewards", {}).items():
+                found.setdefault(name, []).append(float(value))
+        return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
     @property
     def versions(self) -> dict[str, int]:
@@ -70,8 +77,13 @@ class Score:
 
 
 def is_failed(episode: Episode) -> bool:
-    """Whether an episode ended for reasons of infrastructure."""
-    return episode.get("status") in ("failed", "stale")
+    """Whether an episode ended for reasons of infrastructure, so that it may end otherwise when it is asked again."""
+    return episode.get("status") in ("failed", "stale") and not is_too_long(episode)
+
+
+def is_too_long(episode: Episode) -> bool:
+    """Whether the prompt left no room to answer: it will not the next time either."""
+    return episode.get("cause") == "prompt_too_long"
 
 
 def answered(questions: Sequence[Question], episodes: Sequence[Episode], n: int) -> list[Episode]:

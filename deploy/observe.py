@@ -136,6 +136,11 @@ class Observation:
         return int(sum(p.values.get("evaluations", 0.0) for p in self.of("rollout")))
 
     @property
+    def pinned_evaluations(self) -> int:
+        """Those among them for which engines that train put off new weights."""
+        return int(sum(p.values.get("pinned_evaluations", 0.0) for p in self.of("rollout")))
+
+    @property
     def eta_s(self) -> float | None:
         """Seconds to the last step, at the pace of the recent ones; None while nothing trains or no step was done."""
         if self.learner is None or self.is_done or not self.history.step_s:

@@ -174,7 +174,7 @@ def _engine_problems(seen: Observation, max_lag: int) -> list[Problem]:
     if target is not None:
         usable = [e for e in usable if e.epoch == target.epoch and target.step - e.step <= max_lag]
     moving = any(e.state in (NodeState.JOINING, NodeState.SYNCING, NodeState.LOADING) for e in seen.engines)
-    if not usable and not moving and not seen.evaluations:  # which keeps its version
+    if not usable and not moving and not seen.pinned_evaluations:  # for which it keeps its version
         label = target.version.label if target is not None else "any version"
         found.append(Problem(f"no engine is ready at {label}", "see the logs of the nodes"))
     return found

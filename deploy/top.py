@@ -120,8 +120,8 @@ def frame(seen: Observation, before: Observation | None, searches: Mapping[str, 
             ("lag", f"mean {values['lag_mean']:.2f}, max {values.get('lag_max', 0.0):.0f} (bound {max_lag})"),
         )
     if seen.evaluations:
-        still = "new weights wait for it" if seen.learner else "at one version"
-        facts.append(("evaluation", f"{seen.evaluations} running ({still})"))
+        still = " (new weights wait for it)" if seen.learner and seen.pinned_evaluations else ""
+        facts.append(("evaluation", f"{seen.evaluations} running{still}"))
     if rollouts:
         in_flight = sum(p.values.get("groups_in_flight", 0.0) for p in rollouts)
         flying = sum(p.values.get("trajectories_in_flight", 0.0) for p in rollouts)

@@ -43,6 +43,11 @@ class Agreement:
         self._last: RunMeta | None = None
         self._lineage_id = ""
 
+    @property
+    def lineage_id(self) -> str:
+        """Which run this process works for; "" while no learner has said so."""
+        return self._lineage_id
+
     def check(self, raw: Mapping[bytes, bytes]) -> None:
         """Compare with what the learner wrote; raises UserError when this process must not go on.
 

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from protocol.http_rules import SERVER_OPTIONS
 from rollout_server.engine.places import incarnation_key
 from rollout_server.engine.router import Router
-from rollout_server.episodes import Episodes, EpisodesRequest, summarise
+from rollout_server.episodes import Episodes, EpisodesRequest, FleetUnknown, summarise
 from rollout_server.fleet import Fleet
 from rollout_server.metrics import Stats, prometheus_text
 from rollout_server.openapi import openapi
@@ -155,6 +155,8 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
             finished = [episode async for episode in running]
     except (RedisDown, RedisFull, PinLost) as error:
         return web.json_response({"error": f"the version cannot be pinned: {error}"}, status=503)
+    except FleetUnknown as error:
+        return web.json_response({"error": str(error)}, status=503)
     order = {question.id: i for i, question in enumerate(wanted.questions)}
     finished.sort(key=lambda e: (order[e["question_id"]], e["index"]))
     return web.json_response({"episodes": finished} | summarise(finished))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, nullcontext
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
+from protocol.errors import ForayError
 from protocol.messages import Name, Question, Sampling, Segment, Status, Text
 from rollout_server.engine.base import Generate
 from rollout_server.episode import Episode
@@ -76,12 +77,31 @@ class EpisodesRequest(BaseModel):
         return self
 
 
+class FleetUnknown(ForayError):
+    """Redis has not answered yet, so which engines there are is not known."""
+
+
 class Episodes:
-    """Runs requests. `RedisDown`, `RedisFull` and `PinLost` are raised only for a request that wants the pin."""
+    """Runs requests. `RedisDown`, `RedisFull` and `PinLost` are raised only for a request that wants the pin,
+    `FleetUnknown` for others.
+
+    policy  what each episode says of the policy beside its version: run, lineage_id and digest of the initial model
+    wait_s  longest wait for Redis to say which engines there are
+    """
 
     def __init__(
-        self, episode: Episode, generate: Generate, search: Search, fleet: Fleet, pin: Pin, stats: Stats
+        self,
+        episode: Episode,
+        generate: Generate,
+        search: Search,
+        fleet: Fleet,
+        pin: Pin,
+        stats: Stats,
+        *,
+        policy: Callable[[], dict[str, str]],
+        wait_s: float,
     ) -> None:
+        self._policy, self._wait_s = policy, wait_s
         self._episode, self._generate, self._search = episode, generate, search
         self._fleet, self._pin, self._stats = fleet, pin, stats
         self._closed_book = episode.without_documents()
@@ -92,8 +112,8 @@ class Episodes:
         """Finished episodes, as they end. Closing the iterator cancels those in flight and lets go of the pin."""
         self._requests += 1
         try:
-            while not (request.pin or self._fleet.looked):  # whether there is a learner is not known before that
-                await self._fleet.changed(timeout_s=LOOK_S)
+            if not request.pin:
+                await self._look()
             async with (
                 self._pin.held() if request.pin else nullcontext() as lost,
                 aclosing(self._all(request, lost)) as finished,
@@ -102,6 +122,15 @@ class Episodes:
                     yield one
         finally:
             self._requests -= 1
+
+    async def _look(self) -> None:
+        """Waits for the first answer of Redis: whether there is a learner is not known before that."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not self._fleet.looked:
+                    await self._fleet.changed(timeout_s=LOOK_S)
+        except TimeoutError:
+            raise FleetUnknown(f"Redis did not say for {self._wait_s:g} s which engines there are") from None
 
     async def _all(
         self, request: EpisodesRequest, lost: asyncio.Future[None] | None
@@ -158,6 +187,7 @@ class Episodes:
         return {
             "question_id": question.id,
             "index": index,
+            **self._policy(),
             "version": "+".join(_versions(result)),
             "status": str(trajectory.status),
             "cause": trajectory.cause,

@@ -42,6 +42,7 @@ ROLLOUT: Table = {
         "Episodes played again since a weight swap fell into them: evaluations are of one version."
     ),
     "evaluations": gauge("Requests for episodes (POST /v1/episodes) that are going on."),
+    "pinned_evaluations": gauge("Those among them for which engines that train put off new weights."),
     "episode_tokens": counter("Tokens that the policy sampled for episodes on request."),
     "reward_mean": gauge("Mean reward of the last 256 trajectories that vote."),
     "reward/*": gauge(

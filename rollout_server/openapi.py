@@ -73,7 +73,7 @@ def describe() -> Object:
         "400": _answer("what is wrong with the body", ERROR),
         "408": _answer("the body did not come in time", ERROR),
         "413": _answer("the body is too large", {"type": "string"}, TEXT),
-        "503": _answer("the version cannot be pinned", ERROR),
+        "503": _answer("the version cannot be pinned, or Redis does not answer", ERROR),
     }
     return {
         "openapi": "3.1.0",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
@@ -30,8 +31,12 @@ SETTLE_S = 0.3
 """A node may just have looked for the pin and begun a swap: so long until it says that it is loading."""
 LOOK_S = 0.2
 """How often a request that wants the pin looks for an engine that is ready."""
+GAP_S = 1.0
+"""Between two pins: time enough for nodes to look at the key and to begin the swap that waits."""
 REST_S = 5.0
-"""After a pin that was held for too long: the next one waits, so that the swaps that stood still take place."""
+"""The next pin waits for so long when swaps have stood still for half of max_s or more, so that they take place."""
+LOST = (NodeState.QUARANTINED, NodeState.GONE)
+"""An engine in such a state will not serve its version again."""
 
 
 class PinLost(ForayError):
@@ -54,17 +59,25 @@ class Pin:
         self._holders: set[asyncio.Future[None]] = set()
         self._keeping: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()  # the last to leave must not remove what the next has just set
-        self._begun = self._rest_until = 0.0
+        self._still_since: float | None = None
+        """Since when swaps of engines that train stand still, over pins that follow each other closely."""
+        self._free_at = -math.inf
+        """When the key of the last pin was gone."""
         self._eval_engines = self._used = False
         self._why = ""
         """Why the version was lost."""
         self._others_at = -PIN_MS / 1000
         """When the key was last seen in another server's name."""
+        stats.gauges["pinned_evaluations"] = self._waited_for
 
     @property
     def version(self) -> PolicyVersion | None:
         """The version that is held."""
         return self._fleet.pin
+
+    def _waited_for(self) -> int:
+        """Requests for which engines that train put off new weights."""
+        return len(self._holders) if self._keeping is not None and not self._eval_engines else 0
 
     def confirms(self, labels: Collection[str]) -> bool:
         """Whether an episode sampled at the versions `labels` is one of the version that is held.
@@ -108,7 +121,7 @@ class Pin:
         Not before: an engine that has to load its first version would wait for the end of the evaluation, and the
         evaluation for the engine.
         """
-        await asyncio.sleep(max(0.0, self._rest_until - time.monotonic()))
+        await self._let_swap()
         deadline = time.monotonic() + self._wait_s
         while True:
             self._fleet.install(await self._fleet.read())
@@ -117,12 +130,43 @@ class Pin:
                 await asyncio.sleep(SETTLE_S)
                 self._fleet.install(await self._fleet.read())
                 if self._choose():
-                    self._begun, self._used = time.monotonic(), False
+                    self._used = False
                     return
                 await self._end()  # all of them have just begun to load
             if time.monotonic() > deadline:
                 raise PinLost(f"no engine was ready for {self._wait_s:g} s")
             await asyncio.sleep(LOOK_S)
+
+    async def _let_swap(self) -> None:
+        """Rests where swaps have stood still for long, so that each pin may last for at least half of max_s.
+
+        A gap of GAP_S, or engines that all hold the newest version, end the time that swaps stand still.
+        """
+        if self._still_since is None:
+            return
+        self._fleet.install(await self._fleet.read())
+        if self._swaps_wait():
+            if self._left_s() < self._max_s / 2:
+                await asyncio.sleep(max(0.0, self._free_at + REST_S - time.monotonic()))
+            if time.monotonic() < self._free_at + GAP_S:
+                return
+        self._still_since = None
+
+    def _swaps_wait(self) -> bool:
+        """Whether an engine that trains does not hold the newest version."""
+        table = self._fleet.table
+        return table.target is not None and any(
+            engine.role == "rollout" and engine.version != table.target and engine.state not in LOST
+            for engine in table.engines.values()
+        )
+
+    def _left_s(self) -> float:
+        """Seconds for which swaps may go on to stand still; without end where only engines of role `eval` do."""
+        if self._eval_engines:
+            return math.inf
+        if self._still_since is None:
+            self._still_since = time.monotonic()
+        return self._still_since + self._max_s - time.monotonic()
 
     def _choose(self) -> bool:
         """Holds the version that most engines have, the newest of these; False while none is ready."""
@@ -148,14 +192,13 @@ class Pin:
         outage = Outage("pinning the versions for an evaluation", self._stats.waits, longest_s=PIN_MS / 5000)
         there_at = time.monotonic()
         while True:
-            await asyncio.sleep(PIN_MS / 5000)
+            await asyncio.sleep(max(0.0, min(PIN_MS / 5000, self._left_s())))
             now = time.monotonic()
             if self._is_there() or (not self._used and self._choose()):
                 there_at = now
             elif now > there_at + PIN_MS / 1000:
                 return f"no engine holds version {self.version and self.version.label} any more"
-            if now > self._begun + self._max_s and not self._eval_engines:
-                self._rest_until = now + REST_S
+            if self._left_s() <= 0:
                 return (
                     f"engines kept their version for {self._max_s:g} s (rollout.pin_max_s), and training has to go on"
                 )
@@ -167,8 +210,7 @@ class Pin:
                 outage.over()
 
     def _is_there(self) -> bool:
-        gone = (NodeState.QUARANTINED, NodeState.GONE)
-        return any(e.version == self.version and e.state not in gone for e in self._fleet.table.engines.values())
+        return any(e.version == self.version and e.state not in LOST for e in self._fleet.table.engines.values())
 
     def _lose(self, why: str) -> None:
         log.warning("an evaluation ends: %s", why)
@@ -189,8 +231,12 @@ class Pin:
     async def _end(self) -> None:
         """Lets go. Another server's pin must not go with ours: where one was seen lately, the key is left to lapse."""
         self._fleet.pin = None
-        if time.monotonic() < self._others_at + PIN_MS / 1000:
-            return
+        removed = time.monotonic() > self._others_at + PIN_MS / 1000 and await self._remove()
+        if not self._eval_engines:
+            self._free_at = time.monotonic() + (0.0 if removed else PIN_MS / 1000)
+
+    async def _remove(self) -> bool:
+        """Whether the key is not ours any more."""
         key = self._redis.keys.evaluation
         try:
             (holder,) = await self._redis.batch(("GET", key))
@@ -198,3 +244,5 @@ class Pin:
                 await self._redis.batch(("DEL", key))
         except RedisDown as error:
             log.info("the evaluation pin is left to lapse: %s", error)
+            return False
+        return True

@@ -58,6 +58,7 @@ from rollout_server.episode import Episode, build_episode, build_search
 from rollout_server.episodes import Episodes
 from rollout_server.fleet import Fleet
 from rollout_server.group import GroupRejected, run_group
+from rollout_server.identity import model_digest
 from rollout_server.lifecycle import Stop, plain_errors, stop_on_signals, write_port_file
 from rollout_server.listen import listening
 from rollout_server.measured_search import MeasuredSearch
@@ -123,8 +124,8 @@ class RolloutServer:
     ) -> None:
         self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
         self._redis, self._search = redis, search
-        agreement = Agreement(run, max_lag=run.max_lag)
-        self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, agreement=agreement)
+        self._agreement = Agreement(run, max_lag=run.max_lag)
+        self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, agreement=self._agreement)
         connect: Callable[[EngineInfo], SglangClient] = partial(
             _connect, session, read_access(os.environ), settings.stream_interval
         )
@@ -264,7 +265,17 @@ class RolloutServer:
             wait_s=self._settings.engine_wait_s,
             tokenizer=self._episode.tokens.fingerprint,
         )
-        episodes = Episodes(self._episode, self._router, self._search, self._fleet, pin, self._stats)
+        model = await asyncio.to_thread(model_digest, self._run.model)
+        episodes = Episodes(
+            self._episode,
+            self._router,
+            self._search,
+            self._fleet,
+            pin,
+            self._stats,
+            policy=lambda: {"run": self._run.id, "lineage_id": self._agreement.lineage_id, "model": model},
+            wait_s=self._settings.engine_wait_s,
+        )
         served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.asked.is_set)
         async with listening(build_app(served), self._settings) as port:
             write_port_file(port_file, port)

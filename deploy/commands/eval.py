@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,6 +16,10 @@ from protocol.errors import ForayError, UserError
 
 if TYPE_CHECKING:
     from deploy.evaluate import Episode, Score
+    from protocol.messages import Question
+
+POLICY = ("run", "lineage_id", "model")
+"""What an episode says of the policy beside its version: another one must not come into the same mean."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,20 +63,25 @@ def run(args: argparse.Namespace) -> int:
     questions = load_questions(args.questions).questions[: args.limit]
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     how = {**sampling, "search": not args.no_search}
-    done = _earlier(args.out, how) if args.resume else []
+    done = _earlier(args.out, how, questions) if args.resume else _fresh(args.out)
     url = _url(args.where)
     pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
-    ended, begun = 0, time.monotonic()
+    begun = time.monotonic()
+    texts = {question.id: {"question": question.text, "answers": list(question.answers)} for question in questions}
+    ended, first = 0, done[0] if done else None
     out: TextIO | None = None
     if args.out is not None:
-        _write(args.out, done, how)
+        _write(args.out, done)
         out = args.out.open("a", encoding="utf-8")
 
     def each(episode: Episode) -> None:
-        nonlocal ended
+        nonlocal ended, first
+        first = first or episode
+        _refuse_another_policy(episode, first)
         ended += 1
+        episode |= how | texts[episode["question_id"]]  # in place: the score holds it too
         if out is not None:
-            print(json.dumps(episode | how, ensure_ascii=False), file=out, flush=True)
+            print(json.dumps(episode, ensure_ascii=False), file=out, flush=True)
 
     def line() -> str:
         return f"{ended} episodes of {len(questions)} questions, {time.monotonic() - begun:.0f} s"
@@ -96,13 +106,13 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if out is not None:
             out.close()
-    if args.out is not None:  # in the order of the questions, each episode once
-        _write(args.out, score.episodes, how)
+    if args.out is not None:  # in the order of the questions, each episode once; then what --limit left out
+        _write(args.out, score.episodes + [e for e in done if e["question_id"] not in texts])
     return _report(score, {"url": url, "questions": len(questions)}, how, as_json=args.json)
 
 
-def _write(path: Path, episodes: list[Episode], how: dict[str, Any]) -> None:
-    lines = (json.dumps(episode | how, ensure_ascii=False) + "\n" for episode in episodes)
+def _write(path: Path, episodes: list[Episode]) -> None:
+    lines = (json.dumps(episode, ensure_ascii=False) + "\n" for episode in episodes)
     write_atomically(path, "".join(lines))
 
 
@@ -113,6 +123,7 @@ def _report(score: Score, what: dict[str, Any], how: dict[str, Any], *, as_json:
         **what,
         "episodes": len(score.episodes),
         "failed": score.failed,
+        "too_long": score.too_long,
         "version": None if mixed else next(iter(versions), None),
         "versions": versions,
         **how,
@@ -130,13 +141,42 @@ def _report(score: Score, what: dict[str, Any], how: dict[str, Any], *, as_json:
     if mixed:
         told = "error: the score mixes several policy versions, so it is the score of none of them"
         print(f"{told}: evaluate again without --resume", file=sys.stderr)
+    if score.too_long:
+        told = f"warning: {score.too_long} episodes were not played, since their prompts are too long"
+        print(f"{told}: raise rollout.episode.max_context of the run to score them", file=sys.stderr)
     return 1 if score.failed or mixed else 0
 
 
-def _earlier(path: Path | None, how: dict[str, Any]) -> list[Episode]:
-    """The episodes in an --out; a last line that was not finished is left out."""
+def _fresh(path: Path | None) -> list[Episode]:
+    """No episodes; raises UserError where `path` holds some that would be lost."""
+    if path is not None and path.is_file() and path.stat().st_size:
+        raise UserError(
+            f"{path} exists already",
+            why="it would be overwritten, and its episodes lost",
+            todo="go on with it (--resume), give another --out, or remove it",
+        )
+    return []
+
+
+def _refuse_another_policy(episode: Episode, first: Episode) -> None:
+    """Raises UserError when the server that played `episode` is not of the run and the model that played `first`."""
+    for name in POLICY:
+        if episode.get(name) != first.get(name):
+            raise UserError(
+                f"the earlier episodes are of another policy: {name} {first.get(name)}, now {episode.get(name)}",
+                why="versions are numbers within one run, so a mean over both would say nothing",
+                todo="ask the server that played them, or give another --out",
+            )
+
+
+def _earlier(path: Path | None, how: dict[str, Any], questions: Sequence[Question]) -> list[Episode]:
+    """The episodes in an --out; a last line that was not finished is left out.
+
+    Raises UserError for those of other options, of another policy than the first, or of questions that were changed.
+    """
     if path is None:
         raise UserError("--resume needs --out", todo="name the file that the earlier evaluation wrote")
+    asked = {question.id: (question.text, list(question.answers)) for question in questions}
     episodes: list[Episode] = []
     try:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
@@ -146,7 +186,8 @@ def _earlier(path: Path | None, how: dict[str, Any]) -> list[Episode]:
         try:
             episode = json.loads(line)
             other = {name: episode[name] for name in how if episode[name] != how[name]}
-            _ = episode["question_id"], episode["index"]
+            of, _ = episode["question_id"], episode["index"]
+            changed = of in asked and asked[of] != (episode["question"], episode["answers"])
         except (ValueError, KeyError, TypeError):
             if number == len(lines):
                 break
@@ -156,7 +197,13 @@ def _earlier(path: Path | None, how: dict[str, Any]) -> list[Episode]:
                 f"{path} was written with {', '.join(f'{name} {value}' for name, value in other.items())}",
                 todo="give the same options, or another --out",
             )
+        if changed:
+            raise UserError(
+                f"{path} was written with another text or other answers for the question {of!r}",
+                todo="give the same --questions, or another --out",
+            )
         episodes.append(episode)
+        _refuse_another_policy(episode, episodes[0])
     return episodes
 
 

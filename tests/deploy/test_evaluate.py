@@ -14,21 +14,23 @@ import pytest
 
 from deploy import evaluate as module
 from deploy.commands import eval as command
-from deploy.evaluate import RECONNECTS, Dropped, Score, evaluate
+from deploy.evaluate import RECONNECTS, Dropped, Score, answered, evaluate
 from deploy.rundir import write_record
 from protocol.errors import ForayError, UserError
 from protocol.testing import make_question
-from rollout_server.episodes import EpisodesRequest
+from rollout_server.episodes import EpisodesRequest, summarise
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
     """Reads each request with the rollout server's own model, and streams one right and one failed episode a question.
 
+    policy  what the episodes say of the policy
     script  what the connections do, one after the other: version of their episodes, and how they end
     """
 
     asked: list[EpisodesRequest]
     script: list[tuple[str, str]]
+    policy: dict[str, str]
     status = 200
 
     def do_POST(self) -> None:
@@ -42,7 +44,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         version, end = self.script.pop(0) if self.script else ("1.5", "summary")
         questions = wanted.questions if end == "summary" else wanted.questions[:1]
         for episode in (e for q in questions for e in episodes(q.id, version, wanted.n)):
-            self.wfile.write(f"data: {json.dumps(episode)}\n\n".encode())
+            self.wfile.write(f"data: {json.dumps(episode | self.policy)}\n\n".encode())
         if end == "error":
             self.wfile.write(b'event: error\ndata: {"error": "no engine holds it"}\n\n')
         elif end == "summary":
@@ -62,7 +64,7 @@ def episodes(question: str, version: str, n: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, type[Answers]]]:
-    handler = type("Handler", (Answers,), {"asked": [], "script": []})
+    handler = type("Handler", (Answers,), {"asked": [], "script": [], "policy": {"run": "r", "model": "m"}})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -107,6 +109,23 @@ def test_failed_episodes_say_nothing_of_the_policy(server: tuple[str, type[Answe
     score = evaluate(server[0], QUESTIONS[:1], n=2)
     assert score.means == {"em": 1.0, "f1": 0.5} and score.failed == 1 and score.mean("searches") == 1.0
     assert Score().means == {} and Score().mean("searches") == 0.0
+
+
+def test_a_mean_is_over_the_episodes_that_have_the_reward_as_on_the_server() -> None:
+    mixed = [
+        *episodes("q1", "1.5", 1),
+        {**episodes("q2", "1.5", 1)[0], "rewards": {"f1": 0.0}, "tokens_generated": 1},
+    ]
+    mixed[0]["tokens_generated"] = 1
+    assert Score(mixed).means == {"em": 1.0, "f1": 0.25}
+    assert summarise(mixed)["em"] == 1.0
+
+
+def test_a_prompt_that_is_too_long_is_final_and_says_nothing_of_the_policy() -> None:
+    long = {"question_id": QUESTIONS[0].id, "index": 0, "status": "failed", "cause": "prompt_too_long", "version": ""}
+    score = Score([long, *episodes(QUESTIONS[1].id, "1.5", 1)])
+    assert (score.failed, score.too_long, score.means["em"], score.versions) == (0, 1, 1.0, {"1.5": 1})
+    assert answered(QUESTIONS, score.episodes, 1) == score.episodes, "it is not asked again"
 
 
 def test_a_connection_that_breaks_asks_only_what_was_not_answered(server: tuple[str, type[Answers]]) -> None:
@@ -215,3 +234,47 @@ def test_resume_asks_what_the_file_does_not_answer(
         command_run(server[0], tmp_path, out=out, resume=True, temperature=0.0)
     with pytest.raises(UserError, match=r"was written with top_p 1\.0"):
         command_run(server[0], tmp_path, out=out, resume=True, top_p=0.9)
+
+
+def test_resume_keeps_what_a_limit_leaves_out(server: tuple[str, type[Answers]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert command_run(server[0], tmp_path, out=out) == 0
+    assert command_run(server[0], tmp_path, out=out, resume=True, limit=1) == 0
+    assert len(server[1].asked) == 1 and len(out.read_text().splitlines()) == len(QUESTIONS)
+
+
+@pytest.mark.parametrize(("name", "value"), [("run", "another"), ("model", "n"), ("lineage_id", "1")])
+def test_resume_refuses_the_answers_of_another_policy(
+    server: tuple[str, type[Answers]], tmp_path: Path, name: str, value: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert command_run(server[0], tmp_path, out=out, limit=1) == 0
+    before = out.read_text()
+    server[1].policy = server[1].policy | {name: value}
+    with pytest.raises(UserError, match=f"another policy: {name} "):
+        command_run(server[0], tmp_path, out=out, resume=True)
+    assert out.read_text() == before
+
+
+@pytest.mark.parametrize("change", [{"text": "another ?"}, {"answers": ("another",)}])
+def test_resume_refuses_questions_that_were_changed(
+    server: tuple[str, type[Answers]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert command_run(server[0], tmp_path, out=out) == 0
+    monkeypatch.setitem(globals(), "QUESTIONS", [QUESTIONS[0].model_copy(update=change), *QUESTIONS[1:]])
+    with pytest.raises(UserError, match="another text or other answers"):
+        command_run(server[0], tmp_path, out=out, resume=True)
+
+
+def test_a_file_of_episodes_is_not_overwritten(server: tuple[str, type[Answers]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert command_run(server[0], tmp_path, out=out) == 0
+    before = out.read_text()
+    for url in (server[0], "http://127.0.0.1:1"):
+        with pytest.raises(UserError, match="exists already"):
+            command_run(url, tmp_path, out=out)
+    assert out.read_text() == before and len(server[1].asked) == 1
+    with pytest.raises(UserError, match="no rollout server"):
+        command_run("http://127.0.0.1:1", tmp_path, out=out, resume=True, n=2)
+    assert out.read_text() == before

@@ -60,7 +60,8 @@ TRAINING = replace(
     learner_epoch=1,
     lease_ms=1000,
 )
-EVALUATES = snapshot("rollout", values={"evaluations": 1.0})
+ASKED = snapshot("rollout", values={"evaluations": 1.0})
+EVALUATES = snapshot("rollout", values={"evaluations": 1.0, "pinned_evaluations": 1.0})
 
 
 # --- (a) waits ---
@@ -222,6 +223,14 @@ def test_an_evaluation_is_shown_as_one() -> None:
     seen = replace(TRAINING, processes=(LEARNER, EVALUATES))
     assert "1 running (new weights wait for it)" in frame(seen, None, {}, max_lag=2).plain()
     assert "1 evaluation running" in render(seen, max_lag=2) and to_json(seen, max_lag=2)["evaluations"] == 1
+
+
+def test_a_request_for_episodes_that_pins_nothing_holds_up_no_weights_and_hides_no_problem() -> None:
+    late = TARGET.model_copy(update={"step": 40})
+    seen = replace(TRAINING, processes=(LEARNER, ASKED), target=late)
+    shown = frame(seen, None, {}, max_lag=2).plain()
+    assert "1 running" in shown and "new weights wait" not in shown
+    assert "no engine is ready at 1.40" in shown
 
 
 # --- (e) small terminals ---

@@ -93,6 +93,9 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
             watching.join()
         after = step(run_dir)
         assert done.returncode == 0, done.stderr
+        evaluating = [(state, wrong) for state, evaluations, wrong in seen if evaluations]
+        assert evaluating and {state for state, _ in evaluating} == {"training"}
+        assert not any("no engine is ready" in what for _, wrong in evaluating for what in wrong)
         told = json.loads(done.stdout)
         episodes = [json.loads(line) for line in out.read_text().splitlines()]
         assert {e["version"] for e in episodes} == {told["version"]} and len(episodes) == QUESTIONS

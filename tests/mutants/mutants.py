@@ -284,9 +284,16 @@ MUTANTS = (
     Mutant(
         "an evaluation may hold up training for ever",
         "rollout_server/pin.py",
-        "now > self._begun + self._max_s",
+        "self._left_s() <= 0",
         "False",
         ("rollout_server/test_episodes.py",),
+    ),
+    Mutant(
+        "evaluations in a row hold up training for ever",
+        "rollout_server/pin.py",
+        "self._left_s() < self._max_s / 2",
+        "False",
+        ("rollout_server/test_pin.py",),
     ),
     Mutant(
         "a wait of the learner is booked at its end",
