@@ -50,7 +50,8 @@ class RolloutSettings(Settings):
     """File that takes one line of JSON for each request to an engine: when, to which, at which version. For proofs."""
     pin_max_s: float = Field(default=3600.0, gt=0)
     """Longest time in seconds that engines keep one version for evaluations (`"pin": true`, also one after the other),
-    and training waits for new weights to be loaded. After it the evaluation ends with an error. None where engines of role `eval` serve."""
+    and training waits for new weights to be loaded. After it the evaluation ends with an error.
+    No limit where engines of role `eval` serve."""
     fleet_poll_s: float = Field(default=0.5, gt=0)
     """How often the engine table and the target version are read."""
     episode: EpisodeSettings = EpisodeSettings()

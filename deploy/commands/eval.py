@@ -61,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
             todo="give --questions a file of JSON lines with `question` and `answers`",
         )
     questions = load_questions(args.questions).questions[: args.limit]
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    how = {**sampling, "search": not args.no_search}
+    how = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "search": not args.no_search}
     done = _earlier(args.out, how, questions) if args.resume else _fresh(args.out)
     url = _url(args.where)
     pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
