@@ -284,7 +284,7 @@ class DppoSettings(GroupSettings):
     type: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
     """Of "this token" against "another": the difference of its probabilities, or KL(old || policy) in nats."""
-    clip_low: float = Field(default=0.2, ge=0, le=1)
+    clip_low: float = Field(default=0.2, ge=0)
     """A token that has lost more than this, and would lose again, is left out."""
     clip_high: float = Field(default=0.2, ge=0)
     """The same of one that has gained. With tv, bounds of 1 never act."""
@@ -317,6 +317,11 @@ class DistillSettings(PolicySettings):
     def _minimises_something(self) -> DistillSettings:
         if not self.kl.coefficient:
             raise ValueError("distill minimises the divergence: kl.coefficient must be above 0")
+        if self.kl.type == "k1" and not self.kl.importance:
+            raise ValueError("the gradient of kl.type k1 without kl.importance is 0 but for noise: take k1+ or reverse")
+        if self.filter or self.whiten:
+            name = "filter" if self.filter else "whiten"
+            raise ValueError(f"distill learns nothing from rewards: leave out {name}, which is about them")
         return self
 
     def build(self) -> Algorithm:

@@ -12,6 +12,13 @@ from pydantic import Field, model_validator
 from learner.aggregation import Aggregation
 from protocol.settings import Settings
 
+
+def require_order(setting: str, low: float, high: float) -> None:
+    """Raises ValueError for bounds that nothing is within."""
+    if low > high:
+        raise ValueError(f"{setting}.low {low:g} is above {setting}.high {high:g}: nothing is between them; set both")
+
+
 Level = Literal["token", "sequence", "geometric"]
 RejectionLevel = Literal["off", "token", "sequence", "geometric", "mean", "max"]
 KlType = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5", "reverse", "forward"]
@@ -35,6 +42,11 @@ class CorrectionSettings(Settings):
     """Divide the weights by their mean over the batch: at level token over its trained tokens, at the others over its
     trajectories, long or short, as verl and slime do."""
 
+    @model_validator(mode="after")
+    def _ordered(self) -> CorrectionSettings:
+        require_order("correction", self.low, self.high)
+        return self
+
 
 class CriterionSettings(Settings):
     """One measure of how much policy and engines disagree on a token or a trajectory, and its bounds."""
@@ -52,13 +64,22 @@ class CriterionSettings(Settings):
 
     @model_validator(mode="after")
     def _possible(self) -> CriterionSettings:
+        default = CriterionSettings.model_fields
+        given = [name for name in ("measure", "low", "high") if getattr(self, name) != default[name].default]
+        if self.level == "off":  # values, not which were set: a file written by `foray init` sets all
+            if given:
+                raise ValueError(f"rejection.{given[0]} does nothing at level off: set rejection.level, e.g. token")
+            return self
         if self.measure == "ratio":
+            require_order("rejection", self.low, self.high)
             if self.level == "mean":
                 raise ValueError("rejection.level mean is for measure k2 and k3; that of ratios is geometric")
             return self
         if self.level == "geometric":
             raise ValueError(f"rejection.level geometric is for ratios; that of {self.measure} is mean")
-        if self.level != "off" and "high" not in self.model_fields_set:
+        if "low" in given:
+            raise ValueError(f"rejection.low is for ratios: {self.measure} has no lower bound")
+        if "high" not in self.model_fields_set:
             raise ValueError(f"rejection.measure {self.measure} needs rejection.high, a divergence in nats")
         return self
 
@@ -80,6 +101,12 @@ class RejectionSettings(CriterionSettings):
     off_policy: float = Field(default=0.0, ge=0)
     """A trajectory with a negative advantage is left out when it has become less likely than this, in nats a token
     since it was sampled: a mistake that the policy no longer makes (DeepSeek-V3.2, arXiv 2512.02556); 0: none is."""
+
+    @model_validator(mode="after")
+    def _all_reject(self) -> RejectionSettings:
+        if any(criterion.level == "off" for criterion in self.also):
+            raise ValueError("a criterion of rejection.also rejects nothing without a level: e.g. level: token")
+        return self
 
 
 class KlSettings(Settings):
@@ -165,7 +192,8 @@ class PolicySettings(Settings):
     """Weight of the entropy bonus."""
     drift_coefficient: float = Field(default=0.0, ge=0)
     """Weight of log(policy / old)^2 of every token, whatever a clip or a rejection leaves out (prime-rl's `kl_tau`:
-    0.001; with `reinforce` and no correction it is verl's DRO at half its beta)."""
+    0.001; with `reinforce` and no correction it is verl's DRO at half its beta). It starts with the second update of a
+    batch where old_logprobs is recompute: in the first one the policy is `old`, and both value and gradient are 0."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; every denominator is of the whole batch (of the update)."""
     aggregation_length: int = Field(default=0, ge=0)
@@ -230,9 +258,13 @@ class GroupSettings(PolicySettings):
     def _parts_are_of_trajectories(self) -> GroupSettings:
         if self.parts and self.turns != "off":
             raise ValueError("parts are those of a trajectory's reward: not with rewards of turns")
+        if self.parts and not any(self.parts.values()):
+            raise ValueError("parts has no weight but 0: every advantage would be 0")
+        if self.normalize_batch and self.turns != "off":
+            raise ValueError("normalize_batch is for advantages of trajectories: not with rewards of turns; see whiten")
         return self
 
     @property
     def group_baseline(self) -> bool:
-        """All estimators compare siblings."""
-        return True
+        """All estimators compare siblings; turns: group also compares the turns of one trajectory."""
+        return self.turns != "group"

@@ -8,8 +8,9 @@ hidden states and weight. With p = softmax(z), z = W h + b over the temperature,
 
 Logits of bfloat16 weights and states are float32 where the layer says so (`fp32`): exact products, summed and kept in
 float32. On CUDA that is one matrix product with a float32 output and costs nothing; elsewhere the weight is converted
-once for all chunks of a pass, and its float32 copy (4 bytes x V x H) lives as long as the pass. The gradient of the
-logits is float32, and rounded once, to the weight's dtype, for its two products.
+once for all chunks of a pass, and its float32 copy (4 bytes x V x H) lives as long as the pass. Models that cap their
+logits (Gemma 2) go through `_Float32Linear` instead, which converts in every chunk, and again where a chunk is
+recomputed. The gradient of the logits is float32, and rounded once, to the weight's dtype, for its two products.
 """
 
 from __future__ import annotations

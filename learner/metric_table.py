@@ -64,7 +64,7 @@ STEP: Table = {
     "clip_fraction": gauge("Share of tokens whose ratio was clipped."),
     "clip_low": gauge("Share of tokens clipped at the lower bound."),
     "clip_high": gauge("Share of tokens clipped at the upper bound."),
-    "clip_dual": gauge("Share of tokens clipped by the dual clip."),
+    "clip_dual": gauge("Share of tokens clipped by the dual clip; dppo: those whose ratio is at ratio_cap."),
     "ratio_mean": gauge("Mean ratio of the policy to the one that the surrogate compares it with."),
     "ratio_max": gauge("Largest of those ratios."),
     "ess": gauge("Effective sample size of the ratios as a share of the tokens, (sum w)^2 / (n sum w^2)."),

@@ -36,9 +36,12 @@ PATTERNS[RUN_ID.pattern] = (
 
 
 class Settings(BaseModel):
-    """Base of every settings class: frozen, strict about keys; `field_docs` reads the docstring under a field."""
+    """Base of every settings class: frozen, strict about keys; `field_docs` reads the docstring under a field.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    No setting is NaN or infinite: comparisons with NaN all fail, so a bound of NaN would switch off what it bounds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class RunSettings(Settings):

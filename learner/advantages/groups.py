@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from learner.advantages.outcomes import Bool, Float64, Outcomes, contested, same, tolerance
+from learner.advantages.outcomes import SAME, Bool, Float64, Outcomes, contested, same, tolerance
 
 Spread = Literal["group", "batch", "none"]
 """What centred rewards are divided by: the deviation of their group, that of all voters of the batch, or nothing."""
@@ -92,12 +92,16 @@ def normalized_batch(advantages: Float64, votes: Bool, *, ddof: int = 1, epsilon
     """[n] float64: (a - mean) / (deviation + epsilon) over all voters of the batch; 0 for the others.
 
     The last step of GDPO (arXiv 2601.05242), there and in TRL (epsilon 1e-4) over trajectories. One voter, or
-    advantages [n] that are equal but for rounding: 0.
+    advantages [n] that are equal but for rounding: 0. A mean of 0 but for rounding is 0, so that an advantage of
+    exactly 0, of a group that teaches nothing, stays that where the advantages of groups are centred.
     """
     out = np.zeros(len(advantages))
     voting = advantages[votes]
     if len(voting) > 1 and not same(voting):
-        out[votes] = (voting - voting.mean()) / (voting.std(ddof=ddof) + epsilon)
+        mean = voting.mean()
+        if abs(mean) <= SAME * np.abs(voting).max():
+            mean = 0.0
+        out[votes] = (voting - mean) / (voting.std(ddof=ddof) + epsilon)
     return out
 
 

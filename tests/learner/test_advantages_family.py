@@ -22,6 +22,7 @@ from learner.advantages import (
     reinforce_pp_baseline_advantages,
     rloo_advantages,
 )
+from learner.config_algorithm import GrpoSettings
 
 
 def outcomes(rewards, group=None, votes=None, lengths=None, parts=None) -> Outcomes:
@@ -292,3 +293,17 @@ def test_reinforce_without_a_baseline_is_the_reward():
     np.testing.assert_allclose(reinforce_advantages(batch, baseline="batch"), [0.15, 0, -0.15])
     assert reinforce_advantages(outcomes([2.0, 9.0], votes=[1, 0]), baseline="batch").tolist() == [0.0, 0.0]
     assert reinforce_advantages(outcomes([0.1 + 0.2, 0.3], group=[0, 1]), baseline="batch").tolist() == [0.0, 0.0]
+
+
+def test_groups_that_teach_nothing_keep_exactly_0_when_the_batch_is_normalised():
+    """Else their share in a batch, `zero_advantage_share`, would not be seen (GDPO, two parts)."""
+    gdpo = GrpoSettings(parts={"em": 1.0, "format": 0.3}, normalize_batch=True)
+    for seed in range(50):
+        draw = np.random.default_rng(seed)
+        em, form = draw.random((6, 4)), draw.random((6, 4))
+        em[:3], form[:3] = em[:3, :1], 0.7
+        parts = {"em": em.ravel(), "format": form.ravel()}
+        batch = Outcomes(em.ravel() + form.ravel(), np.ones(24, bool), np.repeat(np.arange(6), 4), parts=parts)
+        found = gdpo.build().advantages(batch)
+        assert (found[:12] == 0).all() and (found[12:] != 0).all()
+        assert found.mean() == pytest.approx(0, abs=1e-12) and found.std(ddof=1) == pytest.approx(1, abs=1e-5)

@@ -168,12 +168,12 @@ def verl_dppo(batch: list[Token], *, kind: str) -> list[torch.Tensor]:
     return losses
 
 
-def prime_rl_ref_kl(batch: list[Token]) -> list[torch.Tensor]:
-    """prime-rl's ref_kl: the advantage of a token is log(reference / policy); no reward."""
+def prime_rl_ref_kl(batch: list[Token], *, tau: float = 1.0) -> list[torch.Tensor]:
+    """prime-rl's ref_kl: the advantage of a token is tau log(reference / policy); no reward."""
     losses = []
     for t in batch:
         keep = t.moved >= -0.2
-        losses.append(-(t.reference - t.now) * t.ratio * keep + 1e-3 * (t.leaf - t.old) ** 2)
+        losses.append(-tau * (t.reference - t.now) * t.ratio * keep + 1e-3 * (t.leaf - t.old) ** 2)
     return losses
 
 
@@ -193,6 +193,10 @@ LOSSES: dict[str, tuple[dict[str, Any], Slow]] = {
     "verl dppo_tv": (TV, lambda batch: verl_dppo(batch, kind="tv")),
     "verl dppo_kl": (TV | {"divergence": "kl"}, lambda batch: verl_dppo(batch, kind="kl")),
     "prime-rl ref_kl": ({"type": "distill"}, prime_rl_ref_kl),
+    "prime-rl ref_kl, weighted": (
+        {"type": "distill", "kl": {"coefficient": 0.3}},
+        lambda batch: prime_rl_ref_kl(batch, tau=0.3),
+    ),
     "verl dro": ({"type": "reinforce", "old_logprobs": "behaviour", "drift_coefficient": 0.15}, dro),
 }
 

@@ -20,6 +20,7 @@ from learner.losses import (
     entropy_sum,
     gmpo,
     gspo,
+    moved_too_far,
     reinforce,
     sapo,
     weighted_sum,
@@ -412,3 +413,13 @@ def test_the_entropy_is_summed_with_the_weights_of_the_loss():
     total.backward()
     assert total.item() == 0.75
     assert entropy.grad.tolist() == [0.25, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_a_probability_that_rounding_lifts_above_1_moves_as_one_of_1_does(divergence):
+    """Float32 sums give log-probs such as +1e-7; their complement would be negative, and its logarithm NaN."""
+    sure, rare, mask = torch.tensor([1e-7, 0.0]), torch.tensor([-3.0, -3.0]), torch.ones(2, dtype=torch.bool)
+    below, above = moved_too_far(sure, rare, mask, low=0.1, high=0.1, divergence=divergence)
+    assert (below.tolist(), above.tolist()) == ([False] * 2, [True] * 2)
+    below, above = moved_too_far(rare, sure, mask, low=0.1, high=0.1, divergence=divergence)
+    assert (below.tolist(), above.tolist()) == ([True] * 2, [False] * 2)

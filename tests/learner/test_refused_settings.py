@@ -1,0 +1,81 @@
+"""Settings that would do nothing, or fail in the first step, are refused where they are read; neighbours are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from learner.config import LearnerSettings, require_groups
+from learner.config_algorithm import AlgorithmSettings
+from protocol.errors import UserError
+from protocol.settings import RunSettings, section
+
+REFUSED = {
+    "rejection: {also: [{measure: k3, high: 1.0e-9}]}": "level off",
+    "rejection: {also: [{}]}": "without a level",
+    "rejection: {measure: k3, high: .01}": "rejection.measure does nothing",
+    "rejection: {high: 1.5}": "rejection.high does nothing",
+    "rejection: {low: .9, veto: .1}": "rejection.low does nothing",
+    "rejection: {level: token, measure: k2, low: .1, high: 1}": "no lower bound",
+    "rejection: {level: token, low: 3}": "low 3 is above rejection.high 2",
+    "rejection: {level: sequence, high: .3}": "low 0.5 is above rejection.high 0.3",
+    "rejection: {level: token, also: [{level: max, low: 3}]}": "low 3 is above",
+    "rejection: {second_moment: .inf}": "finite",
+    "correction: {low: 3}": "correction.low 3 is above correction.high 2",
+    "correction: {high: .nan}": "finite",
+    "drift_coefficient: .inf": "finite",
+    "entropy_coefficient: .nan": "finite",
+    "parts: {em: .nan}": "finite",
+    "parts: {em: .inf}": "finite",
+    "parts: {em: 0, format: 0}": "no weight but 0",
+    "{normalize_batch: true, turns: turn}": "normalize_batch",
+    "{normalize_batch: true, turns: group}": "normalize_batch",
+    "{type: distill, kl: {type: k1, importance: false}}": "but for noise",
+    "{type: distill, filter: true}": "leave out filter",
+    "{type: distill, whiten: true}": "leave out whiten",
+}
+ACCEPTED = (
+    "rejection: {level: token, low: 2, high: 2}",
+    "rejection: {level: token, measure: k3, high: .01, also: [{level: geometric}]}",
+    "rejection: {level: sequence, low: .1, high: .3}",
+    "rejection: {veto: .1, also: [{level: token}]}",
+    "parts: {em: 0, format: -1}",
+    "{normalize_batch: true, parts: {em: 1}}",
+    "{type: distill, kl: {type: k1}}",
+    "{type: distill, kl: {type: abs, importance: false}}",
+    "{type: dppo, divergence: kl, clip_low: 1.5}",
+)
+
+
+def read(text: str) -> Any:
+    return TypeAdapter(AlgorithmSettings).validate_python(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_would_do_nothing_or_fail_later_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match=REFUSED[text]):
+        read(text)
+
+
+@pytest.mark.parametrize("text", [*ACCEPTED, "{}"])
+def test_what_says_something_is_read_and_so_is_a_file_that_says_every_default(text: str) -> None:
+    settings = read(text)
+    assert read(yaml.safe_dump(settings.model_dump(mode="json"))) == settings
+
+
+def test_no_setting_of_any_section_is_infinite() -> None:
+    with pytest.raises(UserError, match=r"run\.temperature = inf.*finite"):
+        section({"run": {"temperature": float("inf")}}, "run", RunSettings)
+    with pytest.raises(UserError, match=r"learner\.optim\.lr = nan"):
+        section({"learner": {"optim": {"lr": float("nan")}}}, "learner", LearnerSettings)
+
+
+def test_a_group_of_one_learns_where_its_turns_are_compared_with_each_other() -> None:
+    run = RunSettings(group_size=1)
+    require_groups(run, LearnerSettings(algorithm=read("turns: group")))
+    for text in ("turns: turn", "turns: 'off'"):
+        with pytest.raises(UserError, match="group_size = 1"):
+            require_groups(run, LearnerSettings(algorithm=read(text)))
