@@ -129,7 +129,7 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [T, V]: not rounded to bfloat16 where the weights are, as SGLang's with --enable-fp32-lm-head."""
-        logits = F.linear(hidden.float(), self.weights.head.float())
+        logits = F.linear(hidden.float(), self.weights.float32_head)
         return logits if self.config.logits_scale == 1 else logits.mul_(self.config.logits_scale)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

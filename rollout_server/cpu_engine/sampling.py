@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+SHORT = 1024
+"""Likeliest tokens of a row that are put in order first: nearly always more than the filters leave."""
 U64 = npt.NDArray[np.uint64]
 
 
@@ -58,12 +60,13 @@ def draw(logits: torch.Tensor, rules: Rules) -> Drawn:
     return Drawn(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
 
 
-def invert(weights: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def invert(weights: torch.Tensor, at: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Index whose share of the cumulated `weights` (>= 0, [B, V]) holds the point `at` (in [0, 1), [B]). int64 [B].
 
+    The sum runs in `dtype`, by default float64 beyond 4096 weights.
     Never an index of weight zero: the target stays below the total, and the first index beyond it has weight.
     """
-    cumulated = weights.cumsum(-1, dtype=torch.float64 if weights.shape[1] > 4096 else None)
+    cumulated = weights.cumsum(-1, dtype=dtype or _sum_dtype(weights.shape[1]))
     total = cumulated[:, -1:]
     target = torch.minimum(at[:, None].to(total.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulated, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
@@ -71,15 +74,30 @@ def invert(weights: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 def _filtered(probs: torch.Tensor, at: torch.Tensor, rules: Rules, chosen: npt.NDArray[np.bool_]) -> torch.Tensor:
     """Draw among the tokens that top-k, top-p and min-p leave, in that order."""
-    ordered, index = probs.sort(dim=-1, descending=True)
+    vocab = probs.shape[1]
     top_k = torch.from_numpy(rules.top_k[chosen])[:, None]
     top_p = torch.from_numpy(rules.top_p[chosen])[:, None]
     min_p = torch.from_numpy(rules.min_p[chosen])[:, None]
-    drop = torch.arange(probs.shape[1]) >= top_k
-    drop |= ordered.cumsum(-1) - ordered > top_p
-    drop |= ordered < min_p * ordered[:, :1]
-    drop[:, 0] = False
-    return index.gather(1, invert(ordered.masked_fill_(drop, 0), at)[:, None])[:, 0]
+    tokens, left = torch.empty(len(probs), dtype=torch.int64), torch.arange(len(probs))
+    for size in (min(SHORT, vocab), vocab):
+        rows = probs[left]
+        ordered, index = rows.topk(size) if size < vocab else rows.sort(dim=-1, descending=True)
+        drop = torch.arange(size) >= top_k[left]
+        drop |= ordered.cumsum(-1) - ordered > top_p[left]
+        drop |= ordered < min_p[left] * ordered[:, :1]
+        drop[:, 0] = False
+        # what follows a dropped token is dropped too
+        done = drop[:, -1] if size < vocab else torch.ones(len(left), dtype=torch.bool)
+        places = invert(ordered[done].masked_fill_(drop[done], 0), at[left[done]], _sum_dtype(vocab))
+        tokens[left[done]] = index[done].gather(1, places[:, None])[:, 0]
+        left = left[~done]
+        if not len(left):
+            break
+    return tokens
+
+
+def _sum_dtype(vocab: int) -> torch.dtype:
+    return torch.float64 if vocab > 4096 else torch.float32
 
 
 def uniform(seed: U64, position: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

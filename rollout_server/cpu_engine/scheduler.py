@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rollout_server.cpu_engine.counters import Counters
 from rollout_server.cpu_engine.prefix import BLOCK, Kept, PrefixCache, chain
@@ -71,9 +71,10 @@ class Scheduler:
         if not self.running:
             return
         sampled = self.runner.step(active, prompts, self._bans(), self._wanted_tops())
-        for request, prompt in zip(self.running[active:], prompts, strict=True):
+        started = list(zip(self.running[active:], prompts, strict=True))
+        for request, prompt in started:
             self._started(request, prompt)
-        self._advance(sampled)
+        self._advance(sampled, {request: prompt.scores for request, prompt in started})
         self._flush_ended()
 
     def abort(self, chosen: Callable[[Request], bool]) -> None:
@@ -201,18 +202,20 @@ class Scheduler:
     def _wanted_tops(self) -> dict[int, int]:
         return {row: r.top_logprobs for row, r in enumerate(self.running) if r.top_logprobs}
 
-    def _advance(self, sampled: Sampled) -> None:
-        """Give each running request its token, then take those out that ended."""
+    def _advance(self, sampled: Sampled, new_scores: Mapping[Request, list[float]]) -> None:
+        """Give each running request its token, then take those out that ended; `new_scores`: of prompts of this
+        step."""
         version, now, check = self.version, time.perf_counter(), self.stopping.check
         ends: list[tuple[Request, Finish]] = []
         for request, token, logprob in zip(self.running, sampled.tokens, sampled.logprobs, strict=True):
-            if request.limit == 0:  # score only
-                ends.append((request, {"type": "length", "length": 0}))
-                continue
-            if not math.isfinite(logprob):
+            if not (math.isfinite(logprob) and all(map(math.isfinite, new_scores.get(request, ())))):
                 self.runner.kv.scrub(request.row)
                 self.runner.length[request.row] = 0
+                request.input_logprobs, request.input_top = None, []
                 ends.append((request, failed("the model's output is not finite")))
+                continue
+            if request.limit == 0:  # score only
+                ends.append((request, {"type": "length", "length": 0}))
                 continue
             if not request.output_ids:
                 request.first_token_at = now

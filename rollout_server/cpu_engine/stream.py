@@ -13,9 +13,6 @@ from rollout_server.cpu_engine.request import Request
 from rollout_server.cpu_engine.stopping import visible_text
 from rollout_server.cpu_engine.tokenizer import Tokenizer
 
-CONTEXT = 4
-"""Tokens before the new ones that are decoded with them: a decoder looks back one, and skipped ones do not count."""
-
 
 class Chunks:
     """The chunks of `request`; `index` is its place in a batch, None outside of one."""
@@ -88,8 +85,9 @@ class GrowingText:
     """The text of a request's tokens while they come; `shown` only grows.
 
     A token may be a piece of a character, and a decoder may join tokens by spaces: so new tokens are decoded together
-    with those before them, and only what this adds is new (as text-generation-inference does it). An end that may
-    turn out to be the beginning of a stop string is held back, since the finished text would be cut there.
+    with those before them, and only what this adds is new (as text-generation-inference does it). The context starts
+    where a character ends: a byte-fallback decoder spoils a whole run of bytes that begins inside a character. An end
+    that may turn out to be the beginning of a stop string is held back, since the finished text would be cut there.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -105,7 +103,9 @@ class GrowingText:
         both = self._tokenizer.decode(ids[self._context : length], skip)
         if not both.endswith("\ufffd"):  # else half a character: the next token may complete it
             self._text += both[len(known) :]
-            self._context, self._decoded = max(0, length - CONTEXT), length
+            if len(both) > len(known):  # else the new tokens are skipped ones, and no context for the next
+                self._context = self._decoded
+            self._decoded = length
             self.shown = self._text[: len(self._text) - _held_back(self._text, self._stops)]
         return self.shown
 

@@ -115,6 +115,8 @@ class Weights:
         self.layers = [self._layer(f"model.layers.{i}.", plan) for i, plan in enumerate(config.plan)]
         self.norm = self._whole("model.norm.weight", config.hidden)
         self.head = self.embed if config.tied else self._whole("lm_head.weight", config.vocab, config.hidden)
+        self.float32_head = self.head if dtype == torch.float32 else torch.empty_like(self.head, dtype=torch.float32)
+        """`head` in float32, kept because converting it at each step costs more than the product."""
 
     def load(self, directory: Path) -> None:
         """Replace every tensor by the one in `directory`. Raises WeightsError, and then nothing has changed."""
@@ -123,12 +125,14 @@ class Weights:
         self._sums.clear()
         for name, place in self.places.items():
             place.put(tensors[name])
+        self._renew_float32_head()
 
     def randomize(self) -> None:
         """Replace every number by a random one."""
         self._sums.clear()
         for place in self.places.values():
             place.view.normal_()
+        self._renew_float32_head()
 
     def verify(self, tensors: Tensors) -> None:
         """Every name there, none too many, every shape right, every number finite; else WeightsError."""
@@ -152,7 +156,13 @@ class Weights:
         self._check(name, place, tensor)
         self._sums.pop(name, None)
         place.put(tensor)
+        if place.view is self.head:
+            self._renew_float32_head()
         _check_finite(name, place.view)  # after the conversion: a float64 may be beyond float32
+
+    def _renew_float32_head(self) -> None:
+        if self.float32_head is not self.head:
+            self.float32_head.copy_(self.head)
 
     def _spare(self, name: str) -> bool:
         """Whether a tensor of this name may come along and is not needed."""

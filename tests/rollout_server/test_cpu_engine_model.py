@@ -221,6 +221,34 @@ def test_logits_of_bfloat16_weights_are_not_rounded(tmp_path: Path) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["qwen2 tied", "qwen2 untied"])
+def test_the_float32_head_is_always_that_of_the_weights(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write(tmp_path, family)
+    weights, staging = (maker(read_model_config(tmp_path), torch.bfloat16) for maker in (Weights, Staging))
+    weights.load(tmp_path)
+    assert torch.equal(weights.float32_head, weights.head.float())
+    weights.randomize()
+    assert torch.equal(weights.float32_head, weights.head.float())
+    for name, tensor in as_saved(model, model.state_dict().items()):
+        staging.put(name, tensor)
+    renewed = staging.finished()
+    assert torch.equal(renewed.float32_head, renewed.head.float())
+    # and a step converts nothing but the hidden states
+    converted: list[torch.Size] = []
+    hidden = torch.zeros(3, renewed.config.hidden, dtype=torch.bfloat16)
+    engine_model, plain = Model(renewed.config, renewed), torch.Tensor.float
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        converted.append(tensor.shape)
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "float", counted)
+    engine_model.logits(hidden)
+    assert converted == [torch.Size([3, renewed.config.hidden])]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_weights_staged_one_by_one_are_those_that_are_loaded_from_disk(
@@ -387,6 +415,38 @@ def test_output_that_is_not_finite_ends_only_its_own_request(tmp_path: Path) -> 
     run(s)
     # tokens that `well` draws may be the sick one; before that its log-probs are numbers
     assert well.output_logprobs and all(p == p for p in well.output_logprobs)
+
+
+def test_a_scored_prompt_that_is_not_finite_fails_and_leaves_nothing_to_reuse(tmp_path: Path) -> None:
+    write(tmp_path, "qwen2 untied")
+    s = scheduler(tmp_path)
+    s.runner.model.weights.embed[96] = float("nan")
+    ids = [1, 96, *range(2, 30)]
+    sick = request(ids, 0, logprob_start=0)
+    run(s, [sick])
+    assert sick.finish is not None and sick.finish["status_code"] == 500
+    assert sick.input_logprobs is None  # NaN is not JSON
+    assert s.cache.find(ids, s._keys(sick, ids), len(ids) - 1) == (None, 0)
+    well = [request([1, 3, 2], 1, seed=1), request(prompt(40), 1, seed=2)]  # in the row that the sick one had
+    run(s, well)
+    assert [r.finish and r.finish["type"] for r in well] == ["length", "length"]
+
+
+def test_a_score_that_is_not_finite_fails_though_the_last_output_is(tmp_path: Path) -> None:
+    write(tmp_path, "qwen2 untied")
+    s = scheduler(tmp_path)
+    sick = request([1, 96, 2], 3, logprob_start=0)
+    s.submit(sick)
+    finite = s.runner._score
+
+    def spoilt(scored: Any, start: int, hidden: torch.Tensor) -> None:
+        finite(scored, start, hidden)
+        scored.scores[0] = -torch.inf
+
+    s.runner._score = spoilt  # type: ignore[method-assign]
+    with torch.inference_mode():
+        s.step()
+    assert sick.finish is not None and sick.finish["status_code"] == 500
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,52 @@ def test_top_k_top_p_and_min_p_leave_the_likeliest_in_proportion() -> None:
     torch.testing.assert_close(shares(min_p=float(p[2] / p[0]) - 0.01), three, atol=0.01, rtol=0)
 
 
+@pytest.mark.parametrize("vocab", [3000, 5000])
+def test_filters_leave_the_same_token_whether_a_short_or_a_whole_order_is_enough(
+    vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 8
+    sorts: list[int] = []
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(count, vocab, generator=generator) * torch.linspace(0.1, 6, count)[:, None]
+    for changed in ({"top_p": 0.95}, {"top_k": 50}, {"top_k": 1500}, {"min_p": 0.01}, {"top_p": 0.99, "top_k": 1200}):
+        wanted = rules(count, **changed)
+        at = torch.from_numpy(uniform(wanted.seed, wanted.position)).tolist()
+        expected = [
+            drawn_slowly(p, u, wanted, row) for row, (p, u) in enumerate(zip(logits.softmax(-1), at, strict=True))
+        ]
+        assert draw(logits.clone(), wanted).tokens.tolist() == expected
+    whole = torch.Tensor.sort
+
+    def counted(tensor: torch.Tensor, **options: Any) -> Any:
+        sorts.append(len(tensor))
+        return whole(tensor, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    draw(logits.clone(), rules(count, top_k=50))
+    assert not sorts  # 50 of the first 1024: nothing sorts the vocabulary
+    draw(logits.clone(), rules(count, top_p=0.95))
+    assert len(sorts) == 1 and 0 < sorts[0] < count  # only the flat rows need it
+
+
+def drawn_slowly(probs: torch.Tensor, at: float, wanted: Rules, row: int) -> int:
+    """The token at `at` of what top-k, top-p and min-p leave of one row, in float64 and plain Python."""
+    values = probs.double().tolist()
+    left, mass = [], 0.0
+    for place, token in enumerate(sorted(range(len(values)), key=lambda token: -values[token])):
+        best = values[left[0]] if left else values[token]
+        if place >= wanted.top_k[row] or mass > wanted.top_p[row] or values[token] < wanted.min_p[row] * best:
+            break
+        left.append(token)
+        mass += values[token]
+    target, mass = at * sum(values[token] for token in left), 0.0
+    for token in left:
+        mass += values[token]
+        if mass > target:
+            return token
+    raise AssertionError("the point lies beyond the total")
+
+
 def test_rows_with_different_rules_do_not_mix() -> None:
     count = 4
     r = rules(count)

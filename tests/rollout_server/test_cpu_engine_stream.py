@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout_server.cpu_engine.answer import facts
@@ -243,6 +244,36 @@ def test_text_grows_by_whole_characters_only(model: Path, step: int) -> None:
     shown = grown(model, text, step)
     assert shown[-1] == text
     assert all(text.startswith(part) for part in shown)
+
+
+def byte_fallback(path: Path) -> EngineTokenizer:
+    """A tokenizer as Gemma's and Phi-3's: characters that it does not have are the bytes of their UTF-8."""
+    words = ["\u2581", "a", "b", "x"]
+    vocab = {piece: i for i, piece in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return EngineTokenizer(path)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_text_of_a_byte_fallback_tokenizer_grows_to_the_whole_text(tmp_path: Path, step: int) -> None:
+    tokenizer = byte_fallback(tmp_path)
+    assert len(tokenizer.encode("東京都x")) == 10
+    pick = random.Random(0)
+    texts = [
+        "".join(pick.choices(["a", "b", " ", "x", "東", "京", "é", "😀", "한", "<eos>"], k=12)) for _ in range(100)
+    ]
+    for text in ("東京都x", "a😀😀x", "x<eos><eos><eos><eos><eos>東x", *texts):
+        ids = tokenizer.encode(text)
+        request = Request("r", [1], SamplingParams(), 0, 0, lambda *_: None, output_ids=ids)
+        growing = GrowingText(request, tokenizer)
+        shown = [growing.grow(length) for length in [*range(step, len(ids), step), len(ids)]]
+        whole = tokenizer.decode(ids, True)
+        assert shown[-1] == whole == text.replace("<eos>", "")
+        assert all(whole.startswith(part) for part in shown)
 
 
 def test_only_what_may_become_a_stop_string_is_held_back(model: Path) -> None:
