@@ -29,7 +29,7 @@ A number has one name in every place: the line of a step, `metrics.jsonl`, the t
 
 Every sample of the learner and of a rollout server has the label `run`. `foray top` shows the run as it goes;
 `foray curves DIR --metric NAME` a field of `metrics.jsonl`; `learner.trackers` sends each step to TensorBoard, W&B,
-MLflow or Trackio.
+MLflow or Trackio. A number that an extension reports is `foray_PROCESS_extension` with its name as the label `name`.
 """
 
 
@@ -52,6 +52,10 @@ def _step() -> Iterator[str]:
 
 def _endpoints() -> Iterator[str]:
     yield from _table("Learner", "foray_learner_", LEARNER, LEARNER_WAITS)
+    yield (
+        "\nCounters begin at 0 with each start of the learner. In its snapshot and in `metrics.jsonl` the same names "
+        "are totals of the run, which go on from the checkpoint."
+    )
     yield from _table("Rollout server", "foray_rollout_", ROLLOUT, WAITS)
     yield "## Node\n\nIn its snapshot only.\n\n| name | what it says |\n|---|---|"
     yield from (f"| `{key}` | {row.help} |" for key, row in NODE.items())

@@ -11,6 +11,14 @@ from typing import Any
 RECENT = 20
 """Steps that rates and the remaining time are taken from."""
 TAIL_BYTES = 256 * 1024
+RENAMED = {"em_mean": "reward/em", "length_mean": "response_length_mean"}
+"""Fields of runs that an earlier version began -> their names since."""
+
+
+def parse_record(line: str | bytes) -> Any:
+    """One line of a `metrics.jsonl`, with the present names. ValueError for one that is not JSON."""
+    record = json.loads(line)
+    return {RENAMED.get(k, k): v for k, v in record.items()} if isinstance(record, dict) else record
 
 
 class StepTail:
@@ -32,7 +40,7 @@ class StepTail:
         self._offset += end
         for line in data[:end].splitlines():
             try:
-                record = json.loads(line)
+                record = parse_record(line)
             except ValueError:
                 # a learner that was killed left half a line; the next one wrote on behind it
                 continue
@@ -79,7 +87,7 @@ def read_history(path: Path) -> History:
     records: list[dict[str, Any]] = []
     for line in reversed(lines):
         try:
-            record = json.loads(line)
+            record = parse_record(line)
         except ValueError:
             continue
         if not isinstance(record, dict) or len(records) == RECENT:

@@ -67,9 +67,11 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
     now_step  of the policy that is trained on them, before its update
 
     Means are over all trajectories, those of rewards over the ones that vote. What these groups do not have (a reward
-    of some name, a token of the policy) is left out, and never 0.
+    of some name, a token of the policy) is left out, and never 0; without a trajectory there is nothing at all.
     """
     everyone = [t for g in groups for t in g.trajectories]
+    if not everyone:
+        return {}
     voting = [t for t in everyone if t.status.votes]
     values = {f"status/{status}": _mean([t.status is status for t in everyone]) for status in Status}
     for name, of_each in {
@@ -79,7 +81,7 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
         "searches": [t.searches for t in everyone],
         "group_lag": group_lags(groups, now_step),
     }.items():
-        if of_each:
+        if of_each:  # a group without a sampled token has no lag
             values |= {f"{name}_mean": _mean(of_each), f"{name}_max": float(max(of_each))}
     values["tool_errors_mean"] = _mean([sum(bool(s.error) for s in t.segments) for t in everyone])
     values["invalid_actions_mean"] = _mean([_invalid_actions(t) for t in everyone])

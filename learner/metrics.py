@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class Meter:
         self._open: dict[str, tuple[int, float]] = {}
         """cause -> (how many wait, since when at least one does)"""
         self._values: dict[str, float] = {}
+        self._step: dict[str, float] = {}
+        """What the last step measured; the next one replaces all of it."""
         self._text: dict[str, str] = {"state": "starting", "bottleneck": ""}
         self._trained: deque[tuple[float, int, int]] = deque([(self._start, 0, 0)])
         """(when, tokens, groups) of steps"""
@@ -74,7 +76,12 @@ class Meter:
     def put(self, **values: float) -> None:
         """Sets numbers; what is not finite is left out, since a snapshot may not carry it."""
         with self._lock:
-            self._values.update({k[:MAX_NAME]: float(v) for k, v in values.items() if math.isfinite(v)})
+            self._values.update(_sendable(values))
+
+    def put_step(self, values: Mapping[str, float]) -> None:
+        """Sets the numbers of a step in the place of those of the one before; what is not finite is left out."""
+        with self._lock:
+            self._step = _sendable(values)
 
     def say(self, **text: str) -> None:
         """Sets texts (state, bottleneck)."""
@@ -97,13 +104,13 @@ class Meter:
             return copy.deepcopy(self._histograms)
 
     def snapshot(self, learner_id: str, **values: float) -> MetricsSnapshot:
-        """Everything as a message; `values` are added to the numbers that were put."""
+        """Everything as a message; `values` go before the numbers that were put, and those before the step's."""
         with self._lock:
             now = time.monotonic()
             while len(self._trained) > 1 and self._trained[0][0] < now - RATE_WINDOW_S:
                 self._trained.popleft()
             span = max(now - max(self._trained[0][0], now - RATE_WINDOW_S), 1e-3)
-            numbers = self._values | {k: float(v) for k, v in values.items()}
+            numbers = self._step | self._values | {k: float(v) for k, v in values.items()}
             numbers["tokens_trained_per_s"] = sum(tokens for _, tokens, _ in self._trained) / span
             numbers["groups_trained_per_s"] = sum(groups for _, _, groups in self._trained) / span
             return MetricsSnapshot(
@@ -114,6 +121,10 @@ class Meter:
                 waits=self._booked(now),
                 text=dict(self._text),
             )
+
+
+def _sendable(values: Mapping[str, float]) -> dict[str, float]:
+    return {k[:MAX_NAME]: float(v) for k, v in values.items() if math.isfinite(v)}
 
 
 class StepLog:

@@ -16,7 +16,7 @@ from protocol.access import Access, check_bind, read_access
 from protocol.errors import UserError
 from protocol.http_rules import Asked, decide
 from protocol.messages import MetricsSnapshot
-from protocol.metrics import Histogram, Page
+from protocol.metrics import Histogram, Page, row_of
 
 CLIENT_S = 5.0
 """Longest silence of a client: a connection that says nothing holds a thread for no longer."""
@@ -47,8 +47,18 @@ def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> Endpoin
 def page_of(
     run: str, snapshot: Callable[[], MetricsSnapshot], histograms: Callable[[], Mapping[str, Histogram]] = dict
 ) -> Page:
-    """What Prometheus is shown of a learner; every sample has the label `run`."""
-    return Page("foray_learner_", LEARNER, snapshot, histograms, {"run": run}, WAITS)
+    """What Prometheus is shown of a learner from now on; every sample has the label `run`.
+
+    Counters begin at 0 here. In the snapshot they go on from the checkpoint, so a crash makes them fall to a value
+    above 0: Prometheus takes a fall for a new start from 0, and its `increase()` would count that whole value again.
+    """
+    began = {name: n for name, n in snapshot().values.items() if row_of(LEARNER, name)[1].kind == "counter"}
+
+    def since() -> MetricsSnapshot:
+        now = snapshot()
+        return now.model_copy(update={"values": {name: n - began.get(name, 0.0) for name, n in now.values.items()}})
+
+    return Page("foray_learner_", LEARNER, since, histograms, {"run": run}, WAITS)
 
 
 class Endpoint:

@@ -56,7 +56,7 @@ class Teller:
             "trajectories_per_s": sum(len(g.trajectories) for g in groups) * rate,
             **more,
         }
-        self._meter.put(**values)
+        self._meter.put_step(values)
         generated = self._meter.generated_per_s
         whole = values | {
             "epoch": epoch,

@@ -84,8 +84,12 @@ class Histogram:
         return self._sum
 
 
+EXTENSION = gauge("A number that is in no table: an extension reports it under this name.", "name")
+"""One family for all of them, so that no two names can be spelt alike once they are Prometheus names."""
+
+
 def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
-    """Key, row and values of the labels for `name`: its own, else those of the longest pattern, else a gauge."""
+    """Key, row and values of the labels for `name`: its own, else those of the longest pattern, else of EXTENSION."""
     if name in table:
         return name, table[name], []
     for key in sorted(table, key=len, reverse=True):
@@ -94,7 +98,7 @@ def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
             row = table[key]
             found = name[len(begin) : len(name) - len(end)].split("/", len(row.labels) - 1)
             return key, row, [*found, *[""] * (len(row.labels) - len(found))]
-    return name, gauge("A number that an extension reports under this name."), []
+    return "extension", EXTENSION, [name]
 
 
 def prometheus_name(prefix: str, key: str, row: Metric) -> str:
@@ -153,7 +157,11 @@ class Page:
             if row.kind == "histogram":
                 shown = found.get(name) or Histogram(row.buckets)
                 drawn = HistogramMetricFamily(prometheus_name(self.prefix, name, row), row.help, labels=names)
-                drawn.add_metric(values, buckets=shown.buckets(), sum_value=shown.sum)
+                buckets, labels = shown.buckets(), dict(self.labels)
+                # with a negative bound the family leaves these two out on its own
+                drawn.add_metric(values, buckets=buckets, sum_value=None)
+                drawn.add_sample(f"{drawn.name}_count", labels, buckets[-1][1])
+                drawn.add_sample(f"{drawn.name}_sum", labels, shown.sum)
                 yield drawn
 
     def describe(self) -> Iterator[Family]:

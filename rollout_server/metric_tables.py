@@ -90,7 +90,7 @@ ROLLOUT: Table = {
     "tool_failures_*": counter("Calls in which a tool failed, by cause.", "tool", "cause"),
     # the process
     "event_loop_lag_s": gauge("Seconds by which the event loop was late at its last turn of one second."),
-    "redis_refused": gauge("Calls that Redis has refused as forbidden or impossible since the start."),
+    "redis_refused": counter("Calls that Redis refused as forbidden or impossible."),
 }
 
 NODE: Table = {

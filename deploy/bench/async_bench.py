@@ -100,7 +100,8 @@ class AsyncBench(BenchSettings):
         weights = sha256((model / "model.safetensors").read_bytes()).hexdigest()
         same = [self.model_dump(mode="json", exclude={"lags", "seeds", "model", "dir"}), self.last_step, weights]
         row = kept(directory / f"{name}.json", [*same, digest(self.modules)], run)
-        shown = f"{row['tokens_per_s']:.0f} trained tokens/s, exact match {row['em_last']:.3f}"
+        em = "not measured" if row["em_last"] is None else f"{row['em_last']:.3f}"
+        shown = f"{row['tokens_per_s']:.0f} trained tokens/s, exact match {em}"
         say(f"{name}: {shown}; a step waits {row['wait_s']:.2f} s and trains {row['train_s']:.2f} s")
         return row
 

@@ -88,7 +88,7 @@ def figures(steps: Sequence[Mapping[str, Any]], window: Window, samples: CpuSamp
                      the learner waits exactly while the ring generates.
     cores_used       processor seconds of a second; about 1 at lag 0 and more above it, or others had the machine
     lag_mean         mean age of the trained tokens, in steps
-    em_last          mean exact match in training of the run's last LAST_STEPS steps
+    em_last          mean exact match in training of the run's last LAST_STEPS steps; None where none has one
     """
     by_step = {record["step"]: record for record in steps}
     inside = [by_step[n] for n in range(window.first + 1, window.last + 1)]
@@ -106,7 +106,7 @@ def figures(steps: Sequence[Mapping[str, Any]], window: Window, samples: CpuSamp
         "step_s": seconds / len(inside),
         "wait_s": wait / len(inside),
         "train_s": (seconds - wait) / len(inside),
-        "em_last": sum(last) / max(len(last), 1),
+        "em_last": sum(last) / len(last) if last else None,
         "lag_mean": sum(r["lag_mean"] * r["tokens_trained"] for r in inside) / tokens,
         "lag_max": max(record["lag_max"] for record in inside),
         "tokens_stale": sum(record["tokens_stale"] for record in inside),

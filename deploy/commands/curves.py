@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.progress import RENAMED, parse_record
 from protocol.errors import UserError
 
 HEADLINE, EVERY = "reward/em", 10
@@ -47,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the means of `--every` steps each; the last row of a run is the mean of the steps that are left."""
+    args.metric = RENAMED.get(args.metric, args.metric)
     if args.every is not None and args.every < 1:
         raise UserError(f"--every {args.every} is no number of steps", todo="give 1 or more")
     runs = dict(zip(labels_of(args.runs, args.labels), args.runs, strict=True))
@@ -57,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     steps = {metric: {label: curves.get(metric, {}) for label, curves in found.items()} for metric in metrics}
     shown = args.metric or HEADLINE
     if args.plot and shown not in steps:
-        raise UserError(f"no step has {shown} yet: there is nothing to plot", todo="wait for a step, or give --metric")
+        fields = sorted({field for directory in args.runs for field in fields_of(read_records(directory))})
+        todo = f"give --metric one of {', '.join(fields)}" if fields else "wait for a step"
+        raise UserError(f"no step has {shown} yet: there is nothing to plot", todo=todo)
     if args.plot:
         from deploy.plot import plot_curves
 
@@ -105,19 +109,30 @@ def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, floa
 
     Raises UserError where there is no run, or no such field.
     """
-    path = directory / "metrics.jsonl"
-    try:
-        lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    except FileNotFoundError:
-        raise UserError(f"there is no run in {directory}", why=f"{path} does not exist") from None
-    known = sorted({name for line in lines for name, value in line.items() if isinstance(value, int | float)})
+    lines = read_records(directory)
+    known = fields_of(lines)
     if metric and lines and metric not in known:
-        raise UserError(f"{path} has no field {metric!r}", todo=f"choose one of {', '.join(known)}")
+        path, todo = directory / "metrics.jsonl", f"choose one of {', '.join(known)}"
+        raise UserError(f"{path} has no field {metric!r}", todo=todo)
     lines.sort(key=lambda line: (line["step"], line.get("epoch", 0)))
     wanted = [metric] if metric else [name for name in OVERVIEW if name in known]
     return {
         name: {int(line["step"]): float(line[name]) for line in lines if line.get(name) is not None} for name in wanted
     }
+
+
+def read_records(directory: Path) -> list[dict[str, Any]]:
+    """All lines of a run, under the present names; UserError where there is no run."""
+    path = directory / "metrics.jsonl"
+    try:
+        return [parse_record(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError:
+        raise UserError(f"there is no run in {directory}", why=f"{path} does not exist") from None
+
+
+def fields_of(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of the numbers in them."""
+    return sorted({name for record in records for name, value in record.items() if isinstance(value, int | float)})
 
 
 def windows(curve: dict[int, float], every: int) -> dict[int, float]:

@@ -9,7 +9,6 @@ Every question is asked through the running rollout server and engine, by the co
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from deploy.demo.prepare import Prepared
 from deploy.evaluate import Score, evaluate
 from deploy.launcher import Launcher
 from deploy.observe import Observation, observe, read_books
+from deploy.progress import parse_record
 from protocol.errors import ForayError
 from protocol.messages import NodeState, Question
 
@@ -131,7 +131,7 @@ def scores(
 
 def books(directory: Path, seen: Observation) -> dict[str, Any]:
     """The part of the summary that is about the run: steps, delivery, lag, tokens."""
-    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [parse_record(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     ledger = read_books(directory)
     rollouts, learner = seen.of("rollout"), seen.learner
     trained = sum(step["tokens_trained"] for step in steps)
@@ -147,7 +147,7 @@ def books(directory: Path, seen: Observation) -> dict[str, Any]:
         "tokens_generated": int(sum(r.values.get("tokens_generated", 0) for r in rollouts)),
         "tokens_trained": trained,
         "weight_updates": sum(e.updates for e in seen.engines),
-        "curve": [round(s["reward/em"], 3) for s in steps],
+        "curve": [round(s["reward/em"], 3) for s in steps if "reward/em" in s],
     }
 
 

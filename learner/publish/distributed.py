@@ -41,7 +41,6 @@ SHUNNED_S = 60.0
 """A member that kept the others waiting is left out for so long."""
 PIECES, SMALLEST_BUCKET = 8, 8 << 20
 """A model smaller than eight buckets is cut finer, so that there is something to overlap; but a call has its price."""
-PHASES = ("gather", "prepare", "transfer", "verify", "commit", "disk")
 MOST_SKIPPED = 32
 """After failures in a row 0, 1, 3, 7 ... versions go by files before the group is tried again, at most so many."""
 
@@ -128,8 +127,7 @@ class DistributedPublisher:
 
     def facts(self) -> Mapping[str, float]:
         """Seconds of each phase and bytes of the last version, and how versions went since the start."""
-        none = dict.fromkeys((f"publish_{phase}_s" for phase in PHASES), 0.0)  # or the last version's would stay
-        return {**self._counts, "publish_snapshots": self._snapshots.written, **none, **self._last}
+        return {**self._counts, "publish_snapshots": self._snapshots.written, **self._last}
 
     def close(self) -> None:
         """Ends the thread and the group."""

@@ -58,6 +58,14 @@ def test_figures_are_of_the_window_alone() -> None:
     assert found["tokens_stale"] == 30 and found["em_last"] == pytest.approx(sum(range(31, 41)) / 400)
 
 
+def test_a_run_without_a_vote_at_its_end_has_no_exact_match() -> None:
+    records = simulated(3.0, 2.0, 0)
+    samples = CpuSamples({record["step"]: 1.0 * record["step"] for record in records})
+    for record in records[-10:]:
+        del record["reward/em"]
+    assert figures(records, Window(5, 35), samples)["em_last"] is None
+
+
 def test_the_records_that_are_read_are_those_that_a_learner_writes() -> None:
     written = {*STEP, "time_s", "seconds", "reward/em"}
     assert set(simulated(1.0, 1.0, 0)[0]) <= written, "the names of metrics.jsonl have changed"

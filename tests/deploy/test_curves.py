@@ -11,6 +11,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.commands.curves import running_means, windows
+from deploy.progress import read_history
 
 
 def write_run(directory: Path, values: list[float], *, epoch: int = 1, first: int = 1, mode: str = "w") -> Path:
@@ -57,6 +58,21 @@ def test_without_a_metric_an_overview_is_shown(tmp_path: Path, capsys: pytest.Ca
     assert main(["curves", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     assert all(f"{name}, means of 10 steps" in out for name in fields)
+
+
+def test_a_run_of_an_earlier_version_is_read_under_the_present_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, path = {"em_mean": 0.5, "length_mean": 20.0}, tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "epoch": 1, **old}) + "\n")
+    with path.open("a") as file:  # and resumed by this one
+        file.write(json.dumps({"step": 2, "epoch": 1, "reward/em": 0.75, "response_length_mean": 30.0}) + "\n")
+    whole = {str(tmp_path): {"1": 0.5, "2": 0.75}}
+    assert curves(capsys, str(tmp_path)) == whole
+    assert curves(capsys, str(tmp_path), "--metric", "em_mean") == whole
+    assert curves(capsys, str(tmp_path), "--metric", "length_mean") == {str(tmp_path): {"1": 20.0, "2": 30.0}}
+    history = read_history(path)
+    assert history.mean("reward/em") == 0.625 and history.mean("response_length_mean") == 25.0
 
 
 def test_a_run_without_a_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,3 +149,6 @@ def test_what_cannot_be_plotted_is_said(
 def test_a_plot_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curves", str(write_run(tmp_path / "a", [])), "--plot", str(tmp_path / "a.svg")]) == 2
     assert "nothing to plot" in capsys.readouterr().err and not (tmp_path / "a.svg").exists()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/f1": 0.5}\n')
+    assert main(["curves", str(tmp_path), "--plot", str(tmp_path / "a.svg")]) == 2
+    assert "give --metric one of reward/f1, step" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from metrics_page import check_family, check_page
 from prometheus_client import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.metrics_doc import document
 from learner.metric_table import LEARNER, WAITS
@@ -60,10 +61,31 @@ def test_a_learners_page_of_everything() -> None:
     ]
 
 
+def test_rewards_below_zero_have_a_sum_and_a_count() -> None:
+    server = Stats("rollout", "s")
+    for reward in (-0.75, 1.0, 1.0):
+        server.distribute("reward", reward)
+    found = check_page(page_of(server, "r").text().decode())["foray_rollout_reward"].samples
+    values = {s.name.removeprefix("foray_rollout_reward_"): s.value for s in found if "le" not in s.labels}
+    assert values == {"sum": 1.25, "count": 3.0}
+
+
+def test_names_that_no_table_has_stay_apart() -> None:
+    now = MetricsSnapshot(process="learner", id="0", values={"my-loss": 1.0, "my_loss": 2.0, "my/loss": 3.0})
+    page = learner_page("r", lambda: now).text().decode()
+    assert page.count("# TYPE foray_learner_extension gauge") == 1 and "my_loss " not in page
+    (family,) = (f for f in text_string_to_metric_families(page) if f.name == "foray_learner_extension")
+    assert {s.labels["name"]: s.value for s in family.samples} == now.values
+
+
 def test_a_nodes_page_and_a_retrievers_are_sound() -> None:
     node = Stats("node", "n")
     node.counts["updates"] = 2
-    assert check_page(page_of(node, "r").text().decode())["foray_node_updates"].samples[0].value == 2
+    node.gauges["redis_refused"] = lambda: 3
+    shown = check_page(page_of(node, "r").text().decode())
+    assert shown["foray_node_updates"].samples[0].value == 2
+    refused = shown["foray_node_redis_refused"]
+    assert (refused.type, refused.samples[0].value) == ("counter", 3)
     metrics = Metrics()
     metrics.add_provider("web", lambda: dict.fromkeys(PROVIDER, 1.0))
     metrics.request("/search", 200)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import random
 import statistics
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from learner.measuring import group_lags, group_metrics, token_lags
+from learner.metrics import Meter, StepLog
+from learner.telling import Teller
+from learner.trackers.base import RunFacts
+from learner.trackers.fan import Trackers
+from learner.trainer import StepReport
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
 from protocol.testing import make_group, make_question, prompt_segment
 
@@ -127,6 +134,34 @@ def test_what_the_groups_do_not_have_is_left_out() -> None:
         "reward/f1",
         *(f"status/{s}" for s in Status),
     }
+
+
+def test_without_a_trajectory_there_is_nothing() -> None:
+    empty = make_group(1, (0.0,)).model_copy(update={"trajectories": ()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert group_metrics([], 1) == group_metrics([empty], 1) == {}
+
+
+def test_a_step_replaces_the_numbers_of_the_one_before(tmp_path: Path) -> None:
+    def tell(step: int, rewards: dict[str, float], metrics: dict[str, float]) -> None:
+        group = make_group(step, (0.0, 1.0))
+        trajectories = tuple(t.model_copy(update={"rewards": rewards}) for t in group.trajectories)
+        report = StepReport(0.5, 1.0, False, "", metrics, tokens_trained=2, seconds=1.0)
+        groups = [group.model_copy(update={"trajectories": trajectories})]
+        teller.step(step, groups, report, (1.0, {}), now_step=step - 1, epoch=1, more={})
+
+    meter, run = Meter(), RunFacts("r", tmp_path, 1, {})
+    teller = Teller(meter, StepLog(tmp_path / "metrics.jsonl"), Trackers([], run), steps=2)
+    meter.put(checkpoint_step=0)
+    tell(1, {"em": 1.0}, {"loss_lag_3": 0.25})
+    assert {"reward/em", "loss_lag_3"} <= meter.snapshot("0").values.keys()
+    tell(2, {"f1": 1.0}, {"loss_lag_0": 0.75})
+    values = meter.snapshot("0", issued=4).values
+    teller.close()
+    assert (values["step"], values["reward/f1"], values["loss_lag_0"]) == (2.0, 1.0, 0.75)
+    assert not {"reward/em", "loss_lag_3"} & values.keys(), "measured in step 1 only"
+    assert (values["checkpoint_step"], values["issued"]) == (0.0, 4.0), "what is of no step stays"
 
 
 def test_lags_are_counted_by_token_and_by_group() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,45 @@ def test_the_page_of_a_learner_that_trains(
     assert "reward_mean 0.500  reward/em 0.500" in shown[0] and "generated 1.1k tok/s" in shown[0]
     with pytest.raises(OSError):
         urllib.request.urlopen(urls[0], timeout=2)
+
+
+def test_counters_of_a_resumed_learner_begin_at_zero(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Callable[..., int],
+    tiny: ModuleType,
+    address: dict[str, Any],
+    db: redis.Redis,
+) -> None:
+    keys, pages = Keys(run.id), list[dict[str, float]]()
+
+    def snapshot() -> MetricsSnapshot:
+        return decode_as(MetricsSnapshot, db.get(keys.metrics("learner", "0")))
+
+    def die(updates: int) -> None:
+        if updates == 5:
+            raise tiny.Crash
+
+    def look(updates: int) -> None:
+        if updates == 4:  # one step of this process is done
+            deadline = time.monotonic() + 30
+            while (told := snapshot()).values["epoch"] < 2:
+                assert time.monotonic() < deadline, "the second learner does not report"
+                time.sleep(0.02)
+            with urllib.request.urlopen(told.text["metrics_url"], timeout=10) as answer:
+                families = check_page(answer.read().decode()).values()
+            samples = [s for family in families for s in family.samples]
+            pages.append({s.name: s.value for s in samples if not s.labels.keys() - {"run"}})
+
+    with tiny.Player(address, run.id):
+        with pytest.raises(tiny.Crash):
+            serve(run, settings, before=die)
+        assert serve(run, settings, before=look) == 0
+    (value,) = pages
+    assert value["foray_learner_step"] == 4, "resumed from the checkpoint of step 3"
+    assert value["foray_learner_trained_total"] == value["foray_learner_groups_trained_total"] == 4
+    assert value["foray_learner_tokens_sampled_total"] == value["foray_learner_token_lag_steps_count"] == 4 * 16
+    assert snapshot().values["groups_trained"] == 8 * 4, "the run's total"
 
 
 def test_a_small_number_of_a_step_is_not_rounded_to_nothing(tmp_path: Path) -> None:

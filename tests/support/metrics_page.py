@@ -36,5 +36,11 @@ def check_family(family: Metric) -> None:
     assert not name.endswith(("_total", "_created", "_count", "_sum", "_bucket")), name
     ends = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}[family.type]
     assert all(sample.name.removeprefix(name) in ends for sample in family.samples), name
+    if family.type == "histogram":
+        series: dict[tuple[tuple[str, str], ...], set[str]] = {}
+        for sample in family.samples:
+            labels = tuple(sorted((key, value) for key, value in sample.labels.items() if key != "le"))
+            series.setdefault(labels, set()).add(sample.name.removeprefix(name))
+        assert all(found == set(ends) for found in series.values()), (name, series)
     if unit := UNITS.get(words[0]):
         assert name.endswith(f"_{unit}"), (name, family.documentation)
