@@ -89,7 +89,7 @@ class ReferenceSettings(Settings):
     """Never moves; or an exponential moving average of the policy (EMA-PG, arXiv 2602.04417); or a copy made now and
     then."""
     model: Path | None = None
-    """kind frozen: directory of another model of the same vocabulary; none = run.model."""
+    """kind frozen: directory of another model with the same tokenizer (it may have more ids); none = run.model."""
     tau: float = Field(default=0.9, ge=0, lt=1)
     """kind ema: share of the old average that is kept at each of its updates."""
     every: int = Field(default=10, ge=1)

@@ -33,6 +33,7 @@ class Wanted(NamedTuple):
     entropy_gradient: bool
     top: int
     chunk_bytes: int
+    among: int | None = None
 
 
 class ScoringLinear(torch.nn.Linear):
@@ -61,7 +62,7 @@ def can_score(layer: Any) -> bool:
 def score_fused(layer: ScoringLinear, hidden: torch.Tensor, wanted: Wanted) -> Scores:
     """Scores of softmax(scale * layer(hidden)), in chunks of at most `chunk_bytes`."""
     logprobs, entropy, at, top = layer(hidden, wanted)
-    return Scores(logprobs, entropy, None if wanted.at_ids is None else at, top if wanted.top else None)
+    return Scores(logprobs, entropy, at if at.shape[1] else None, top if wanted.top else None)
 
 
 def _chunks(count: int, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slice]:
@@ -106,7 +107,7 @@ class _Score(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted, fp32: bool
     ) -> Any:
-        count, k = len(hidden), 0 if wanted.at_ids is None else wanted.at_ids.shape[1]
+        count, k = len(hidden), wanted.top if wanted.at_ids is None else wanted.at_ids.shape[1]
         dtype = wide(hidden[:0]).dtype
         logprobs, entropy, normaliser = (hidden.new_empty(count, dtype=dtype) for _ in range(3))
         at = hidden.new_empty((count, k), dtype=dtype)
@@ -115,12 +116,12 @@ class _Score(torch.autograd.Function):
         for part in _chunks(count, weight, wanted.chunk_bytes):
             z = _scaled_logits(hidden[part], layer, wanted.scale)
             if wanted.top:
-                top[part] = z.topk(wanted.top, dim=-1).indices
+                top[part] = z[:, : wanted.among].topk(wanted.top, dim=-1).indices
             peak = z.amax(-1, keepdim=True)
             z -= peak
             chosen = z.gather(-1, wanted.targets[part, None]).squeeze(-1)
-            if wanted.at_ids is not None:
-                at[part] = z.gather(-1, wanted.at_ids[part])
+            if k:
+                at[part] = z.gather(-1, (top if wanted.at_ids is None else wanted.at_ids)[part])
             p = z.exp()
             total = p.sum(-1)
             mean = p.mul_(z).sum(-1) / total
@@ -130,7 +131,8 @@ class _Score(torch.autograd.Function):
             normaliser[part] = logs + peak.squeeze(-1)
         ctx.save_for_backward(hidden, weight, bias, wanted.targets, wanted.at_ids, normaliser, entropy)
         ctx.wanted, ctx.fp32 = wanted, fp32
-        ctx.mark_non_differentiable(top, *(() if wanted.entropy_gradient else (entropy,)))
+        fixed = (*(() if wanted.entropy_gradient else (entropy,)), *((at,) if wanted.at_ids is None else ()))
+        ctx.mark_non_differentiable(top, *fixed)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, at, top
 

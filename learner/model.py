@@ -49,6 +49,8 @@ class PolicyModel(torch.nn.Module):
         self.backbone_gradient = 0.0
         self.lr_scales: dict[str, float] = {}  # read by learner.optimizer
         self.vocabulary: int = causal.config.vocab_size
+        self.top_among = self.vocabulary
+        """The likeliest tokens are chosen among the first so many ids: of a reference, those that the policy has too."""
         self.chunk_bytes = settings.logit_chunk_bytes
         head = causal.get_output_embeddings()
         if critic is not None:
@@ -77,10 +79,11 @@ class PolicyModel(torch.nn.Module):
         index [N] int64 into the flattened rows, targets [N] int64, at_ids [N, k] int64.
         """
         hidden = hidden_states(self.causal.base_model, ids, positions, documents)[index]
+        top = min(top, self.top_among)
         layer = OutputLayer.of(self.causal)
         if isinstance(layer.head, ScoringLinear) and layer.cap is None:
             scale = layer.factor / temperature
-            wanted = Wanted(targets, at_ids, scale, entropy_gradient, top, self.chunk_bytes)
+            wanted = Wanted(targets, at_ids, scale, entropy_gradient, top, self.chunk_bytes, self.top_among)
             scores = score_fused(layer.head, hidden, wanted)
         else:
             scores = score_hidden(
@@ -93,6 +96,7 @@ class PolicyModel(torch.nn.Module):
                 entropy_gradient=entropy_gradient,
                 top=top,
                 at_ids=at_ids,
+                among=self.top_among,
             )
         if self.value_head is None:
             return scores

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from learner.lora import adapters_off
 from learner.model import PolicyModel, load_policy
 from learner.scoring import Scores
 from learner.sharding import fill, shard
+from protocol.errors import UserError
 
 
 class Engine(Protocol):
@@ -137,7 +138,9 @@ def build_reference(
 ) -> Reference:
     """The reference at the beginning of a run: `settings.model`, or the run's initial model; collective.
 
-    The initial model under adapters needs no copy: it is the policy without them. Raises UserError as `load_policy`.
+    The initial model under adapters needs no copy: it is the policy without them. A reference may have more ids than
+    the policy (Qwen2.5 pads its vocabulary by size), of which none is looked at. Raises UserError as `load_policy`, and
+    for a reference with fewer.
     """
     frozen = settings.kind == "frozen"
     dtype = settings.dtype or model.dtype
@@ -147,4 +150,12 @@ def build_reference(
     if frozen:
         changed["lora"] = LoraSettings()
     module = load_policy(settings.model or run_model, model.model_copy(update=changed), packed=packed)
+    policy = cast(PolicyModel, engine.module)
+    if module.vocabulary < policy.vocabulary:
+        raise UserError(
+            f"the reference {settings.model} has {module.vocabulary} ids, the policy {policy.vocabulary}",
+            why="it has no probability for the others",
+            todo="set learner.reference.model to a model of the policy's tokenizer with as many ids or more",
+        )
+    module.top_among = policy.vocabulary
     return Reference(settings, module.eval().requires_grad_(False), engine)

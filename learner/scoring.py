@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -14,7 +14,7 @@ class Scores(NamedTuple):
 
     logprobs [N]     of the tokens
     entropy  [N]     in nats, of the distributions that they come from
-    at       [N, k]  log-probs of the k given ids at each place, None where none were given
+    at       [N, k]  log-probs of the k given ids at each place; where none were given, those of `top`, without gradient
     top      [N, k]  int64, the k likeliest ids at each place, most likely first; None where none were asked for
     values   [N]     the critic's, None where the policy carries no value head
     """
@@ -39,8 +39,9 @@ def score_logits(
     entropy_gradient: bool = False,
     top: int = 0,
     at_ids: torch.Tensor | None = None,
+    among: int | None = None,
 ) -> Scores:
-    """Scores of softmax(logits / temperature), in float32.
+    """Scores of softmax(logits / temperature), in float32; `top` is chosen among the first `among` ids, None: all.
 
     logits [N, V] of any float dtype, targets [N] int64, at_ids [N, k] int64. The temperature is the sampler's: without
     it the log-probs would be those of another distribution than the one that the engines sampled from. The entropy
@@ -54,7 +55,9 @@ def score_logits(
         mean = (torch.softmax(scaled, dim=-1) * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
         entropy = normaliser - mean
     at = None if at_ids is None else scaled.gather(-1, at_ids) - normaliser[:, None]
-    likeliest = scaled.detach().topk(top, dim=-1).indices if top else None
+    likeliest = scaled.detach()[:, :among].topk(top, dim=-1).indices if top else None
+    if at_ids is None and likeliest is not None:
+        at = (scaled.gather(-1, likeliest) - normaliser[:, None]).detach()
     return Scores(chosen - normaliser, entropy, at, likeliest)
 
 
@@ -69,8 +72,9 @@ def score_hidden(
     entropy_gradient: bool = False,
     top: int = 0,
     at_ids: torch.Tensor | None = None,
+    among: int | None = None,
 ) -> Scores:
-    """Scores of `project(hidden)` without ever holding more than `chunk_bytes` of logits and what is made of them.
+    """Scores of `project(hidden)` (as `score_logits`) without ever holding more than `chunk_bytes` of logits and what is made of them.
 
     hidden [N, H], targets [N] int64, at_ids [N, k] int64. Where one chunk does not suffice, each is computed again in
     the backward pass.
@@ -78,7 +82,8 @@ def score_hidden(
     rows = max(1, chunk_bytes // (BUFFERS * wide(hidden[:0]).element_size() * vocabulary))
 
     def chunk(part: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor | None) -> Scores:
-        return score_logits(project(part), wanted, temperature, entropy_gradient=entropy_gradient, top=top, at_ids=ids)
+        given: dict[str, Any] = {"entropy_gradient": entropy_gradient, "top": top, "at_ids": ids, "among": among}
+        return score_logits(project(part), wanted, temperature, **given)
 
     if len(targets) <= rows:
         return chunk(hidden, targets, at_ids)
@@ -93,7 +98,7 @@ def score_hidden(
     return Scores(
         torch.cat([s.logprobs for s in scores]),
         torch.cat([s.entropy for s in scores]),
-        None if at_ids is None else torch.cat([s.at for s in scores if s.at is not None]),
+        None if at_ids is None and not top else torch.cat([s.at for s in scores if s.at is not None]),
         torch.cat([s.top for s in scores if s.top is not None]) if top else None,
     )
 

@@ -14,11 +14,12 @@ from learner.config_model import LoraSettings, ModelSettings, ReferenceSettings
 from learner.engine import DeepSpeedEngine
 from learner.model import load_policy
 from learner.reference import Reference, build_reference
+from protocol.errors import UserError
 
 
-def save(directory: Path, seed: int) -> Path:
+def save(directory: Path, seed: int, vocabulary: int = 61) -> Path:
     config = transformers.Qwen2Config(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -113,6 +114,26 @@ def test_scores_at_given_tokens_and_the_likeliest(directory):
         logits = load_policy(directory, ModelSettings()).causal(inputs()[0]).logits.flatten(0, 1)[:17]
     assert_close(found.at, torch.log_softmax(logits, -1).gather(-1, at))
     assert found.top.equal(logits.topk(3).indices)
+
+
+@pytest.mark.parametrize("head", ["fused", "capped"])
+def test_the_likeliest_are_those_of_the_ids_that_the_policy_has(directory, tmp_path, head):
+    """As Qwen2.5-7B beside 1.5B: 128 ids more, which no tokenizer gives out."""
+    run = Run(directory, model=save(tmp_path, seed=1, vocabulary=75))
+    if head == "capped":
+        run.reference._module.causal.config.final_logit_softcapping = 1e4
+    with torch.no_grad():
+        table = torch.log_softmax(run.reference._module.causal(inputs()[0]).logits.flatten(0, 1)[:17], -1)
+    assert (table.topk(20).indices >= 61).any(), "the test has something to cut off"
+    found = run.reference.scores(*inputs(), top=20)
+    assert found.top.equal(table[:, :61].topk(20).indices)
+    torch.testing.assert_close(found.at, table.gather(-1, found.top), rtol=1e-4, atol=1e-4)
+    assert run.reference.scores(*inputs(), top=99).top.shape == (17, 61)
+
+
+def test_a_reference_of_fewer_ids_is_refused_at_load(directory, tmp_path):
+    with pytest.raises(UserError, match="has 50 ids, the policy 61"):
+        Run(directory, model=save(tmp_path, seed=1, vocabulary=50))
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,30 @@ def test_a_student_comes_to_its_teacher_whatever_the_rewards(start: Start, teach
     assert sum(far[-4:]) < 0.7 * sum(far[:4])
 
 
+@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+def test_a_head_of_all_ids_gives_the_exact_divergence_of_every_trained_token(
+    start: Start, teacher: Path, divergence: str
+) -> None:
+    """The whole way to the metric: a head that was lost between the models would leave the sampled tokens' estimate."""
+    algorithm = {"type": "distill", "kl": {"type": divergence, "top": VOCABULARY}}
+    trainer = start(algorithm=algorithm, reference={"model": teacher})
+    policy, other = trainer.engine.module.causal, transformers.AutoModelForCausalLM.from_pretrained(teacher)
+    given, exact = groups(trainer), []
+    for trajectory in (t for group in given for t in group.trajectories):
+        with torch.no_grad():
+            p, q = (
+                torch.log_softmax(m(torch.from_numpy(trajectory.ids.astype(np.int64))[None]).logits[0].double(), -1)
+                for m in (policy, other)
+            )
+        first, second = (p, q) if divergence == "reverse" else (q, p)
+        exact += [
+            float((first[at - 1].exp() * (first[at - 1] - second[at - 1])).sum())
+            for at in np.flatnonzero(trajectory.mask)
+        ]
+    found = trainer.train(batch_of(trainer, given)).metrics["kl_reference"]
+    assert found == pytest.approx(sum(exact) / len(exact), rel=1e-4)
+
+
 def test_an_average_of_the_policy_follows_it_slowly(start: Start) -> None:
     frozen, ema = (
         start(algorithm={"kl": {"coefficient": 0.01}}, reference={"kind": kind, "every": 1, "tau": 0.5})
