@@ -91,10 +91,14 @@ class Keeper:
                 log.warning("no tasks are issued at the moment: %s", error)
         if self._metrics.due():
             self._cross.update()
-            self._meter.generated_per_s = self._store.generated_per_s()
+            self._tolerated(self._note_rate)
             self.report()
             if self._issuer.open.is_set():
                 self._tolerated(self._requests.turn)
+
+    def _note_rate(self) -> None:
+        self._meter.generated_per_s = None
+        self._meter.generated_per_s = self._store.generated_per_s()
 
     def report(self) -> None:
         """Publishes the metrics as they are."""
