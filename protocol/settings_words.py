@@ -7,6 +7,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -98,7 +99,10 @@ def repaired(
         if place is None:
             continue
         holder, key, path = place
-        text = item["type"] == "string_type" or (item["type"] == "path_type" and holder[key] is not None)
+        # a path in brackets is a mistake, and null is no text; of a text field, `query: ` is a mapping to YAML
+        given = holder[key]
+        text = item["type"] == "string_type" and given is not None
+        text |= item["type"] == "path_type" and isinstance(given, bool | int | float | date)
         if text and path in spelt:
             holder[key], changed = spelt[path], True
         elif item["type"] in _GROUP and holder[key] in _legal_tags(kind, [str(part) for part in item["loc"]]):

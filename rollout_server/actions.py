@@ -112,20 +112,57 @@ def boxed(text: str) -> str | None:
     return None
 
 
-# Zero-width and bidirectional controls, soft hyphen, byte-order mark, the Unicode tag block: what a reader does not
-# see may split a tag for the pattern below and not for the model.
-_INVISIBLE = re.compile(
-    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
-    "\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff]"
+# What a reader does not see may split a tag for the patterns below and not for the model: control characters that are
+# no blanks and format characters (Cc, Cf), fillers, variation selectors, the Unicode tag block.
+_HIDDEN = (
+    "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160"
+    "\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb"
+    "\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
 )
-_LESS_THAN = re.compile("[<\ufe64\uff1c]")
+_LESS = "<\ufe64\uff1c"
 """Every character that is `<` after NFKC."""
+_INVISIBLE = re.compile(f"[{_HIDDEN}]")
+_MOST_SEEN = 8192
+"""Characters that a reading remembers: a hostile page may bring all million."""
+
+
+class _Nfkc(dict[int, str]):
+    """For `str.translate`: NFKC of each character alone, made when it is first seen; "" for `without`.
+
+    Unlike NFKC of the whole text it never composes the last letter of a tag with a mark that follows.
+    """
+
+    def __init__(self, without: re.Pattern[str] | None = None) -> None:
+        self._without = without
+
+    def __missing__(self, code: int) -> str:
+        if len(self) >= _MOST_SEEN:
+            self.clear()
+        plain = unicodedata.normalize("NFKC", chr(code))
+        made = self[code] = self._without.sub("", plain) if self._without else plain
+        return made
+
+
+_READINGS = (_Nfkc(), _Nfkc(_INVISIBLE))
+"""The two readings of a text: with what is invisible, and without."""
 
 
 # one way to match blanks without a slash: with two, a page of blanks after a `<` takes the square of its length
 @lru_cache
 def _tag(tools: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"<(?=\s*(?:/\s*)?(?:{'|'.join((*RESERVED, *tools))})\b)", re.IGNORECASE)
+
+
+@lru_cache
+def _beginning(tools: tuple[str, ...]) -> re.Pattern[str]:
+    """A `<` with as much behind it as decides whether it begins a tag, and never another `<`: so all matches together
+    are no longer than the text."""
+    names = RESERVED + tools
+    longest = max(map(len, names))  # one more character ends the name
+    # most `<` of a page are settled here: no name begins with the ASCII letter behind it
+    first = "".join({case for name in names for case in (name[0].lower(), name[0].upper())})
+    visible = f"[^{_LESS}{_HIDDEN}][{_HIDDEN}]*"
+    return re.compile(f"[{_LESS}][\\s/\uff0f{_HIDDEN}]*+(?=[{first}]|[^\\x00-\\x7f])(?:{visible}){{1,{longest + 1}}}")
 
 
 def folded(text: str) -> str:
@@ -140,30 +177,17 @@ def neutralise(text: str, tools: tuple[str, ...] = ()) -> str:
     character, once with the invisible ones and once without.
     tools  tags of the enabled tools, which are protocol tags then
     """
-    if not _LESS_THAN.search(text):
-        return text
-    if text.isascii():
-        return _tag(tools).sub("\u2039", text)
-    found: set[int] = set()
-    for whole in (True, False):
-        plain, place = _plain(text, whole=whole)
-        found.update(place[match.start()] for match in _tag(tools).finditer(plain))
-    return "".join("\u2039" if i in found else c for i, c in enumerate(text)) if found else text
+    tag = _tag(tools)
+    if text.isascii() and not _INVISIBLE.search(text):
+        return tag.sub("\u2039", text)
 
+    def shown(beginning: re.Match[str]) -> str:
+        found = beginning[0]
+        if any(tag.match(found.translate(reading)) for reading in _READINGS):
+            return "\u2039" + found[1:]
+        return found
 
-def _plain(text: str, *, whole: bool) -> tuple[str, list[int]]:
-    """NFKC of each character alone, and for each character of that its place in `text`; all of it, or what is visible.
-
-    Unlike NFKC of the whole text it never composes the last letter of a tag with a mark that follows.
-    """
-    parts, place = [], []
-    for index, character in enumerate(text):
-        part = character if character < "\x80" else unicodedata.normalize("NFKC", character)
-        if not whole and part >= "\x80":
-            part = _INVISIBLE.sub("", part)
-        parts.append(part)
-        place += [index] * len(part)
-    return "".join(parts), place
+    return _beginning(tools).sub(shown, text)
 
 
 def passages_text(

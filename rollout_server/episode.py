@@ -87,10 +87,11 @@ class Episode:
         """
         if self.one_text:
             before, after = self.template.around
-            ids = encode(before + text + after)
-            if len(ids) <= limit:
+            start = encode(before + text)
+            # a long text is encoded once: with the closing tag it is no shorter
+            if len(start) <= limit and len(ids := encode(before + text + after)) <= limit:
                 return ids
-            start = encode(before + text)[: limit - len(self.after)]
+            start = start[: limit - len(self.after)]
             if self.tokens.decode(start).startswith(before):
                 return [*start, *self.after]
         return enclose(self.before, encode(text), self.after, limit)

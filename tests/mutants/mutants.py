@@ -341,15 +341,15 @@ MUTANTS = (
     Mutant(
         "invisible characters hide a tag",
         "rollout_server/actions.py",
-        "for whole in (True, False):",
-        "for whole in (True,):",
+        "for reading in _READINGS)",
+        "for reading in _READINGS[:1])",
         ("rollout_server/test_actions.py",),
     ),
     Mutant(
         "observations are encoded in three pieces",
         "rollout_server/episode.py",
-        "ids = encode(before + text + after)",
-        "ids = [*self.before, *encode(text), *self.after]",
+        "(ids := encode(before + text + after))",
+        "(ids := [*self.before, *encode(text), *self.after])",
         ("rollout_server/test_observations.py",),
     ),
     Mutant(

@@ -97,6 +97,32 @@ def test_every_character_that_normalises_to_the_beginning_of_a_tag_is_known() ->
     assert [c for c in every if "<" in unicodedata.normalize("NFKC", c)] == ["\ufe64", "\uff1c"]
 
 
+def test_every_control_and_format_character_is_seen_through() -> None:
+    every = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) in ("Cc", "Cf")]
+    hidden = [c for c in [*every, "\u2800", "\u3164", "\uffa0"] if not c.isspace()]
+    assert len(hidden) > 200
+    for c in hidden:
+        assert neutralise(f"a<{c}search> </sea{c}rch>") == f"a\u2039{c}search> \u2039/sea{c}rch>", hex(ord(c))
+
+
+def test_characters_that_become_blank_slash_or_nothing_are_known() -> None:
+    """What may stand between `<` and a name is skipped in the text as it is, before NFKC."""
+    for c in filter(unicodedata.decomposition, map(chr, range(sys.maxunicode + 1))):
+        plain = unicodedata.normalize("NFKC", c)
+        assert not plain.isspace() or c.isspace()
+        assert not plain.startswith("/") or c == "\uff0f"
+        assert folded(plain) or (not folded(c) and neutralise(f"<{c}think>") == f"\u2039{c}think>")
+
+
+def test_only_what_stands_behind_a_less_than_sign_is_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    seen = unicodedata.normalize
+    monkeypatch.setattr(unicodedata, "normalize", lambda form, text: looked.append(text) or seen(form, text))
+    text = "".join(map(chr, range(0x4E00, 0x9FFF)))
+    assert neutralise(f"{text}<{text}<b>{text}<think>") == f"{text}<{text}<b>{text}\u2039think>"
+    assert len(looked) < 64
+
+
 def test_text_that_is_no_tag_stays() -> None:
     text = "if a < b and c > d: <b>bold</b> <searching> 2<think-not"
     assert neutralise(text) == text.replace("<think", "\u2039think")

@@ -79,6 +79,15 @@ def test_what_does_not_fit_is_cut_before_the_closing_tag(case: tuple[Episode, An
     assert compare(episode, CORPUS[:3], whole, original) == "equal"
 
 
+def test_what_is_cut_is_encoded_once(case: tuple[Episode, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    episode, _ = case
+    encoded: list[int] = []
+    foreign = episode.tokens.foreign
+    monkeypatch.setattr(episode.tokens, "foreign", lambda text: encoded.append(len(text)) or foreign(text))
+    assert len(episode.observation([Passage(contents="Reservation. " * 1000)], 60)) == 60
+    assert len(encoded) == 1
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2, 5])
 def test_however_little_room_there_is_the_tags_stand(case: tuple[Episode, Any], limit: int) -> None:
     episode, _ = case
