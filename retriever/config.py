@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from protocol.search import MAX_TOPK
 from protocol.settings import Settings
@@ -54,7 +54,7 @@ class RetrieverSettings(Settings):
     """What happens to a request when the queue is full. `refuse`: 429 with Retry-After at once, which Foray's rollout
     servers take as the sign to ask less. `wait`: it waits up to `overload_wait_s` for its turn, then 503: for clients
     that do not try again after 429 (verl, SkyRL), or never (Search-R1)."""
-    overload_wait_s: float = Field(default=20.0, gt=0)
+    overload_wait_s: float = Field(default=20.0, gt=0, le=3600)
     """Longest wait of `overload: wait` (s). Below the client's timeout: verl's and SkyRL's are 30 s."""
     cache_mb: float = Field(default=64.0, ge=0)
     """Memory for answers already given, in MiB of passage text. 0 switches the cache off."""
@@ -69,6 +69,15 @@ class RetrieverSettings(Settings):
     until its request is answered."""
     max_hits: int = Field(default=200_000, ge=1)
     """Most hits that one request may ask for, queries times `topk`; beyond it 400."""
+
+    @model_validator(mode="after")
+    def _default_fits(self) -> Self:
+        for name in ("max_topk", "max_hits"):
+            if self.topk > (most := getattr(self, name)):
+                raise ValueError(
+                    f"topk = {self.topk} is more than {name} = {most}: every default request would be refused"
+                )
+        return self
 
     @property
     def index_path(self) -> Path:

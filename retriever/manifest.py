@@ -40,8 +40,8 @@ class Manifest(BaseModel):
     corpus_sha256: str
     source: dict[str, Any]
     """What the corpus was made from: {"spec", "format", "words"}."""
-    fields: tuple[str, ...] = ()
-    """What passages carry beside `id` and `contents`."""
+    fields: tuple[str, ...] | None = None
+    """What passages carry beside `id` and `contents`. None: not known, in an index of an older version."""
     files: dict[str, int]
     """Name and size (bytes) of every other file in the directory."""
     checksums: dict[str, str]

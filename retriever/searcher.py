@@ -22,6 +22,7 @@ from retriever.config import RetrieverSettings
 from retriever.config_encoder import EncoderSettings
 from retriever.config_index import IndexSettings
 from retriever.corpus import Corpus
+from retriever.formats.base import MAX_FIELDS
 from retriever.index.base import NO_ROW, Index
 from retriever.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
 from retriever.reranking import Ranked, Reranking, open_reranking
@@ -47,9 +48,11 @@ class Searcher:
         self._encoder = _encoder_of(settings)
         self._search_time = settings.search_time()
         rerank = None if reranking is None else reranking.identity
-        decides = json.dumps([manifest.fingerprint, self._search_time, rerank], sort_keys=True)
+        chosen = None if fields is None else sorted(fields)
+        decides = json.dumps([manifest.fingerprint, self._search_time, rerank, chosen], sort_keys=True)
         self.fingerprint = hashlib.sha256(decides.encode()).hexdigest()[:16]
-        """Of all that decides a query's hits: what the index holds, how it is searched, what orders the hits anew."""
+        """Of all that decides an answer: what the index holds, how it is searched, what orders the hits anew, which
+        fields are sent."""
 
     @property
     def num_passages(self) -> int:
@@ -80,10 +83,18 @@ class Searcher:
             "encoder": None if self._encoder is None else self._encoder.identity(),
             "rerank": None if self._reranking is None else self._reranking.identity,
             "passages": self.num_passages,
-            "fields": [name for name in self._manifest.fields if self._fields is None or name in self._fields],
+            "fields": self._sent(),
             "corpus_sha256": self._manifest.corpus_sha256,
             "index_bytes": self._manifest.index_bytes,
         }
+
+    def _sent(self) -> list[str] | None:
+        """Names of the fields of documents beside id and contents, None where that is not known."""
+        known, chosen = self._manifest.fields, self._fields
+        if known is None or chosen is None:
+            given = known if chosen is None else chosen
+            return None if given is None else list(given)
+        return [name for name in known if name in chosen]
 
     def search(self, queries: Sequence[str], k: int) -> list[Answer]:
         """The best documents of every query, best first: min(k, num_passages), fewer where an approximate index finds
@@ -156,8 +167,22 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
             why=f"{index.ntotal} rows in the index, {len(passages)} offsets, {manifest.passages} in the manifest",
             todo="build the index again, with --overwrite",
         )
+    _check_fields(manifest, settings.fields or ())
     reranking = None if settings.rerank is None else open_reranking(settings.rerank)
     return Searcher(index, passages, manifest, chosen, reranking, settings.fields)
+
+
+def _check_fields(manifest: Manifest, fields: Collection[str]) -> None:
+    """UserError for a field that no document has: it would be missing without a word."""
+    known = manifest.fields
+    if known is None or len(known) >= MAX_FIELDS:
+        return  # an older index, or one whose corpus may have more than are listed
+    if unknown := [name for name in fields if name not in known]:
+        raise UserError(
+            f"retriever.fields: the corpus has no field {unknown[0]!r}",
+            why="beside `id` and `contents`, which are always sent, it has: " + (", ".join(known) or "none"),
+            todo="correct the name or leave it out",
+        )
 
 
 def _build_if_small(settings: RetrieverSettings) -> None:

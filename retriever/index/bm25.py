@@ -126,6 +126,8 @@ def _use_lucene_lengths(model: bm25s.BM25, lengths: npt.NDArray[np.int64]) -> No
     A score is idf * tf / (tf + K) with K = k1 * (1 - b + b * length / mean): tf follows from it, as a whole number.
     """
     data, indptr = model.scores["data"], model.scores["indptr"]
+    if not len(data):
+        return  # a corpus without a term has no mean length
     holding = np.diff(indptr)
     idf = np.repeat(np.log(1 + (len(lengths) - holding + 0.5) / (holding + 0.5)), holding)
     mean = lengths.mean()

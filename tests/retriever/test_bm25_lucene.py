@@ -135,3 +135,9 @@ def test_lengths_without_effect_are_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         found = scores_of(Bm25Settings(**settings, tokens="lucene"), "museum founded", tmp_path / name)
         assert all(map(math.isfinite, found)) and max(found) > 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_corpus_without_a_term_is_indexed_in_silence(tmp_path: Path) -> None:
+    PYSERINI.build(TextSource(["the of", "and"]), tmp_path)
+    assert PYSERINI.open(tmp_path, threads=1).search(["the word"], 2).scores.tolist() == [[0.0, 0.0]]
