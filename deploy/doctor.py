@@ -55,6 +55,7 @@ def inputs(config: RunConfig) -> list[Finding]:
     return [
         *doctor_data.files(config),
         *doctor_model.tokenizer(config),
+        *doctor_model.teacher(config),
         *doctor_model.remote_code(config),
         *doctor_engine.engine(config),
         *doctor_engine.learner(config),

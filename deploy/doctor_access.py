@@ -31,6 +31,7 @@ def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterato
         if access.open and not is_loopback(host):
             detail = f"{setting} = {host} opens it to the network, and no token is set: it would refuse to start"
             mend = f"foray init run.yaml --secure (then launch.secrets), or {setting}=127.0.0.1"
+            mend += ", or no endpoint: learner.metrics_port=null" if role == "learner" else ""
             found.append(Finding("access", "fail", detail, mend))
     if found:
         yield from found

@@ -67,6 +67,7 @@ def learner(config: RunConfig) -> Iterator[Finding]:
     facts = read_facts(config.run.model)
     if facts:
         yield _trainable(config, facts)
+    yield from _output_layers(config)
     publish = config.learner.publish
     if isinstance(publish, DistributedPublishSettings) and publish.backend == "nccl":
         yield _nccl(config)
@@ -86,6 +87,16 @@ def _reward_parts(config: RunConfig) -> Iterator[Finding]:
     if unknown := sorted(set(parts) - set(known)):
         detail = f"no reward of rollout.episode.rewards is {' or '.join(unknown)}"
         yield Finding("learner.algorithm.parts", "fail", detail, f"name some of {', '.join(known)}, or add the reward")
+
+
+def _output_layers(config: RunConfig) -> Iterator[Finding]:
+    model, kind = config.learner.model, config.engine.kind
+    if not config.launch.engines or not isinstance(kind, SglangEngine) or model.dtype != "bfloat16":
+        return
+    if model.fp32_lm_head != kind.fp32_lm_head:
+        pair = f"learner.model.fp32_lm_head is {model.fp32_lm_head}, engine.kind.fp32_lm_head {kind.fp32_lm_head}"
+        why = "one side rounds its logits to bfloat16: log-probs differ by 0.013 nats in the mean, at lag 0 too"
+        yield Finding("fp32_lm_head", "warn", pair.lower(), "set both to true", why)
 
 
 def _sampling(run: RunSettings) -> Iterator[Finding]:

@@ -79,6 +79,35 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
         yield Finding(RUN_TOKENIZER, "fail", detail, mend)
 
 
+def teacher(config: RunConfig) -> Iterator[Finding]:
+    """Another model as reference: whether its ids mean what the policy's do. It may have more, but no fewer."""
+    other, model = config.learner.reference.model, config.run.model
+    if not config.launch.learner or not config.learner.algorithm.kl.coefficient or other is None:
+        return
+    theirs, ours = _vocabulary(other), _vocabulary(model)
+    mend = "set learner.reference.model to a model of the policy's family, with as many ids or more"
+    if theirs is not None and ours is not None and theirs < ours:
+        detail = f"{other} has {theirs} ids, {model} has {ours}: the learner would refuse it"
+        yield Finding("learner.reference.model", "fail", detail, mend)
+    elif (words := _words(other)) and (known := _words(model)):
+        differ = [word for word, number in known.items() if words.get(word) != number]
+        if differ:
+            detail = f"{len(differ)} tokens of {model} have another id in {other}, {differ[0]!r} for one"
+            why = "the divergence would be between probabilities of different tokens"
+            yield Finding("learner.reference.model", "fail", detail, mend, why)
+
+
+def _words(model: Path) -> dict[str, int]:
+    """Token -> id, of tokenizer.json; {} where there is none that says so."""
+    try:
+        spec = json.loads((model / "tokenizer.json").read_bytes())
+        words = spec["model"]["vocab"]
+        pairs = words.items() if isinstance(words, dict) else ((word, i) for i, (word, _) in enumerate(words))
+        return dict(pairs) | {added["content"]: added["id"] for added in spec.get("added_tokens") or ()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
 def remote_code(config: RunConfig) -> Iterator[Finding]:
     """Models that bring code along, and engines that are told to run it."""
     kind = config.engine.kind

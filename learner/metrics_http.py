@@ -32,7 +32,7 @@ def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> Endpoin
     Raises UserError when the address is taken, or beyond loopback without a token.
     """
     access = read_access(os.environ)
-    check_bind(host, access, "learner.metrics_host")
+    check_bind(host, access, "learner.metrics_host", off="learner.metrics_port=null")
     handler = _handler(access, text)
     try:
         server = _Server((host, port), handler)

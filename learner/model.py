@@ -50,7 +50,7 @@ class PolicyModel(torch.nn.Module):
         self.lr_scales: dict[str, float] = {}  # read by learner.optimizer
         self.vocabulary: int = causal.config.vocab_size
         self.top_among = self.vocabulary
-        """The likeliest tokens are chosen among the first so many ids: of a reference, those that the policy has too."""
+        """The likeliest tokens are chosen among the first so many ids: of a reference, the policy's."""
         self.chunk_bytes = settings.logit_chunk_bytes
         head = causal.get_output_embeddings()
         if critic is not None:

@@ -74,7 +74,7 @@ def score_hidden(
     at_ids: torch.Tensor | None = None,
     among: int | None = None,
 ) -> Scores:
-    """Scores of `project(hidden)` (as `score_logits`) without ever holding more than `chunk_bytes` of logits and what is made of them.
+    """Scores of `project(hidden)`, as `score_logits`, in at most `chunk_bytes` of logits and what is made of them.
 
     hidden [N, H], targets [N] int64, at_ids [N, k] int64. Where one chunk does not suffice, each is computed again in
     the backward pass.

@@ -102,17 +102,19 @@ def read_secret(environ: Mapping[str, str], name: str) -> str:
     return value
 
 
-def check_bind(host: str, access: Access, setting: str) -> None:
+def check_bind(host: str, access: Access, setting: str, *, off: str = "") -> None:
     """Raises UserError when a service without tokens would listen beyond this machine.
 
     setting  name of the setting that says where, e.g. "retriever.host"
+    off      the override that leaves the service out, where one does
     """
     if access.open and not is_loopback(host):
         raise UserError(
             f"{setting} = {host!r} opens this service to the network, and no token is set",
             why="anyone who reaches the port could use it",
             todo="`foray init run.yaml --secure` makes tokens, and launch.secrets hands them out; "
-            f"or export {variable('node')}=$({MAKE_ONE}); or set {setting}=127.0.0.1",
+            f"or export {variable('node')}=$({MAKE_ONE}); or set {setting}=127.0.0.1"
+            + (f"; or leave it out: {off}" if off else ""),
         )
 
 

@@ -123,11 +123,13 @@ class _Play:
             self.answer = action.text
             return _End(Status.ANSWERED)
         room = self.transcript.room - self.episode.settings.reserve_tokens
+        cut = self.turns[-1].finish == "length"
+        if last and cut:
+            return _End(Status.TRUNCATED, "turn" if self.transcript.room else "context")
         if last:
-            return _End(Status.OUT_OF_TURNS) if self.transcript.room else _End(Status.TRUNCATED, "context")
+            return _End(Status.OUT_OF_TURNS)
         if isinstance(action, Invalid):
             if not self.episode.invalid:
-                cut = self.turns[-1].finish == "length"
                 return _End(Status.TRUNCATED, "turn") if cut else _End(Status.OUT_OF_TURNS, action.reason)
             if room < len(self.episode.invalid):
                 return _End(Status.TRUNCATED, "context")

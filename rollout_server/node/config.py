@@ -39,8 +39,8 @@ class SglangEngine(Settings):
     max_running: int = Field(default=256, ge=1)
     """What the server is told as --max-running-requests."""
     fp32_lm_head: bool = True
-    """Logits of a bfloat16 model are float32 (--enable-fp32-lm-head), as learner.model.fp32_lm_head makes those of the
-    learner. Left out on CPUs, where SGLang may have packed the weight of its output layer."""
+    """Logits of a model served in half precision are float32 (--enable-fp32-lm-head), as learner.model.fp32_lm_head
+    makes those of a bfloat16 learner. Left out where `args` has --device cpu: its weight may be packed there."""
 
 
 class AttachedEngine(Settings):

@@ -98,11 +98,11 @@ def command(
 
 
 def _fp32_lm_head(kind: SglangEngine, model: Path) -> list[str]:
-    """The flag, where the model is served in half precision on a device that is no CPU."""
+    """The flag, where the model is served in half precision, and not by `--device cpu`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="")
-    told, _ = parser.parse_known_args(list(kind.args))
+    told, _ = _parsed(parser, kind.args)
     dtype = told.dtype
     if dtype == "auto":
         try:
@@ -149,7 +149,7 @@ def _with_keys(args: Sequence[str], keys: Keys, home: Path | None) -> list[str]:
         return list(args)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
-    known, rest = parser.parse_known_args(list(args))
+    known, rest = _parsed(parser, args)
     merged = _flags(known.config) | given if known.config else given
     if home is None:
         raise ValueError("keys need a directory")
@@ -157,6 +157,14 @@ def _with_keys(args: Sequence[str], keys: Keys, home: Path | None) -> list[str]:
     with os.fdopen(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w") as file:
         yaml.safe_dump(merged, file)
     return [*rest, "--config", str(path)]
+
+
+def _parsed(parser: argparse.ArgumentParser, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    try:
+        return parser.parse_known_args(list(args))
+    except argparse.ArgumentError as error:
+        todo = 'write flag and value as two words, e.g. ["--dtype", "bfloat16"]'
+        raise UserError("engine.kind.args is no command line of SGLang", str(error), todo) from None
 
 
 def _flags(given: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -50,6 +51,37 @@ def test_parts_that_no_reward_brings_are_refused(run_files: Path) -> None:
     assert "learner.algorithm.parts" not in findings(run_files, "learner.algorithm.parts={em: 1.0}")
     found = findings(run_files, "learner.algorithm.parts={em: 1.0, format: 0.2}")["learner.algorithm.parts"]
     assert (found.verdict, found.detail) == ("fail", "no reward of rollout.episode.rewards is format")
+
+
+def test_a_teacher_has_the_ids_of_the_policy_or_more(run_files: Path, tmp_path: Path) -> None:
+    teacher, told = (
+        tmp_path / "teacher",
+        ("learner.algorithm.type=distill", f"learner.reference.model={tmp_path}/teacher"),
+    )
+    shutil.copytree(run_files / "model", teacher)
+    spec, facts = (json.loads((teacher / f"{name}.json").read_text()) for name in ("tokenizer", "config"))
+    size = facts["vocab_size"]
+    for ids, verdict in ((size, None), (size + 128, None), (size - 1, "fail")):
+        (teacher / "config.json").write_text(json.dumps(facts | {"vocab_size": ids}))
+        found = findings(run_files, *told).get("learner.reference.model")
+        assert (found and found.verdict) == verdict, found
+    (teacher / "config.json").write_text(json.dumps(facts))
+    first, second, *_ = spec["model"]["vocab"]
+    words = spec["model"]["vocab"]
+    words[first], words[second] = words[second], words[first]
+    (teacher / "tokenizer.json").write_text(json.dumps(spec))
+    assert "2 tokens of" in findings(run_files, *told)["learner.reference.model"].detail
+    assert "learner.reference.model" not in findings(run_files, f"learner.reference.model={teacher}"), (
+        "none is asked for"
+    )
+
+
+def test_engine_and_learner_round_their_logits_alike(run_files: Path) -> None:
+    bfloat16 = ("learner.model.dtype=bfloat16", "learner.engine.zero_stage=1")
+    for here, there in ((True, True), (True, False), (False, True), (False, False)):
+        told = (f"learner.model.fp32_lm_head={here}", f"engine.kind={{type: sglang, fp32_lm_head: {there}}}")
+        assert ("fp32_lm_head" in findings(run_files, *bfloat16, *told)) == (here != there)
+        assert "fp32_lm_head" not in findings(run_files, *told), "a float32 learner rounds nothing"
 
 
 def test_an_mlflow_without_what_its_files_need_is_found_before_the_start(

@@ -104,6 +104,14 @@ def test_logits_of_a_half_precision_model_are_float32(tmp_path: Path, facts: obj
     assert command(twice, **here).count("--enable-fp32-lm-head") == 1
 
 
+@pytest.mark.parametrize("word", ["--dtype", "--device", "--config"])
+def test_a_flag_without_its_value_is_a_mistake_of_the_settings(tmp_path: Path, word: str) -> None:
+    kind = SglangEngine(python=sys.executable, args=("--tp-size", "2", word))
+    with pytest.raises(UserError, match=r"engine\.kind\.args") as caught:
+        command(kind, **GIVEN, keys=Keys("a", "b"), home=tmp_path)
+    assert word in caught.value.why
+
+
 def test_every_incarnation_has_keys_of_its_own_and_rollout_servers_can_derive_one_of_them() -> None:
     access = Access({"node": "n" * 40})
     first, second = (fresh_keys(access, "e", born, {}) for born in ("a1", "b2"))

@@ -104,6 +104,19 @@ async def test_the_last_turn_comes_after_the_last_search_and_its_own_search_is_i
     assert trajectory.segments[-1].owner is Owner.POLICY
 
 
+async def test_how_the_last_turn_ended_says_whether_it_was_cut_off(tmp_path: Path) -> None:
+    """What was cut off would have gone on, so a critic is asked for its worth; a finished turn is an end."""
+    episode = make_episode(tmp_path, max_turns=0, max_new_tokens=3)
+    cut, _ = await play(episode, [say(episode, "a b c d e")])
+    assert (cut.status, cut.cause, len(cut.segments[-1].ids)) == (Status.TRUNCATED, "turn", 3)
+    search = say(episode, "a " * 30 + "<search> a </search>")
+    prompt = len(cut.segments[0].ids)
+    full = make_episode(tmp_path, max_turns=0, max_context=prompt + len(search.ids), reserve_tokens=1)
+    ended, _ = await play(full, [search])
+    assert len(ended.ids) == prompt + len(search.ids), "no room is left"
+    assert (ended.status, ended.cause) == (Status.OUT_OF_TURNS, "")
+
+
 async def test_a_turn_cut_by_its_own_limit_is_invalid_and_the_trajectory_goes_on(tmp_path: Path) -> None:
     episode = make_episode(tmp_path, max_new_tokens=3)
     trajectory, engine = await play(episode, [say(episode, "a b c d e"), say(episode, "<answer> c </answer>")])

@@ -100,7 +100,7 @@ def test_the_learners_metrics_beyond_loopback_need_a_token(
     _no_tokens(monkeypatch)
     with pytest.raises(UserError, match=r"learner\.metrics_host") as caught:
         serve_prometheus("0.0.0.0", 0, _text)
-    assert "foray init" in caught.value.todo
+    assert "foray init" in caught.value.todo and "learner.metrics_port=null" in caught.value.todo
     monkeypatch.setenv("FORAY_VIEWER_TOKEN", TOKEN)
     port = serve("0.0.0.0")
     assert _get(port)[0] == 401 and _get(port, Authorization=f"Bearer {TOKEN}x")[0] == 401
