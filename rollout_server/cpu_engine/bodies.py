@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -12,6 +14,10 @@ from rollout_server.cpu_engine.contract import BadRequest
 
 BODY_S = 30.0
 """Longest wait for a body in seconds."""
+LARGE_BODY = 1 << 16
+"""Bytes of a body beyond which it is not checked on the event loop: encoding 1 MiB of text takes seconds."""
+_LARGE_WORK = ThreadPoolExecutor(1, "large-body")
+T = TypeVar("T")
 
 
 async def read_json(http: web.Request) -> Any:
@@ -28,6 +34,19 @@ async def read_json(http: web.Request) -> Any:
         raise BadRequest("the body is not what its headers say") from None
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
+
+
+async def unblocked(large: bool, work: Callable[[], T]) -> T:
+    """`work()`; where it is `large`, in a thread of its own kind, so that the event loop serves others meanwhile.
+
+    There is one such thread: large works wait for each other, and for nothing else in the default executor.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_LARGE_WORK, work) if large else work()
+
+
+async def is_large(http: web.Request) -> bool:
+    """Whether the body, which has been read, may hold a text that takes long to encode."""
+    return len(await http.read()) > LARGE_BODY
 
 
 async def read_object(http: web.Request) -> dict[str, Any]:

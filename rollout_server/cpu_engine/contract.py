@@ -137,14 +137,15 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
             raise BadRequest(f"{len(ids)} prompt tokens do not fit in a cache of {limits.cache}")
         calls.append(Call(rids, ids, own, wanted, start, top if wanted else 0, texts, f"{key}\0{salt}", adapter))
     if sum(map(_tops, calls)) > MOST_TOPS:
-        raise BadRequest(f"top_logprobs_num asks for more than {MOST_TOPS} log-probs in one call: ask for fewer")
+        raise BadRequest(f"more than {MOST_TOPS} log-probs of prompts and alternatives in one call: ask for fewer")
     return Parsed(calls, not batched and params[0].n == 1, _flag(body, "stream"))
 
 
 def _tops(call: Call) -> int:
-    """Most alternatives that the answers hold."""
-    scored = len(call.ids) - call.logprob_start if call.logprob_start >= 0 else 0
-    return call.top_logprobs * len(call.rids) * (scored + call.params.max_new_tokens)
+    """Most alternatives that the answers hold; a scored prompt token without any counts as one."""
+    scored = len(call.ids) - call.logprob_start if call.return_logprob and call.logprob_start >= 0 else 0
+    made = call.top_logprobs * call.params.max_new_tokens
+    return len(call.rids) * (max(call.top_logprobs, 1) * scored + made)
 
 
 def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[list[int]], bool]:
@@ -157,10 +158,7 @@ def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[lis
         texts = text if batched else [text]
         if not texts or not all(isinstance(t, str) for t in texts):
             raise BadRequest("text must be a string or a list of strings")
-        try:
-            prompts = [tokenizer.encode(t.encode().decode()) for t in texts]
-        except UnicodeEncodeError:
-            raise BadRequest("text holds half a surrogate pair, which is no character") from None
+        prompts = [encode(tokenizer, t, "text") for t in texts]
     else:
         if not isinstance(ids, list) or not ids:
             raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")
@@ -171,6 +169,15 @@ def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[lis
         if len(prompt) >= limits.context:
             raise BadRequest(f"{len(prompt)} prompt tokens are longer than the context of {limits.context}")
     return prompts, batched
+
+
+def encode(tokenizer: Tokenizer, text: str, field: str, special: bool = True) -> list[int]:
+    """Ids of `text`, which came in `field`. Raises BadRequest where it is no Unicode text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"{field} holds half a surrogate pair, which is no character") from None
+    return tokenizer.encode(text, special)
 
 
 def check_ids(ids: Any, vocab: int) -> None:

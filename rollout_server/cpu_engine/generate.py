@@ -14,7 +14,7 @@ from aiohttp import web
 from rollout_server.cpu_engine.access import problem
 from rollout_server.cpu_engine.adapters import Adapters
 from rollout_server.cpu_engine.answer import answer
-from rollout_server.cpu_engine.bodies import read_json
+from rollout_server.cpu_engine.bodies import is_large, read_json, unblocked
 from rollout_server.cpu_engine.contract import BadRequest, Call, Limits, Parsed, parse
 from rollout_server.cpu_engine.engine import Engine
 from rollout_server.cpu_engine.mailbox import Inbox, Mailbox
@@ -22,6 +22,9 @@ from rollout_server.cpu_engine.request import Request
 from rollout_server.cpu_engine.scheduler import one_of
 from rollout_server.cpu_engine.stream import Chunks
 from rollout_server.cpu_engine.tokenizer import Tokenizer
+
+LARGE_ANSWER = 1 << 15
+"""Log-probs beyond which an answer is not written out on the event loop."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,12 @@ class Generation:
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """SGLang's /generate."""
-        parsed = parse(await read_json(http), self._tokenizer, self._limits)
+        body = await read_json(http)
+        parsed = await unblocked(await is_large(http), lambda: parse(body, self._tokenizer, self._limits))
         with self.running(parsed) as (requests, inbox):
             if not parsed.stream:
                 await self.ended(requests, inbox)
-                return self._whole(requests, parsed.single)
+                return await self._whole(requests, parsed.single)
             streams = [
                 Chunks(
                     r, self._tokenizer, incremental=self._streaming.incremental, index=None if parsed.single else number
@@ -112,6 +116,7 @@ class Generation:
         requests: list[Request] = []
         for call in calls:
             adapter = self._adapters.named(call.adapter)
+            first: Request | None = None
             for attempt, rid in enumerate(call.rids):
                 number = len(requests)
 
@@ -135,8 +140,10 @@ class Generation:
                         extra_key=f"{call.extra_key}\0{adapter.number}" if adapter else call.extra_key,
                         adapter=adapter,
                         arrived=now,
+                        first=first,
                     )
                 )
+                first = first or requests[-1]
         return requests
 
     def _open_mailbox(self) -> Mailbox:
@@ -151,11 +158,16 @@ class Generation:
         self._next_seed = (self._next_seed + 1) % (1 << 64)
         return self._next_seed
 
-    def _whole(self, requests: list[Request], single: bool) -> web.Response:
+    async def _whole(self, requests: list[Request], single: bool) -> web.Response:
         if failed := failure(requests):
             return failed
-        answers = [answer(r, self._tokenizer, self.label) for r in requests]
-        return web.Response(text=json.dumps(answers[0] if single else answers), content_type="application/json")
+        label = self.label
+
+        def answers() -> object:
+            found = [answer(r, self._tokenizer, label) for r in requests]
+            return found[0] if single else found
+
+        return await send_whole(requests, answers)
 
     async def send(
         self,
@@ -187,6 +199,13 @@ class Generation:
             else:  # the last chunk and the end go out in one write
                 await response.write_eof(b"".join((*events, last(), b"data: [DONE]\n\n")))
         return response
+
+
+async def send_whole(requests: list[Request], build: Callable[[], object]) -> web.Response:
+    """The JSON of what `build` makes of requests that have ended; many log-probs of theirs take seconds."""
+    held = sum((len(r.output_ids) + len(r.input_logprobs or ())) * (1 + r.top_logprobs) for r in requests)
+    text = await unblocked(held > LARGE_ANSWER, lambda: json.dumps(build()))
+    return web.Response(text=text, content_type="application/json")
 
 
 def failure(requests: list[Request]) -> web.Response | None:

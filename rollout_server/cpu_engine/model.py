@@ -135,8 +135,9 @@ class Model:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None:
             return x
-        if self.norm_offset:
-            weight = weight + self.norm_offset
+        if self.norm_offset:  # in float32, as transformers adds it: a bfloat16 near 1 keeps 8 bits of the weight
+            weight = weight.float() + self.norm_offset
+            return F.rms_norm(x.float(), (x.shape[-1],), weight, self.config.eps).to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.eps)
 
     def _attend(

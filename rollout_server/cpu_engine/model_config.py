@@ -16,7 +16,8 @@ class Family:
 
     norms     around attention and MLP: before them, after them, or both
     qk_norm   over queries and keys: of each head, of all heads together, or none
-    windowed  layers without a `layer_types`: "all" have the sliding window, "late" those from max_window_layers on
+    windowed  layers without a `layer_types`: "all" have the sliding window, "late" those from max_window_layers on,
+              "unrotated" those without rotary embedding
     asks      a window counts only with use_sliding_window
     """
 
@@ -28,10 +29,14 @@ class Family:
     """Biases of q, k and v alone; None: `attention_bias` is for all four."""
     mlp_bias: bool = False
     """Whether `mlp_bias` counts."""
-    windowed: Literal["", "all", "late", "pattern"] = ""
+    windowed: Literal["", "all", "late", "pattern", "unrotated"] = ""
     asks: bool = True
     window: int | None = None
     """Its default."""
+    eps: float = 1e-6
+    """Default of `rms_norm_eps`."""
+    attention_multiplier: float | None = None
+    """Its default; None: head_dim ** -0.5."""
     theta: float = 10000.0
     norm_offset: float = 0.0
     """Added to the weights of norms."""
@@ -50,15 +55,15 @@ FAMILIES = {
         norm_offset=1.0,
         activation="gelu_pytorch_tanh",
     ),
-    "granite": Family(mlp_bias=True),
+    "granite": Family(mlp_bias=True, attention_multiplier=1.0),
     "llama": Family(mlp_bias=True),
     "mistral": Family(windowed="all", asks=False, window=4096),
-    "olmo2": Family(norms="after", qk_norm="all"),
-    "phi3": Family(fused=True, windowed="all", asks=False),
-    "qwen2": Family(qkv_bias=True, windowed="late"),
-    "qwen3": Family(qk_norm="head", windowed="late"),
-    "qwen3_moe": Family(qk_norm="head", windowed="all", experts=True),
-    "smollm3": Family(mlp_bias=True, windowed="late", theta=2e6),
+    "olmo2": Family(norms="after", qk_norm="all", eps=1e-5),
+    "phi3": Family(fused=True, windowed="all", asks=False, eps=1e-5),
+    "qwen2": Family(qkv_bias=True, windowed="late", window=4096),
+    "qwen3": Family(qk_norm="head", windowed="late", window=4096),
+    "qwen3_moe": Family(qk_norm="head", windowed="all", window=4096, experts=True),
+    "smollm3": Family(mlp_bias=True, windowed="unrotated", theta=2e6),
 }
 """model_type -> what it is."""
 
@@ -191,7 +196,7 @@ def _convert(raw: dict[str, Any]) -> ModelConfig:
         kv_heads=int(raw.get("num_key_value_heads") or heads),
         head_dim=head_dim,
         context=int(raw["max_position_embeddings"]),
-        eps=float(raw.get("rms_norm_eps", 1e-6)),
+        eps=float(raw.get("rms_norm_eps", traits.eps)),
         tied=bool(raw.get("tie_word_embeddings", gemma or family == "smollm3")),
         qkv_bias=bias if traits.qkv_bias is None else traits.qkv_bias,
         o_bias=bias if traits.qkv_bias is None else False,
@@ -201,7 +206,7 @@ def _convert(raw: dict[str, Any]) -> ModelConfig:
         embedding_scale=hidden**0.5 if gemma else float(raw.get("embedding_multiplier", 1.0)),
         attention_scale=float(raw["query_pre_attn_scalar"]) ** -0.5
         if gemma
-        else float(raw.get("attention_multiplier") or head_dim**-0.5),
+        else float(raw.get("attention_multiplier") or traits.attention_multiplier or head_dim**-0.5),
         residual_scale=float(raw.get("residual_multiplier", 1.0)),
         logits_scale=1 / float(raw.get("logits_scaling", 1.0)),
     )
@@ -233,7 +238,13 @@ def _plan(raw: dict[str, Any], traits: Family, head_dim: int) -> tuple[LayerPlan
         if kinds and traits.windowed != "all":
             slides = kinds[i] == "sliding_attention"
         else:
-            slides = {"all": True, "late": i >= late, "pattern": bool((i + 1) % pattern), "": False}[traits.windowed]
+            slides = {
+                "all": True,
+                "late": i >= late,
+                "pattern": bool((i + 1) % pattern),
+                "unrotated": not rotated[i],
+                "": False,
+            }[traits.windowed]
         local = traits.windowed == "pattern" and slides
         # gemma3: since transformers 5 one set of rope_parameters for each kind of layer
         own = given.get("sliding_attention" if local else "full_attention")

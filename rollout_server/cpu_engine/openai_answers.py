@@ -33,6 +33,8 @@ class Answers:
         self._head = {"id": name, "created": created, "model": asked.model or model}
         self._texts = [GrowingText(request, tokenizer) for request in requests]
         self._sent: list[int | None] = [None] * len(requests)
+        self._offsets = [0] * len(requests)
+        """Of each request: where the text of the next token begins."""
 
     def whole(self, label: str) -> Object:
         """The answer, after all requests have ended; `label` is the engine's present weight version."""
@@ -97,7 +99,7 @@ class Answers:
         return {
             "index": number,
             "text": shown,
-            "logprobs": self._text_logprobs(request, start, end) if wanted else None,
+            "logprobs": self._text_logprobs(number, start, end) if wanted else None,
         }
 
     def _chat_logprobs(self, request: Request, start: int, end: int) -> list[Object]:
@@ -117,38 +119,36 @@ class Answers:
             "bytes": list(self._tokenizer.bytes_of(token)),
         }
 
-    def _text_logprobs(self, request: Request, start: int | None, end: int) -> Object:
+    def _text_logprobs(self, number: int, start: int | None, end: int) -> Object:
         """OpenAI's four columns; the prompt's tokens come first where they are echoed, the very first without a
-        log-prob."""
+        log-prob. Each call goes on where the one before it ended."""
+        request, spelling = self._requests[number], self._tokenizer.spelling
         ids = request.output_ids[start or 0 : end]
         logprobs: list[float | None] = [*request.output_logprobs[start or 0 : end]]
         tops: list[Best | None] = [*request.output_top[start or 0 : end]]
-        at = 0
-        if self._asked.echoes is not None and request.input_logprobs is not None:
-            if start is None:
-                ids = request.prompt_ids + ids
-                logprobs = [None, *request.input_logprobs, *logprobs]
-                tops = [None, *request.input_top, *tops]
-            else:
-                at = self._width(request.prompt_ids)
-        at += self._width(request.output_ids[: start or 0])
-        offsets = []
-        for token in ids:
+        echoed = 0
+        if start is None and self._asked.echoes is not None and request.input_logprobs is not None:
+            ids, echoed = request.prompt_ids + ids, len(request.prompt_ids)
+            logprobs = [None, *request.input_logprobs, *logprobs]
+            tops = [None, *request.input_top, *tops]
+        offsets, at, echo = [], self._offsets[number], self._asked.echo(number)
+        for place, token in enumerate(ids):
             offsets.append(at)
-            at += len(self._tokenizer.spelling(token))
+            text = spelling(token)
+            special = self._tokenizer.is_special(token)
+            absent = not echo.startswith(text, at) if place < echoed else request.params.skip_special_tokens
+            at += 0 if special and absent else len(text)
+        self._offsets[number] = at
         named = [
             None if best is None else self._best(best, token, logprob)
             for best, token, logprob in zip(tops, ids, logprobs, strict=False)
         ]
         return {
-            "tokens": [self._tokenizer.spelling(token) for token in ids],
+            "tokens": [spelling(token) for token in ids],
             "token_logprobs": logprobs,
             "top_logprobs": named if self._asked.top else None,
             "text_offset": offsets,
         }
-
-    def _width(self, ids: list[int]) -> int:
-        return sum(len(self._tokenizer.spelling(token)) for token in ids)
 
     def _best(self, best: Best, token: int, logprob: float | None) -> dict[str, float]:
         """The best tokens by spelling, the likeliest of equal spellings, and always the token itself."""

@@ -5,12 +5,13 @@ What no table here names is refused, and so is what this engine cannot do, unles
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.cpu_engine.bodies import optional
-from rollout_server.cpu_engine.contract import NEUTRAL, BadRequest, Body, Limits, Parsed, parse
+from rollout_server.cpu_engine.contract import MOST_TOPS, NEUTRAL, BadRequest, Body, Limits, Parsed, encode, parse
 from rollout_server.cpu_engine.tokenizer import Tokenizer
 
 SAMPLING = {
@@ -98,6 +99,8 @@ def chat(
         raise BadRequest("top_logprobs needs logprobs: true")
     longest = optional(body, "max_completion_tokens", int, None)
     room = max(min(limits.context, limits.cache) - len(ids), 0)
+    if top > 0:  # a body that names no limit must not be refused for the one that it gets here
+        room = min(room, max(MOST_TOPS // (top * max(optional(body, "n", int, 1), 1)), 1))
     asked = _generate(body, {"max_new_tokens": room if longest is None else longest}, adapter)
     asked |= {"input_ids": ids, "return_logprob": wanted, "top_logprobs_num": top}
     return _asked(body, parse(asked, tokenizer, limits), None, top if wanted else None)
@@ -110,10 +113,7 @@ def conversation(body: Body, render: Callable[[list[Body], bool, Body], str], to
         raise BadRequest("messages is missing")
     begin = optional(body, "add_generation_prompt", bool, True)
     text = render(messages, begin, optional(body, "chat_template_kwargs", dict, {}))
-    try:
-        return tokenizer.encode(text.encode().decode(), add_special_tokens=False)
-    except UnicodeEncodeError:
-        raise BadRequest("messages hold half a surrogate pair, which is no character") from None
+    return encode(tokenizer, text, "messages", special=False)
 
 
 def _message(message: Any) -> Body:
@@ -124,7 +124,22 @@ def _message(message: Any) -> Body:
         content = "\n".join(map(_text, content))
     if content is not None and not isinstance(content, str):
         raise BadRequest("content must be a string or a list of parts")
-    return {**message, "content": content}
+    calls = optional(message, "tool_calls", list, None)
+    # as in SGLang: templates write a missing content as "None", and encode the arguments themselves
+    return {**message, "content": content or ""} | ({"tool_calls": list(map(_tool_call, calls))} if calls else {})
+
+
+def _tool_call(call: Any) -> Body:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise BadRequest("each of tool_calls must be an object with a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the arguments of a tool call are not JSON: {error}") from None
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _text(part: Any) -> str:

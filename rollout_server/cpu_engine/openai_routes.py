@@ -5,7 +5,6 @@ So that other programs can judge a policy while it trains: lm-evaluation-harness
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import date
 from pathlib import Path
@@ -15,9 +14,9 @@ from aiohttp import web
 from protocol.errors import UserError
 from rollout_server.chat_template import ChatTemplate, load_chat_template
 from rollout_server.cpu_engine.adapters import Adapters
-from rollout_server.cpu_engine.bodies import optional, read_json, read_object
-from rollout_server.cpu_engine.contract import BadRequest, Body, Limits, check_ids
-from rollout_server.cpu_engine.generate import Generation, failure
+from rollout_server.cpu_engine.bodies import is_large, optional, read_json, read_object, unblocked
+from rollout_server.cpu_engine.contract import BadRequest, Body, Limits, check_ids, encode
+from rollout_server.cpu_engine.generate import Generation, failure, send_whole
 from rollout_server.cpu_engine.openai_answers import Answers, Kind, Object
 from rollout_server.cpu_engine.openai_bodies import Asked, chat, completion, conversation
 from rollout_server.cpu_engine.tokenizer import Tokenizer, read_object_file
@@ -45,11 +44,17 @@ class OpenAI:
         ]
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        asked = completion(await read_json(http), self._adapter, self._tokenizer, self._limits)
+        body = await read_json(http)
+        asked = await unblocked(
+            await is_large(http), lambda: completion(body, self._adapter, self._tokenizer, self._limits)
+        )
         return await self._answer(http, "text_completion", asked)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
-        asked = chat(await read_json(http), self._adapter, self._render, self._tokenizer, self._limits)
+        body = await read_json(http)
+        asked = await unblocked(
+            await is_large(http), lambda: chat(body, self._adapter, self._render, self._tokenizer, self._limits)
+        )
         return await self._answer(http, "chat.completion", asked)
 
     async def models(self, _: web.Request) -> web.Response:
@@ -69,12 +74,18 @@ class OpenAI:
         if (prompt is None) == (body.get("messages") is None):
             raise BadRequest("give either prompt or messages")
         if prompt is None:
-            found = [conversation(body, self._render, self._tokenizer)]
+
+            def work() -> list[list[int]]:
+                return [conversation(body, self._render, self._tokenizer)]
         else:
             texts = prompt if isinstance(prompt, list) else [prompt]
             if not all(isinstance(text, str) for text in texts):
                 raise BadRequest("prompt must be a string or a list of strings")
-            found = [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
+
+            def work() -> list[list[int]]:
+                return [encode(self._tokenizer, text, "prompt", special) for text in texts]
+
+        found = await unblocked(await is_large(http), work)
         counts = [len(ids) for ids in found]
         several = isinstance(prompt, list)
         answer = {"tokens": found if several else found[0], "count": counts if several else counts[0]}
@@ -100,7 +111,8 @@ class OpenAI:
             await generation.ended(requests, inbox)
             if failed := failure(requests):
                 return failed
-            return web.Response(text=json.dumps(answers.whole(generation.label)), content_type="application/json")
+            label = generation.label
+            return await send_whole(requests, lambda: answers.whole(label))
 
     def _adapter(self, model: str) -> str:
         """The adapter that `model` names, alone or after the base model's name and a colon; "" for the base model.

@@ -49,6 +49,7 @@ class Request:
     """Lists only grow, and only on the engine thread; the HTTP side reads prefixes whose length it was told.
 
     versions  [label, index of the first output token sampled under it], in order
+    first     the first attempt at the same prompt, which scores it for all; None: this is it
     extra_key what may share keys and values; differs between adapters
     seed      64 bits; with a position it determines the draw
     limit     most output tokens: max_new_tokens, or less where context or cache could not hold them
@@ -71,6 +72,7 @@ class Request:
     extra_key: str = ""
     adapter: Adapter | None = None
     arrived: float = 0.0
+    first: Request | None = None
 
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)

@@ -21,13 +21,16 @@ from collections.abc import Callable, Iterable, Mapping
 from rollout_server.cpu_engine.counters import Counters
 from rollout_server.cpu_engine.prefix import BLOCK, Kept, PrefixCache, chain
 from rollout_server.cpu_engine.request import ABORTED, ABORTED_WAITING, Finish, Request, failed
-from rollout_server.cpu_engine.runner import Ban, Prompt, Runner, Sampled
+from rollout_server.cpu_engine.runner import CHUNK, Ban, Prompt, Runner, Sampled
 from rollout_server.cpu_engine.stopping import Stopping
 
 log = logging.getLogger(__name__)
 
 WAVE_TOKENS = 4096
 """Most new prompt tokens admitted in one step, so that long prompts do not hold up decoding for long."""
+WAVE_PAIRS = 1 << 24
+"""Most pairs of a new token and a token that it sees, padding included, of the prompts of one step: each takes 4 bytes
+in the mask of each window, and as many in the scores of each head."""
 HEADROOM = 32
 """Tokens by which a newcomer must fit beyond its prompt, so that it is not put back at once."""
 
@@ -132,7 +135,7 @@ class Scheduler:
         kv, lengths = self.runner.kv, self.runner.length
         # one more than what is stored: the step writes the next token of every running row
         longest = int(lengths[: len(self.running)].max()) + 1 if self.running else 0
-        budget = WAVE_TOKENS
+        budget, new_longest, new_width = WAVE_TOKENS, 0, 0
         prompts: list[Prompt] = []
         put_off: list[Request] = []
         newcomers: set[int] = set()
@@ -145,12 +148,20 @@ class Scheduler:
                 if not kv.fits(len(self.running) + 1, roomy):
                     break
                 self.waiting.popleft()
+                if self._awaits_scores(request):
+                    put_off.append(request)
+                    continue
                 keys = self._keys(request, ids)
                 most = min(len(ids) - 1, request.logprob_start) if request.scores_prompt else len(ids) - 1
                 holder, shared = self.cache.find(ids, keys, most)
                 if any(key in newcomers for key in keys[shared // BLOCK : most // BLOCK]):
                     put_off.append(request)
                     continue
+                new = (len(ids) - shared - 1) % CHUNK + 1  # what the runner computes beside others
+                new_longest, new_width = max(new_longest, new), max(new_width, len(ids))
+                if prompts and (len(prompts) + 1) * new_longest * new_width > WAVE_PAIRS:
+                    self.waiting.appendleft(request)
+                    break
                 newcomers.update(request.block_keys)
                 longest = needed
                 prompts.append(self._take_row(request, ids, holder, shared, longest))
@@ -158,6 +169,15 @@ class Scheduler:
         finally:
             self.waiting.extendleft(reversed(put_off))
         return prompts
+
+    def _awaits_scores(self, request: Request) -> bool:
+        """Whether the first attempt at this prompt is still to score it; takes over its scores where they are there."""
+        first = request.first
+        if first is None or not request.scores_prompt:
+            return False
+        if first.input_logprobs is not None and first.generation == self.generation:
+            request.input_logprobs, request.input_top = first.input_logprobs, first.input_top
+        return first.input_logprobs is None and first.finish is None
 
     def _keys(self, request: Request, ids: list[int]) -> list[int]:
         """The chain of `ids` under the present weights; the prompt's own is remembered with the request."""

@@ -11,6 +11,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from protocol.errors import UserError
 
+LONG_TEXT = 1 << 14
+"""Characters from which on encoding takes so long that other threads must be able to run meanwhile."""
 WORD_MARK = "\u2581"
 """What SentencePiece writes for a space."""
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -36,11 +38,16 @@ class Tokenizer:
         decoder = json.dumps(json.loads(self._rust.to_str())["decoder"], ensure_ascii=False)
         self._byte_level, self._word_marks = '"ByteLevel"' in decoder, WORD_MARK in decoder
         self._texts: dict[int, str] = {}
+        self._spellings: dict[int, str] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, with the special tokens that the tokenizer's own template adds unless told otherwise."""
-        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        if len(text) < LONG_TEXT:
+            ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        # unlike `encode`, this lets go of the interpreter lock
+        (long,) = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(long.ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of `ids`; bytes that are no whole character become U+FFFD."""
@@ -67,11 +74,19 @@ class Tokenizer:
 
     def spelling(self, token: int) -> str:
         """The text of one token as OpenAI writes it: a piece of a character as `bytes:` and its bytes in hex."""
-        raw = self.bytes_of(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        found = self._spellings.get(token)
+        if found is None:
+            raw = self.bytes_of(token)
+            try:
+                found = raw.decode()
+            except UnicodeDecodeError:
+                found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._spellings[token] = found
+        return found
+
+    def is_special(self, token: int) -> bool:
+        """Whether decoding with `skip_special_tokens` leaves this token out."""
+        return token in self._added and self._added[token].special
 
 
 def _eos_ids(directory: Path, rust: Any) -> frozenset[int]:

@@ -33,6 +33,7 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from learner.naming import as_saved
 from protocol.errors import UserError
@@ -447,6 +448,50 @@ def test_a_score_that_is_not_finite_fails_though_the_last_output_is(tmp_path: Pa
     with torch.inference_mode():
         s.step()
     assert sick.finish is not None and sick.finish["status_code"] == 500
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "left_out"),
+    [
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "num_hidden_layers": 4}, ["layer_types"]),
+        ("qwen2 tied", {"use_sliding_window": True, "max_window_layers": 1}, ["layer_types", "sliding_window"]),
+        (
+            "qwen3 own head size",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            ["layer_types", "sliding_window"],
+        ),
+        ("qwen3_moe", {"use_sliding_window": True}, ["sliding_window"]),
+        ("granite", {}, ["attention_multiplier"]),
+        ("olmo2", {}, ["rms_norm_eps"]),
+        ("phi3", {}, ["rms_norm_eps"]),
+        ("llama 3 rotary", {}, ["rms_norm_eps"]),
+    ],
+)
+def test_keys_that_a_config_leaves_out_have_the_defaults_of_transformers(
+    tmp_path: Path, family: str, extra: dict[str, Any], left_out: list[str]
+) -> None:
+    kind, _, own = FAMILIES[family]
+    raw = kind(**{**SIZES, **own, **extra}).to_dict()
+    raw = {name: value for name, value in raw.items() if name not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    expected = kind(**{name: value for name, value in raw.items() if name != "model_type"})
+    found = read_model_config(tmp_path)
+    assert found.eps == expected.rms_norm_eps
+    kinds = getattr(expected, "layer_types", None) or ["sliding_attention"] * found.layers
+    window = getattr(expected, "sliding_window", None) or 0
+    assert [layer.window for layer in found.plan] == [window if k == "sliding_attention" else 0 for k in kinds]
+    if family == "granite":
+        assert found.attention_scale == expected.attention_multiplier
+
+
+def test_norms_of_gemma_in_bfloat16_add_one_to_their_weights_in_float32(tmp_path: Path) -> None:
+    write(tmp_path, "gemma3")
+    weights = Weights(read_model_config(tmp_path), torch.bfloat16)
+    weights.load(tmp_path)
+    engine_model, x = Model(weights.config, weights), 64 * torch.randn(5, 48).bfloat16()
+    norm = Gemma3RMSNorm(48, weights.config.eps).bfloat16()
+    norm.weight.data = torch.full((48,), 0.003).bfloat16()  # 1.003 is 1 in bfloat16
+    assert torch.equal(engine_model._norm(x, norm.weight.data), norm(x))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from engine_http import Client, post, serving, write_policy
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM
+
+from rollout_server.cpu_engine.openai_bodies import conversation
+from rollout_server.cpu_engine.tokenizer import Tokenizer as EngineTokenizer
 
 PROMPT = "where is müller? 東京"
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -92,6 +96,23 @@ async def test_tokens_are_spelt_so_that_no_byte_is_lost(client: Client) -> None:
     assert columns["text_offset"] == [sum(lengths[:n]) for n in range(len(lengths))]
 
 
+async def test_text_offsets_index_the_text_where_the_tokenizer_adds_a_token(tmp_path: Path) -> None:
+    model = write_policy(tmp_path)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    tokenizer.post_processor = begin
+    tokenizer.save(str(model / "tokenizer.json"))
+    async with serving(model) as client:
+        for prompt in ("where is", "<|user|>is"):
+            answer = await post(client, "/v1/completions", prompt=prompt, echo=True, logprobs=0, max_tokens=0)
+            (choice,) = answer["choices"]
+            columns = choice["logprobs"]
+            assert choice["text"] == prompt and columns["tokens"][0] == "<eos>"
+            assert columns["text_offset"][:2] == [0, 0]
+            for token, at in list(zip(columns["tokens"], columns["text_offset"], strict=True))[1:]:
+                assert prompt.startswith(token, at)
+
+
 async def test_every_form_of_a_prompt_gives_the_same_answer(client: Client) -> None:
     ids = await ids_of(client)
     forms = [PROMPT, [PROMPT, PROMPT], ids, [ids, ids]]
@@ -153,6 +174,16 @@ async def test_a_chat_is_the_completion_of_its_template(client: Client) -> None:
     assert "one message only" in refused["error"]["message"]
 
 
+def test_a_template_gets_no_content_as_empty_and_the_arguments_of_a_call_decoded(model: Path) -> None:
+    call = {"type": "function", "function": {"name": "search", "arguments": '{"query": "a"}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user"}]
+    seen: list[Any] = []
+    conversation({"messages": messages}, lambda given, *_: str(seen.extend(given)), EngineTokenizer(model))
+    assert [message["content"] for message in seen] == ["", ""]
+    function = {"name": "search", "arguments": {"query": "a"}}
+    assert seen[0]["tool_calls"] == [{"type": "function", "function": function}] and "tool_calls" not in seen[1]
+
+
 async def test_the_bodies_that_sglangs_router_sends_are_answered(client: Client, model: Path) -> None:
     """sglang-router 0.3.2 writes each body anew, with these defaults."""
     idle = {"stream": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True}
@@ -195,6 +226,14 @@ async def test_models_name_what_a_request_may_name(client: Client, model: Path) 
         ("chat/completions", {"messages": [{"content": "x"}]}, "role"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
         ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        ("tokenize", {"prompt": "\ud800"}, "surrogate"),
+        ("tokenize", {"prompt": ["a", "\ud800"]}, "surrogate"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "arguments",
+        ),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "logprobs"),
     ],

@@ -1,0 +1,206 @@
+"""One large body does not hold up the others, and no answer costs more than what is new in it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_http import Client, post, serving, write_policy
+
+from rollout_server.cpu_engine import bodies, contract, generate, openai_bodies, runner, scheduler
+from rollout_server.cpu_engine.config import EngineSettings
+from rollout_server.cpu_engine.contract import BadRequest, Limits, parse
+from rollout_server.cpu_engine.request import Request, SamplingParams
+from rollout_server.cpu_engine.serve import build_engine
+from rollout_server.cpu_engine.tokenizer import LONG_TEXT, Tokenizer
+
+MESSAGES = [{"role": "user", "content": "where is"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+async def client(model: Path) -> AsyncIterator[Client]:
+    async with serving(model) as client:
+        yield client
+
+
+async def test_a_stream_with_logprobs_spells_each_token_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    spelt: Counter[int] = Counter()
+    plain = Tokenizer.spelling
+
+    def counted(tokenizer: Tokenizer, token: int) -> str:
+        spelt[token] += 1
+        return plain(tokenizer, token)
+
+    monkeypatch.setattr(Tokenizer, "spelling", counted)
+    body = {"prompt": list(range(20, 120)), "max_tokens": 60, "ignore_eos": True, "echo": True, "logprobs": 0}
+    answer = await client.post("/v1/completions", json={**body, "stream": True})
+    assert answer.status == 200 and "[DONE]" in await answer.text()
+    # 100 echoed and 60 new tokens, each as a token, for its width and as the best one's name
+    assert 160 <= sum(spelt.values()) <= 4 * 160
+
+
+def test_the_spelling_of_a_token_is_worked_out_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(model)
+    expected = [tokenizer.spelling(token) for token in range(20)]
+    monkeypatch.setattr(tokenizer, "bytes_of", None)
+    assert [tokenizer.spelling(token) for token in range(20)] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "where is "}),
+        ("/v1/completions", {"prompt": "where is ", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/generate", {"text": "where is ", "sampling_params": {"max_new_tokens": 1}}),
+    ],
+)
+async def test_large_texts_are_encoded_off_the_event_loop(
+    client: Client, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    plain = Tokenizer.encode
+
+    def seen(tokenizer: Tokenizer, *given: Any, **named: Any) -> list[int]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return plain(tokenizer, *given, **named)
+
+    monkeypatch.setattr(Tokenizer, "encode", seen)
+    await post(client, path, **body)
+    monkeypatch.setattr(bodies, "LARGE_BODY", 10)
+    await post(client, path, **body)
+    assert threads == [True, False]
+
+
+def test_a_long_text_has_the_ids_of_its_parts_and_lets_other_threads_run(model: Path) -> None:
+    tokenizer = Tokenizer(model)
+    part = tokenizer.encode("where is ")
+    times = LONG_TEXT // 9 + 1
+    assert tokenizer.encode("where is " * times) == part * times
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+async def test_an_answer_with_many_logprobs_is_written_off_the_event_loop(
+    client: Client, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large: list[bool] = []
+
+    async def seen(is_large: bool, work: Any) -> Any:
+        large.append(is_large)
+        return await bodies.unblocked(is_large, work)
+
+    monkeypatch.setattr(generate, "LARGE_ANSWER", 50)
+    body: dict[str, Any] = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 5}, "return_logprob": True}
+    many = {"top_logprobs_num": 20}
+    if path != "/generate":
+        body, many = {"prompt": [5, 6], "max_tokens": 5, "logprobs": 0}, {"logprobs": 20}
+    few = await post(client, path, **body)
+    monkeypatch.setattr(generate, "unblocked", seen)
+    await post(client, path, **body)
+    await post(client, path, **body | many)
+    assert few and large[-1] and large.count(True) == 1
+
+
+def test_scored_prompt_tokens_count_though_no_alternatives_are_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "MOST_TOPS", 1000)
+    limits, tokenizer = Limits(300, 512, 512), Tokenizer(model)
+    body = {"input_ids": [[5] * 100] * 2, "sampling_params": {"n": 6}, "return_logprob": True, "logprob_start_len": 0}
+    with pytest.raises(BadRequest, match="1000 log-probs"):
+        parse(body, tokenizer, limits)
+    parse(body | {"sampling_params": {"n": 5}}, tokenizer, limits)
+    parse(body | {"logprob_start_len": -1}, tokenizer, limits)  # a rollout scores nothing: its length is its own affair
+
+
+async def test_a_chat_without_a_limit_is_cut_to_what_its_alternatives_allow(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (contract, openai_bodies):
+        monkeypatch.setattr(module, "MOST_TOPS", 200)
+    asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 5, "ignore_eos": True}
+    answer = await post(client, "/v1/chat/completions", n=2, **asked)
+    assert answer["usage"]["completion_tokens"] == 2 * 20
+    error = await post(client, "/v1/chat/completions", 400, n=2, max_tokens=30, **asked)
+    assert "200 log-probs" in error["error"]["message"]
+
+
+async def test_attempts_at_one_prompt_score_it_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+    plain = runner.Runner._score
+
+    def counted(self: Any, prompt: Any, *rest: Any) -> None:
+        scored.extend([len(prompt.ids)] if prompt.score_from is not None else [])
+        plain(self, prompt, *rest)
+
+    monkeypatch.setattr(runner.Runner, "_score", counted)
+    ids = [10 + i % 80 for i in range(100)]
+    body = {"prompt": [ids, [7, 8, 9]], "n": 4, "echo": True, "logprobs": 1, "max_tokens": 2, "ignore_eos": True}
+    choices = (await post(client, "/v1/completions", **body))["choices"]
+    assert scored == [100, 3]
+    for of_one, length in ((choices[:4], 100), (choices[4:], 3)):
+        for choice in of_one:
+            assert choice["logprobs"]["token_logprobs"][:length] == of_one[0]["logprobs"]["token_logprobs"][:length]
+            assert len(choice["logprobs"]["token_logprobs"]) == length + 2
+    scored.clear()
+    sampling = {"n": 3, "max_new_tokens": 0}
+    answers = await post(client, "/generate", input_ids=ids, return_logprob=True, logprob_start_len=0,
+                         sampling_params=sampling)  # fmt: skip
+    assert scored == [100] and all(len(a["meta_info"]["input_token_logprobs"]) == 100 for a in answers)
+
+
+async def test_an_attempt_scores_for_itself_where_the_first_one_ended_without(model: Path) -> None:
+    engine, _, _ = build_engine(EngineSettings(model_path=model))
+    s = engine.scheduler
+
+    def asked(**more: Any) -> Request:
+        ids = list(range(5, 45))
+        return Request("r", ids, SamplingParams(), 0, 2, lambda *_: None, return_logprob=True, logprob_start=0, **more)
+
+    first = asked()
+    second = asked(first=first)
+    s.submit(first)
+    s.submit(second)
+    s.abort(lambda r: r is first)
+    with torch.inference_mode():
+        for _ in range(5):
+            s.step()
+    assert first.input_logprobs is None and second.finish and len(second.input_logprobs or ()) == 39
+
+
+def test_one_long_prompt_does_not_widen_the_masks_of_many_short_ones(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = build_engine(EngineSettings(model_path=model))
+    s, pairs = engine.scheduler, []
+    plain = runner._prompt_part
+
+    def measured(parts: Any, windows: Any) -> Any:
+        part = plain(parts, windows)
+        pairs.append((part.count, part.count * part.longest * part.width))
+        return part
+
+    monkeypatch.setattr(runner, "_prompt_part", measured)
+    monkeypatch.setattr(scheduler, "WAVE_PAIRS", 20_000)
+    lengths = [8] * 10 + [400] + [9] * 10
+    requests = [
+        Request(str(i), [i + 1] * length, SamplingParams(), 0, 2, lambda *_: None) for i, length in enumerate(lengths)
+    ]
+    for request in requests:
+        s.submit(request)
+    with torch.inference_mode():
+        for _ in range(10):
+            s.step()
+    assert all(r.finish and r.finish["type"] == "length" and len(r.output_ids) == 2 for r in requests)
+    assert all(count == 1 or size <= 20_000 for count, size in pairs)
+    assert [count for count, _ in pairs] == [10, 1, 10]
