@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 
+from protocol.errors import UserError
 from protocol.search import Passage
 from rollout_server.actions import neutralise
 from rollout_server.config_episode import EpisodeSettings
@@ -41,6 +44,8 @@ ORIGINALS: dict[str, tuple[str, int, int, Callable[[Sequence[str]], str]]] = {
     "research": ("research_base", 5, 8192, research),
 }
 """Name -> template, passages of a search, most tokens of an observation, the original's text."""
+_DAY = date(2026, 1, 31)
+"""For chat templates that say the day; observations do not depend on it."""
 
 
 def compare(episode: Episode, contents: Sequence[str], limit: int, original: Callable[[Sequence[str]], str]) -> str:
@@ -72,7 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     corpus = [str(json.loads(line)["contents"]) for line in lines if line.strip()]
     different = 0
     for name, (template, topk, limit, original) in ORIGINALS.items():
-        episode = build_episode(EpisodeSettings(template=template, max_obs_tokens=limit, max_context=8704), args.model)
+        given = EpisodeSettings(template=template, max_obs_tokens=limit, max_context=8704)
+        try:
+            episode = build_episode(given, args.model, day=_DAY)
+        except UserError as error:
+            print(error.render(), file=sys.stderr)
+            return 2
         draw = random.Random(args.seed)
         found = Counter(compare(episode, draw.sample(corpus, topk), limit, original) for _ in range(args.count))
         different += found["different"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from datetime import date as Date
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 from pydantic import Field
 
@@ -32,6 +33,9 @@ class EngineSettings(Settings):
     """Most tokens whose keys and values are held, running and cached together; 0: as many as fit in 1 GiB."""
     weight_version: str = "default"
     """Label of the weights in `model_path`, reported with every token until the first update."""
+    date: Date | None = None
+    """Day (2026-01-31) that a chat template with a date in it says: the run's, for prompts as in training. Without one:
+    the day (UTC) of the engine's start."""
     threads: int = Field(default=1, ge=1)
     """Threads of torch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -59,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> EngineSettings:
         description="Inference engine for small models on CPUs that speaks SGLang's HTTP API.",
     )
     for name, field in EngineSettings.model_fields.items():
-        choices = getattr(field.annotation, "__args__", None)
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
         default = "required" if field.is_required() else f"default: {field.default or 'none'}"
         switch: dict[str, str] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
         parser.add_argument(

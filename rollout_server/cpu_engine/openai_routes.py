@@ -6,7 +6,7 @@ So that other programs can judge a policy while it trains: lm-evaluation-harness
 from __future__ import annotations
 
 import time
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 from aiohttp import web
@@ -23,14 +23,24 @@ from rollout_server.cpu_engine.tokenizer import Tokenizer, read_object_file
 
 
 class OpenAI:
-    """Handlers. `model_path` is what the engine was started with; its last part is the model's name."""
+    """Handlers. `model_path` is what the engine was started with; its last part is the model's name.
+
+    `day` is what a chat template that says the day says; None: that of the start (UTC).
+    """
 
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer, limits: Limits, adapters: Adapters, model_path: Path
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        adapters: Adapters,
+        model_path: Path,
+        day: date | None = None,
     ) -> None:
         self._generation, self._tokenizer, self._limits, self._adapters = generation, tokenizer, limits, adapters
         self._path, self.name = model_path, model_path.name or "model"
         self._started = int(time.time())
+        self._day = day or datetime.fromtimestamp(self._started, UTC).date()
         self._template: ChatTemplate | None = None
 
     def routes(self) -> list[web.RouteDef]:
@@ -142,8 +152,8 @@ class OpenAI:
 
     def _render(self, messages: list[Body], begin: bool, variables: Body) -> str:
         if self._template is None:
-            config, day = read_object_file(self._path / "tokenizer_config.json"), date.fromtimestamp(self._started)
-            self._template = load_chat_template(self._path, config, day)
+            config = read_object_file(self._path / "tokenizer_config.json")
+            self._template = load_chat_template(self._path, config, self._day)
         if self._template is None:
             raise UserError("the model has no chat template", todo="use /v1/completions")
         return self._template.render_messages(messages, begin, variables)

@@ -97,7 +97,7 @@ def build_app(
     }
     app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)], handler_args=SERVER_OPTIONS)
     app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
-    app.add_routes(OpenAI(generation, tokenizer, limits, adapters, settings.model_path).routes())
+    app.add_routes(OpenAI(generation, tokenizer, limits, adapters, settings.model_path, settings.date).routes())
     app.add_routes(Control(engine, generation, info, settings.model_dump(mode="json")).routes())
     updates = app[UPDATES] = Updates(engine, settings.update_timeout_s)
     app.add_routes(updates.routes() + adapters.routes())

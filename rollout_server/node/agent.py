@@ -200,6 +200,7 @@ class Agent:
                 keys=keys,
                 home=home,
                 in_place=self._settings.pause_mode == "in_place",
+                day=self._run.date,
             )
 
         log_path = (self._run.dir / "logs" / f"{standing.id}.engine.log").resolve()

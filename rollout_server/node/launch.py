@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,12 @@ def command(
     keys: Keys = Keys(),
     home: Path | None = None,
     in_place: bool = False,
+    day: date | None = None,
 ) -> list[str]:
     """The command line of an engine that serves `model` and calls it `label`. Raises UserError.
 
     home      a directory of this launch alone: SGLang reads its keys from a file there
+    day       what chat templates that say the day say (`run.date`); SGLang has no such flag
     in_place  it will be paused in place: SGLang must then book each step before it launches the next (`facts.py`)
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
@@ -81,6 +84,7 @@ def command(
             *(sys.executable, "-m", "rollout_server.cpu_engine", *common),
             *("--threads", str(kind.threads), "--max-running", str(kind.max_running)),
             *("--max-total-tokens", str(kind.max_total_tokens)),
+            *(("--date", day.isoformat()) if day else ()),
             *(word for flag, name, value in named if value for word in (flag, name)),
         ]
     program = [str(launcher(kind.launcher))] if kind.launcher else ["-m", "sglang.launch_server"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,14 @@ async def test_the_bodies_that_sglangs_router_sends_are_answered(client: Client,
     idle |= {"logprobs": False, "continue_final_message": False, "separate_reasoning": True, "stream_reasoning": True}
     messages = [{"role": "user", "content": PROMPT}]
     await post(client, "/v1/chat/completions", messages=messages, max_completion_tokens=3, **idle)
+
+
+async def test_a_chat_says_the_day_of_the_run(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "dated")
+    (tmp_path / "dated" / "chat_template.jinja").write_text("{{ strftime_now('%d.%m.%Y') }} {{ messages[0].content }}")
+    async with serving(tmp_path / "dated", date=date(2026, 1, 31)) as client:
+        tokens = (await post(client, "/tokenize", messages=[{"role": "user", "content": "where"}]))["tokens"]
+        assert (await post(client, "/detokenize", tokens=tokens))["text"] == "31.01.2026 where"
 
 
 async def test_a_chat_without_a_limit_fills_the_context(client: Client) -> None:

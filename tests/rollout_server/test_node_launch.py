@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ import yaml
 
 from protocol.access import Access, engine_key
 from protocol.errors import UserError
+from rollout_server.cpu_engine.config import parse
 from rollout_server.engine.control import EngineControl
 from rollout_server.node import guard
 from rollout_server.node.child import Child
@@ -51,6 +53,8 @@ def test_the_embedded_engine_is_told_the_names_of_its_keys() -> None:
     assert cpu[cpu.index("--weight-version") + 1] == "1.2" and cpu[cpu.index("--threads") + 1] == "2"
     assert cpu[-2:] == ["--admin-api-key-env", "FORAY_ENGINE_ADMIN_KEY"] and "secret" not in cpu
     assert environment(kind, keys)["FORAY_ENGINE_ADMIN_KEY"] == "secret"
+    dated = command(kind, **GIVEN, keys=keys, day=date(2026, 1, 31))
+    assert parse(dated[3:]).date == date(2026, 1, 31) and parse(cpu[3:]).date is None
 
 
 def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(tmp_path: Path) -> None:

@@ -134,3 +134,17 @@ def test_the_command_counts_what_is_equal(model: Path, tmp_path: Path, capsys: p
     assert first["equal"] + first["escaped"] == second["equal"] + second["escaped"] == 40
     assert first["equal"] > 20 and first["escaped"] > 0
     assert passages == {"passages": 21, "changed": 1}
+
+
+def test_the_command_takes_a_template_that_asks_for_the_day_and_refuses_a_broken_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, path = write_bpe(tmp_path / "dated"), tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"contents": text}) + "\n" for text in CORPUS))
+    argv = ["--model", str(directory), "--passages", str(path), "--count", "2"]
+    template = directory / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d.%m.%Y') }} {{ messages[0].content }}")
+    assert observations.main(argv) == 0
+    template.write_text("{% if %}")
+    assert observations.main(argv) == 2
+    assert "chat template cannot be used" in capsys.readouterr().err
