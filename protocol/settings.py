@@ -77,12 +77,19 @@ class RunSettings(Settings):
     top_k: int = Field(default=-1, ge=-1)
     """Training rollouts draw from this many of the likeliest tokens, at least 2; -1: from all. As for top_p."""
 
+    @field_validator("date", mode="before")
+    @classmethod
+    def _is_no_number(cls, day: object) -> object:
+        if isinstance(day, int | float):  # pydantic reads seconds since 1970
+            raise ValueError("a date belongs here, e.g. 2026-01-31")
+        return day
+
     @field_validator("top_k")
     @classmethod
     def _samples(cls, top_k: int) -> int:
         if top_k in (0, 1):
             raise ValueError(
-                "top_k 1 draws nothing: every trajectory of a group would be the same. Say 2 or more, or -1"
+                f"top_k {top_k} draws nothing: every trajectory of a group would be the same. Say 2 or more, or -1"
             )
         return top_k
 
@@ -140,9 +147,12 @@ def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
         except NOT_YAML as error:
             raise UserError(f"the value of override {item!r} is not YAML", why=" ".join(str(error).split())) from None
         value = _number(value)
-        _assign(tree, key.split("."), value, item)
+        path = tuple(key.split("."))
+        _assign(tree, list(path), value, item)
+        # what stood at or below this place is gone, and how it was spelt with it
+        tree.spelt = {old: text for old, text in tree.spelt.items() if old[: len(path)] != path}
         if not isinstance(value, str):
-            tree.spelt[tuple(key.split("."))] = raw
+            tree.spelt[path] = raw
     for name in tree:
         if name not in SECTIONS:
             raise UserError(f"unknown section {name!r}", todo=suggest(str(name), SECTIONS))

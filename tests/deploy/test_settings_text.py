@@ -62,6 +62,9 @@ def test_a_text_is_what_was_typed(kind: type[Settings], name: str) -> None:
     ("override", "words"),
     [
         ("run.date=soon", "a date belongs here, e.g. 2026-01-31"),
+        ("run.date=0", "a date belongs here, e.g. 2026-01-31"),
+        ("run.top_k=0", "top_k 0 draws nothing"),
+        ("run.model=", "a path belongs here"),
         ("run.dir=null", "a path belongs here"),
         ("run.model=[a]", "a path belongs here"),
         ("run.model={a: b}", "a path belongs here"),
@@ -72,3 +75,16 @@ def test_a_text_is_what_was_typed(kind: type[Settings], name: str) -> None:
 def test_what_is_refused_is_refused_in_words(override: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         section(read_tree(None, [override]), "run", RunConfig.model_fields["run"].annotation)  # type: ignore[type-var]
+
+
+def test_how_a_value_was_spelt_is_forgotten_with_the_value() -> None:
+    tree = read_tree(None, ["demo.inner.name=2024", "demo.inner={name: 7}"])
+    assert tree.spelt == {("demo", "inner"): "{name: 7}"}
+    with pytest.raises(UserError, match=r"demo\.inner\.name = 7: text belongs here"):
+        section(
+            tree,
+            "demo",
+            create_model(
+                "Outer", __base__=Settings, inner=(create_model("In", __base__=Settings, name=(str, ...)), ...)
+            ),
+        )
