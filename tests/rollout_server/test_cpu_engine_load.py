@@ -82,7 +82,7 @@ async def test_large_texts_are_encoded_off_the_event_loop(
     assert threads == [True, False]
 
 
-def test_a_long_text_has_the_ids_of_its_parts_and_lets_other_threads_run(model: Path) -> None:
+def test_a_long_text_has_the_ids_of_its_parts(model: Path) -> None:
     tokenizer = Tokenizer(model)
     part = tokenizer.encode("where is ")
     times = LONG_TEXT // 9 + 1
