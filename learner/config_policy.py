@@ -262,6 +262,8 @@ class GroupSettings(PolicySettings):
             raise ValueError("parts has no weight but 0: every advantage would be 0")
         if self.normalize_batch and self.turns != "off":
             raise ValueError("normalize_batch is for advantages of trajectories: not with rewards of turns; see whiten")
+        if self.turns != "off" and (self.estimator, self.std) != ("grpo", "group"):
+            raise ValueError("rewards of turns are compared by estimator grpo with std group alone; others are ignored")
         return self
 
     @property
