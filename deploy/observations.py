@@ -52,17 +52,22 @@ def compare(episode: Episode, contents: Sequence[str], limit: int, original: Cal
     """How one observation's ids compare with the original's: equal, cut, escaped or different.
 
     cut      the original is longer than `limit`, and ours equals it up to our closing tag
-    escaped  a passage holds a protocol tag or a control token of the model, which ours does not show as one
+    escaped  a passage holds a protocol tag or a control token of the model: ours equals the original's text over the
+             neutralised passages, in which nothing is a control token, whole or cut
     """
     ours = episode.observation([Passage(contents=document) for document in contents], limit)
     theirs = episode.tokens.own(original(contents))
+    if fits := _alike(ours, theirs, limit, episode):
+        return fits
+    harmless = episode.tokens.foreign(original([neutralise(document) for document in contents]))
+    return "escaped" if _alike(ours, harmless, limit, episode) else "different"
+
+
+def _alike(ours: Sequence[int], theirs: Sequence[int], limit: int, episode: Episode) -> str:
     if ours == theirs:
         return "equal"
-    inside = theirs[: limit - len(episode.after)]
-    if len(theirs) > limit and ours == inside + list(episode.after):
-        return "cut"
-    hostile = any(neutralise(document) != document for document in contents)
-    return "escaped" if hostile or set(theirs) & episode.tokens.control_ids else "different"
+    cut = [*theirs[: limit - len(episode.after)], *episode.after]
+    return "cut" if len(theirs) > limit and ours == cut else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,8 @@ class PromptTemplate:
     chat           wrap the prompt as ONE user message by the tokenizer's chat template, when it has one
     system         system message before it; a template with one needs a tokenizer with a chat template
     question_mark  append "?" to a question that lacks it
-    passage        one passage: `{i}` from 1, `{heading}` (title line as it stands), `{title}` (no quotes), `{text}`
+    passage        one passage: `{i}` from 1, `{contents}` (all of it), `{heading}` (title line as it stands),
+                   `{title}` (no quotes), `{text}`
     passage_id     the same with the passage's `{id}`, for when a tool takes ids
     separator      between two passages
     observation    answer to a search, holds `{passages}`; what stands around it is the environment's own
@@ -71,7 +72,9 @@ class PromptTemplate:
     def list_passages(self, passages: Sequence[Passage]) -> str:
         """The passages in order, as they come from the index: nothing is escaped here."""
         shown = (
-            self.passage.format(i=i, id=p.id, title=p.title, heading=p.contents.partition("\n")[0], text=p.text)
+            self.passage.format(
+                i=i, id=p.id, contents=p.contents, title=p.title, heading=p.contents.partition("\n")[0], text=p.text
+            )
             for i, p in enumerate(passages, 1)
         )
         return self.separator.join(shown).strip()
