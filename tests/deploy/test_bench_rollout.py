@@ -280,7 +280,7 @@ def test_a_small_run_under_faults(broken: bool, capsys: pytest.CaptureFixture[st
     told = json.loads(capsys.readouterr().out)
     plays = {play["policy"]: play for play in told["by_play"]}
     assert list(plays) == ["foray", "random", "round_robin", "least_loaded", "sticky", "turn_barrier"]
-    assert plays["foray"]["failovers"] > 0, "an engine was away"
+    assert plays["random"]["failovers"] > 0, "an engine was away"
     assert all(play["seconds"] >= play["bound_s"] for name, play in plays.items() if name != "turn_barrier")
     oracle = plays["foray"]["oracle_s"]
     if broken:

@@ -202,9 +202,9 @@ def prepared_blindly() -> dict[str, Any]:
 
 
 FEW_STRAGGLERS = {
-    "steps": 12,
-    "groups_per_step": 2,
-    "max_lag": 2,
+    "steps": 20,
+    "groups_per_step": 3,
+    "max_lag": 1,
     "rollout_s": 0.1,
     "step_s": 0.05,
     "straggler": 0.14,
