@@ -30,9 +30,9 @@ def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterato
             continue
         if access.open and not is_loopback(host):
             detail = f"{setting} = {host} opens it to the network, and no token is set: it would refuse to start"
-            mend = f"foray init run.yaml --secure (then launch.secrets), or {setting}=127.0.0.1"
-            mend += ", or no endpoint: learner.metrics_port=null" if role == "learner" else ""
-            found.append(Finding("access", "fail", detail, mend))
+            todo = f"foray init run.yaml --secure (then launch.secrets), or {setting}=127.0.0.1"
+            todo += ", or no endpoint: learner.metrics_port=null" if role == "learner" else ""
+            found.append(Finding("access", "fail", detail, todo))
     if found:
         yield from found
         return

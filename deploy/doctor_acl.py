@@ -133,8 +133,8 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
         missing = _refused(client, [c for part in ([named] if named else SERVICES) for c in needs(run)[part]])
         beyond = [command for command in TOO_MUCH if command not in _refused(client, TOO_MUCH)]
     except (redis.RedisError, OSError) as error:
-        mend = f"`foray init --secure` writes users that can be checked ({type(error).__name__}: {error})"
-        yield Finding(f"redis user {name}", "warn", "its rights cannot be tried: MULTI is refused", mend)
+        todo = f"`foray init --secure` writes users that can be checked ({type(error).__name__}: {error})"
+        yield Finding(f"redis user {name}", "warn", "its rights cannot be tried: MULTI is refused", todo)
         return
     finally:
         client.close()
@@ -145,8 +145,8 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
         yield Finding(f"redis user {name}", "fail", detail, wanted)
     elif beyond and not (name == "default" and parse(url).is_loopback):
         words = ", ".join(" ".join(command[:2]) for command in beyond)
-        mend = wanted if named else "foray init run.yaml --secure makes a user for each role; launch.secrets uses them"
-        yield Finding(f"redis user {name}", "warn", f"it may do more than it needs: {words}", mend)
+        todo = wanted if named else "foray init run.yaml --secure makes a user for each role; launch.secrets uses them"
+        yield Finding(f"redis user {name}", "warn", f"it may do more than it needs: {words}", todo)
     else:
         yield Finding(f"redis user {name}", "ok", "may do what it needs" + (", and everything else" if beyond else ""))
 

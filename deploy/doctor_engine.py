@@ -74,8 +74,8 @@ def learner(config: RunConfig) -> Iterator[Finding]:
     for tracker in config.learner.trackers:
         absent = [name for name in tracker.modules if importlib.util.find_spec(name) is None]
         if absent:
-            why, mend = f"not installed: {', '.join(absent)}", f"pip install {tracker.type}, or leave it out"
-            yield Finding("learner.trackers", "fail", f"{tracker.type} cannot be used", mend, why)
+            why, todo = f"not installed: {', '.join(absent)}", f"pip install {tracker.type}, or leave it out"
+            yield Finding("learner.trackers", "fail", f"{tracker.type} cannot be used", todo, why)
         else:
             yield Finding("learner.trackers", "ok", tracker.type)
 
@@ -158,8 +158,8 @@ def _sglang(kind: SglangEngine) -> Finding:
     answer = asked.stdout.strip()
     if asked.returncode or answer == "no":
         last = asked.stderr.strip().rpartition("\n")[2] if asked.returncode else f"{python} finds no package sglang"
-        mend = f"{MAKE_ENVIRONMENT}; or install the extra [engine] there"
-        return Finding("engine", "fail", "engine.kind.type is sglang, and there is no SGLang", mend, last)
+        todo = f"{MAKE_ENVIRONMENT}; or install the extra [engine] there"
+        return Finding("engine", "fail", "engine.kind.type is sglang, and there is no SGLang", todo, last)
     return Finding("engine", "ok", f"SGLang {answer} of {python}")
 
 
@@ -207,10 +207,10 @@ def _unusable(model: Path, error: Exception) -> Finding:
 
 
 def _nccl(config: RunConfig) -> Finding:
-    mend = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
+    todo = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
     if config.launch.engines and isinstance(config.engine.kind, CpuEngine):
         why = "the CPU engine receives weights over gloo only"
-        return Finding("learner.publish", "fail", "backend is nccl, and engine.kind.type is cpu", mend, why)
+        return Finding("learner.publish", "fail", "backend is nccl, and engine.kind.type is cpu", todo, why)
     if reason := without_cuda():
-        return Finding("learner.publish", "fail", "backend is nccl, and there is no CUDA device", mend, reason)
+        return Finding("learner.publish", "fail", "backend is nccl, and there is no CUDA device", todo, reason)
     return Finding("learner.publish", "ok", "nccl, with a CUDA device")

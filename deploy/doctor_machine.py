@@ -37,8 +37,8 @@ def packages(config: RunConfig | None = None) -> Iterator[Finding]:
         if absent:
             # The processes may live in separate environments: only what is started here must be in this one.
             verdict: Verdict = "fail" if starts.get(process) else "warn"
-            mend = f"pip install 'foray{EXTRAS[process]}' in the environment that runs it"
-            yield Finding(f"packages of the {process}", verdict, f"not installed: {', '.join(absent)}", mend)
+            todo = f"pip install 'foray{EXTRAS[process]}' in the environment that runs it"
+            yield Finding(f"packages of the {process}", verdict, f"not installed: {', '.join(absent)}", todo)
         else:
             yield Finding(f"packages of the {process}", "ok", ", ".join(names))
 
@@ -55,15 +55,15 @@ def usable(config: RunConfig) -> Finding:
     """Whether the run directory can be made and written: tried beside it, with a directory that goes at once."""
     wanted = config.run.dir.absolute()
     place = _nearest(wanted)
-    mend = "run.dir=DIR, a directory that you may write to"
+    todo = "run.dir=DIR, a directory that you may write to"
     if not place.is_dir():
-        return Finding("run.dir", "fail", f"{config.run.dir} cannot be used: {place} is no directory", mend)
+        return Finding("run.dir", "fail", f"{config.run.dir} cannot be used: {place} is no directory", todo)
     try:
         with tempfile.TemporaryDirectory(prefix=".foray-", dir=place):
             pass
     except OSError as error:
         detail = f"{config.run.dir} cannot be used: {place} cannot be written to"
-        return Finding("run.dir", "fail", detail, mend, error.strerror or str(error))
+        return Finding("run.dir", "fail", detail, todo, error.strerror or str(error))
     return Finding("run.dir", "ok", f"{config.run.dir} can be written to")
 
 
@@ -115,8 +115,8 @@ def disk(config: RunConfig) -> Iterator[Finding]:
     needed = max(int(weights * copies) - held, 0) + (1 << 28)
     detail = f"{_gib(free)} free at {place}, about {_gib(needed)} needed for weights and {kept} + 1 checkpoints"
     if free < needed:
-        mend = f"free {_gib(needed - free)}, move run.dir, or lower learner.keep_checkpoints (now {kept})"
-        yield Finding("disk", "fail", detail, mend)
+        todo = f"free {_gib(needed - free)}, move run.dir, or lower learner.keep_checkpoints (now {kept})"
+        yield Finding("disk", "fail", detail, todo)
     else:
         yield Finding("disk", "ok", detail)
 
@@ -132,15 +132,15 @@ def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:
         else:
             yield Finding("secrets", "ok", f"{directory} is for its owner only")
     elif directory is not None:
-        mend = "foray init run.yaml --secure, or leave launch.secrets out"
-        yield Finding("secrets", "fail", f"launch.secrets = {directory} is no directory", mend)
+        todo = "foray init run.yaml --secure, or leave launch.secrets out"
+        yield Finding("secrets", "fail", f"launch.secrets = {directory} is no directory", todo)
     from protocol.redis_url import parse
 
     if config.run.redis_url and parse(config.run.redis_url).password:
         where = f" in {path}" if path else ""
-        mend = "export FORAY_REDIS_URL=... in the environment of each process, and leave run.redis_url empty"
+        todo = "export FORAY_REDIS_URL=... in the environment of each process, and leave run.redis_url empty"
         yield Finding(
-            "redis password", "warn", f"run.redis_url{where} holds a password, and is copied to run.dir", mend
+            "redis password", "warn", f"run.redis_url{where} holds a password, and is copied to run.dir", todo
         )
 
 

@@ -33,8 +33,8 @@ def tokenizer(config: RunConfig) -> Iterator[Finding]:
         largest = _largest_id(spec)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         told = getattr(error, "strerror", None) or f"it is no tokenizer: {type(error).__name__}"
-        mend = "take the model's directory whole: config.json, model.safetensors, tokenizer.json"
-        yield Finding("tokenizer", "fail", f"{model / 'tokenizer.json'}: {told}", mend)
+        todo = "take the model's directory whole: config.json, model.safetensors, tokenizer.json"
+        yield Finding("tokenizer", "fail", f"{model / 'tokenizer.json'}: {told}", todo)
         return
     size = _vocabulary(model)
     if size is not None and largest >= size:
@@ -48,8 +48,8 @@ def tokenizer(config: RunConfig) -> Iterator[Finding]:
         theirs = tokenizer_digest(_bytes(other / "tokenizer.json"))
         if theirs != ours:
             detail = f"SGLang is told {flag} {other} ({theirs[:12] or 'none'}), run.model has {ours[:12]}"
-            mend = f"take {flag} out of engine.kind.args: nodes pass run.model on"
-            yield Finding("tokenizer", "fail", detail, mend)
+            todo = f"take {flag} out of engine.kind.args: nodes pass run.model on"
+            yield Finding("tokenizer", "fail", detail, todo)
             return
     yield Finding("tokenizer", "ok", f"{ours[:12]}, ids to {largest}" + (f" of {size}" if size is not None else ""))
 
@@ -67,16 +67,16 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
         return  # whether it answers, and whom, is said elsewhere
     finally:
         client.close()
-    engines, mend = list(_engines(raws)), "give all processes of a run the same run.model"
+    engines, todo = list(_engines(raws)), "give all processes of a run the same run.model"
     ours = _fingerprint(config.run.model) if engines else ""
     for engine in engines:
         if ours and engine.tokenizer and engine.tokenizer != ours:
             detail = f"engine {engine.id} has {engine.tokenizer[:12]}, run.model {ours[:12]}: it gets no traffic"
-            yield Finding(ENGINE_TOKENIZER, "fail", detail, mend)
+            yield Finding(ENGINE_TOKENIZER, "fail", detail, todo)
     theirs, digest = parse(meta), tokenizer_digest(_bytes(config.run.model / "tokenizer.json"))
     if theirs is not None and theirs.tokenizer and digest and theirs.tokenizer != digest:
         detail = f"the learner of run {config.run.id} has {theirs.tokenizer[:12]}, run.model {digest[:12]}"
-        yield Finding(RUN_TOKENIZER, "fail", detail, mend)
+        yield Finding(RUN_TOKENIZER, "fail", detail, todo)
 
 
 def teacher(config: RunConfig) -> Iterator[Finding]:
@@ -85,16 +85,16 @@ def teacher(config: RunConfig) -> Iterator[Finding]:
     if not config.launch.learner or not config.learner.algorithm.kl.coefficient or other is None:
         return
     theirs, ours = _vocabulary(other), _vocabulary(model)
-    mend = "set learner.reference.model to a model of the policy's family, with as many ids or more"
+    todo = "set learner.reference.model to a model of the policy's family, with as many ids or more"
     if theirs is not None and ours is not None and theirs < ours:
         detail = f"{other} has {theirs} ids, {model} has {ours}: the learner would refuse it"
-        yield Finding("learner.reference.model", "fail", detail, mend)
+        yield Finding("learner.reference.model", "fail", detail, todo)
     elif (words := _words(other)) and (known := _words(model)):
         differ = [word for word, number in known.items() if words.get(word) != number]
         if differ:
             detail = f"{len(differ)} tokens of {model} have another id in {other}, {differ[0]!r} for one"
             why = "the divergence would be between probabilities of different tokens"
-            yield Finding("learner.reference.model", "fail", detail, mend, why)
+            yield Finding("learner.reference.model", "fail", detail, todo, why)
 
 
 def _words(model: Path) -> dict[str, int]:
@@ -113,8 +113,8 @@ def remote_code(config: RunConfig) -> Iterator[Finding]:
     kind = config.engine.kind
     if isinstance(kind, SglangEngine) and any(word.startswith("--trust-remote-code") for word in kind.args):
         detail = "engine.kind.args has --trust-remote-code: code in the model's directory runs on every engine"
-        mend = "take it out, unless you wrote or read that code; Foray itself never runs any"
-        yield Finding("remote code", "warn", detail, mend)
+        todo = "take it out, unless you wrote or read that code; Foray itself never runs any"
+        yield Finding("remote code", "warn", detail, todo)
         return
     brought = read_facts(config.run.model).get("auto_map")
     if brought:

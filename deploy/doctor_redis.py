@@ -52,8 +52,8 @@ def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) 
         try:
             info: dict[str, Any] = client.info()
         except redis.exceptions.NoPermissionError:
-            mend = "run `foray doctor` with the URL of the viewer or the admin in FORAY_REDIS_URL"
-            yield Finding("redis", "warn", f"{redacted(url)} answers, but tells this user nothing of itself", mend)
+            todo = "run `foray doctor` with the URL of the viewer or the admin in FORAY_REDIS_URL"
+            yield Finding("redis", "warn", f"{redacted(url)} answers, but tells this user nothing of itself", todo)
             return
         yield from _version(url, info)
         yield from _room(client, url, config.run.id, info)
@@ -73,15 +73,15 @@ def memory_needed(config: RunConfig) -> int:
     return int(groups * config.run.group_size * config.rollout.episode.max_context * BYTES_PER_TOKEN)
 
 
-def memory(needed: int, limit: int, setting: str, mend: str = "") -> Finding:
+def memory(needed: int, limit: int, setting: str, todo: str = "") -> Finding:
     """Whether `limit` (0: none) bytes hold what a run may have in flight."""
     detail = f"at most {needed / 2**20:.0f} MiB of groups in flight and until the next checkpoint"
     if limit == 0:
-        return Finding("redis memory", "warn", f"{detail}; no limit is set: the kernel may end it instead", mend)
+        return Finding("redis memory", "warn", f"{detail}; no limit is set: the kernel may end it instead", todo)
     detail += f", the limit is {limit / 2**20:.0f} MiB"
     if needed > limit:
-        mend = f"raise {setting}, or lower learner.checkpoint_every (a full Redis pauses the rollouts, nothing is lost)"
-        return Finding("redis memory", "warn", detail, mend)
+        todo = f"raise {setting}, or lower learner.checkpoint_every (a full Redis pauses the rollouts, nothing is lost)"
+        return Finding("redis memory", "warn", detail, todo)
     return Finding("redis memory", "ok", detail)
 
 
@@ -105,8 +105,8 @@ def _transport(url: str) -> Iterator[Finding]:
         yield Finding("redis transport", "ok", "nothing leaves this machine")
     elif where.tls is None:
         detail = f"passwords and trajectories go to {hosts} as they are: no TLS"
-        mend = f"foray init run.yaml --secure --hosts {hosts.replace(', ', ',')}; then rediss:// with its ca.pem"
-        yield Finding("redis transport", "warn", detail, mend)
+        todo = f"foray init run.yaml --secure --hosts {hosts.replace(', ', ',')}; then rediss:// with its ca.pem"
+        yield Finding("redis transport", "warn", detail, todo)
     elif not where.verifies:
         detail = f"TLS to {hosts}, but the certificate is not checked: anyone between may read along"
         yield Finding("redis transport", "warn", detail, "leave ssl_cert_reqs and ssl_check_hostname out of the URL")
@@ -121,8 +121,8 @@ def _version(url: str, info: dict[str, Any]) -> Iterator[Finding]:
     detail = f"{product} {version} at {redacted(url)}"
     newest = "apt-get install --only-upgrade redis-server, or any Redis from 8.6.3 on, or Valkey"
     if numbers < OLDEST:
-        mend = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer: {newest}"
-        yield Finding("redis", "fail", f"{detail}: older than {OLDEST[0]}.{OLDEST[1]}, it has no functions", mend)
+        todo = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer: {newest}"
+        yield Finding("redis", "fail", f"{detail}: older than {OLDEST[0]}.{OLDEST[1]}, it has no functions", todo)
     elif product == "Redis" and (7, 2) <= numbers < FIXED_IN:
         yield Finding("redis", "warn", f"{detail} has CVE-2026-23479 (use after free, blocked clients)", newest)
     elif product == "Redis" and numbers < (7, 2):
@@ -140,16 +140,16 @@ def _settings(url: str, info: dict[str, Any], needed: int) -> Iterator[Finding]:
     limit = f"{cli(url)} CONFIG SET maxmemory {room}mb"
     yield memory(needed, int(info.get("maxmemory", 0)), "maxmemory of the Redis", limit)
     if info.get("role", "master") != "master":
-        mend = f"name the primary ({info.get('master_host')}:{info.get('master_port')}), or its Sentinels"
-        yield Finding("redis role", "fail", "this is a replica: nobody can write to it", mend)
+        todo = f"name the primary ({info.get('master_host')}:{info.get('master_port')}), or its Sentinels"
+        yield Finding("redis role", "fail", "this is a replica: nobody can write to it", todo)
     if not int(info.get("aof_enabled", 0)):
         detail = (
             "appendonly is off: a restart loses all work in flight (it is generated again; nothing trained is lost)"
         )
         yield Finding("redis persistence", "warn", detail, f"{cli(url)} CONFIG SET appendonly yes")
     elif str(info.get("aof_last_write_status", "ok")) != "ok":
-        mend = "free space on the disk of its `dir`: it writes again by itself"
-        yield Finding("redis persistence", "fail", "it cannot write its append-only file, and refuses writes", mend)
+        todo = "free space on the disk of its `dir`: it writes again by itself"
+        yield Finding("redis persistence", "fail", "it cannot write its append-only file, and refuses writes", todo)
     else:
         yield Finding("redis persistence", "ok", "append-only file")
 
@@ -161,11 +161,11 @@ def _room(client: redis.Redis, url: str, run: str, info: dict[str, Any]) -> Iter
         return
     detail = f"Redis is full: {used / 2**20:.0f} of {limit / 2**20:.0f} MiB are used"
     if client.exists(Keys(run).traj):
-        mend = "start the learner: it makes room as it trains; or raise maxmemory"
-        yield Finding("redis room", "warn", detail, mend, "it holds this run, whose groups may be what fills it")
+        todo = "start the learner: it makes room as it trains; or raise maxmemory"
+        yield Finding("redis room", "warn", detail, todo, "it holds this run, whose groups may be what fills it")
     else:
-        mend = f"{cli(url)} CONFIG SET maxmemory {limit * 2 >> 20}mb, or remove what others keep there"
-        yield Finding("redis room", "fail", detail, mend, "it would refuse the tasks of a new run, and all would wait")
+        todo = f"{cli(url)} CONFIG SET maxmemory {limit * 2 >> 20}mb, or remove what others keep there"
+        yield Finding("redis room", "fail", detail, todo, "it would refuse the tasks of a new run, and all would wait")
 
 
 def _away(url: str, error: Exception) -> Finding:
@@ -185,12 +185,12 @@ def _away(url: str, error: Exception) -> Finding:
     if isinstance(error, redis.exceptions.NoPermissionError):
         return Finding("redis", "fail", f"{redacted(url)}: {told}", "give this user +ping +time (foray init --secure)")
     if isinstance(error, redis.AuthenticationError):
-        mend = "set -a; . secrets/learner.env (of `foray init --secure`), or put user and password into FORAY_REDIS_URL"
-        return Finding("redis", "fail", f"{redacted(url)} refuses the login: {told}", mend)
+        todo = "set -a; . secrets/learner.env (of `foray init --secure`), or put user and password into FORAY_REDIS_URL"
+        return Finding("redis", "fail", f"{redacted(url)} refuses the login: {told}", todo)
     if isinstance(error, redis.TimeoutError):
         detail = f"{redacted(url)} takes connections and does not answer within {ANSWER_S:g} s: stopped, or very busy"
-        mend = f"kill -CONT {found.pid}, or start it again" if found else "look at its host: kill -CONT its process"
-        return Finding("redis", "fail", detail, mend)
+        todo = f"kill -CONT {found.pid}, or start it again" if found else "look at its host: kill -CONT its process"
+        return Finding("redis", "fail", detail, todo)
     start = "start it (redis-server secrets/redis.conf, or foray redis --dir DIR)"
-    mend = f"{start}, correct run.redis_url or FORAY_REDIS_URL, or leave both empty"
-    return Finding("redis", "fail", f"no Redis answers at {redacted(url)}: {told}", mend)
+    todo = f"{start}, correct run.redis_url or FORAY_REDIS_URL, or leave both empty"
+    return Finding("redis", "fail", f"no Redis answers at {redacted(url)}: {told}", todo)

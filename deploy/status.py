@@ -1,5 +1,6 @@
-"""What an observation means: problems with what to do about them, the books, and the page that is printed. Pure but for
-`look`.
+"""What an observation means: states, problems with what to do about them, and the page that is printed.
+
+Pure but for `look`.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
     if seen.stopped:
         return delivery.of_tokens(seen)
     if now == "failed":
-        todo = f"its logs say why; mend that, and go on with: {seen.again or 'the command that started the run'}"
+        todo = f"its logs say why; fix that, then continue with: {seen.again or 'the command that started the run'}"
         return [Problem("the run has failed", todo), *delivery.of_tokens(seen)]
     if now == "stopping" or (now == "preparing" and seen.launch == "starting"):
         return []  # processes come and go, and the launcher watches them

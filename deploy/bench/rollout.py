@@ -1,6 +1,6 @@
 """`foray bench rollout`: how well is a fleet of engines used? Real rollout servers against other ways to route.
 
-Engines, processes of their own, have finite capacity, uneven speed and prefix caches (`batching`); during each play
+Each engine is a separate process with finite capacity, its own speed and a prefix cache (`batching`); during each play
 one is away for a while and all are updated twice, one after the other. The same trajectories are rolled out by ours
 and by the same server with other routing policies (`routing`), and by the turn-barrier loop of Search-R1, which is
 spared the faults: it has no failover. Lengths and search times are a pure function of (seed, trajectory, turn).
@@ -74,7 +74,7 @@ class RolloutBench(BenchSettings):
     slowness: tuple[float, ...] = Field(default=(1.0, 1.0, 1.5, 2.0), min_length=1)
     """One engine each: factor on the time of its steps: 1,1,1.5,2."""
     scale: float = Field(default=0.5, gt=0)
-    """Factor on every time; less is quicker and shows more of our own cost."""
+    """Factor on all durations. A smaller one makes the run shorter and our own overhead weigh more."""
     seeds: tuple[int, ...] = Field(default=(0, 1), min_length=1)
     """Seeds of lengths and search times, one repetition each: 0,1."""
     broken: bool = False
