@@ -52,7 +52,7 @@ class AsyncBench(BenchSettings):
     dir: Path | None = None
     """Folder that keeps the model and each run's figures: what is there is not run again. None: keeps nothing."""
     pin: bool = True
-    """The learner has a core of its own, everything else another one, at every lag."""
+    """Run the learner on one core and everything else on another one, at every lag."""
     overrides: tuple[str, ...] = ()
     """More settings of the demo for all runs, with commas: learner.optim.lr=0.0005."""
 

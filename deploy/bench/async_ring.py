@@ -1,8 +1,8 @@
 """One run of the whole ring for the benchmark of asynchrony: real processes, the demo's world and model.
 
-The rollout side (Redis, retriever, engine, rollout server) has one core and the learner has another one, at every
-`max_lag` alike, as generation and training have machines of their own elsewhere. Without that, each side would use
-both cores while the other one waits, and the run at lag 0 would not show what the sides take by themselves.
+The rollout side (Redis, retriever, engine, rollout server) runs on one core and the learner on another one, at every
+`max_lag` alike, as on a cluster each runs on its own machines. Without that, each side would use both cores while the
+other one waits, and the run at lag 0 would not show how long each side takes alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.base import Say
-from deploy.bench.machine import session_cpu_seconds
+from deploy.bench.machine import tree_cpu_seconds
 from deploy.demo.prepare import DemoOptions, prepare
 from deploy.launcher import Launcher
 from deploy.observe import read_books
@@ -45,7 +45,7 @@ class CpuSamples:
     def look(self, step: int, pids: Sequence[int]) -> None:
         """Read them once a step."""
         if step not in self.by_step:
-            self.by_step[step] = sum(session_cpu_seconds(pid) for pid in pids)
+            self.by_step[step] = sum(tree_cpu_seconds(pid) for pid in pids)
 
     def between(self, window: Window) -> tuple[int, int, float]:
         """First and last step that were seen in `window`, and the processor seconds between them."""
@@ -86,7 +86,7 @@ def figures(steps: Sequence[Mapping[str, Any]], window: Window, samples: CpuSamp
 
     wait_s, train_s  of a mean step: waiting for groups, and everything else (compute, publish, checkpoint). At lag 0
                      the learner waits exactly while the ring generates.
-    cores_used       processor seconds of a second; about 1 at lag 0 and more above it, or others had the machine
+    cores_used       processor seconds of a second, all processes; about 1 at lag 0, and more above it
     lag_mean         mean age of the trained tokens, in steps
     em_last          mean exact match in training of the run's last LAST_STEPS steps; None where none has one
     """

@@ -54,14 +54,22 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def session_cpu_seconds(leader: int) -> float:
-    """The same of every living process in the session that `leader` leads: a node and its engine, say."""
-    total = 0.0
+def tree_cpu_seconds(root: int) -> float:
+    """The same of process `root` and of every living process below it: a node and its engine, say, which leads a
+    session of its own."""
+    parents, seconds = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             continue
-        if int(fields[3]) == leader:
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
+        pid = int(stat.parent.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def below(pid: int) -> bool:
+        while pid in parents and pid != root:
+            pid = parents[pid]
+        return pid == root
+
+    return sum(spent for pid, spent in seconds.items() if below(pid))

@@ -37,15 +37,15 @@ class DecodePart:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """The other tokens: new parts of rows first..first+count-1, of uneven length."""
+    """New parts of some rows, of about the same length: they are padded to the longest of them."""
 
-    first: int
-    count: int
+    rows: torch.Tensor  # int64 [rows]
     longest: int
     width: int
-    row: torch.Tensor  # int64 [T']: row of each token, counted from `first`
+    token: torch.Tensor  # int64 [T']: each token among those of all prompts
+    row: torch.Tensor  # int64 [T']: its row, as a place in `rows`
     offset: torch.Tensor  # int64 [T']: its place within the row's new part
-    masks: dict[int, torch.Tensor]  # window -> [count, 1, longest, width]
+    masks: dict[int, torch.Tensor]  # window -> [rows, 1, longest, width]
 
 
 class Model:
@@ -66,7 +66,7 @@ class Model:
         rows: torch.Tensor,
         kv: KvRows,
         decode: DecodePart | None,
-        prompts: PromptPart | None,
+        prompts: Sequence[PromptPart],
         adapters: Sequence[AdapterPart] = (),
     ) -> torch.Tensor:
         """Hidden states [T, E] after the last norm; keys and values are written to `kv`. ids, positions, rows:
@@ -146,7 +146,7 @@ class Model:
         keys: torch.Tensor,
         values: torch.Tensor,
         decode: DecodePart | None,
-        prompts: PromptPart | None,
+        prompts: Sequence[PromptPart],
         window: int,
     ) -> torch.Tensor:
         """q [T, H, D], keys and values [rows, K, width, D] -> [T, H * D]."""
@@ -159,19 +159,22 @@ class Model:
             scores += decode.masks[window]
             parts.append(torch.matmul(torch.softmax(scores, -1), values[:n, :, : decode.width]).view(n, -1))
             q = q[n:]
-        if prompts is not None:
-            parts.append(self._attend_prompts(q, keys, values, prompts, prompts.masks[window]))
+        if prompts:
+            mixed = q.new_empty(len(q), q.shape[1] * q.shape[2])
+            for part in prompts:
+                mixed[part.token] = self._attend_prompts(q[part.token], keys, values, part, part.masks[window])
+            parts.append(mixed)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_prompts(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p: PromptPart, mask: torch.Tensor
     ) -> torch.Tensor:
-        padded = q.new_zeros(p.count, p.longest, *q.shape[1:])
+        padded = q.new_zeros(len(p.rows), p.longest, *q.shape[1:])
         padded[p.row, p.offset] = q
         mixed = F.scaled_dot_product_attention(
             padded.transpose(1, 2),
-            keys[p.first : p.first + p.count, :, : p.width],
-            values[p.first : p.first + p.count, :, : p.width],
+            keys[:, :, : p.width].index_select(0, p.rows),
+            values[:, :, : p.width].index_select(0, p.rows),
             attn_mask=mask.to(q.dtype),
             scale=self.scale,
             enable_gqa=self.config.group > 1,

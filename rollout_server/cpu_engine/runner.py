@@ -146,12 +146,14 @@ class Runner:
         adjacent rows."""
         past = torch.from_numpy(self.length[:active])
         ids, positions, rows = [torch.from_numpy(self._newest[:active])], [past], [torch.arange(active)]
-        prompts = _prompt_part(parts, self.model.windows) if parts else None
-        if prompts is not None:
+        prompts = _prompt_parts(parts, self.model.windows)
+        if parts:
+            lengths = torch.tensor([len(new) for _, new, _ in parts])
             starts = torch.tensor([start for _, _, start in parts])
             ids.append(torch.tensor([token for _, new, _ in parts for token in new]))
-            positions.append(starts[prompts.row] + prompts.offset)
-            rows.append(prompts.row + prompts.first)
+            first = (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+            positions.append(first + torch.arange(len(first)))
+            rows.append(torch.tensor([row for row, _, _ in parts]).repeat_interleave(lengths))
         decode = _decode_part(past, self.model.windows) if active else None
         adapters = self._adapter_parts(active, parts)
         return self.model.forward(
@@ -206,7 +208,21 @@ def _mask(queries: torch.Tensor, width: int, window: int) -> torch.Tensor:
     return torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None]
 
 
-def _prompt_part(parts: Sequence[tuple[int, list[int], int]], windows: Sequence[int]) -> PromptPart:
+def _prompt_parts(parts: Sequence[tuple[int, list[int], int]], windows: Sequence[int]) -> list[PromptPart]:
+    """`parts` (row, new ids, start) by the length of what is new, up to a factor of four together: after new weights
+    whole prompts are computed beside those that lack an observation only."""
+    classes: dict[int, list[int]] = {}
+    for number, (_, ids, _) in enumerate(parts):
+        classes.setdefault(len(ids).bit_length() // 2, []).append(number)
+    lengths = torch.tensor([len(ids) for _, ids, _ in parts])
+    begins = lengths.cumsum(0) - lengths
+    return [_prompt_part([parts[i] for i in chosen], begins[chosen], windows) for chosen in classes.values()]
+
+
+def _prompt_part(
+    parts: Sequence[tuple[int, list[int], int]], begins: torch.Tensor, windows: Sequence[int]
+) -> PromptPart:
+    """`begins`: where the new tokens of each part begin among those of all prompts."""
     lengths = torch.tensor([len(ids) for _, ids, _ in parts])
     starts = torch.tensor([start for _, _, start in parts])
     longest, width = int(lengths.max()), int((starts + lengths).max())
@@ -215,7 +231,8 @@ def _prompt_part(parts: Sequence[tuple[int, list[int], int]], windows: Sequence[
     # padded queries see what a real one would see: something, so that softmax stays finite
     seen_to = (starts[:, None] + torch.arange(longest)).clamp_(max=width - 1)
     masks = {window: _mask(seen_to, width, window) for window in windows}
-    return PromptPart(parts[0][0], len(parts), longest, width, row, offset, masks)
+    rows = torch.tensor([row for row, _, _ in parts])
+    return PromptPart(rows, longest, width, begins[row] + offset, row, offset, masks)
 
 
 def _best(logprobs: torch.Tensor, top: dict[int, int]) -> dict[int, list[tuple[float, int]]]:

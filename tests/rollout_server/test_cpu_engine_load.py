@@ -185,9 +185,9 @@ def test_one_long_prompt_does_not_widen_the_masks_of_many_short_ones(
     s, pairs = engine.scheduler, []
     plain = runner._prompt_part
 
-    def measured(parts: Any, windows: Any) -> Any:
-        part = plain(parts, windows)
-        pairs.append((part.count, part.count * part.longest * part.width))
+    def measured(*args: Any) -> Any:
+        part = plain(*args)
+        pairs.append((len(part.rows), len(part.rows) * part.longest * part.width))
         return part
 
     monkeypatch.setattr(runner, "_prompt_part", measured)
@@ -204,3 +204,13 @@ def test_one_long_prompt_does_not_widen_the_masks_of_many_short_ones(
     assert all(r.finish and r.finish["type"] == "length" and len(r.output_ids) == 2 for r in requests)
     assert all(count == 1 or size <= 20_000 for count, size in pairs)
     assert [count for count, _ in pairs] == [10, 1, 10]
+
+
+def test_prompts_that_lack_little_are_not_padded_to_whole_ones() -> None:
+    parts = [(2, [7] * 300, 0), (3, [8] * 20, 290), (4, [9] * 25, 280), (5, [7] * 280, 10)]
+    whole, rests = runner._prompt_parts(parts, [0])
+    assert (whole.rows.tolist(), whole.longest, whole.width) == ([2, 5], 300, 300)
+    assert (rests.rows.tolist(), rests.longest, rests.width) == ([3, 4], 25, 310)
+    assert whole.token.tolist() == [*range(300), *range(345, 625)] and rests.token.tolist() == list(range(300, 345))
+    assert rests.row.tolist() == [0] * 20 + [1] * 25 and rests.offset.tolist() == [*range(20), *range(25)]
+    assert rests.masks[0][0, 0, 5].eq(0).tolist() == [key <= 295 for key in range(310)]
