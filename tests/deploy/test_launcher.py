@@ -68,6 +68,10 @@ else:
         wanted = "wait" if begun == 1 else "0"
     if wanted == "wait":
         time.sleep(60)
+    # one that is stopped before it has its handler says nothing of it
+    until = time.monotonic() + 20
+    while "start rollout_server\\n" not in (run / "order.txt").read_text() and time.monotonic() < until:
+        time.sleep(0.01)
     print("the last words of the learner", flush=True)
     note("end")
     sys.exit(int(wanted))
