@@ -86,11 +86,11 @@ reliability: setup
 # The figures that are missing or whose code has changed, one by one, a quarter of an hour each at most, and the page
 # docs/benchmarks.md from them. ARGS="engine demo-0" makes these, ARGS=--force all of them.
 figures: setup
-	$(BIN)/python -m deploy.bench.figures_run $(ARGS)
+	$(BIN)/python -m benchmarks.figures.__main__ $(ARGS)
 
 # The page alone, which marks as stale what was measured on other code.
 page: setup
-	$(BIN)/python -m deploy.bench.figures_run --page
+	$(BIN)/python -m benchmarks.figures.__main__ --page
 
 # Real processes under faults, at random, for MINUTES. CONTROL=1: without the delivery rules, which the judge must see.
 # MAXMEMORY_MB=8: with a Redis that is full again and again.
@@ -128,12 +128,12 @@ lock: setup
 	@command -v $(UV) > /dev/null || { echo "no uv: pip install uv in an environment of its own, then make lock UV=path/to/uv"; exit 1; }
 	$(UV) pip compile --quiet pyproject.toml --extra cpu --extra dev -c deploy/constraints/cpu.txt --python-version 3.11 \
 	  --python-platform x86_64-manylinux_2_28 $(UV_ARGS) --no-header --format pylock.toml -o $(VENV)/pylock.toml
-	$(BIN)/python -m deploy.supply_chain lock $(VENV)/pylock.toml > $(VENV)/cpu.lock
+	$(BIN)/python -m requirements.supply_chain lock $(VENV)/pylock.toml > $(VENV)/cpu.lock
 	mv $(VENV)/cpu.lock deploy/constraints/cpu.lock
 	$(MAKE) sbom
 
 sbom: setup
-	$(BIN)/python -m deploy.supply_chain sbom > $(VENV)/sbom.json
+	$(BIN)/python -m requirements.supply_chain sbom > $(VENV)/sbom.json
 	mv $(VENV)/sbom.json deploy/sbom/foray.cdx.json
 
 clean:

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import LOG_LEVEL_VARIABLE, LOG_LEVELS, redact, remember_environment
-from protocol.settings_words import suggest
+from protocol.runtime.settings_errors import suggest
 
 EXIT_FAILED, EXIT_USER, EXIT_FENCED, EXIT_INTERRUPTED = 1, 2, 75, 130
 

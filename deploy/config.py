@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from learner.config import LearnerSettings
+from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings, Tree, read_tree, section

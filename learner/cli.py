@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from learner.config import LearnerSettings, require_groups
-from learner.follower import ranks, serve_rank
-from protocol.command_line import add_config_arguments, config_and_overrides
+from learner.config.learner import LearnerSettings, require_groups
+from learner.trainer.distributed.worker import ranks, serve_rank
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import redact, start_logging
+from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 from protocol.settings import RunSettings, read_tree, section
 
 LOG_FORMAT = "%(asctime)s %(levelname)s {rank}%(name)s: %(message)s"
@@ -56,13 +56,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") 
         if rank:
             return serve_rank(run, settings)
         if args.replay is not None:
-            from learner.replay import replay
+            from learner.checkpoint.replay import replay
 
             how = settings.replay.model_copy(update={"rebatch": settings.replay.rebatch or args.rebatch})
             again = settings.model_copy(update={"replay": how})
             return replay(run, again, args.replay, trust_checkpoint=args.trust_checkpoint)
         run = run.with_redis(os.environ)
-        from learner.serve import serve
+        from learner.main import serve
 
         return serve(run, settings, takeover=args.takeover, trust_checkpoint=args.trust_checkpoint)
     except UserError as error:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from protocol.errors import UserError
-from protocol.settings_words import PATTERNS, explain, repaired, suggest
+from protocol.runtime.settings_errors import PATTERNS, explain, repaired, suggest
 
 SECTIONS = ("run", "rollout", "engine", "learner", "retriever", "demo", "launch")
 """Top-level names of the tree. A process ignores the sections of the others; `foray` checks them all."""

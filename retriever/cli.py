@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
 from protocol.redaction import start_logging
+from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 from protocol.settings import read_tree, section
 from retriever.config import RetrieverSettings
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m retriever"
     start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings = section(read_tree(*config_and_overrides(args)), "retriever", RetrieverSettings)
-        from retriever.serve import serve
+        from retriever.server import serve
 
         asyncio.run(serve(settings, port_file=args.port_file))
     except UserError as error:

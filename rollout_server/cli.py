@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
 from protocol.redaction import start_logging
+from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 from protocol.settings import RunSettings, read_tree, section
 from rollout_server.config import RolloutSettings
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_se
         tree = read_tree(*config_and_overrides(args))
         run = section(tree, "run", RunSettings).with_redis(os.environ)
         settings = section(tree, "rollout", RolloutSettings)
-        from rollout_server.serve import serve
+        from rollout_server.server import serve
 
         asyncio.run(serve(run, settings, port_file=args.port_file))
     except UserError as error:

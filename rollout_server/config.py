@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from protocol.settings import Settings
-from rollout_server.config_episode import DEFAULT_SEARCH, EpisodeSettings, SearchSettings
+from rollout_server.environment.config import DEFAULT_SEARCH, EpisodeSettings, SearchSettings
 
 
 class RolloutSettings(Settings):

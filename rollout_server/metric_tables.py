@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from protocol.metrics import COUNTS, REWARDS, SECONDS, TOKENS, Table, counter, gauge, histogram
+from protocol.runtime.metrics import COUNTS, REWARDS, SECONDS, TOKENS, Table, counter, gauge, histogram
 
 WAITS = counter("Seconds in which at least one coroutine waited for this cause.", "cause", name="wait_seconds")
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from protocol.codec import encode
 from protocol.functions import REPORT
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
-from protocol.metrics import Histogram, Page
+from protocol.runtime.metrics import Histogram, Page
+from protocol.runtime.redis.aio import Outage, RedisClient, RedisDown, RedisFull
+from protocol.runtime.waits import Waits
 from rollout_server.metric_tables import TABLES, WAITS
-from rollout_server.redis_client import Outage, RedisClient, RedisDown, RedisFull
-from rollout_server.waits import Waits
 
 PERIOD_S = 1.0
 LIFETIME_MS = 10_000

@@ -19,20 +19,20 @@ MODELS = ("learner/", "retriever/encoder/", "retriever/rerank/", "deploy/demo/",
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("learner/engine/",),
     # the benchmark compares with FAISS by itself
-    "faiss": ("retriever/index/faiss_", "deploy/bench/retriever_raw.py"),
+    "faiss": ("retriever/index/faiss_", "benchmarks/retriever/raw.py"),
     "bm25s": ("retriever/index/bm25",),
     "torch": ("rollout_server/cpu_engine/", *MODELS),
     "transformers": MODELS,
     # run by the interpreter of an environment that holds nothing of ours
     "sglang": ("deploy/sglang_cpu/",),
-    "trl": ("deploy/bench/learner_trl.py",),
-    "datasets": ("deploy/bench/learner_trl.py",),
-    "peft": ("learner/lora.py",),
-    "matplotlib": ("deploy/plot.py",),
+    "trl": ("benchmarks/learner/trl.py",),
+    "datasets": ("benchmarks/learner/trl.py",),
+    "peft": ("learner/model/lora.py",),
+    "matplotlib": ("deploy/monitor/plot.py",),
     "pyarrow": ("retriever/formats/",),
     "pickle": (),
 }
-PURE = ("learner/advantages/", "learner/losses/", "learner/kl/", "learner/scoring.py", "learner/batch.py")
+PURE = ("learner/advantages/", "learner/losses/", "learner/kl/", "learner/model/logprobs.py", "learner/data/batch.py")
 """Math: torch, numpy and facts, nothing else."""
 MATH = {"torch", "numpy", "protocol", "learner"}
 HEAVY = {

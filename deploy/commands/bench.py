@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from deploy.bench.report import Circumstances
-from deploy.bench.table import BENCHMARKS
-from protocol.field_docs import descriptions
+from benchmarks import BENCHMARKS
+from benchmarks.report import Circumstances
+from protocol.runtime.field_docs import descriptions
 from protocol.settings import section
 
 
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when it was measured; raises UserError for settings that do not fit the benchmark."""
-    from deploy.child import ProcessFailed
+    from deploy.launcher.process import ProcessFailed
 
     kind = BENCHMARKS[args.action]
     given = {name[4:]: value for name, value in vars(args).items() if name.startswith("set_")}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.progress import RENAMED, parse_record
+from deploy.launcher.progress import RENAMED, parse_record
 from protocol.errors import UserError
 
 HEADLINE, EVERY = "reward/em", 10
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         todo = f"give --metric one of {', '.join(fields)}" if fields else "wait for a step"
         raise UserError(f"no step has {shown} yet: there is nothing to plot", todo=todo)
     if args.plot:
-        from deploy.plot import plot_curves
+        from deploy.monitor.plot import plot_curves
 
         smooth = {label: running_means(curve, every) for label, curve in steps.get(shown, {}).items()}
         lines = baselines_of(args.baseline)

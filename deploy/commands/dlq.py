@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy import locate
+from deploy.launcher import run_dir as locate
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
     import redis
 
-    from deploy.dead_letters import DeadLetter, Fates
+    from deploy.dlq.dead_letters import DeadLetter, Fates
 
 _SEQ, _ID = re.compile(r"^[0-9]{1,18}$"), re.compile(r"^[0-9]{1,16}-[0-9]{1,20}$")
 
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
 def _client(found: locate.Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None]:
     import redis
 
-    from deploy.redis_child import connect
-    from protocol.redis_url import redacted
+    from deploy.launcher.redis_server import connect
+    from protocol.runtime.redis.url import redacted
 
     client = connect(found.redis_url, found.run.id)
     try:
@@ -95,8 +95,8 @@ def _is_gone(client: redis.Redis, found: locate.Located) -> bool:
 
 
 def _fates(found: locate.Located, client: redis.Redis | None) -> Fates:
-    from deploy.dead_letters import Fates
-    from deploy.observe import read_ledger
+    from deploy.dlq.dead_letters import Fates
+    from deploy.monitor.snapshot import read_ledger
     from protocol.codec import number_of
     from protocol.keys import Keys
 
@@ -107,14 +107,14 @@ def _fates(found: locate.Located, client: redis.Redis | None) -> Fates:
 def _letters(
     args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, *, bodies: bool
 ) -> list[DeadLetter]:
-    from deploy.dead_letters import read_letters
+    from deploy.dlq.dead_letters import read_letters
 
     letters = read_letters(client, found.run.id, found.directory, bodies=bodies)
     return [letter for letter in letters if not args.reason or letter.reason == args.reason]
 
 
 def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, wanted: list[str]) -> None:
-    from deploy.dlq_page import as_json, listing
+    from deploy.dlq.pages import as_json, listing
 
     letters, fates = _letters(args, found, client, bodies=False), _fates(found, client)
     if wanted:
@@ -126,8 +126,8 @@ def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis |
 
 
 def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, wanted: list[str]) -> None:
-    from deploy.dlq_page import as_json, page
-    from deploy.harmless import harmless
+    from deploy.dlq.pages import as_json, page
+    from deploy.terminal import harmless
 
     if not wanted:
         raise UserError("it is not said which one", todo="foray dlq list shows seqs and ids; then foray dlq show SEQ")
@@ -146,8 +146,8 @@ def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis |
 
 
 def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
-    from deploy.observe import observe
-    from deploy.requeue import choose, outlook
+    from deploy.dlq.dead_letters import choose, outlook
+    from deploy.monitor.snapshot import observe
     from protocol.keys import Keys
 
     if sum((bool(wanted), bool(args.reason), args.all)) != 1:
@@ -166,8 +166,8 @@ def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redi
 
 
 def _purge(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
-    from deploy.dead_letters import purge_file, purge_stream
-    from deploy.observe import observe
+    from deploy.dlq.dead_letters import purge_file, purge_stream
+    from deploy.monitor.snapshot import observe
 
     letters = _letters(args, found, client, bodies=False)
     if wanted:

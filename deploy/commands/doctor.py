@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from protocol.command_line import add_config_arguments, config_and_overrides
+from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when nothing would stop a run (warnings allowed), 1 otherwise."""
     from deploy.config import load
-    from deploy.doctor import examine
+    from deploy.doctor.run import examine
 
     path, overrides = config_and_overrides(args)
     findings = examine(load(path, overrides) if path else None, path)

@@ -8,8 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from deploy.rundir import is_held, read_record, require, wait_until_free
-from deploy.saved import saved
+from deploy.launcher.run_dir import is_held, read_record, require, saved, wait_until_free
 from protocol.errors import ForayError
 
 

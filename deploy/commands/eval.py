@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from deploy.rundir import read_record, require, write_atomically
+from deploy.launcher.run_dir import read_record, require, write_atomically
 from protocol.errors import ForayError, UserError
 
 if TYPE_CHECKING:
-    from deploy.evaluate import Episode, Score
+    from deploy.monitor.evaluate import Episode, Score
     from protocol.messages import Question
 
 POLICY = ("run", "lineage_id", "model")
@@ -50,9 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when every episode was scored at one version, 1 when some failed or versions are mixed."""
-    from deploy.evaluate import evaluate
-    from deploy.pulse import Pulse, beside
-    from learner.questions import load_questions
+    from deploy.heartbeat import Pulse, beside
+    from deploy.monitor.evaluate import evaluate
+    from learner.data.questions import load_questions
 
     if not args.questions.is_file():
         raise UserError(

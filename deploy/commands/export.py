@@ -10,12 +10,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.rundir import configuration_of, read_configuration
+from deploy.launcher.run_dir import configuration_of, read_configuration
 from protocol.errors import UserError
 from protocol.settings import RunSettings, read_tree, section
 
 if TYPE_CHECKING:
-    from learner.config_model import ModelSettings
+    from learner.config.model import ModelSettings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.dtype:
         settings = settings.model_copy(update={"dtype": args.dtype})
-    from learner.export import export_adapter, export_model, find_state
+    from learner.model.export import export_adapter, export_model, find_state
 
     export = export_adapter if args.adapter else export_model
     export(find_state(args.where), model, settings, args.out, average=args.ema)
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSettings]:
-    from learner.config import LearnerSettings
-    from learner.config_model import ModelSettings
+    from learner.config.learner import LearnerSettings
+    from learner.config.model import ModelSettings
 
     if config is not None:
         tree = read_tree(config)

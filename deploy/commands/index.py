@@ -38,7 +38,7 @@ def subcommands() -> dict[str, str]:
 
 def configure(parser: argparse.ArgumentParser, action: str) -> None:
     """Arguments of `foray index ACTION`."""
-    from retriever.build_cli import add_build_arguments, add_corpus_arguments
+    from retriever.build.cli import add_build_arguments, add_corpus_arguments
 
     parser.set_defaults(out=None, index=None)
     parser.add_argument("--config", type=Path, help="take everything from this run's section `retriever`")
@@ -82,7 +82,7 @@ def _of_config(args: argparse.Namespace, overrides: list[str]) -> RetrieverSetti
 
 
 def _build(args: argparse.Namespace) -> int:
-    from retriever.build_cli import build, index_settings
+    from retriever.build.cli import build, index_settings
 
     if args.config is not None:
         settings = _of_config(args, args.rest)
@@ -97,10 +97,10 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    from retriever.build_cli import index_settings
-    from retriever.build_corpus import read_input
-    from retriever.estimate import Facts
-    from retriever.estimate_plan import constants, dim_of, make_plan, plan_build
+    from retriever.build.cli import index_settings
+    from retriever.build.estimate import Facts
+    from retriever.build.input import read_input
+    from retriever.build.plan import constants, dim_of, make_plan, plan_build
 
     if args.config is not None:
         settings = _of_config(args, args.rest)
@@ -142,7 +142,7 @@ def _nothing_else(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from retriever.manifest import read_manifest
+    from retriever.corpus.manifest import read_manifest
 
     directory, _ = _place(args)
     _nothing_else(args)
@@ -150,7 +150,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"directory": str(directory), **manifest.model_dump(), "bytes": manifest.index_bytes}))
         return 0
-    from retriever.build_progress import amount
+    from retriever.build.progress import amount
 
     print(f"{directory}: {manifest.type} over {manifest.passages:,} passages, {amount(manifest.index_bytes)}")
     print(f"  fingerprint  {manifest.fingerprint} (format {manifest.format})")
@@ -164,8 +164,8 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from retriever.build_progress import BuildProgress, to_stderr
-    from retriever.verify import verify_index
+    from retriever.build.progress import BuildProgress, to_stderr
+    from retriever.build.verify import verify_index
 
     directory, corpus = _place(args)
     _nothing_else(args)
@@ -186,8 +186,8 @@ def _changes(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _search(args: argparse.Namespace) -> int:
-    from retriever.corpus import Corpus
-    from retriever.manifest import corpus_of, settings_of
+    from retriever.corpus.corpus import Corpus
+    from retriever.corpus.manifest import corpus_of, settings_of
 
     directory, configured = _place(args)
     if not args.rest or args.k < 1:

@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when all was written; raises UserError when it exists already."""
     from deploy.config import from_tree
-    from deploy.settings_doc import document
+    from deploy.reference.settings import document
     from protocol.settings import read_tree
 
     directory = args.secrets or args.file.parent / "secrets"
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _name(recipe: Path | None, overrides: Sequence[str]) -> list[str]:
     """Overrides that give the run an id and a directory that no other run has, as far as the person gave none."""
-    from deploy.rundir import unique_id
+    from deploy.launcher.run_dir import unique_id
     from protocol.settings import RunSettings, read_tree
 
     chosen = read_tree(None, overrides).get("run") or {}
@@ -86,7 +86,7 @@ def _name(recipe: Path | None, overrides: Sequence[str]) -> list[str]:
 
 
 def _secure(args: argparse.Namespace, config: RunConfig, directory: Path) -> None:
-    from deploy.secrets_files import Place, write_secrets
+    from deploy.secrets.files import Place, write_secrets
 
     hosts = tuple(host.strip() for host in args.hosts.split(",") if host.strip())
     if not hosts:

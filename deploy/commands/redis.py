@@ -10,9 +10,9 @@ import argparse
 import os
 from pathlib import Path
 
-from deploy.ports import require_free
-from deploy.redis_child import find_server, redis_argv
+from deploy.launcher.redis_server import find_server, redis_argv
 from protocol.errors import UserError
+from protocol.runtime.net import require_free
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

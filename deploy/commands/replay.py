@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.rundir import configuration_of, read_configuration, require
+from deploy.launcher.run_dir import configuration_of, read_configuration, require
 from protocol.errors import UserError
 from protocol.settings import RunSettings, section
 
 if TYPE_CHECKING:
-    from rollout_server.tokens import Tokens
+    from rollout_server.environment.tokenizer import Tokens
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; raises UserError when there is nothing to show."""
-    from deploy.observe import read_books
-    from deploy.replay import choose, render, to_json
-    from learner.journal import read_journal
+    from deploy.monitor.replay_view import choose, render, to_json
+    from deploy.monitor.snapshot import read_books
+    from learner.checkpoint.journal import read_journal
 
     if args.show < 1:
         raise UserError("--show must be at least 1")
@@ -66,7 +66,7 @@ def _settings(directory: Path) -> RunSettings | None:
 
 def _tokens(directory: Path, model: Path | None, run: RunSettings | None) -> Tokens:
     """The tokenizer of `model`, else of the run's newest published weights, else of its initial model."""
-    from rollout_server.tokens import load_tokens
+    from rollout_server.environment.tokenizer import load_tokens
 
     candidates = [model] if model is not None else sorted((directory / "weights").glob("v*/"), reverse=True)
     if model is None and run is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from deploy import locate
+from deploy.launcher import run_dir as locate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when the run is healthy (or finished), 1 when something is wrong with it."""
-    from deploy.status import look, problems, render, to_json
+    from deploy.monitor.status import look, problems, render, to_json
 
     found = locate.locate(args)
     seen = look(found)

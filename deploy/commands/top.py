@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deploy import locate
+from deploy.launcher import run_dir as locate
 
 if TYPE_CHECKING:
-    from deploy.top import Frame
+    from deploy.monitor.top import Frame
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _frames(found: locate.Located, interval: float) -> Iterator[Frame]:
     """A frame a look, the last one of a run whose launcher has ended."""
-    from deploy.rundir import read_record
-    from deploy.status import look
-    from deploy.top import Looks, frame, read_searches
+    from deploy.launcher.run_dir import read_record
+    from deploy.monitor.status import look
+    from deploy.monitor.top import Looks, frame, read_searches
 
     looks = Looks()
     while True:

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from deploy.config import RunConfig, load
-from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
-from protocol.redis_url import redacted
+from protocol.runtime.command_line import add_config_arguments, config_and_overrides
+from protocol.runtime.redis.url import redacted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +69,9 @@ def up(
     config: RunConfig, say: Callable[[str], None], *, again: str = "", takeover: bool = False
 ) -> tuple[int, dict[str, Any]]:
     """(exit code, what is to be said of the run); prints a failure on stderr. `again`: the command that goes on."""
-    from deploy.child import ProcessFailed
-    from deploy.launcher import Launcher, Stopped
-    from deploy.saved import saved
+    from deploy.launcher.launcher import Launcher, Stopped
+    from deploy.launcher.process import ProcessFailed
+    from deploy.launcher.run_dir import saved
 
     began = time.monotonic()
     launcher = Launcher(config, say=say, again=again, takeover=takeover)
@@ -103,10 +103,10 @@ def up(
 
 def print_plan(config: RunConfig, *, as_json: bool) -> None:
     """What would be started, with which settings, and what would stop it; needs nothing that a run needs."""
-    from deploy.addresses import preview, settle
-    from deploy.doctor import preflight
-    from deploy.plan import plan
-    from deploy.rundir import RESOLVED
+    from deploy.doctor.run import preflight
+    from deploy.launcher.addresses import preview, settle
+    from deploy.launcher.plan import plan
+    from deploy.launcher.run_dir import RESOLVED
 
     addresses = preview(config)
     resolved = config.run.dir / RESOLVED

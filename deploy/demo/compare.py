@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from protocol.command_line import split
 from protocol.errors import UserError
+from protocol.runtime.command_line import split
 from protocol.settings import not_an_override
 from protocol.versions import PolicyVersion
 
@@ -46,9 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when every variant ran to its end; the exit status of the first one that did not."""
-    from deploy.child import ProcessFailed
-    from deploy.demo.prepare import DemoOptions, prepare
-    from deploy.demo.run import run_demo
+    from deploy.demo.run import DemoOptions, prepare, run_demo
+    from deploy.launcher.process import ProcessFailed
 
     out = sys.stderr if args.json else sys.stdout
     files, shared = split(args.given)

@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deploy.demo.lookup import Lookup
-from deploy.demo.vocabulary import GUESS_THOUGHT, THOUGHT, encode
-from deploy.demo.world import ONE_HOP, RELATIONS, VERBS, Fact, Puzzle, World
-from rollout_server.prompts import demo
+from deploy.demo.world import GUESS_THOUGHT, ONE_HOP, RELATIONS, THOUGHT, VERBS, Fact, Lookup, Puzzle, World, encode
+from rollout_server.environment.prompts import demo
 
 if TYPE_CHECKING:
     import torch

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.demo.copying import lay_copying
+from deploy.demo.warmstart import lay_copying
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
     from deploy.config import RunConfig
-    from rollout_server.episode import Episode
+    from rollout_server.environment.environment import Episode
 
 VOCABULARY = 4096
 THETA = 1e6
@@ -195,8 +195,8 @@ def prepare(config: RunConfig, steps: int, say: Callable[[str], None]) -> None:
     """Write tokenizer and warm-started model to `run.model` (atomically: the directory appears when it is whole)."""
     import torch
 
-    from learner.accelerator import without_gpu
-    from rollout_server.episode import build_episode
+    from learner.engine.accelerator import without_gpu
+    from rollout_server.environment.environment import build_episode
 
     without_gpu()
     torch.set_num_threads(1)

@@ -10,11 +10,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_server.environment.prompts import demo
 
 # fmt: off
 NAME_WORDS = (
@@ -204,3 +212,112 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# BM25 over one world's passages, for the demonstrations: the ring's real retriever ranks the same way.
+#
+# Scores are Lucene's BM25 (Robertson et al. 1995 with idf = ln(1 + (N - df + 0.5) / (df + 0.5))), k1 1.5, b 0.75, as in
+# bm25s. It is written out here because the warm start asks tens of thousands of single queries of worlds that live for
+# two steps: building a real index for each would cost more than the training.
+
+Floats = npt.NDArray[np.float32]
+K1, B = 1.5, 0.75
+STOPWORDS = frozenset(("of", "and", "."))
+
+
+class Lookup:
+    """Ranked names of the passages for a query; remembers what it was asked."""
+
+    def __init__(self, world: World) -> None:
+        self.names = list(world.kind_of)
+        self.fact_keys = list(world.facts)
+        texts = [[w for w in f"{name} {world.text(name)}".split() if w not in STOPWORDS] for name in self.names]
+        lengths = np.array([len(text) for text in texts], dtype=np.float32)
+        norm = K1 * (1 - B + B * lengths / lengths.mean())
+        counts: dict[str, Floats] = {}
+        for number, text in enumerate(texts):
+            for word, times in Counter(text).items():
+                counts.setdefault(word, np.zeros(len(texts), dtype=np.float32))[number] = times
+        self._weights: dict[str, Floats] = {}
+        for word, count in counts.items():
+            found = int((count > 0).sum())
+            idf = math.log(1 + (len(texts) - found + 0.5) / (found + 0.5))
+            self._weights[word] = (idf * count / (count + norm)).astype(np.float32)
+        self._nothing = np.zeros(len(texts), dtype=np.float32)
+        self._seen: dict[str, list[str]] = {}
+
+    def top(self, query: str, topk: int) -> list[str]:
+        """Names whose passages score highest, best first; those that share no word with the query never appear."""
+        ranked = self._seen.get(query)
+        if ranked is None:
+            scores = sum((self._weights.get(word, self._nothing) for word in query.split()), start=self._nothing)
+            best = np.argsort(-scores, kind="stable")[:8]
+            ranked = self._seen[query] = [self.names[i] for i in best if scores[i] > 0]
+        return ranked[:topk]
+
+
+# The demo's tokenizer: one token a word, the protocol's tags single tokens, saved in Hugging Face layout.
+#
+# A text is split at blanks, so tokens of a prompt, of the policy and of an observation never merge where they meet. The
+# tags are added tokens that are *not* special: they are recognised even when glued to a word, and decoding keeps them,
+# so that an engine finds its stop strings.
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+THOUGHT = "i need to search"
+"""What a demonstration thinks before its first search."""
+GUESS_THOUGHT = "i know the answer"
+"""What a demonstration thinks before it answers without having searched."""
+
+
+def _words_of(template: str) -> list[str]:
+    return [word for word in template.split() if "{" not in word and word not in demo.TAGS]
+
+
+@cache
+def words() -> tuple[str, ...]:
+    """Every token in the order of its id: pad, eos, unknown, tags, grammar, names."""
+    texts = (demo.PROMPT, demo.PASSAGE, demo.OBSERVATION, demo.EMPTY_RESULT, demo.INVALID, TEXT, ONE_HOP, TWO_HOP)
+    grammar = [word for text in (*texts, THOUGHT, GUESS_THOUGHT) for word in _words_of(text)]
+    every = (PAD, EOS, UNKNOWN, *demo.TAGS, *grammar, *RELATION_NAMES, *VERBS.values(), *NAME_WORDS)
+    return tuple(dict.fromkeys(every))
+
+
+@cache
+def ids_of_words() -> dict[str, int]:
+    """Word -> id."""
+    return {word: index for index, word in enumerate(words())}
+
+
+def encode(text: str) -> list[int]:
+    """Ids of a text of known words. KeyError for a word that the demo does not know."""
+    table = ids_of_words()
+    return [table[word] for word in text.split()]
+
+
+def decode(ids: list[int]) -> str:
+    """The words, joined by blanks."""
+    table = words()
+    return " ".join(table[index] for index in ids)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    tokenizer = Tokenizer(WordLevel(dict(ids_of_words()), unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in (PAD, EOS, UNKNOWN)])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in demo.TAGS])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.advantages import Outcomes, Turns
-from learner.aggregation import Aggregation
+from learner.algorithms.advantages import Outcomes, Turns
+from learner.data.packing import Aggregation
 
 Total = Callable[[torch.Tensor], torch.Tensor]
 """Sums a float64 vector over the ranks; every rank must call it, in one order."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from learner.algorithms.advantages import to_rows
 from learner.algorithms.base import Scored, TokenInputs, Total
-from learner.config_policy import PolicySettings
-from learner.kl import log_ratio
-from learner.losses import (
+from learner.algorithms.kl import log_ratio
+from learner.algorithms.losses import (
     WeightSums,
     keep_mask,
     masked,
@@ -21,6 +21,7 @@ from learner.losses import (
     veto,
     weight_sums,
 )
+from learner.config.policy import PolicySettings
 
 
 class Corrected(NamedTuple):
@@ -100,3 +101,18 @@ class Correction:
         if r.veto:
             kept = kept & veto(log_weight, trajectory, mask, threshold=r.veto)
         return kept
+
+
+# Functions of [B, T] rows, applied to the flat tokens of a micro-batch.
+
+OnRows = Callable[..., tuple[torch.Tensor, ...]]
+"""(mask [B, T], one [B, T] for each flat tensor) -> [B, T] each."""
+
+
+def over_rows(scored: Scored, function: OnRows, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `function` makes of the flat tensors [N], flat again: a row is a trajectory, so nothing crosses from one to
+    another, whatever the packing. Masked tokens (dummies) give 0.
+    """
+    rows = to_rows(scored.trajectory)
+    mask = rows.pad(scored.mask) & rows.mask
+    return tuple(rows.flat(x) for x in function(mask, *(rows.pad(x) for x in flat)))

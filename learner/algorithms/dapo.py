@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from learner.advantages import Outcomes, overlong
+from learner.algorithms.advantages import Outcomes, overlong
 from learner.algorithms.grpo import Grpo
-from learner.config_algorithm import DapoSettings
+from learner.config.algorithm import DapoSettings
 
 
 class Dapo(Grpo):

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.advantages import Outcomes, reinforce_advantages
+from learner.algorithms.advantages import Outcomes, reinforce_advantages
 from learner.algorithms.base import TokenInputs
+from learner.algorithms.kl import log_ratio
+from learner.algorithms.losses import Surrogate, moved_too_far
 from learner.algorithms.policy import PolicyAlgorithm
-from learner.kl import log_ratio
-from learner.losses import Surrogate, moved_too_far
 
 
 class Distill(PolicyAlgorithm):

@@ -6,8 +6,8 @@ import torch
 
 from learner.algorithms.base import TokenInputs
 from learner.algorithms.grpo import Grpo
-from learner.config_algorithm import DppoSettings
-from learner.losses import Surrogate, dppo
+from learner.algorithms.losses import Surrogate, dppo
+from learner.config.algorithm import DppoSettings
 
 
 class Dppo(Grpo):

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.advantages import Outcomes, gpg_advantages
+from learner.algorithms.advantages import Outcomes, gpg_advantages
 from learner.algorithms.base import TokenInputs
+from learner.algorithms.losses import Surrogate, reinforce
 from learner.algorithms.policy import PolicyAlgorithm
-from learner.config_algorithm import GpgSettings
-from learner.losses import Surrogate, reinforce
+from learner.config.algorithm import GpgSettings
 
 
 class Gpg(PolicyAlgorithm):

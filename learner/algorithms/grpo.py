@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.advantages import (
+from learner.algorithms.advantages import (
     Outcomes,
     Turns,
     grpo_advantages,
@@ -23,7 +23,7 @@ from learner.advantages import (
     turn_returns,
 )
 from learner.algorithms.policy import PolicyAlgorithm
-from learner.config_policy import GroupSettings
+from learner.config.policy import GroupSettings
 
 
 class Grpo(PolicyAlgorithm):

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.advantages import Outcomes, gae, reinforce_advantages
+from learner.algorithms.advantages import Outcomes, gae, reinforce_advantages
 from learner.algorithms.base import Judgement, Scored
+from learner.algorithms.correction import over_rows
 from learner.algorithms.policy import PolicyAlgorithm
-from learner.algorithms.tokens import over_rows
-from learner.config_algorithm import PpoSettings
+from learner.config.algorithm import PpoSettings
 
 
 class Ppo(PolicyAlgorithm):

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.advantages import Outcomes, reinforce_advantages
+from learner.algorithms.advantages import Outcomes, reinforce_advantages
 from learner.algorithms.base import TokenInputs
+from learner.algorithms.losses import Surrogate, reinforce
 from learner.algorithms.policy import PolicyAlgorithm
-from learner.config_algorithm import ReinforceSettings
-from learner.losses import Surrogate, reinforce
+from learner.config.algorithm import ReinforceSettings
 
 
 class Reinforce(PolicyAlgorithm):

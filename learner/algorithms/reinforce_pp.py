@@ -11,11 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.advantages import Outcomes, discounted_returns, reinforce_advantages, reinforce_pp_baseline_advantages
+from learner.algorithms.advantages import (
+    Outcomes,
+    discounted_returns,
+    reinforce_advantages,
+    reinforce_pp_baseline_advantages,
+)
 from learner.algorithms.base import Judgement, Scored
+from learner.algorithms.correction import over_rows
 from learner.algorithms.policy import PolicyAlgorithm
-from learner.algorithms.tokens import over_rows
-from learner.config_algorithm import ReinforcePpSettings
+from learner.config.algorithm import ReinforcePpSettings
 
 
 class ReinforcePp(PolicyAlgorithm):

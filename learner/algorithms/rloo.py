@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from learner.advantages import Outcomes, rloo_advantages
+from learner.algorithms.advantages import Outcomes, rloo_advantages
 from learner.algorithms.policy import PolicyAlgorithm
 
 

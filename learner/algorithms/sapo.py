@@ -6,8 +6,8 @@ import torch
 
 from learner.algorithms.base import TokenInputs
 from learner.algorithms.grpo import Grpo
-from learner.config_algorithm import SapoSettings
-from learner.losses import Surrogate, sapo
+from learner.algorithms.losses import Surrogate, sapo
+from learner.config.algorithm import SapoSettings
 
 
 class Sapo(Grpo):

@@ -20,10 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from learner.engine.gather import gathered
-from learner.engine.partition import EMA, MASTER, MOMENTS, Partition, set_low
+from learner.engine.optimizer import GuardedAdamW
+from learner.engine.partition import EMA, MASTER, MOMENTS, Partition, gathered, set_low
 from learner.engine.ranks import fail_together
-from learner.optimizer import GuardedAdamW
 from protocol.errors import UserError
 
 FORMAT = 1

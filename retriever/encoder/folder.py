@@ -8,13 +8,18 @@ newer versions of sentence-transformers write them whether or not anybody meant 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from protocol.errors import UserError
-from retriever.encoder.table import Pooling
+from retriever.encoder.config import TransformerEncoderSettings
+from retriever.encoder.families import BY_NAME, FAMILIES, Family, Pooling, family_of
 
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -154,3 +159,209 @@ def _json(path: Path, kind: type) -> Any:
     if not isinstance(value, kind):
         raise UserError(f"{path} holds a {type(value).__name__}, not a {kind.__name__}")
     return value
+
+
+# Which model a folder holds, as 16 hexadecimal digits: the same wherever the folder is, another for other weights.
+#
+# Read are the model's JSON files (without the keys that saving again changes), the tokenizer's files, and of every tensor
+# in safetensors its name, type, shape and its first and last 32 KiB: a trained model differs from its start in every
+# tensor, so this tells models apart without reading 14 GB. How the tensors are spread over files does not matter. Other
+# weight files are read in full. A change of a few numbers in the middle of one tensor, by hand, is not seen.
+
+EDGE_BYTES = 32 * 1024
+_VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "__version__"})
+_TOKENIZER_STATE = frozenset({"truncation", "padding"})
+"""Parts of tokenizer.json that depend on how it was last called."""
+_TEXT_FILES = ("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+_JSON_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "modules.json",
+    "sentence_bert_config.json",
+)
+_BIN = "pytorch_model*.bin"
+
+
+def fingerprint(folder: Path) -> str:
+    """16 hexadecimal digits over everything in `folder` that decides a vector. UserError where it holds no weights."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and _counts(path))
+    stamps = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    return _digest(folder, stamps)
+
+
+def _counts(path: Path) -> bool:
+    return path.name in _JSON_FILES or path.name in _TEXT_FILES or path.suffix == ".safetensors" or path.match(_BIN)
+
+
+@lru_cache(maxsize=64)
+def _digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
+    """The stamps make a changed file a new key."""
+    parts: list[tuple[str, str]] = []
+    weights = 0
+    directories: dict[Path, set[str]] = {}
+    for name, _, _ in stamps:
+        directories.setdefault(Path(name).parent, set()).add(Path(name).name)
+    for directory, names in directories.items():
+        where = str(directory.relative_to(folder))
+        tensors = sorted(name for name in names if name.endswith(".safetensors"))
+        others = [] if tensors else sorted(name for name in names if Path(name).match(_BIN))
+        weights += len(tensors) + len(others)
+        for name in tensors:
+            parts += [(f"{where}/{tensor}", digest) for tensor, digest in _tensors(directory / name)]
+        parts += [(f"{where}/{name}", _sha256(directory / name)) for name in others]
+        parts += [(f"{where}/{name}", _sha256(directory / name)) for name in names if name in _TEXT_FILES]
+        parts += [(f"{where}/{name}", _fingerprint_json(directory / name)) for name in names if name in _JSON_FILES]
+    if not weights:
+        raise UserError(f"there are no weights in {folder}", todo="put model.safetensors (or its shards) there")
+    return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def _tensors(path: Path) -> list[tuple[str, str]]:
+    """Name and digest of every tensor of one safetensors file: 8 bytes of length, a JSON header, the data."""
+    with path.open("rb") as file:
+        try:
+            size = int.from_bytes(file.read(8), "little")
+            if size > os.fstat(file.fileno()).st_size:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(file.read(size))
+            found = []
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = entry["data_offsets"]
+                digest = hashlib.sha256(f"{entry['dtype']} {entry['shape']}".encode())
+                for at in sorted({start, max(start, end - EDGE_BYTES)}):
+                    file.seek(8 + size + at)
+                    digest.update(file.read(min(EDGE_BYTES, end - at)))
+                found.append((name, digest.hexdigest()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a safetensors file", why=str(error), todo="copy the model again") from None
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fingerprint_json(path: Path) -> str:
+    try:
+        value: Any = json.loads(path.read_bytes())
+    except ValueError:
+        # whoever reads it for its content complains in words
+        return _sha256(path)
+    if isinstance(value, dict):
+        dropped = _VOLATILE | (_TOKENIZER_STATE if path.name == "tokenizer.json" else frozenset())
+        value = {key: item for key, item in value.items() if key not in dropped}
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+# How one model turns texts into vectors, decided once: explicit setting, else the folder, else the table.
+#
+# An explicit pooling, or `normalize: false`, that contradicts the folder is refused: it was trained otherwise. Prefixes
+# may be replaced (an instruction is the user's to word) and lengths may be cut.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides a vector besides the weights. Lengths in tokens, prefix and special tokens included."""
+
+    family: str
+    query_prefix: str
+    passage_prefix: str
+    pooling: Pooling
+    normalize: bool
+    max_query: int
+    max_passage: int
+
+
+def resolve(settings: TransformerEncoderSettings) -> tuple[Recipe, Folder, Folder]:
+    """The recipe, the passages' folder and the queries' folder (the same one, unless DPR). UserError where unclear."""
+    passages = read_folder(settings.model)
+    queries = read_folder(settings.query_model) if settings.query_model else passages
+    family = _family(settings, passages)
+    if family.name == "dpr" and settings.query_model is None:
+        raise UserError(
+            f"{settings.model} is one half of DPR",
+            why="passages and questions have an encoder each",
+            todo="give the context encoder as encoder.model and the question encoder as encoder.query_model",
+        )
+    _refuse_contradictions(settings, passages)
+    if queries is not passages:
+        _refuse_contradictions(settings, queries)
+        if (passages.pooling, passages.normalize) != (queries.pooling, queries.normalize):
+            raise UserError(f"{settings.model} and {settings.query_model} pool or normalise differently")
+    recipe = Recipe(
+        family=family.name,
+        query_prefix=_first(settings.query_prefix, queries.query_prompt, family.query_prefix),
+        passage_prefix=_first(settings.passage_prefix, passages.passage_prompt, family.passage_prefix),
+        pooling=_first(settings.pooling, passages.pooling, family.pooling),
+        normalize=_first(settings.normalize, passages.normalize, family.normalize),
+        max_query=_length("max_query_tokens", settings.max_query_tokens, queries, family.max_query),
+        max_passage=_length("max_passage_tokens", settings.max_passage_tokens, passages, family.max_passage),
+    )
+    return recipe, passages, queries
+
+
+def _family(settings: TransformerEncoderSettings, folder: Folder) -> Family:
+    if settings.family != "auto":
+        return BY_NAME[settings.family]
+    origin = str(folder.config.get("_name_or_path", ""))
+    found = family_of(_name(settings.model)) or family_of(re.split(r"[/\\]", origin.rstrip("/\\"))[-1])
+    if found is None and str(folder.config.get("model_type")) == "dpr":
+        found = BY_NAME["dpr"]
+    if found is None and (folder.has_modules or settings.pooling):
+        found = BY_NAME["plain"]
+    if found is None:
+        raise UserError(
+            f"cannot tell how {settings.model} makes vectors",
+            why="its name is of no known family, and it has no modules.json that says how",
+            todo=f"set encoder.family to one of {', '.join(family.name for family in FAMILIES)}",
+        )
+    return found
+
+
+def _name(path: Path) -> str:
+    """The model's name: that of the folder; in a hub's cache (models--ORG--NAME/snapshots/REVISION) the model's."""
+    path = path.absolute()
+    return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
+
+
+def _refuse_contradictions(settings: TransformerEncoderSettings, folder: Folder) -> None:
+    if settings.pooling and folder.pooling and settings.pooling != folder.pooling:
+        raise UserError(
+            f"encoder.pooling = {settings.pooling} contradicts the model in {folder.path}",
+            why=f"its own 1_Pooling says {folder.pooling}, and it was trained with that",
+            todo="remove encoder.pooling",
+        )
+    if settings.normalize is False and folder.normalize:
+        raise UserError(
+            f"encoder.normalize = false contradicts the model in {folder.path}",
+            why="it says itself that its vectors are compared by cosine, so they have length 1",
+            todo="remove encoder.normalize",
+        )
+
+
+def _length(name: str, asked: int | None, folder: Folder, usual: int) -> int:
+    limit = folder.positions
+    if asked is None:
+        asked = folder.max_tokens or usual
+        return min(asked, limit) if limit else asked
+    if limit and asked > limit:
+        raise UserError(
+            f"encoder.{name} = {asked} is more than the model in {folder.path} has positions for",
+            why=f"its config.json allows {limit} tokens",
+            todo=f"set encoder.{name} to {limit} or less",
+        )
+    return asked
+
+
+def _first(asked: T | None, said: T | None, usual: T) -> T:
+    """The first that is not None."""
+    return asked if asked is not None else said if said is not None else usual

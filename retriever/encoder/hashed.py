@@ -17,8 +17,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from retriever.config_encoder import HashedEncoderSettings
 from retriever.encoder.base import Vectors
+from retriever.encoder.config import HashedEncoderSettings
 
 _WORD = re.compile(r"\w+")
 _WORD_CACHE = 200_000

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from protocol.errors import UserError
-from retriever.config_encoder import OpenAIEncoderSettings
 from retriever.encoder.base import EncoderUnavailable, Vectors, check_finite
+from retriever.encoder.config import OpenAIEncoderSettings
 
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
 MAX_BACKOFF_S, MAX_RETRY_AFTER_S = 30.0, 60.0

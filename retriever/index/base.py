@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from retriever.config_encoder import EncoderSettings
 from retriever.encoder.base import Encoder
+from retriever.encoder.config import EncoderSettings
 
 Rows = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float32]

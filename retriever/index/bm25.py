@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from bm25s.stopwords import STOPWORDS_EN
 
-from retriever.config_index import Bm25Settings
 from retriever.index.base import Hits, Scores, Source, top_rows
+from retriever.index.config import Bm25Settings
 from retriever.index.porter import stem
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)

@@ -9,14 +9,19 @@ from typing import Any
 
 import faiss
 
-from retriever.config_index_faiss import FaissHnswSettings
 from retriever.encoder.base import Vectors
 from retriever.index import store
-from retriever.index.approximate import ApproximateVectors
 from retriever.index.base import Rows, Scores, Source, VectorIndex
-from retriever.index.dense import Stored
-from retriever.index.faiss_file import check_fits, check_survives, open_file, stored_vectors, use_threads
-from retriever.index.faiss_flat import FaissFlatVectors
+from retriever.index.config import FaissHnswSettings
+from retriever.index.dense import ApproximateVectors, Stored
+from retriever.index.faiss_flat import (
+    FaissFlatVectors,
+    check_fits,
+    check_survives,
+    open_file,
+    stored_vectors,
+    use_threads,
+)
 
 log = logging.getLogger(__name__)
 

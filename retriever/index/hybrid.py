@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from retriever.config_index import HybridSettings
 from retriever.encoder.base import Encoder
 from retriever.index.base import NO_ROW, Hits, Index, Rows, Scores, Source, top_rows
+from retriever.index.config import HybridSettings
 
 RANK_CONSTANT = 60
 

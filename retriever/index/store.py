@@ -7,6 +7,7 @@ gives them: 1 for most, anything for DPR and Contriever.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from protocol.errors import UserError
 from retriever.encoder.base import Vectors
 
 FILE = "vectors.npy"
@@ -56,3 +58,30 @@ def blocks(
             buffer[: len(block)] = block
             block = buffer[: len(block)]
         yield first, block
+
+
+# Which file it is, without reading tens of GB: its size and a hash over blocks spread through it.
+
+BLOCK = 4096
+BLOCKS = 64
+
+
+def file_digest(path: Path) -> dict[str, Any]:
+    """`bytes` (size) and `sha256_of_blocks` (16 hexadecimal digits): the same wherever the file lies.
+
+    Reads the head, the tail and what is evenly between, 256 KiB in all. UserError when it cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with path.open("rb") as file:
+            for i in range(BLOCKS):
+                file.seek(max(0, size - BLOCK) * i // (BLOCKS - 1))
+                digest.update(file.read(BLOCK))
+    except OSError as error:
+        raise UserError(
+            f"cannot read the index file {path}",
+            why=error.strerror or str(error),
+            todo="give index.file the path of a FAISS file, or leave it out to build from the corpus",
+        ) from None
+    return {"bytes": size, "sha256_of_blocks": digest.hexdigest()[:16]}

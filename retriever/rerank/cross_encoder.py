@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from protocol.errors import UserError
-from retriever.config_rerank import CrossEncoderSettings
+from retriever.config import CrossEncoderSettings
 from retriever.encoder.base import HALF, check_finite
 from retriever.encoder.folder import read_folder
-from retriever.encoder.forward import forward
-from retriever.encoder.loading import load_model, load_tokenizer
+from retriever.encoder.transformer import forward, load_model, load_tokenizer
 from retriever.rerank.base import Scores
 
 _CHUNK = 4096

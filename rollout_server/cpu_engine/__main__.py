@@ -6,7 +6,7 @@ import sys
 
 from protocol.errors import UserError
 from rollout_server.cpu_engine.config import parse, read_keys
-from rollout_server.cpu_engine.model_config import read_model_config
+from rollout_server.cpu_engine.model.config import read_model_config
 
 
 def main() -> int:
@@ -15,7 +15,7 @@ def main() -> int:
     try:
         keys = read_keys(settings)
         read_model_config(settings.model_path)
-        from rollout_server.cpu_engine.serve import serve
+        from rollout_server.cpu_engine.server.app import serve
 
         serve(settings, *keys)
     except UserError as error:

@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import Field
 
 from protocol.errors import UserError
-from protocol.field_docs import descriptions
+from protocol.runtime.field_docs import descriptions
 from protocol.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -19,17 +19,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.waits import Waits
+from rollout_server.dispatch.fleet import Fleet, FleetTable, same_tokenizer
+from rollout_server.engine.admission import Lacking, Line, Places, incarnation_key
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
-from rollout_server.engine.call import Call
-from rollout_server.engine.choose import Candidate, choose
-from rollout_server.engine.health import Health
-from rollout_server.engine.line import Lacking, Line
-from rollout_server.engine.notices import Notices
-from rollout_server.engine.places import Places, incarnation_key
-from rollout_server.engine.received import Received
-from rollout_server.engine.turn import Ending, Turn
-from rollout_server.fleet import Fleet, FleetTable, same_tokenizer
-from rollout_server.waits import Waits
+from rollout_server.engine.client import Call
+from rollout_server.engine.continuation import Ending, Turn
+from rollout_server.engine.decoding import Received
+from rollout_server.engine.health import Health, Notices
+from rollout_server.engine.selection import Candidate, choose
 
 REMEMBERED = 65_536
 """Sessions and groups whose engine is remembered; forgetting one costs a prefill."""

@@ -24,24 +24,23 @@ from pathlib import Path
 
 import aiohttp
 
-from protocol.access import read_access
 from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
+from protocol.runtime.http.auth import read_access
+from protocol.runtime.redis.aio import Outage, insist
 from protocol.settings import RunSettings
+from rollout_server.engine.admin import EngineControl
 from rollout_server.engine.base import EngineError
-from rollout_server.engine.control import EngineControl
 from rollout_server.metrics import Stats
 from rollout_server.node.attach import introduce
-from rollout_server.node.child import STOP_S, Child
+from rollout_server.node.capabilities import read_facts
 from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
-from rollout_server.node.facts import read_facts
-from rollout_server.node.launch import Keys, check_host, command, environment, fresh_keys
-from rollout_server.node.manifest import WeightsCorrupt, verify
+from rollout_server.node.process import STOP_S, Child, Keys, check_host, command, environment, fresh_keys
 from rollout_server.node.registry import Registry
-from rollout_server.node.standing import NO_VERSION, Standing
-from rollout_server.node.swap import EngineLost, Follower, lost
-from rollout_server.node.watch import EngineHung, Watchdog
-from rollout_server.redis_client import Outage, insist
+from rollout_server.node.status import NO_VERSION, Standing
+from rollout_server.node.watchdog import EngineHung, Watchdog
+from rollout_server.node.weights.follower import EngineLost, Follower, lost
+from rollout_server.node.weights.manifest import WeightsCorrupt, verify
 
 log = logging.getLogger(__name__)
 

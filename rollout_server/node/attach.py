@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from rollout_server.engine.admin import EngineControl
 from rollout_server.engine.base import EngineError
-from rollout_server.engine.control import EngineControl
-from rollout_server.engine.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from rollout_server.tokens import Tokens, load_tokens
+from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from rollout_server.environment.tokenizer import Tokens, load_tokens
 
 log = logging.getLogger(__name__)
 

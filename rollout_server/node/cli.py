@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocol.command_line import add_config_arguments, config_and_overrides
 from protocol.errors import UserError
 from protocol.redaction import start_logging
+from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 from protocol.settings import RunSettings, Tree, read_tree, section
 from rollout_server.cli import LOG_FORMAT
 from rollout_server.node.config import NodeSettings
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_se
         tree = read_tree(*config_and_overrides(args))
         run = section(tree, "run", RunSettings).with_redis(os.environ)
         settings = section(attached(tree, args.attach) if args.attach else tree, "engine", NodeSettings)
-        from rollout_server.node.serve import serve
+        from rollout_server.node.server import serve
 
         asyncio.run(serve(run, settings))
     except UserError as error:

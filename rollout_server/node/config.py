@@ -32,7 +32,7 @@ class SglangEngine(Settings):
     """Interpreter of the environment that holds SGLang, e.g. .venv-sglang/bin/python; empty: the one that runs the
     node. A relative path is looked for where the node was started, then in Foray's checkout."""
     launcher: Path | None = None
-    """Script to run in place of `-m sglang.launch_server`; CPUs need deploy/sglang_cpu/launch.py. Found like
+    """Script to run in place of `-m sglang.launch_server`; CPUs need requirements/sglang_cpu_launch.py. Found like
     `python`."""
     args: tuple[str, ...] = ()
     """More arguments for the server, e.g. ["--tp-size", "2", "--mem-fraction-static", "0.8"]."""

@@ -14,8 +14,8 @@ from protocol.errors import ProtocolError
 from protocol.functions import REGISTER
 from protocol.keys import EVAL_ENGINES_ONLY
 from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
-from rollout_server.agreement import Agreement
-from rollout_server.redis_client import RedisClient
+from protocol.runtime.redis.aio import RedisClient
+from rollout_server.dispatch.fleet import Agreement
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,9 @@ from pydantic import Field, ValidationError, field_validator
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from rollout_server.search.fault import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, Fault
-from rollout_server.search.wire import Connections
-from rollout_server.tools.base import Tool, ToolBase, ToolResult
-from rollout_server.tools.calls import Calls
+from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, Fault
+from rollout_server.search.transport import Connections
+from rollout_server.tools.base import Calls, Tool, ToolBase, ToolResult
 
 MAX_ID_CHARS = 1024
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0

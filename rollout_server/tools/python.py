@@ -18,9 +18,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollout_server.tools.base import Tool, ToolBase, ToolResult
-from rollout_server.tools.calls import Calls
-from rollout_server.tools.confined import JailError, Limits, Ran, run_confined
+from rollout_server.tools.base import Calls, Tool, ToolBase, ToolResult
+from rollout_server.tools.sandbox.runner import JailError, Limits, Ran, run_confined
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class PythonSettings(ToolBase):
     Only for policies that you trust, or inside a container of their own."""
 
     def build(self, urls: Sequence[str]) -> Tool:
-        from rollout_server.tools.mechanisms import require
+        from rollout_server.tools.sandbox.capabilities import require
 
         libraries = tuple(str(path.resolve()) for path in self.libraries)
         return Python(self, require(_limits(self), libraries, allow_unisolated=self.allow_unisolated), libraries)

@@ -27,7 +27,7 @@ def install(wrong: Sequence[str]) -> None:
 
 
 def ack_on_receive() -> None:
-    from learner.redis_client import RunStore
+    from learner.delivery.store import RunStore
     from protocol.keys import TRAJ_GROUP
 
     read = RunStore.read
@@ -42,8 +42,8 @@ def ack_on_receive() -> None:
 
 
 def no_ledger() -> None:
-    from learner.books import Books
-    from learner.source import Source
+    from learner.delivery.consumer import Source
+    from learner.delivery.state import Books
     from protocol.messages import TrajectoryGroup
 
     admit, settle = Source._admit, Books.settle
@@ -64,7 +64,7 @@ def no_ledger() -> None:
 
 
 def no_reconciler() -> None:
-    from learner.reconcile import Reconciler
+    from learner.delivery.reconciler import Reconciler
 
     Reconciler.turn = lambda self: []  # type: ignore[method-assign]
 
@@ -72,8 +72,8 @@ def no_reconciler() -> None:
 def plain_publish() -> None:
     from protocol.header import seal
     from protocol.keys import TASK_GROUP
-    from rollout_server.redis_client import Outage, insist
-    from rollout_server.sink import Sink
+    from protocol.runtime.redis.aio import Outage, insist
+    from rollout_server.dispatch.publisher import Sink
 
     published = itertools.count(1)
 

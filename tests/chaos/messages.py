@@ -24,14 +24,14 @@ from pathlib import Path
 
 from staging import LEASE_S, Stage, heavy, last_words, prepare, redis_in, small_disk, until
 
-import learner.source
+import learner.delivery.consumer
 from deploy import cli as foray
-from learner.entry import Entry
+from learner.delivery.entry import Entry
 from protocol.codec import decode
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
-from rollout_server.engine.fake_server import FakeServer, Fault
 from rollout_server.node import cli as node_cli
-from rollout_server.node import serve as _serve  # noqa: F401 - imported before the forks
+from rollout_server.node import server as _serve  # noqa: F401 - imported before the forks
+from tests.support.fake_engine import FakeServer, Fault
 
 LEARN = "python -m learner --config run.yaml"
 

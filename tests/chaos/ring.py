@@ -24,9 +24,9 @@ from forks import Zygote
 from processes import Life, Ward, die_with_parent
 from proxy import FAIR, Links
 
-from deploy.ports import free_port
-from deploy.redis_child import connect, find_server, redis_argv
+from deploy.launcher.redis_server import connect, find_server, redis_argv
 from protocol.keys import Keys
+from protocol.runtime.net import free_port
 from rollout_server.node.guard import descendants
 
 MANY_STEPS = 1_000_000

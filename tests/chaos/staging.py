@@ -30,12 +30,12 @@ import torch
 import yaml
 
 import learner.loop
-import learner.serve
+import learner.main
 from deploy import cli as foray
-from deploy.redis_child import find_server
+from deploy.launcher.redis_server import find_server
 from learner import cli as learner_cli
 from protocol.keys import Keys
-from rollout_server.testing import write_tokenizer
+from tests.support.environments import write_tokenizer
 
 RUN = "demo"
 LEASE_S = 1.0

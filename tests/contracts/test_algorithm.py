@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.advantages import Outcomes
+from learner.algorithms.advantages import Outcomes
 from learner.algorithms.base import Scored, TokenInputs, TopTokens
-from learner.config_algorithm import AlgorithmSettings, GrpoSettings
-from learner.config_trainer import TrainerSettings
+from learner.config.algorithm import AlgorithmSettings, GrpoSettings
+from learner.config.learner import TrainerSettings
 from protocol.errors import UserError
 from protocol.settings import section
 

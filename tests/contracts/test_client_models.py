@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from retriever.config import RetrieverSettings
-from retriever.serve import running
+from retriever.server import running
 
 Did = Callable[[str, object], None]
 ROWS = [

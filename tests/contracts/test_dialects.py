@@ -21,8 +21,8 @@ from aiohttp.test_utils import TestServer
 
 from protocol.search import SearchResponse
 from retriever.config import RetrieverSettings
-from retriever.config_index import IndexSettings
-from retriever.serve import running
+from retriever.index.config import IndexSettings
+from retriever.server import running
 
 PASSAGES = 40
 INDEXES = [member.model_fields["type"].default for member in get_args(get_args(IndexSettings)[0])]

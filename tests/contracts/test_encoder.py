@@ -12,14 +12,14 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from retriever.config_encoder import (
+from retriever.encoder.base import Encoder
+from retriever.encoder.config import (
     EncoderSettings,
     HashedEncoderSettings,
     OpenAIEncoderSettings,
     TransformerEncoderSettings,
 )
-from retriever.encoder.base import Encoder
-from retriever.encoder.testing import sentence_transformers_layout, tiny_model
+from tests.support.encoders import sentence_transformers_layout, tiny_model
 
 MEAN = {"pooling_mode_mean_tokens": True}
 TEXTS = [

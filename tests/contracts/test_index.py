@@ -10,8 +10,10 @@ import faiss
 import numpy as np
 import pytest
 
-from retriever.config_encoder import HashedEncoderSettings
-from retriever.config_index import (
+from retriever.encoder.config import HashedEncoderSettings
+from retriever.index.base import NO_ROW, Hits, Index
+from retriever.index.bm25 import Bm25Index
+from retriever.index.config import (
     Bm25Settings,
     FaissFlatSettings,
     FaissGpuSettings,
@@ -23,10 +25,8 @@ from retriever.config_index import (
     IndexSettings,
     MemorySettings,
 )
-from retriever.index.base import NO_ROW, Hits, Index
-from retriever.index.bm25 import Bm25Index
 from retriever.index.hybrid import HybridIndex
-from retriever.testing import TextSource
+from tests.support.small_retriever import TextSource
 
 SMALL: dict[str, Any] = {"encoder": HashedEncoderSettings(dim=64)}
 ROUGH: dict[str, IndexBase] = {

@@ -14,12 +14,12 @@ import pytest
 from aiohttp import web
 
 from protocol.errors import UserError
-from retriever.backend import Fault
-from retriever.cache import Answer
-from retriever.config_online import OnlineBase, OnlineSettings
-from retriever.online.backend import OnlineBackend
-from retriever.online.provider import Found
-from retriever.online.testing import KEY, SHAPES, FakeProvider, fake_provider
+from retriever.backends.base import Fault
+from retriever.backends.web.backend import OnlineBackend
+from retriever.backends.web.config import OnlineBase, OnlineSettings
+from retriever.backends.web.provider import Found
+from retriever.serving.cache import Answer
+from tests.support.web_search import KEY, SHAPES, FakeProvider, fake_provider
 
 MEMBERS: list[type[OnlineBase]] = list(get_args(get_args(OnlineSettings)[0]))
 KINDS = [member.model_fields["type"].default for member in MEMBERS]

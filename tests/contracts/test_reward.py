@@ -12,11 +12,11 @@ from typing import Any, get_args
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.config_episode import RewardSettings
-from rollout_server.reward.base import Outcome, TurnText
-from rollout_server.reward.composite import Composite
-from rollout_server.reward.fake_service import FakeService
-from rollout_server.reward.io import Io
+from rollout_server.environment.config import RewardSettings
+from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.composite import Composite
+from rollout_server.rewards.resources import Io
+from tests.support.fake_reward_service import FakeService
 
 MEMBERS: list[Any] = list(get_args(get_args(RewardSettings)[0]))
 OF_ANSWER = {"em", "cover_em", "f1", "format", "research", "semantic", "judge"}

@@ -9,12 +9,11 @@ from typing import Any, get_args
 
 import pytest
 
-from rollout_server.config_episode import SearchSettings
+from rollout_server.environment.config import SearchSettings
+from rollout_server.search import NoSearch
 from rollout_server.search.base import SearchResult, SearchService
-from rollout_server.search.dialect import PATHS
-from rollout_server.search.fake import FakeSearch
-from rollout_server.search.fake_server import FakeRetriever
-from rollout_server.search.none import NoSearch
+from rollout_server.search.transport import PATHS
+from tests.support.fake_search import FakeRetriever, FakeSearch
 
 
 def kind(member: Any) -> str:

@@ -15,9 +15,9 @@ from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from rollout_server.actions import RESERVED, Call, neutralise, parse
-from rollout_server.config_episode import EpisodeSettings, ToolSettings
-from rollout_server.prompts.table import TEMPLATES
+from rollout_server.environment.actions import RESERVED, Call, neutralise, parse
+from rollout_server.environment.config import EpisodeSettings, ToolSettings
+from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.tools.base import Tool, ToolBase, ToolResult
 
 MEMBERS: list[Any] = list(get_args(get_args(ToolSettings)[0]))

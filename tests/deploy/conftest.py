@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from deploy.child import Child
-from deploy.redis_child import connect
+from deploy.launcher.process import Child
+from deploy.launcher.redis_server import connect
 from protocol.functions import source
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import Field
 
-from deploy.bench import table
-from deploy.bench.base import BenchSettings, Measured, Say
-from deploy.bench.table import BENCHMARKS
+import benchmarks as table
+from benchmarks import BENCHMARKS
+from benchmarks.base import BenchSettings, Measured, Say
 from deploy.cli import main
 from deploy.commands.bench import rounded
-from protocol.field_docs import descriptions
+from protocol.runtime.field_docs import descriptions
 
 
 class Sheep(BenchSettings):

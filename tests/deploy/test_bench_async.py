@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from deploy.bench import async_ring
-from deploy.bench.async_bench import AsyncBench, kept, summary
-from deploy.bench.async_ring import CpuSamples, Window, figures, play
-from deploy.bench.machine import tree_cpu_seconds
-from deploy.bench.report import judged
+from benchmarks import asynchrony as async_ring
+from benchmarks.asynchrony import AsyncBench, CpuSamples, Window, figures, kept, play, summary
+from benchmarks.base import tree_cpu_seconds
+from benchmarks.report import judged
 from deploy.cli import main
-from learner.metric_table import STEP
+from learner.observability.metric_table import STEP
 from protocol.errors import ForayError
 
 TOKENS = 1000.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.engine_load import Baseline
+from benchmarks.engine import Baseline
 from deploy.cli import main
 from protocol.errors import ForayError
 

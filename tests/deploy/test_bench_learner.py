@@ -10,12 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.bench.learner import ORDER, TRL_VARIABLE, LearnerBench
-from deploy.bench.learner_contenders import Contender, contenders_of
-from deploy.bench.learner_flops import head_share
-from deploy.bench.learner_groups import skewed_groups
-from deploy.bench.learner_work import SHAPES, Work, write_work
-from deploy.bench.report import judged
+from benchmarks.learner.bench import ORDER, TRL_VARIABLE, Contender, LearnerBench, contenders_of
+from benchmarks.learner.workload import SHAPES, Work, head_share, skewed_groups, write_work
+from benchmarks.report import judged
 from deploy.cli import main
 from protocol.errors import ForayError, UserError
 
@@ -83,8 +80,8 @@ def test_the_ratio_is_against_the_better_padded_loop(
     padded: float, in_order: float, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = figures_of(ours=60.0, padded=padded, padded_sorted=in_order, trl=15.0)
-    monkeypatch.setattr("deploy.bench.learner_contenders.play", lambda *_: [row, row])
-    monkeypatch.setattr("deploy.bench.learner_work.write_work", lambda *_: Work(Path("spec"), {**FACTS}))
+    monkeypatch.setattr("benchmarks.learner.bench.play", lambda *_: [row, row])
+    monkeypatch.setattr("benchmarks.learner.workload.write_work", lambda *_: Work(Path("spec"), {**FACTS}))
     measured = LearnerBench().measure(lambda line: None)
     assert measured.ratio == 3.0 and ORDER[best] in measured.baseline["name"] and measured.details["ratio_trl"] == 4.0
     assert {judged(target, {"ratio": 3.0, **measured.details})["met"] for target in LearnerBench.targets} == {True}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from deploy.bench.packing import PackingBench, padded_share, shares
+from benchmarks.packing import PackingBench, padded_share, shares
 from deploy.cli import main
 
 

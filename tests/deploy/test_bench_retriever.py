@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.bench.retriever import TYPES, check
-from deploy.bench.retriever_gpu import bound_s, flat_search
-from deploy.bench.retriever_indexes import chosen_index, kinds, recalls
-from deploy.bench.retriever_load import percentile
+from benchmarks.retriever.bench import TYPES, check
+from benchmarks.retriever.gpu import bound_s, flat_search
+from benchmarks.retriever.indexes import chosen_index, kinds, recalls
+from benchmarks.retriever.load import percentile
 from deploy.cli import main
 from protocol.errors import ForayError, UserError
 

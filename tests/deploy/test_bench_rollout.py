@@ -14,21 +14,20 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from deploy.bench.batching import BatchingEngine, Decoding, PrefixCache, Speed
-from deploy.bench.draws import Draws, Faults
-from deploy.bench.latency_engine import LatencyEngine
-from deploy.bench.latency_search import LatencySearch
-from deploy.bench.oracle import bound_s, oracle_s
-from deploy.bench.ring import Played
-from deploy.bench.rollout import OBSERVATION_TOKENS, RolloutBench, check
-from deploy.bench.routing import BROKEN, OURS, POLICIES
-from deploy.bench.script import Place, Script
+from benchmarks.rollout.batching import BatchingEngine, Decoding, PrefixCache, Speed
+from benchmarks.rollout.bench import OBSERVATION_TOKENS, RolloutBench, check
+from benchmarks.rollout.latency_engine import LatencyEngine
+from benchmarks.rollout.latency_search import LatencySearch
+from benchmarks.rollout.oracle import bound_s, oracle_s
+from benchmarks.rollout.ring import Played
+from benchmarks.rollout.routing import BROKEN, OURS, POLICIES
+from benchmarks.rollout.script import Draws, Faults, Place, Script
 from deploy.cli import main
 from protocol.errors import ForayError
-from protocol.testing import make_group
-from rollout_server.engine.choose import Candidate, choose
-from rollout_server.testing import write_tokenizer
-from rollout_server.tokens import load_tokens
+from rollout_server.engine.selection import Candidate, choose
+from rollout_server.environment.tokenizer import load_tokens
+from tests.support.environments import write_tokenizer
+from tests.support.messages import make_group
 
 DRAWS = Draws(trajectories=4, turns=3, turn_tokens=20, scale=0.05)
 SPEEDS = (Speed(slowness=0.05), Speed(slowness=0.1))

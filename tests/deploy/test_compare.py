@@ -9,8 +9,8 @@ import pytest
 
 from deploy.config import from_tree
 from deploy.demo.compare import GOAL, VARIANTS, read_variants, render, row, with_weights
-from deploy.demo.prepare import CONFIG
-from learner.config_algorithm import AlgorithmSettings
+from deploy.demo.run import CONFIG
+from learner.config.algorithm import AlgorithmSettings
 from protocol.errors import UserError
 from protocol.settings import read_tree
 

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.commands.curves import running_means, windows
-from deploy.progress import read_history
+from deploy.launcher.progress import read_history
 
 
 def write_run(directory: Path, values: list[float], *, epoch: int = 1, first: int = 1, mode: str = "w") -> Path:

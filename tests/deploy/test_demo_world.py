@@ -11,10 +11,19 @@ import pytest
 from tokenizers import Tokenizer
 
 from deploy.demo.demonstrations import IMPERFECT, Scene, ideal, practice, query
-from deploy.demo.lookup import Lookup
-from deploy.demo.vocabulary import decode, encode, save_tokenizer, words
-from deploy.demo.world import NAME_WORDS, RELATION_NAMES, VERBS, World, write_world
-from rollout_server.prompts import demo
+from deploy.demo.world import (
+    NAME_WORDS,
+    RELATION_NAMES,
+    VERBS,
+    Lookup,
+    World,
+    decode,
+    encode,
+    save_tokenizer,
+    words,
+    write_world,
+)
+from rollout_server.environment.prompts import demo
 
 
 def scene(seed: int = 7) -> Scene:
@@ -109,8 +118,8 @@ def test_tags_are_single_tokens_even_when_glued_to_words(tmp_path: Path) -> None
 
 def test_what_the_policy_reads_is_what_the_rollout_server_writes(tmp_path: Path) -> None:
     from protocol.search import Passage
-    from rollout_server.config_episode import EpisodeSettings
-    from rollout_server.episode import build_episode
+    from rollout_server.environment.config import EpisodeSettings
+    from rollout_server.environment.environment import build_episode
 
     save_tokenizer(tmp_path)
     episode = build_episode(EpisodeSettings(template="demo", max_context=448), tmp_path)

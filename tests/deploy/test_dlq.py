@@ -10,17 +10,17 @@ import pytest
 import redis
 
 from deploy.cli import main
-from deploy.harmless import harmless, hex_lines
+from deploy.terminal import harmless, hex_lines
 from protocol.codec import encode
 from protocol.errors import CorruptMessage
 from protocol.header import seal
 from protocol.keys import Keys
 from protocol.ledger import Ledger, Outcome
 from protocol.messages import MetricsSnapshot, WeightUpdate
-from protocol.testing import make_group
+from protocol.runtime.redis.aio import RedisClient
+from rollout_server.dispatch.publisher import Sink
 from rollout_server.metrics import Stats
-from rollout_server.redis_client import RedisClient
-from rollout_server.sink import Sink
+from tests.support.messages import make_group
 
 KEYS = Keys("test")
 HOSTILE = "\x1b]0;gotcha\x07\x1b[2J\u202egnp.exe\r\n\x9b31m\x7f"

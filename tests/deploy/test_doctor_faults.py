@@ -20,19 +20,19 @@ from typing import Any
 import pytest
 import redis
 
-from deploy import doctor_redis
-from deploy.child import Child
 from deploy.config import RunConfig, load
-from deploy.doctor import Finding, examine
-from deploy.plan import ProcessSpec, Ready
-from deploy.ports import free_port, holder
-from deploy.redis_child import find_server, ping, redis_argv
-from deploy.secrets_acl import rules
-from deploy.secrets_files import Place, write_secrets
+from deploy.doctor import redis as doctor_redis
+from deploy.doctor.run import Finding, examine
+from deploy.launcher.plan import ProcessSpec, Ready
+from deploy.launcher.process import Child
+from deploy.launcher.redis_server import find_server, ping, redis_argv
+from deploy.secrets.acl import rules
+from deploy.secrets.files import Place, write_secrets
 from protocol.codec import encode
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
-from protocol.meta import RunMeta
+from protocol.run_meta import RunMeta
+from protocol.runtime.net import free_port, holder
 
 RUN = "test"
 
@@ -223,7 +223,7 @@ def registered(**facts: Any) -> Fault:
         info = EngineInfo(id="e1", url="http://127.0.0.1:1", state=NodeState.READY, **facts)
         world.admin.hset(keys.engine("e1"), "b", encode(info))
         world.admin.zadd(keys.engines, {"e1": time.time() + 60})
-        from deploy import doctor_model
+        from deploy.doctor import model as doctor_model
 
         with pytest.MonkeyPatch.context() as patch:
             # the fingerprint of a whole tokenizer is tested where it is computed

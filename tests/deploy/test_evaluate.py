@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from deploy import evaluate as module
 from deploy.commands import eval as command
-from deploy.evaluate import RECONNECTS, Dropped, Score, answered, evaluate
-from deploy.rundir import write_record
+from deploy.launcher.run_dir import write_record
+from deploy.monitor import evaluate as module
+from deploy.monitor.evaluate import RECONNECTS, Dropped, Score, answered, evaluate
 from protocol.errors import ForayError, UserError
-from protocol.testing import make_question
-from rollout_server.episodes import EpisodesRequest, summarise
+from rollout_server.api.episodes import EpisodesRequest, summarise
+from tests.support.messages import make_question
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

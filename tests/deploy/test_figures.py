@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from deploy.bench import figures_run
-from deploy.bench.base import Target
-from deploy.bench.figures import Figure, figures, read, stale
-from deploy.bench.modules import digest
-from deploy.bench.page import PAGE, STALE, page
-from deploy.bench.report import judged
-from deploy.bench.table import BENCHMARKS
+from benchmarks import BENCHMARKS
+from benchmarks.base import Target
+from benchmarks.figures import __main__ as figures_run
+from benchmarks.figures.modules import digest
+from benchmarks.figures.page import PAGE, STALE, page
+from benchmarks.figures.table import Figure, figures, read, stale
+from benchmarks.report import judged
 from protocol.errors import ForayError
 
 VERSION = Figure("packing", ("version", "--json"), ("protocol/versions.py",), (Target("lots", 2.0, "how many"),))

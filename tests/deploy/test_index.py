@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from retriever import estimate_plan
+from retriever.build import plan as estimate_plan
 
 
 @pytest.fixture(autouse=True)

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.child import ProcessFailed
 from deploy.commands import down
 from deploy.config import RunConfig, load
-from deploy.doctor_finding import NotReady
-from deploy.launcher import Launcher, Stopped
-from deploy.redis_child import connect, ping
-from deploy.rundir import is_held, read_record
+from deploy.doctor.finding import NotReady
+from deploy.launcher.launcher import Launcher, Stopped
+from deploy.launcher.process import ProcessFailed
+from deploy.launcher.redis_server import connect, ping
+from deploy.launcher.run_dir import is_held, read_record
 from protocol.errors import UserError
 from protocol.keys import Keys
-from protocol.meta import LINEAGE_FILE, RunMeta
+from protocol.run_meta import LINEAGE_FILE, RunMeta
 
 STAND_IN = """#!{python}
 import http.server, json, os, signal, sys, threading, time

@@ -9,13 +9,13 @@ from metrics_page import check_family, check_page
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.metrics_doc import document
-from learner.metric_table import LEARNER, WAITS
-from learner.metrics_http import page_of as learner_page
+from deploy.reference.metrics import document
+from learner.observability.metric_table import LEARNER, WAITS
+from learner.observability.metrics_server import page_of as learner_page
 from protocol.messages import MetricsSnapshot
-from protocol.metrics import Histogram, Table, prometheus_name
+from protocol.runtime.metrics import Histogram, Table, prometheus_name
 from retriever.metrics import PROVIDER, Metrics
-from rollout_server.cpu_engine.metrics import ENGINE
+from rollout_server.cpu_engine.server.admin import ENGINE
 from rollout_server.metric_tables import TABLES
 from rollout_server.metrics import Stats, page_of
 
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
 
 
 def test_the_page_is_made_from_the_tables() -> None:
-    assert PAGE.read_text() == document(), "python -m deploy.metrics_doc > docs/observability.md"
+    assert PAGE.read_text() == document(), "python -m deploy.reference.metrics > docs/observability.md"
 
 
 @pytest.mark.parametrize(

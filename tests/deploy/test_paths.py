@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.addresses import settle
 from deploy.cli import main
 from deploy.commands import export, replay
 from deploy.config import load
-from deploy.paths import anchored
-from deploy.plan import Addresses
-from deploy.rundir import read_configuration
+from deploy.launcher.addresses import anchored, settle
+from deploy.launcher.plan import Addresses
+from deploy.launcher.run_dir import read_configuration
 
 
 def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +29,7 @@ def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeyp
             "retriever.corpus=data/c.jsonl",
             "retriever.index_dir=data/index",
             "retriever.index={type: faiss_flat, file: e5.index, encoder: {type: transformer, model: e5}}",
-            "engine.kind={type: sglang, launcher: deploy/sglang_cpu/launch.py}",
+            "engine.kind={type: sglang, launcher: requirements/sglang_cpu_launch.py}",
         ],
     )
     settled = settle(given, Addresses("redis://127.0.0.1:1/0", None, (), ()))
@@ -41,7 +40,9 @@ def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeyp
     assert (retriever["corpus"], retriever["index_dir"]) == (f"{tmp_path}/data/c.jsonl", f"{tmp_path}/data/index")
     assert retriever["index"]["file"] == f"{tmp_path}/e5.index"
     assert retriever["index"]["encoder"]["model"] == f"{tmp_path}/e5"
-    assert told["engine"]["kind"]["launcher"] == "deploy/sglang_cpu/launch.py", "nodes find it in Foray's checkout"
+    assert told["engine"]["kind"]["launcher"] == "requirements/sglang_cpu_launch.py", (
+        "nodes find it in Foray's checkout"
+    )
     assert settled.retriever.model_fields_set == given.retriever.model_fields_set, "defaults stay defaults"
     assert anchored(settled) == settled
 
@@ -93,7 +94,7 @@ def test_a_run_by_hand_is_found_by_its_directory(
 
 
 def test_exported_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
-    from learner.export import _write_whole
+    from learner.model.export import _write_whole
 
     def write(folder: Path) -> None:
         (folder / "model.safetensors").touch(mode=0o600)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addresses import choose, preview, settle
 from deploy.config import RunConfig, load
-from deploy.plan import Addresses, ProcessSpec, plan
-from deploy.ports import free_port, is_free
+from deploy.launcher.addresses import choose, preview, settle
+from deploy.launcher.plan import Addresses, ProcessSpec, plan
 from protocol.errors import UserError
+from protocol.runtime.net import free_port, is_free
 
 OWN = Addresses(
     "unix:///r/redis.sock", Path("/bin/redis-server"), ("http://127.0.0.1:1001",), ("http://127.0.0.1:1002",)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy import doctor_redis
 from deploy.cli import main
 from deploy.commands.init import PRESETS, presets
 from deploy.config import RunConfig, load
-from deploy.preset_page import Table, leaves, page, read_table
-from rollout_server.prompts import research
+from deploy.doctor import redis as doctor_redis
+from deploy.reference.presets import Table, leaves, page, read_table
+from rollout_server.environment.prompts import research
 
 TABLE = read_table()
 DOCS = Path(__file__).parents[2] / "docs"
@@ -99,7 +99,7 @@ def test_what_differs_is_reasoned_and_what_does_not_needs_none() -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    assert (DOCS / "presets.md").read_text() == page(TABLE), "python -m deploy.preset_page > docs/presets.md"
+    assert (DOCS / "presets.md").read_text() == page(TABLE), "python -m deploy.reference.presets > docs/presets.md"
 
 
 @pytest.mark.parametrize("name", TABLE.sources)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from deploy.progress import StepTail
-from learner.progress import step_line
+from deploy.launcher.progress import StepTail
+from learner.observability.reporting import step_line
 
 RECORD = {"step": 3, "reward_mean": 0.5, "reward/em": 0.25, "lag_mean": 1.0, "lag_max": 2, "step_s": 2.0}
 RECORD |= {"tokens_generated": 4000, "tokens_trained": 100, "seconds": {"wait": 1.8, "compute": 0.2, "unheard": 9.0}}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.child import Child
-from deploy.plan import ProcessSpec, Ready
-from deploy.pulse import Pulse, beside
-from deploy.supervisor import Supervisor
+from deploy.heartbeat import Pulse, beside
+from deploy.launcher.plan import ProcessSpec, Ready
+from deploy.launcher.process import Child
+from deploy.launcher.supervisor import Supervisor
 
 
 class Clock:

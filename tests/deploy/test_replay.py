@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from deploy.commands import replay as command
-from deploy.replay import Shown, choose, render, to_json, visible
-from learner.journal import Journal, read_journal
+from deploy.monitor.replay_view import Shown, choose, render, to_json, visible
+from learner.checkpoint.journal import Journal, read_journal
 from protocol.errors import UserError
 from protocol.header import seal
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
-from protocol.testing import make_group, make_question
-from rollout_server.tokens import Tokens, load_tokens
+from rollout_server.environment.tokenizer import Tokens, load_tokens
+from tests.support.messages import make_group, make_question
 
 WORDS = ["<eos>", "<unk>", "who", "wrote", "it", "?", "<search>", "</search>", "emma", "austen", "\x1b[2J", "answer"]
 

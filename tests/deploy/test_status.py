@@ -13,10 +13,10 @@ import redis
 from deploy.commands import status as status_command
 from deploy.commands import top as top_command
 from deploy.commands.up import shown
-from deploy.observe import Observation, observe, read_books
-from deploy.rundir import write_record
-from deploy.status import conservation, problems, render, state, to_json, with_record
-from deploy.top import frame, waits_in_words
+from deploy.launcher.run_dir import write_record
+from deploy.monitor.snapshot import Observation, observe, read_books
+from deploy.monitor.status import conservation, problems, render, state, to_json, with_record
+from deploy.monitor.top import frame, waits_in_words
 from protocol import events
 from protocol.codec import encode
 from protocol.errors import ForayError

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.child import Child, ProcessFailed
-from deploy.plan import ProcessSpec, Ready
-from deploy.supervisor import Supervisor
+from deploy.launcher.plan import ProcessSpec, Ready
+from deploy.launcher.process import Child, ProcessFailed
+from deploy.launcher.supervisor import Supervisor
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

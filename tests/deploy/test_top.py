@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 
 from deploy.commands import top as command
-from deploy.locate import Located
-from deploy.observe import Books, Observation
-from deploy.progress import RECENT, History, read_history
-from deploy.rundir import LOCK, write_record
-from deploy.status import look, problems, render, state, step_line, to_json, with_record
-from deploy.top import Looks, frame, waits_in_words
-from learner import metrics as learner_metrics
-from learner.metrics import Meter
+from deploy.launcher.progress import RECENT, History, read_history
+from deploy.launcher.run_dir import LOCK, Located, write_record
+from deploy.monitor.snapshot import Books, Observation
+from deploy.monitor.status import look, problems, render, state, step_line, to_json, with_record
+from deploy.monitor.top import Looks, frame, waits_in_words
+from learner.observability import metrics as learner_metrics
+from learner.observability.metrics import Meter
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, WeightUpdate
 from protocol.settings import RunSettings
 from rollout_server import metrics as rollout_metrics

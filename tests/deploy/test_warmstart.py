@@ -14,10 +14,15 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from deploy.demo.demonstrations import collate  # noqa: E402
-from deploy.demo.gate import GateReport, gate  # noqa: E402
-from deploy.demo.tiny_model import new_model  # noqa: E402
-from deploy.demo.vocabulary import words  # noqa: E402
-from deploy.demo.warmstart import WarmStartBudget, WarmStartFailed, warm_start  # noqa: E402
+from deploy.demo.warmstart import (  # noqa: E402  # noqa: E402
+    GateReport,
+    WarmStartBudget,
+    WarmStartFailed,
+    gate,
+    new_model,  # noqa: E402
+    warm_start,
+)
+from deploy.demo.world import words  # noqa: E402
 
 
 def quiet(line: str) -> None:

@@ -24,23 +24,23 @@ import redis
 from deploy.cli import EXIT_USER, main
 from deploy.commands.init import presets
 from deploy.config import load
-from deploy.plan import ProcessSpec
-from deploy.rundir import RECORD
-from deploy.supervisor import Supervisor
-from learner.config import LearnerSettings
-from learner.questions import load_questions
-from learner.redis_client import RunStore
-from learner.seams import TrainEngine
-from learner.serve import serve as serve_learner
+from deploy.launcher.plan import ProcessSpec
+from deploy.launcher.run_dir import RECORD
+from deploy.launcher.supervisor import Supervisor
+from learner.config.learner import LearnerSettings
+from learner.data.questions import load_questions
+from learner.delivery.store import RunStore
+from learner.interfaces import TrainEngine
+from learner.main import serve as serve_learner
 from protocol.errors import UserError
 from protocol.keys import Keys
-from protocol.meta import LINEAGE_FILE, RunMeta
+from protocol.run_meta import LINEAGE_FILE, RunMeta
+from protocol.runtime.redis.aio import RedisClient
 from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
-from rollout_server.redis_client import RedisClient
-from rollout_server.search.fake import FakeSearchSettings
-from rollout_server.serve import serve as serve_rollouts
-from rollout_server.testing import write_tokenizer
+from rollout_server.server import serve as serve_rollouts
+from tests.support.environments import write_tokenizer
+from tests.support.fake_search import FakeSearchSettings
 
 QWEN_3B = {
     **{"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008},
@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     "parquet questions": (parquet, ["are a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
     "a JSON array of questions": (
         holds("questions.jsonl", [SEARCH_R1]),
-        ["learner.questions", "one JSON array", "jq -c '.[]'"],
+        ["learner.data.questions", "one JSON array", "jq -c '.[]'"],
     ),
     "a question without an answer": (
         holds("questions.jsonl", b'{"question": "who ?", "answer": "Ada"}\n\n{"question": "who ?"}\n'),
@@ -179,9 +179,9 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "a bad corpus": (
         holds("corpus.jsonl", b'{"id": "1", "contents": "x"}\n{"id": "2", "passage": "y"}\n'),
-        ["retriever.corpus", "line 2 of", "no contents", '"id" and "contents"'],
+        ["retriever.corpus.corpus", "line 2 of", "no contents", '"id" and "contents"'],
     ),
-    "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus", "holds no passage"]),
+    "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus.corpus", "holds no passage"]),
     "a corpus too large to index at the start": (
         told("retriever.build_limit_mb=0"),
         ["there is no index at", "build_limit_mb = 0", "foray index build"],
@@ -292,7 +292,7 @@ def test_a_right_start_gets_as_far_as_its_first_process(start: Start, capsys: py
     assert "# fail" not in capsys.readouterr().out
     assert main(["up", *start.argv, "--dry-run", "--json", "learner.questions=/nowhere"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["findings"]
-    assert found["check"] == "learner.questions" and found["verdict"] == "fail"
+    assert found["check"] == "learner.data.questions" and found["verdict"] == "fail"
 
 
 def test_the_run_that_fills_redis_may_go_on(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

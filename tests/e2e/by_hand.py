@@ -13,11 +13,11 @@ from types import TracebackType
 
 import redis
 
-from deploy.ports import free_port
-from deploy.redis_child import connect
+from deploy.launcher.redis_server import connect
 from protocol.codec import decode_as
 from protocol.keys import Keys
 from protocol.messages import EngineInfo
+from protocol.runtime.net import free_port
 
 
 def eventually(what: str, check: Callable[[], bool], timeout_s: float = 90.0) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from by_hand import Shells, eventually
 
-from learner.checkpoint import Checkpoints
-from learner.journal import read_journal
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import read_journal
 from protocol.keys import Keys
 from protocol.ledger import Ledger
 from protocol.messages import NodeState

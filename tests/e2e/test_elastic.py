@@ -13,8 +13,8 @@ import pytest
 from by_hand import Shells, eventually
 from elastic import Watcher, read_routes, rollout_values, send, tree_of, wait_until_busy, wrong_routes
 
-from learner.checkpoint import Checkpoints
-from learner.journal import read_journal
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import read_journal
 from protocol.keys import Keys
 from protocol.ledger import Ledger
 from protocol.messages import NodeState

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy import status
 from deploy.cli import main as foray
-from deploy.demo.tiny_model import new_model, save_model
-from deploy.locate import locate
-from deploy.observe import Observation
-from deploy.rundir import read_record
+from deploy.demo.warmstart import new_model, save_model
+from deploy.launcher.run_dir import locate, read_record
+from deploy.monitor import status
+from deploy.monitor.snapshot import Observation
 
 SMALL = ("run.steps=500", "run.groups_per_step=2", "run.group_size=2", "run.max_lag=8", "learner.checkpoint_every=50")
 QUESTIONS = 160

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main as foray
-from deploy.demo.tiny_model import new_model, save_model
-from learner.checkpoint import Checkpoints
-from learner.journal import read_journal
+from deploy.demo.warmstart import new_model, save_model
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import read_journal
 from protocol.messages import Owner
 
 STEPS, GROUPS = 3, 2

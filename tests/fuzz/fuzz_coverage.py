@@ -68,7 +68,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     name, corpus, *flags = sys.argv[1:]
     with atheris.instrument_imports(
-        include=["protocol", "learner.entry", "rollout_server.engine", "rollout_server.search"]
+        include=["protocol", "learner.delivery.entry", "rollout_server.engine", "rollout_server.search"]
     ):
         from fuzz_targets import load
 

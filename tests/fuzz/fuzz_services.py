@@ -26,9 +26,9 @@ from protocol.redaction import start_logging
 
 KINDS = ("retriever", "rollout", "engine")
 BODIES = {
-    "retriever": "retriever.app_base",
-    "rollout": "rollout_server.app",
-    "engine": "rollout_server.cpu_engine.bodies",
+    "retriever": "retriever.api.base",
+    "rollout": "rollout_server.api.app",
+    "engine": "rollout_server.cpu_engine.server.validation",
 }
 """Modules that read the bodies of requests."""
 CONTEXT = 24
@@ -54,7 +54,7 @@ def look() -> dict[str, float]:
 async def retriever(scratch: Path) -> AsyncIterator[Running]:
     """Over 40 passages, with vectors."""
     from retriever.config import RetrieverSettings
-    from retriever.serve import serve
+    from retriever.server import serve
 
     corpus, port = scratch / "corpus.jsonl", scratch / "port"
     lines = [json.dumps({"id": f"d{i}", "contents": f'"Page {i}"\nnumber{i} and the number{i + 1}'}) for i in range(40)]
@@ -69,17 +69,17 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
     """With a Redis of its own and an engine that always answers."""
     import redis
 
-    from deploy.redis_child import find_server
+    from deploy.launcher.redis_server import find_server
     from protocol.codec import encode
     from protocol.functions import source
     from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
     from protocol.messages import EngineInfo, NodeState, WeightUpdate
     from protocol.settings import RunSettings
     from rollout_server.config import RolloutSettings
-    from rollout_server.engine.fake_server import FakeServer
-    from rollout_server.serve import serve
-    from rollout_server.testing import write_tokenizer
-    from rollout_server.tokens import load_tokens
+    from rollout_server.environment.tokenizer import load_tokens
+    from rollout_server.server import serve
+    from tests.support.environments import write_tokenizer
+    from tests.support.fake_engine import FakeServer
 
     socket, port, model = scratch / "redis.sock", scratch / "port", write_tokenizer(scratch / "model", "words")
     tokens, keys = load_tokens(model), Keys("fuzz")
@@ -117,11 +117,11 @@ async def engine(scratch: Path) -> AsyncIterator[Running]:
     import torch
     from safetensors.torch import save_file
 
-    from rollout_server.cpu_engine import serve
     from rollout_server.cpu_engine.config import EngineSettings
-    from rollout_server.cpu_engine.model_config import read_model_config
-    from rollout_server.cpu_engine.weights import Weights
-    from rollout_server.testing import write_tokenizer
+    from rollout_server.cpu_engine.model.config import read_model_config
+    from rollout_server.cpu_engine.model.loader import Weights
+    from rollout_server.cpu_engine.server import app as serve
+    from tests.support.environments import write_tokenizer
 
     model = write_tokenizer(scratch / "model", "words")
     vocab = len(json.loads((model / "tokenizer.json").read_text())["model"]["vocab"])

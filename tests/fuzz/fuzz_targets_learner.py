@@ -14,20 +14,20 @@ import numpy.typing as npt
 from fuzz_targets import Decoder, scratch
 from fuzz_targets_protocol import entries, resealed
 
-from deploy import doctor_data, doctor_engine
 from deploy.config import load
-from learner import share_codec
-from learner.checkpoint import MANIFEST, Checkpoints
-from learner.entry import BadEntry, read_entry
-from learner.journal import Conditions, Journal, data_files, read_journal
-from learner.journal_index import FRAME, index_of, places
-from learner.questions import load_questions
+from deploy.doctor import data as doctor_data
+from deploy.doctor import engine as doctor_engine
+from learner.checkpoint.checkpoint import MANIFEST, Checkpoints
+from learner.checkpoint.journal import FRAME, Conditions, Journal, data_files, index_of, places, read_journal
+from learner.data.questions import load_questions
+from learner.delivery.entry import BadEntry, read_entry
+from learner.trainer.distributed import channel as share_codec
 from protocol.codec import encode, unpack
 from protocol.errors import ProtocolError, UserError
 from protocol.header import seal
 from protocol.messages import Task
-from protocol.testing import make_group
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},

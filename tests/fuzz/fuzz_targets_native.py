@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from fuzz_targets import Decoder, scratch
 
 from protocol.errors import UserError
-from retriever.formats.records import Records
-from retriever.index.faiss_file import open_file, stored_vectors
+from retriever.corpus.formats.base import Records
+from retriever.index.faiss_flat import open_file, stored_vectors
 
 REFUSED = 3
 

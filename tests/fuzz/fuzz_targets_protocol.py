@@ -9,16 +9,16 @@ from typing import Any
 import msgpack
 from fuzz_targets import Decoder, scratch
 
-from protocol import codec, events, redis_url
-from protocol.access import Access, is_loopback
+from protocol import codec, events
 from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.header import check_body, read_header, seal
-from protocol.http_rules import Asked, check_request, decide
 from protocol.ledger import Ledger, Outcome
 from protocol.messages import GroupFailed
+from protocol.runtime.http.auth import Access, Asked, check_request, decide, is_loopback
+from protocol.runtime.redis import url as redis_url
 from protocol.settings import RunSettings, read_tree, section
-from protocol.testing import make_group, make_task
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group, make_task
 
 TOKEN = "fuzz-0123456789-abcdefghijklmnopqrstuvw"
 REDIS_URLS = (

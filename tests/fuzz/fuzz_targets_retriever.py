@@ -14,31 +14,29 @@ from fuzz_targets import Decoder, scratch
 from pydantic import TypeAdapter
 
 from protocol.errors import UserError
-from retriever.app_flashrag import ManyQueries
-from retriever.app_openai import EmbeddingRequest
-from retriever.build_corpus import documents, read_input
-from retriever.build_journal import JOURNAL
-from retriever.build_journal import Journal as BuildJournal
-from retriever.cache import Answer
-from retriever.config_encoder import OpenAIEncoderSettings
-from retriever.config_index import Bm25Settings
-from retriever.config_memory import SearchMemorySettings
-from retriever.config_online import OnlineSettings
-from retriever.corpus import Scan, parse_line, read_texts, scan_corpus
+from retriever.api.flashrag import ManyQueries
+from retriever.api.openai import EmbeddingRequest
+from retriever.backends.memory.journal import Entry, Journal
+from retriever.backends.memory.store import Remembered
+from retriever.backends.web.backend import hits_of
+from retriever.backends.web.client import _parse, _retry_after_s
+from retriever.backends.web.config import OnlineSettings
+from retriever.backends.web.pages import _recorded, decode, page_of_html, page_of_plain
+from retriever.backends.web.provider import Ask, Failed, Found
+from retriever.backends.web.recordings import Recordings
+from retriever.build.input import documents, read_input
+from retriever.build.workdir import JOURNAL
+from retriever.build.workdir import Journal as BuildJournal
+from retriever.config import SearchMemorySettings
+from retriever.corpus.corpus import Scan, parse_line, read_texts, scan_corpus
+from retriever.corpus.manifest import MANIFEST, check_manifest, corpus_of, make_manifest, read_manifest, settings_of
 from retriever.encoder.base import EncoderUnavailable, NotFinite
+from retriever.encoder.config import OpenAIEncoderSettings
 from retriever.encoder.openai import OpenAIEncoder
-from retriever.manifest import MANIFEST, check_manifest, corpus_of, make_manifest, read_manifest, settings_of
-from retriever.memory.entry import Entry
-from retriever.memory.journal import Journal
-from retriever.memory.remembered import Remembered
+from retriever.index.config import Bm25Settings
 from retriever.metrics import Metrics
-from retriever.online.hits import hits_of
-from retriever.online.html_text import decode, page_of_html, page_of_plain
-from retriever.online.pages import _recorded
-from retriever.online.provider import Ask, Failed, Found
-from retriever.online.recordings import Recordings
-from retriever.online.sender import _parse, _retry_after_s
-from retriever.online.testing import SHAPES, FakeProvider
+from retriever.serving.cache import Answer
+from tests.support.web_search import SHAPES, FakeProvider
 
 CHARSETS = (
     "utf-8",

@@ -11,21 +11,20 @@ from typing import Any
 from fuzz_targets import Decoder, scratch
 
 from protocol.messages import Owner, Segment, VersionSpan, WeightUpdate
-from rollout_server.actions import Search, boxed, neutralise, parse
-from rollout_server.cpu_engine.contract import BadRequest, Limits
-from rollout_server.cpu_engine.contract import parse as parse_generate
-from rollout_server.cpu_engine.openai_bodies import chat, completion
-from rollout_server.cpu_engine.tokenizer import Tokenizer
+from rollout_server.cpu_engine.model.tokenizer import Tokenizer
+from rollout_server.cpu_engine.server.openai_bodies import chat, completion
+from rollout_server.cpu_engine.server.validation import BadRequest, Limits
+from rollout_server.cpu_engine.server.validation import parse as parse_generate
+from rollout_server.engine.admin import EngineControl
 from rollout_server.engine.base import EngineError
-from rollout_server.engine.control import EngineControl
-from rollout_server.engine.http import json_object
-from rollout_server.engine.received import Received
-from rollout_server.engine.stream import Reader
-from rollout_server.node.manifest import MANIFEST, WeightsCorrupt, verify
-from rollout_server.reward.judge import harmless, read_verdict
-from rollout_server.search.dialect import read_answer
-from rollout_server.search.fault import Fault, status_fault
-from rollout_server.testing import write_tokenizer
+from rollout_server.engine.client import json_object
+from rollout_server.engine.decoding import Reader, Received
+from rollout_server.environment.actions import Search, boxed, neutralise, parse
+from rollout_server.node.weights.manifest import MANIFEST, WeightsCorrupt, verify
+from rollout_server.rewards.judge import harmless, read_verdict
+from rollout_server.search.base import Fault, status_fault
+from rollout_server.search.transport import read_answer
+from tests.support.environments import write_tokenizer
 
 IDS, LOGPROBS = [5, 6, 7], [-0.5, -0.25, -1.0]
 

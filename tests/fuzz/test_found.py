@@ -21,23 +21,22 @@ from fuzz_targets import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.questions import load_questions
-from protocol.access import Access
+from learner.data.questions import load_questions
 from protocol.errors import UserError
-from protocol.http_rules import SERVER_OPTIONS
 from protocol.redaction import without_trace_of_clients
-from retriever.app import create_app
-from retriever.app_base import Service
+from protocol.runtime.http import server as listen
+from protocol.runtime.http.auth import SERVER_OPTIONS, Access
+from retriever.api.app import create_app
+from retriever.api.base import Service
 from retriever.config import RetrieverSettings
-from retriever.formats.records import Records
-from retriever.index.faiss_file import check_survives
-from rollout_server import app as rollout_app
-from rollout_server import listen
-from rollout_server.actions import Invalid, neutralise, parse
-from rollout_server.cpu_engine.access import guard
-from rollout_server.cpu_engine.bodies import read_json
-from rollout_server.cpu_engine.engine import Engine
-from rollout_server.episodes import EpisodesRequest
+from retriever.corpus.formats.base import Records
+from retriever.index.faiss_flat import check_survives
+from rollout_server.api import app as rollout_app
+from rollout_server.api.episodes import EpisodesRequest
+from rollout_server.cpu_engine.scheduler.engine import Engine
+from rollout_server.cpu_engine.server.auth import guard
+from rollout_server.cpu_engine.server.validation import read_json
+from rollout_server.environment.actions import Invalid, neutralise, parse
 
 HUGE = b"1" + b"0" * 4000
 DEEP = b"[" * 3000

@@ -8,18 +8,18 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from retriever import openapi as retriever_openapi
-from retriever.app import create_app
-from retriever.app_base import Service
+from retriever.api import openapi as retriever_openapi
+from retriever.api.app import create_app
+from retriever.api.base import Service
 from retriever.config import RetrieverSettings
-from rollout_server import openapi as rollout_openapi
-from rollout_server.app import build_app
-from rollout_server.cpu_engine import openapi as engine_openapi
-from rollout_server.cpu_engine.adapters import Adapters
-from rollout_server.cpu_engine.contract import _KNOWN
-from rollout_server.cpu_engine.control import Control
-from rollout_server.cpu_engine.openai_routes import OpenAI
-from rollout_server.cpu_engine.updates import Updates
+from rollout_server.api import openapi as rollout_openapi
+from rollout_server.api.app import build_app
+from rollout_server.cpu_engine.server import openapi as engine_openapi
+from rollout_server.cpu_engine.server.admin import Control
+from rollout_server.cpu_engine.server.lora import Adapters
+from rollout_server.cpu_engine.server.openai_routes import OpenAI
+from rollout_server.cpu_engine.server.validation import _KNOWN
+from rollout_server.cpu_engine.server.weights import Updates
 
 Routes = set[tuple[str, str]]
 

@@ -15,8 +15,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from learner import redis_client
-from learner.config import LearnerSettings
+from learner.config.learner import LearnerSettings
+from learner.delivery import store as redis_client
 from protocol.settings import RunSettings
 
 
@@ -98,8 +98,8 @@ def settings(questions: Path) -> LearnerSettings:
 
 @pytest.fixture
 def serve(tiny: ModuleType) -> Callable[..., int]:
-    """`learner.serve.serve` with the tiny engine; keyword arguments beside `takeover` are the engine's."""
-    from learner.serve import serve as real
+    """`learner.main.serve` with the tiny engine; keyword arguments beside `takeover` are the engine's."""
+    from learner.main import serve as real
 
     def call(run: RunSettings, settings: LearnerSettings, *, takeover: bool = False, **engine: Any) -> int:
         return real(run, settings, takeover=takeover, make_engine=lambda r, s: tiny.TinyEngine(r, s, **engine))
@@ -110,7 +110,7 @@ def serve(tiny: ModuleType) -> Callable[..., int]:
 @pytest.fixture
 def store(run: RunSettings) -> Iterator[Any]:
     """The run's Redis, prepared, with the lease of epoch 1."""
-    from learner.redis_client import RunStore
+    from learner.delivery.store import RunStore
 
     made = RunStore(run.redis_url, run.id)
     made.prepare()

@@ -25,14 +25,14 @@ from typing import Any
 
 import transformers
 
-import learner.checkpoint
-import learner.replay
-import learner.trainer
+import learner.checkpoint.checkpoint
+import learner.checkpoint.replay
+import learner.trainer.trainer
 from learner import cli
-from learner.books import Books
+from learner.checkpoint.journal import Journal
+from learner.delivery.state import Books
 from learner.engine import DeepSpeedEngine
-from learner.engine.setup import import_deepspeed
-from learner.journal import Journal
+from learner.engine.deepspeed import import_deepspeed
 
 
 def die() -> None:

@@ -13,7 +13,7 @@ import resource
 import sys
 from typing import Any
 
-import learner.entry
+import learner.delivery.entry
 from learner import cli
 
 POISON = b"poison-poison"

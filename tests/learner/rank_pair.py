@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from learner.batch import build_batch
-from learner.config_trainer import TrainerSettings
-from learner.trainer import Trainer
+from learner.config.learner import TrainerSettings
+from learner.data.batch import build_batch
+from learner.trainer.trainer import Trainer
 from protocol.codec import decode_as
 from protocol.messages import TrajectoryGroup
 from protocol.settings import RunSettings

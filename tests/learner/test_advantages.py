@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from learner.advantages import Outcomes, grpo_advantages, informative, rloo_advantages
+from learner.algorithms.advantages import Outcomes, grpo_advantages, informative, rloo_advantages
 from protocol.errors import UserError
 from protocol.messages import Status, TrajectoryGroup
-from protocol.testing import make_group, make_question, make_trajectory
+from tests.support.messages import make_group, make_question, make_trajectory
 
 
 def outcomes(rewards, group=None, votes=None) -> Outcomes:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantages import (
+from learner.algorithms.advantages import (
     Outcomes,
     dr_grpo_advantages,
     gpg_advantages,
@@ -22,7 +22,7 @@ from learner.advantages import (
     reinforce_pp_baseline_advantages,
     rloo_advantages,
 )
-from learner.config_algorithm import GrpoSettings
+from learner.config.algorithm import GrpoSettings
 
 
 def outcomes(rewards, group=None, votes=None, lengths=None, parts=None) -> Outcomes:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantages import discounted_returns, gae, settled_rewards, to_rows, whiten
+from learner.algorithms.advantages import discounted_returns, gae, settled_rewards, to_rows, whiten
 
 torch.set_num_threads(1)
 NAN, INF = float("nan"), float("inf")

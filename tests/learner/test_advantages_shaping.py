@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantages import RunningMoments, overlong
+from learner.algorithms.advantages import RunningMoments, overlong
 
 VALUES = st.lists(st.floats(-1e6, 1e6).map(lambda x: round(x, 6)), max_size=20)  # no squares that underflow
 

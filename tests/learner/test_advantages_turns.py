@@ -10,9 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantages import Outcomes, Turns, normalized_turns, turn_advantages, turn_of_tokens, turn_returns
+from learner.algorithms.advantages import (
+    Outcomes,
+    Turns,
+    normalized_turns,
+    turn_advantages,
+    turn_of_tokens,
+    turn_returns,
+)
 from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
-from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
+from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 number = st.floats(-3, 3).map(lambda x: round(x, 3))
 

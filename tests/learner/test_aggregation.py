@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.aggregation import Aggregation, trajectory_weights
+from learner.data.packing import Aggregation, trajectory_weights
 
 MODES = get_args(Aggregation)
 LENGTH = 50

@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
-from learner.attention import SPANS, Spans, block_mask, takes_spans, use_spans
-from learner.config_model import LoraSettings, ModelSettings
-from learner.critic import CriticSettings, load_critic
-from learner.model import hidden_states, load_policy
+from learner.config.model import LoraSettings, ModelSettings
+from learner.model.attention import SPANS, Spans, block_mask, takes_spans, use_spans
+from learner.model.policy import hidden_states, load_policy
+from learner.trainer.critic import CriticSettings, load_critic
 
 KINDS = ("llama", "qwen2", "qwen3")
 VOCABULARY = 61

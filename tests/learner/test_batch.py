@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.aggregation import trajectory_weights
-from learner.batch import Batch, MicroBatch, build_batch, cut_for_ranks
-from learner.config_algorithm import GrpoSettings, PpoSettings
-from learner.config_batch import BatchSettings
-from learner.packing import cut_rows, deal, pack_rows
+from learner.config.algorithm import GrpoSettings, PpoSettings
+from learner.config.learner import BatchSettings
+from learner.data.batch import Batch, MicroBatch, build_batch, cut_for_ranks
+from learner.data.packing import cut_rows, deal, pack_rows, trajectory_weights
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
-from protocol.testing import (
+from protocol.versions import PolicyVersion
+from tests.support.messages import (
     make_group,
     make_question,
     make_trajectory,
@@ -21,7 +21,6 @@ from protocol.testing import (
     policy_segment,
     prompt_segment,
 )
-from protocol.versions import PolicyVersion
 
 FIRST_START = (PolicyVersion(1, 0),)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.books import Books
-from learner.token_law import Arrived, Bucket
+from learner.delivery.state import Books
+from learner.delivery.token_accounting import Arrived, Bucket
 from protocol.errors import ForayError
 from protocol.ledger import AlreadySettled, NotReopenable, Outcome
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from learner.algorithms.base import Scored
-from learner.batch import build_batch, cut_for_ranks
-from learner.config_algorithm import PpoSettings
-from learner.config_trainer import TrainerSettings
-from learner.scores import score_share
-from learner.trainer import Trainer
+from learner.config.algorithm import PpoSettings
+from learner.config.learner import TrainerSettings
+from learner.data.batch import build_batch, cut_for_ranks
+from learner.trainer.forward import score_share
+from learner.trainer.trainer import Trainer
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.settings import RunSettings
-from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 GAMMA, LAM = 0.97, 0.9
 ENDS = (Status.ANSWERED, Status.TRUNCATED, Status.OUT_OF_TURNS, Status.TRUNCATED)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.publish.base import BadWeights
-from learner.publish.buckets import OtherLayout, layout, num_bytes, pack, plan
+from learner.weights.base import BadWeights
+from learner.weights.buckets import OtherLayout, layout, num_bytes, pack, plan
 from protocol.messages import WeightBucket
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64]

@@ -12,14 +12,14 @@ from unittest.mock import ANY
 
 import pytest
 
-from learner import checkpoint as module
-from learner import durable
-from learner.books import Books
-from learner.checkpoint import CheckpointFailed, Checkpoints
-from learner.config import LearnerSettings
-from learner.run_key import RunKey, run_key
-from learner.serve import resumed_engine
+from learner.checkpoint import checkpoint as module
+from learner.checkpoint.checkpoint import CheckpointFailed, Checkpoints
+from learner.checkpoint.signing import RunKey, run_key
+from learner.config.learner import LearnerSettings
+from learner.delivery.state import Books
+from learner.main import resumed_engine
 from protocol.errors import Fenced, UserError
+from protocol.runtime import files as durable
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 

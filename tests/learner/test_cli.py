@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from learner import cli, serve
+from learner import cli
+from learner import main as serve
 from protocol.errors import Fenced, ForayError
 
 

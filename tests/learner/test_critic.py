@@ -9,11 +9,10 @@ import torch
 import transformers
 from pydantic import ValidationError
 
-from learner.config_engine import EngineSettings, OptimSettings
-from learner.config_model import CriticSettings, LoraSettings, ModelSettings
-from learner.critic import load_critic
+from learner.config.model import CriticSettings, EngineSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
-from learner.model import ValueHead, load_policy
+from learner.model.policy import ValueHead, load_policy
+from learner.trainer.critic import load_critic
 from protocol.errors import UserError
 
 LENGTHS = (6, 9)

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import redis
 
-from learner.books import Books
-from learner.config_data import FilterSettings
-from learner.crosscheck import CrossCheck
-from learner.evidence import Evidence
-from learner.filtering import GroupFilter
-from learner.history import History
-from learner.redis_client import RunStore
-from learner.source import Source
+from learner.config.learner import FilterSettings
+from learner.data.filter import GroupFilter
+from learner.delivery.audit import CrossCheck
+from learner.delivery.consumer import Source
+from learner.delivery.dead_letters import Evidence, History
+from learner.delivery.state import Books
+from learner.delivery.store import RunStore
 from protocol import events
 from protocol import functions as fn
 from protocol.header import seal
 from protocol.keys import TASK_GROUP, Keys
 from protocol.ledger import Outcome
-from protocol.testing import make_group
+from tests.support.messages import make_group
 
 KEYS = Keys("t1")
 TOKENS = 16

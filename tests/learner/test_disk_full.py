@@ -21,9 +21,9 @@ import torch
 import yaml
 
 from learner import cli, loop
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.journal import read_journal
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import read_journal
+from learner.config.learner import LearnerSettings
 from protocol.codec import decode_as
 from protocol.errors import UserError
 from protocol.keys import Keys

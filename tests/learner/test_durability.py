@@ -18,20 +18,19 @@ import pytest
 import redis
 import torch
 
-from learner import journal as journal_module
-from learner.checkpoint import Checkpoints
-from learner.config import AdapterPublishSettings, DiskPublishSettings, LearnerSettings, PublishSettings
-from learner.journal import Journal
-from learner.journal_index import index_of
-from learner.publish.base import Link
-from learner.redis_client import RunStore
-from learner.run_key import run_key
+from learner.checkpoint import journal as journal_module
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import Journal, index_of
+from learner.checkpoint.signing import run_key
+from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings, PublishSettings
+from learner.delivery.store import RunStore
+from learner.weights.base import Link
 from protocol.header import read_header, seal
 from protocol.ledger import Ledger
 from protocol.messages import WeightUpdate
 from protocol.settings import RunSettings
-from protocol.testing import make_group
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group
 
 BEST_EFFORT = {"metrics.jsonl", "dead_letters.jsonl", "skipped", "tiny.jsonl"}
 """What no promise is built on."""

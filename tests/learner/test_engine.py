@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.config_engine import EngineSettings, OptimSettings
+from learner.config.model import EngineSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
-from learner.schedule import learning_rate
+from learner.engine.optimizer import learning_rate
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

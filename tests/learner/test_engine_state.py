@@ -18,8 +18,9 @@ import torch
 from forks import Zygote
 from safetensors.torch import load_file, save_file
 
-from learner.config_engine import EngineSettings, OptimSettings
-from learner.engine import DeepSpeedEngine, gather, leave_ranks
+from learner.config.model import EngineSettings, OptimSettings
+from learner.engine import DeepSpeedEngine, leave_ranks
+from learner.engine import partition as gather
 from learner.engine import state as state_files
 from protocol.errors import UserError
 

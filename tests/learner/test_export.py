@@ -13,13 +13,12 @@ import yaml
 from safetensors.torch import load_file
 
 from deploy import cli
-from learner.checkpoint import Checkpoints
-from learner.config_engine import EngineSettings, OptimSettings
-from learner.config_model import CriticSettings, LoraSettings, ModelSettings
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.model import CriticSettings, EngineSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
-from learner.export import export_adapter, export_model, find_state
-from learner.lora import merged, scale_of
-from learner.model import PREFIX, load_policy
+from learner.model.export import export_adapter, export_model, find_state
+from learner.model.lora import merged, scale_of
+from learner.model.policy import PREFIX, load_policy
 from protocol.errors import UserError
 from protocol.versions import PolicyVersion
 

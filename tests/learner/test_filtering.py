@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.config_data import FilterSettings
-from learner.filtering import GroupFilter
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import FilterSettings, LearnerSettings
+from learner.data.filter import GroupFilter
 from protocol.header import seal
 from protocol.messages import Status, Task, TrajectoryGroup
 from protocol.settings import RunSettings
-from protocol.testing import make_group
+from tests.support.messages import make_group
 
 Serve = Callable[..., int]
 EM = FilterSettings(metric="em")

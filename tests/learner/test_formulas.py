@@ -18,8 +18,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from learner.algorithms.base import Scored, TokenInputs
-from learner.config_algorithm import AlgorithmSettings
-from learner.losses import second_moment_bound
+from learner.algorithms.losses import second_moment_bound
+from learner.config.algorithm import AlgorithmSettings
 
 LENGTHS = (5, 1, 7, 3, 4)
 SPREADS = {"behaviour": 0.0, "recompute": 0.4}

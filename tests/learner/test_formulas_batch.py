@@ -10,17 +10,16 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from learner.advantages import Outcomes
+from learner.algorithms.advantages import Outcomes
 from learner.algorithms.base import Scored, TokenInputs
-from learner.batch import build_batch
-from learner.config_algorithm import AlgorithmSettings
-from learner.config_batch import BatchSettings
-from learner.config_trainer import TrainerSettings
+from learner.config.algorithm import AlgorithmSettings
+from learner.config.learner import BatchSettings, TrainerSettings
+from learner.data.batch import build_batch
 from protocol.codec import decode_as, encode
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
-from protocol.testing import make_question, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_question, policy_segment, prompt_segment
 
 # group -> (em, form) of each trajectory; None: it failed, and votes nowhere
 GROUPS: tuple[tuple[tuple[float, float] | None, ...], ...] = (

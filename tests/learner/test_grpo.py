@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from learner.algorithms.base import Scored, TokenInputs
-from learner.batch import build_batch
-from learner.config_algorithm import GrpoSettings
-from learner.config_batch import BatchSettings
+from learner.config.algorithm import GrpoSettings
+from learner.config.learner import BatchSettings
+from learner.data.batch import build_batch
 from protocol.messages import Status, Trajectory, TrajectoryGroup
-from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 
 def inputs(n: int = 12, *, seed: int = 0, dtype=torch.float64, **given) -> TokenInputs:

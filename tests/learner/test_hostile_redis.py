@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 import redis
 
-from learner import evidence
-from learner.books import Books
-from learner.config import LearnerSettings
-from learner.config_data import FilterSettings
-from learner.entry import BadEntry
-from learner.evidence import Evidence
-from learner.filtering import GroupFilter
-from learner.history import History
-from learner.lease import Lease
-from learner.reconcile import Reconciler
-from learner.redis_client import RunStore
-from learner.source import Source
+from learner.config.learner import FilterSettings, LearnerSettings
+from learner.data.filter import GroupFilter
+from learner.delivery import dead_letters as evidence
+from learner.delivery.consumer import Source
+from learner.delivery.dead_letters import Evidence, History
+from learner.delivery.entry import BadEntry
+from learner.delivery.lease import Lease
+from learner.delivery.reconciler import Reconciler
+from learner.delivery.state import Books
+from learner.delivery.store import RunStore
 from protocol import events
 from protocol.errors import Fenced, UserError
 from protocol.header import seal
@@ -34,7 +32,7 @@ from protocol.keys import Keys
 from protocol.ledger import Outcome
 from protocol.messages import GroupFailed
 from protocol.settings import RunSettings
-from protocol.testing import make_group
+from tests.support.messages import make_group
 
 KEYS = Keys("t1")
 LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
@@ -207,7 +205,7 @@ def test_a_forged_task_does_not_throw_away_the_group_of_the_true_one(
 
 
 def test_dead_letters_on_disk_are_bounded(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deploy.dead_letters import DeadLetter, purge_file, read_letters
+    from deploy.dlq.dead_letters import DeadLetter, purge_file, read_letters
 
     monkeypatch.setattr(evidence, "FILE_BYTES", 20_000)
     path = tmp_path / "dead_letters.jsonl"

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import redis
 
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.identity import own_lineage
-from learner.journal import read_journal
-from learner.questions import load_questions
-from learner.run_key import SIGNATURE, run_key
-from learner.sampler import Sampler
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import read_journal
+from learner.checkpoint.signing import SIGNATURE, run_key
+from learner.config.learner import LearnerSettings
+from learner.data.questions import load_questions
+from learner.data.sampler import Sampler
+from learner.delivery.identity import own_lineage
 from protocol import events
 from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
-from protocol.meta import LINEAGE_FIELD, LINEAGE_FILE
+from protocol.run_meta import LINEAGE_FIELD, LINEAGE_FILE
 from protocol.settings import RunSettings
 
 Serve = Callable[..., int]
@@ -175,7 +175,7 @@ def test_a_run_from_before_there_were_lineage_ids_is_adopted(
     del facts[LINEAGE_FIELD], facts[SIGNATURE]
     manifest.write_text(json.dumps(facts | {SIGNATURE: run_key(begun.dir, {}).sign(facts)}))
     assert "another run named 't1' (lineage unknown" in str(refusal(other_directory(begun)))
-    with caplog.at_level(logging.INFO, "learner.identity"):
+    with caplog.at_level(logging.INFO, "learner.delivery.identity"):
         with pytest.raises(TypeError):
             serve(begun, settings, no_such_setting=1)  # the engine fails before a task is issued
         after = trains_to_the_end(begun, settings, serve, tiny, address)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import redis
 
-from learner.books import Books
-from learner.history import History
-from learner.issue import Issuer
-from learner.questions import QuestionSet, fingerprint
-from learner.redis_client import RunStore
-from learner.reserved import Reserved
-from learner.sampler import Sampler
+from learner.data.questions import QuestionSet, fingerprint
+from learner.data.sampler import Sampler
+from learner.delivery.dead_letters import History
+from learner.delivery.issue_limit import Reserved
+from learner.delivery.issuer import Issuer
+from learner.delivery.state import Books
+from learner.delivery.store import RunStore
 from protocol.codec import decode_as
 from protocol.errors import Fenced, StateLost
 from protocol.keys import Keys
 from protocol.ledger import Outcome
 from protocol.messages import Sampling, Task
 from protocol.settings import RunSettings
-from protocol.testing import make_question
+from tests.support.messages import make_question
 
 
 @pytest.fixture

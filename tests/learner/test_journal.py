@@ -9,12 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from learner import journal as module
-from learner.journal import Conditions, Journal, all_places, frames, read_journal
-from learner.journal_index import RECORD_BYTES, index_of, places, record
+from learner.checkpoint import journal as module
+from learner.checkpoint.journal import (
+    RECORD_BYTES,
+    Conditions,
+    Journal,
+    all_places,
+    frames,
+    index_of,
+    places,
+    read_journal,
+    record,
+)
 from protocol.header import read_header, seal
-from protocol.testing import make_group
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from full_kl import full_forward_kl, full_reverse_kl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.kl import kl_estimate
+from learner.algorithms.kl import kl_estimate
 
 KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5")
 REVERSE_VALUE = ("k1", "k3", "k1+", "k3+", "k3++", "k4")

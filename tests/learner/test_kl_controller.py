@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from learner.kl import AdaptiveKl, FixedKl, KlController, penalised
+from learner.algorithms.kl import AdaptiveKl, FixedKl, KlController, penalised
 
 
 def test_a_fixed_weight_stays():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from full_kl import full_forward_kl, full_reverse_kl
 
-from learner.kl import topk_forward_kl, topk_reverse_kl
+from learner.algorithms.kl import topk_forward_kl, topk_reverse_kl
 
 V = 12
 SEEDS = (0, 1, 2, 3)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from learner.lease import Lease
-from learner.redis_client import RunStore
+from learner.delivery.lease import Lease
+from learner.delivery.store import RunStore
 from protocol.errors import Fenced, UserError
 from protocol.keys import Keys
 from protocol.settings import RunSettings

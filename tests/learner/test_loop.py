@@ -19,10 +19,10 @@ import pytest
 import redis
 import yaml
 
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.journal import read_journal
-from learner.redis_client import RunStore
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import read_journal
+from learner.config.learner import LearnerSettings
+from learner.delivery.store import RunStore
 from protocol import events
 from protocol.codec import decode_as
 from protocol.errors import Fenced, UserError
@@ -30,7 +30,7 @@ from protocol.header import seal
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, MetricsSnapshot, Task, WeightUpdate
 from protocol.settings import RunSettings
-from protocol.testing import make_group
+from tests.support.messages import make_group
 
 Serve = Callable[..., int]
 
@@ -161,7 +161,7 @@ def test_tokens_of_steps_that_a_crash_undid_are_trained_or_masked(
 def test_a_signal_before_training_ends_it_at_once(
     run: RunSettings, settings: LearnerSettings, tiny: ModuleType, db: redis.Redis
 ) -> None:
-    from learner.serve import serve
+    from learner.main import serve
 
     def told(run: RunSettings, settings: LearnerSettings) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -8,11 +8,10 @@ import pytest
 import torch
 import transformers
 
-from learner.config_engine import EngineSettings, OptimSettings
-from learner.config_model import LoraSettings, ModelSettings
+from learner.config.model import EngineSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
-from learner.lora import adapter_only, adapters_off, merged, scale_of
-from learner.model import PREFIX, PolicyModel, load_policy
+from learner.model.lora import adapter_only, adapters_off, merged, scale_of
+from learner.model.policy import PREFIX, PolicyModel, load_policy
 from protocol.errors import UserError
 
 RANK, ALPHA = 3, 12.0

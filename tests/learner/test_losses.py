@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from learner.losses import clipped_surrogate, log_ratio, weighted_sum
-from learner.scoring import score_hidden, score_logits
+from learner.algorithms.losses import clipped_surrogate, log_ratio, weighted_sum
+from learner.model.logprobs import score_hidden, score_logits
 
 
 def slow_scores(logits: torch.Tensor, targets: list[int], temperature: float) -> tuple[list[float], list[float]]:

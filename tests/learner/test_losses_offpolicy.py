@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.losses import (
+from learner.algorithms.losses import (
     WeightSums,
     at_level,
     effective_sample_size,

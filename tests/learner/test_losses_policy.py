@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.losses import (
+from learner.algorithms.losses import (
     Surrogate,
     cispo,
     clipped_surrogate,

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner.measuring import group_lags, group_metrics, token_lags
-from learner.metrics import Meter, StepLog
-from learner.telling import Teller
-from learner.trackers.base import RunFacts
-from learner.trackers.fan import Trackers
-from learner.trainer import StepReport
+from learner.observability.metrics import Meter, StepLog
+from learner.observability.reporting import Teller, group_lags, group_metrics, token_lags
+from learner.observability.trackers.base import RunFacts
+from learner.observability.trackers.fanout import Trackers
+from learner.trainer.trainer import StepReport
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
-from protocol.testing import make_group, make_question, prompt_segment
+from tests.support.messages import make_group, make_question, prompt_segment
 
 
 def a_trajectory(draw: random.Random) -> Trajectory:

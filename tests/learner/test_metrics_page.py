@@ -14,13 +14,13 @@ import pytest
 import redis
 from metrics_page import check_page
 
-from learner.config import LearnerSettings
-from learner.metric_table import STEP
-from learner.metrics import StepLog
+from learner.config.learner import LearnerSettings
+from learner.observability.metric_table import STEP
+from learner.observability.metrics import StepLog
 from protocol.codec import decode_as, encode
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot
-from protocol.metrics import row_of
+from protocol.runtime.metrics import row_of
 from protocol.settings import RunSettings
 
 

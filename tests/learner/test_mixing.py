@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.config_data import MixSettings
-from learner.journal import Conditions, all_places, frames
-from learner.mixing import Mix, Trained
-from learner.replay import replay
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import Conditions, all_places, frames
+from learner.checkpoint.replay import replay
+from learner.config.learner import LearnerSettings, MixSettings
+from learner.data.replay_buffer import Mix, Trained
 from protocol.header import seal
 from protocol.messages import Task
 from protocol.settings import RunSettings
-from protocol.testing import make_group
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group
 
 Serve = Callable[..., int]
 

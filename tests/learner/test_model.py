@@ -8,17 +8,17 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from learner.architecture import EAGER_ONLY
-from learner.attention import block_mask
-from learner.batch import build_batch
-from learner.config_algorithm import GrpoSettings
-from learner.config_batch import BatchSettings
-from learner.config_model import ModelSettings
-from learner.model import PolicyModel, hidden_states, load_policy
+from learner.config.algorithm import GrpoSettings
+from learner.config.learner import BatchSettings
+from learner.config.model import ModelSettings
+from learner.data.batch import build_batch
+from learner.model.architecture import EAGER_ONLY
+from learner.model.attention import block_mask
+from learner.model.policy import PolicyModel, hidden_states, load_policy
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
-from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 VOCABULARY = 61
 KINDS = ("qwen2", "qwen3", "llama")

@@ -7,9 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from learner.config_model import ModelSettings
-from learner.model import load_policy
-from learner.naming import as_saved
+from learner.config.model import ModelSettings
+from learner.model.policy import as_saved, load_policy
 
 KINDS = {
     "qwen2": {},

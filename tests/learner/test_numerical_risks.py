@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from learner.algorithms.base import Scored, TokenInputs
-from learner.config_algorithm import ReinforcePpSettings
-from learner.config_policy import GroupSettings
-from learner.fused import ScoringLinear, Wanted, score_fused
+from learner.config.algorithm import ReinforcePpSettings
+from learner.config.policy import GroupSettings
+from learner.model.logprobs import ScoringLinear, Wanted, score_fused
 
 TOKENS = 10_000
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 
-from learner.config import LearnerSettings
+from learner.config.learner import LearnerSettings
 from protocol.codec import decode_as
 from protocol.keys import TASK_GROUP, Keys
 from protocol.messages import MetricsSnapshot

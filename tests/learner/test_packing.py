@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.packing import cut_rows, pack_rows
+from learner.data.packing import cut_rows, pack_rows
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
 

@@ -15,23 +15,21 @@ import pytest
 import redis
 import yaml
 
-from learner.books import Books
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.config_data import FilterSettings
-from learner.entry import Entry
-from learner.evidence import Evidence
-from learner.filtering import GroupFilter
-from learner.history import History
-from learner.redis_client import RedisUnavailable, RunStore
-from learner.source import Source
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import FilterSettings, LearnerSettings
+from learner.data.filter import GroupFilter
+from learner.delivery.consumer import Source
+from learner.delivery.dead_letters import Evidence, History
+from learner.delivery.entry import Entry
+from learner.delivery.state import Books
+from learner.delivery.store import RedisUnavailable, RunStore
 from protocol import events
 from protocol.codec import decode_as
 from protocol.header import seal
 from protocol.keys import Keys
 from protocol.messages import Task, TrajectoryGroup
 from protocol.settings import RunSettings
-from protocol.testing import make_group
+from tests.support.messages import make_group
 
 KEYS = Keys("t1")
 DEADLY = 7
@@ -44,7 +42,7 @@ class Died(BaseException):
 @pytest.fixture
 def life(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Source]:
     """A new life of the learner's source, with empty books, that dies over the entry of seq DEADLY."""
-    import learner.source
+    import learner.delivery.consumer
 
     real = learner.source.read_entry
 

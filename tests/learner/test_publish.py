@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner.config import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
-from learner.publish import disk as module
-from learner.publish.base import BadWeights, Publisher
+from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
+from learner.weights import disk as module
+from learner.weights.base import BadWeights, Publisher
 from protocol.errors import UserError
 from protocol.messages import WeightUpdate
 from protocol.settings import RunSettings, section

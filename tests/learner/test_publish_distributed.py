@@ -20,17 +20,17 @@ import redis
 import torch
 from safetensors.torch import load_file
 
-from learner.config import AdapterPublishSettings, DistributedPublishSettings
-from learner.publish import buckets
-from learner.publish.base import BadWeights, Publisher
-from learner.publish.sender import Sender
-from learner.redis_client import RunStore
+from learner.config.learner import AdapterPublishSettings, DistributedPublishSettings
+from learner.delivery.store import RunStore
+from learner.weights import buckets
+from learner.weights.base import BadWeights, Publisher
+from learner.weights.process_group import Sender
 from protocol.codec import decode_as
 from protocol.errors import Fenced
 from protocol.messages import EngineInfo, NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server.testing import write_tokenizer
+from tests.support.environments import write_tokenizer
 
 Weights = dict[str, torch.Tensor]
 pytestmark = pytest.mark.slow
@@ -510,8 +510,8 @@ def test_weights_that_are_no_policys_end_the_view(fleet: Fleet, wrong: str) -> N
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_a_training_engine_holds_is_what_arrives(fleet: Fleet, stage: int) -> None:
-    from learner.config import LearnerSettings
-    from learner.serve import build_trainer
+    from learner.config.learner import LearnerSettings
+    from learner.main import build_trainer
 
     settings = LearnerSettings.model_validate({"engine": {"zero_stage": stage, "threads": 1}})
     trainer = build_trainer(fleet.run, settings)  # not closed: one process group serves all tests of this process

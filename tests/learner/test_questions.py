@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.questions import load_questions
+from learner.data.questions import load_questions
 from protocol.errors import UserError
 
 SHAPES = [

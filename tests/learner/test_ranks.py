@@ -21,12 +21,11 @@ import numpy as np
 import pytest
 import torch
 
-from learner.batch import MicroBatch, Share
-from learner.config_engine import EngineSettings, OptimSettings
+from learner.config.model import EngineSettings, OptimSettings
+from learner.data.batch import MicroBatch, Share
 from learner.engine import DeepSpeedEngine, join_ranks, leave_ranks
-from learner.ranked import RankedEngine, follow_lead, lead
-from learner.ranks import RankLost, Ranks
-from learner.share_codec import decode, encode
+from learner.trainer.distributed.channel import RankLost, Ranks, decode, encode
+from learner.trainer.distributed.leader import RankedEngine, follow_lead, lead
 from protocol.errors import UserError
 
 if TYPE_CHECKING:  # torchrun runs this file too, and knows no folder but this one
@@ -92,7 +91,7 @@ def test_a_share_of_other_code_is_refused() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `learner.seams.Report` asks for."""
+    """What `learner.interfaces.Report` asks for."""
 
     loss: float
     grad_norm: float
@@ -104,7 +103,7 @@ class Report:
 
 
 class ToyTrainer:
-    """Enough of `learner.trainer.Trainer`: a share's `num_tokens` seeds the step's data, of which each takes rows."""
+    """Enough of `learner.trainer.trainer.Trainer`: a share's `num_tokens` seeds the step's data, of which each takes rows."""
 
     algorithm = model_files = ()
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.redis_child import find_server
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
+from deploy.launcher.redis_server import find_server
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import LearnerSettings
 from protocol import events
 from protocol.codec import decode_as
 from protocol.keys import Keys

@@ -16,18 +16,17 @@ import pytest
 import redis
 
 import learner.loop
-import learner.serve
+import learner.main
 from learner import cli
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.config_data import FilterSettings
-from learner.redis_client import RedisFull, RunStore
-from learner.redis_errors import translated
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import FilterSettings, LearnerSettings
+from learner.delivery.store import RedisFull, RunStore
 from protocol.header import seal
 from protocol.keys import TRAJ_GROUP, Keys
 from protocol.messages import Task
+from protocol.runtime.redis.errors import translated
 from protocol.settings import RunSettings
-from protocol.testing import make_group
+from tests.support.messages import make_group
 
 KEYS = Keys("t1")
 Serve = Callable[..., int]

@@ -9,11 +9,10 @@ import pytest
 import torch
 import transformers
 
-from learner.config_engine import EngineSettings, OptimSettings
-from learner.config_model import LoraSettings, ModelSettings, ReferenceSettings
+from learner.config.model import EngineSettings, LoraSettings, ModelSettings, OptimSettings, ReferenceSettings
 from learner.engine import DeepSpeedEngine
-from learner.model import load_policy
-from learner.reference import Reference, build_reference
+from learner.model.policy import load_policy
+from learner.trainer.reference import Reference, build_reference
 from protocol.errors import UserError
 
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from learner.config import LearnerSettings, require_groups
-from learner.config_algorithm import AlgorithmSettings
+from learner.config.algorithm import AlgorithmSettings
+from learner.config.learner import LearnerSettings, require_groups
 from protocol.errors import UserError
 from protocol.settings import RunSettings, section
 

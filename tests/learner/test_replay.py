@@ -16,17 +16,16 @@ import pytest
 from safetensors.torch import load_file
 
 from learner import cli
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.config_data import FilterSettings, ReplaySettings
-from learner.config_trackers import TensorBoardSettings
-from learner.journal import Conditions, Journal, read_journal
-from learner.replay import replay
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.journal import Conditions, Journal, read_journal
+from learner.checkpoint.replay import replay
+from learner.config.learner import FilterSettings, LearnerSettings, ReplaySettings
+from learner.config.trackers import TensorBoardSettings
 from protocol.errors import UserError
 from protocol.header import seal
 from protocol.settings import RunSettings
-from protocol.testing import make_group
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group
 
 Serve = Callable[..., int]
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import redis
 
-from learner.books import Books
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.history import History
-from learner.redis_client import RedisUnavailable, RunStore
-from learner.requests import Requests
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import LearnerSettings
+from learner.delivery.dead_letters import History
+from learner.delivery.reconciler import Requests
+from learner.delivery.state import Books
+from learner.delivery.store import RedisUnavailable, RunStore
 from protocol import events
 from protocol.keys import Keys
 from protocol.ledger import Outcome

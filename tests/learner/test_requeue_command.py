@@ -13,8 +13,8 @@ import redis
 import yaml
 
 from deploy.cli import main
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import LearnerSettings
 from protocol.keys import Keys
 from protocol.settings import RunSettings
 

@@ -21,13 +21,13 @@ import transformers
 import yaml
 from safetensors.torch import load_file
 
-from learner.checkpoint import Checkpoint, Checkpoints
-from learner.journal import read_journal
+from learner.checkpoint.checkpoint import Checkpoint, Checkpoints
+from learner.checkpoint.journal import read_journal
 from protocol.codec import decode_as
 from protocol.header import seal
 from protocol.messages import Status, Task, Trajectory, TrajectoryGroup
 from protocol.settings import RunSettings
-from protocol.testing import observation_segment, policy_segment, prompt_segment
+from tests.support.messages import observation_segment, policy_segment, prompt_segment
 
 VOCABULARY, STEPS = 40, 13
 CHAIN = ("update:2", "save:3", "commit:6", "journal:8", "rename:9", "save:12", "")

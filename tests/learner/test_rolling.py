@@ -11,9 +11,9 @@ import msgpack
 import pytest
 import redis
 
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.entry import read_entry
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import LearnerSettings
+from learner.delivery.entry import read_entry
 from protocol import functions
 from protocol.codec import checksum, decode, pack
 from protocol.header import read_header, seal

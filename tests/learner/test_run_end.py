@@ -16,18 +16,18 @@ import pytest
 import redis
 import yaml
 
-import learner.serve
+import learner.main
 from learner import cli
-from learner.books import Books
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.token_law import Bucket, TokenLaw
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import LearnerSettings
+from learner.delivery.state import Books
+from learner.delivery.token_accounting import Bucket, TokenLaw
 from protocol import events
 from protocol.codec import SCHEMA_MAJOR, decode_as, pack, unpack
 from protocol.header import checksum, read_header
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot, Task
-from protocol.meta import parse, tokenizer_digest
+from protocol.run_meta import parse, tokenizer_digest
 from protocol.settings import RunSettings
 
 KEYS = Keys("t1")

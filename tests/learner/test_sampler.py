@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from learner.questions import QuestionSet, fingerprint
-from learner.sampler import Sampler
-from protocol.testing import make_question
+from learner.data.questions import QuestionSet, fingerprint
+from learner.data.sampler import Sampler
+from tests.support.messages import make_question
 
 
 def question_set(count: int) -> QuestionSet:

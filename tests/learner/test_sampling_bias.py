@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.scoring import score_logits
-from rollout_server.cpu_engine.sampling import Rules, draw
+from learner.model.logprobs import score_logits
+from rollout_server.cpu_engine.model.sampler import Rules, draw
 
 V = 7
 LOGITS = [1.3, -0.4, 0.9, 0.1, -1.2, 2.0, -2.5]

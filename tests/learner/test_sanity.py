@@ -12,12 +12,12 @@ import pytest
 import redis
 import torch
 
-from learner.checkpoint import Checkpoints
-from learner.config import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
-from learner.publish import sanity as module
-from learner.publish.base import BadWeights, in_use
-from learner.publish.buckets import layout, pack, plan
-from learner.publish.sanity import Sanity, norm_of
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
+from learner.weights import checks as module
+from learner.weights.base import BadWeights, in_use
+from learner.weights.buckets import layout, pack, plan
+from learner.weights.checks import Sanity, norm_of
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from learner.fused import ScoringLinear, Wanted, can_score, score_fused
-from learner.scoring import Scores, score_hidden, score_logits
+from learner.model.logprobs import Scores, ScoringLinear, Wanted, can_score, score_fused, score_hidden, score_logits
 
 N, H, V, K = 7, 5, 11, 3
 TEMPERATURE = 0.7

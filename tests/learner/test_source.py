@@ -12,21 +12,20 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from learner.books import Books
-from learner.config_data import FilterSettings
-from learner.entry import BadEntry, Entry, read_entry
-from learner.evidence import Evidence
-from learner.filtering import GroupFilter
-from learner.history import History
-from learner.redis_client import RunStore
-from learner.source import Source
-from learner.token_law import Bucket
+from learner.config.learner import FilterSettings
+from learner.data.filter import GroupFilter
+from learner.delivery.consumer import Source
+from learner.delivery.dead_letters import Evidence, History
+from learner.delivery.entry import BadEntry, Entry, read_entry
+from learner.delivery.state import Books
+from learner.delivery.store import RunStore
+from learner.delivery.token_accounting import Bucket
 from protocol.header import seal
 from protocol.keys import Keys
 from protocol.ledger import Outcome
 from protocol.messages import GroupFailed
-from protocol.testing import make_group
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group
 
 KEYS = Keys("t1")
 NO_FILTER = GroupFilter(FilterSettings(), 1)

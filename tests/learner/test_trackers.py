@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from learner.config import LearnerSettings
-from learner.config_trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, WandbSettings
-from learner.telling import open_trackers
-from learner.trackers import fan
-from learner.trackers.base import RunFacts, Tracker
-from learner.trackers.fan import Trackers
+from learner.config.learner import LearnerSettings
+from learner.config.trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, WandbSettings
+from learner.observability.reporting import open_trackers
+from learner.observability.trackers import fanout as fan
+from learner.observability.trackers.base import RunFacts, Tracker
+from learner.observability.trackers.fanout import Trackers
 from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings, section
 

@@ -12,14 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from learner.batch import Batch, build_batch
-from learner.config_trainer import TrainerSettings
-from learner.trainer import Trainer
+from learner.config.learner import TrainerSettings
+from learner.data.batch import Batch, build_batch
+from learner.trainer.trainer import Trainer
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.settings import RunSettings
-from protocol.testing import make_question, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_question, policy_segment, prompt_segment
 
 VOCABULARY = 40
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 import transformers
 
-from learner.batch import Batch, build_batch
-from learner.config_algorithm import AlgorithmSettings
-from learner.config_trainer import TrainerSettings
-from learner.metric_table import STEP
-from learner.trainer import Trainer
+from learner.config.algorithm import AlgorithmSettings
+from learner.config.learner import TrainerSettings
+from learner.data.batch import Batch, build_batch
+from learner.observability.metric_table import STEP
+from learner.trainer.trainer import Trainer
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
-from protocol.metrics import row_of
+from protocol.runtime.metrics import row_of
 from protocol.settings import RunSettings
-from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 VOCABULARY, RIGHT, CUT = 40, 5, 9
 KINDS = [get_args(m)[0].model_fields["type"].default for m in get_args(get_args(AlgorithmSettings)[0])]
@@ -265,7 +265,7 @@ def test_values_do_not_cross_from_one_trajectory_of_a_row_to_the_next(start: Sta
         rewards[m.trajectory == 3] += 7.0
         changed.append(dataclasses.replace(m, rewards=rewards))
     algorithm = trainer.settings.algorithm.model_copy(update={"whiten": False}).build()
-    from learner.scores import score_share
+    from learner.trainer.forward import score_share
 
     def judged(batch: Batch) -> dict[int, list[float]]:
         (share,) = trainer.shares(batch)

@@ -16,7 +16,7 @@ from forks import Zygote
 
 from protocol.codec import encode
 from protocol.messages import Status, Trajectory, TrajectoryGroup
-from protocol.testing import make_question, observation_segment, policy_segment, prompt_segment
+from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 pytestmark = pytest.mark.slow
 PAIR = Path(__file__).parent / "rank_pair.py"

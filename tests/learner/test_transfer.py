@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from learner.publish.buckets import Packed, layout
-from learner.publish.sender import Sender
-from learner.publish.sums import SourceSums
-from learner.publish.transfer import Transfer, TransferFailed
+from learner.weights.buckets import Packed, layout
+from learner.weights.checksums import SourceSums
+from learner.weights.process_group import Sender
+from learner.weights.transfer import Transfer, TransferFailed
 from protocol.messages import NodeState, ViewAnswer, WeightView
 
 NAMED = [("a", torch.arange(6, dtype=torch.float32)), ("b", torch.ones(4, dtype=torch.float32))]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.observe import read_books
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
-from learner.replay import replay
-from learner.run_key import KEY_FILE
-from learner.serve import serve as real
+from deploy.monitor.snapshot import read_books
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.replay import replay
+from learner.checkpoint.signing import KEY_FILE
+from learner.config.learner import LearnerSettings
+from learner.main import serve as real
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.settings import RunSettings

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import redis
 
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerSettings
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import LearnerSettings
 from protocol.codec import decode_as
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot

@@ -21,8 +21,8 @@ import torch
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from learner.batch import Batch
-from learner.config import LearnerSettings
+from learner.config.learner import LearnerSettings
+from learner.data.batch import Batch
 from protocol import functions
 from protocol.codec import decode_as
 from protocol.errors import ProtocolError
@@ -30,8 +30,8 @@ from protocol.header import read_header, seal
 from protocol.keys import TASK_GROUP, Keys
 from protocol.messages import GroupFailed, Task, WeightUpdate
 from protocol.settings import RunSettings
-from protocol.testing import make_group
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group
 
 
 class Crash(Exception):
@@ -188,7 +188,7 @@ def surviving(run_dir: Path) -> dict[int, list[int]]:
 
 def service() -> Any:
     """The module that serves; imported late, since it is heavy."""
-    import learner.serve
+    import learner.main
 
     return learner.serve
 

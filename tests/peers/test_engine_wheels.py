@@ -20,7 +20,7 @@ from engine_http import write_policy
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from learner.publish.process_group import free_port
+from learner.weights.process_group import free_port
 
 Client = Callable[..., Any]
 Did = Callable[[str, str], None]

@@ -32,8 +32,8 @@ from protocol.messages import (
     WeightUpdate,
     WeightView,
 )
-from protocol.testing import make_group, make_task, make_trajectory
 from protocol.versions import PolicyVersion
+from tests.support.messages import make_group, make_task, make_trajectory
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

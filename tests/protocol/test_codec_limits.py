@@ -25,7 +25,7 @@ from protocol.messages import (
     WeightBucket,
     WeightView,
 )
-from protocol.testing import make_group, make_task, make_trajectory
+from tests.support.messages import make_group, make_task, make_trajectory
 
 MIB = 1 << 20
 HOSTILE = {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import UserError
-from protocol.redis_url import parse, place_of, redacted, with_login
+from protocol.runtime.redis.url import parse, place_of, redacted, with_login
 
 
 def test_each_form_says_where_redis_is() -> None:

@@ -15,16 +15,15 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from retriever.app import create_app
-from retriever.app_base import Service
-from retriever.assembly import attach
-from retriever.backend_index import IndexBackend
-from retriever.backend_open import Opened
-from retriever.cache import Answer
+from retriever.api.app import create_app
+from retriever.api.base import Service
+from retriever.backends.factory import Opened
+from retriever.backends.index import IndexBackend, Searcher, open_searcher
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
-from retriever.searcher import Searcher, open_searcher
-from retriever.searches import Searches
+from retriever.server import attach
+from retriever.serving.cache import Answer
+from retriever.serving.service import Searches
 
 TITLES = ("Ada", "Brontë", "Curie", "東京", "Émile", "Fermat", "Gödel", "Hopper")
 

@@ -17,13 +17,13 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from protocol.search import SearchRequest, SearchResponse
-from retriever.app import create_app
-from retriever.app_base import Service
-from retriever.app_flashrag import ManyQueries
-from retriever.app_search_r1 import render
-from retriever.cache import Answer
+from retriever.api.app import create_app
+from retriever.api.base import Service
+from retriever.api.flashrag import ManyQueries
+from retriever.api.search_r1 import render
 from retriever.config import RetrieverSettings
-from retriever.serve import running
+from retriever.server import running
+from retriever.serving.cache import Answer
 
 Settings = Callable[..., RetrieverSettings]
 StartBench = Callable[..., AbstractAsyncContextManager[Any]]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from retriever.backend import Fault
-from retriever.batcher import Stopped
-from retriever.cache import Answer
+from retriever.backends.base import Fault
 from retriever.metrics import Metrics
-from retriever.room import Overloaded, Room
-from retriever.searches import EMPTY, normalise
+from retriever.serving.admission import Overloaded, Room
+from retriever.serving.batcher import Stopped
+from retriever.serving.cache import Answer
+from retriever.serving.service import EMPTY, normalise
 
 Bench = Any
 StartBench = Callable[..., AbstractAsyncContextManager[Bench]]

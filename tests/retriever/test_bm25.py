@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from retriever.config_index import Bm25Settings
 from retriever.index.base import Index
 from retriever.index.bm25 import Terms
-from retriever.testing import TextSource
+from retriever.index.config import Bm25Settings
+from tests.support.small_retriever import TextSource
 
 words = Terms(Bm25Settings())
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.config_index import Bm25Settings
 from retriever.index.bm25 import Terms, lucene_length
+from retriever.index.config import Bm25Settings
 from retriever.index.porter import stem
-from retriever.testing import TextSource
+from tests.support.small_retriever import TextSource
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent.parent / "golden" / "lucene_bm25.json").read_text())
 PYSERINI = Bm25Settings(k1=0.9, b=0.4, tokens="lucene", stopwords="lucene", stemming="porter")

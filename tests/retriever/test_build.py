@@ -19,18 +19,19 @@ from typing import Any
 import pytest
 
 from protocol.errors import UserError
-from retriever import build_corpus, build_source
-from retriever.build import build_index
-from retriever.build_cli import main
-from retriever.build_site import BuildSite
+from retriever.backends.index import open_searcher
+from retriever.build import build as build_source
+from retriever.build import input as build_corpus
+from retriever.build.build import build_index
+from retriever.build.cli import main
+from retriever.build.workdir import BuildSite
 from retriever.config import RetrieverSettings
-from retriever.config_encoder import HashedEncoderSettings
-from retriever.config_index import Bm25Settings, MemorySettings
+from retriever.corpus.manifest import MANIFEST, read_manifest
 from retriever.encoder.base import Vectors
+from retriever.encoder.config import HashedEncoderSettings
 from retriever.encoder.hashed import HashedEncoder
 from retriever.index.base import Source
-from retriever.manifest import MANIFEST, read_manifest
-from retriever.searcher import open_searcher
+from retriever.index.config import Bm25Settings, MemorySettings
 
 Settings = Callable[..., RetrieverSettings]
 

@@ -9,13 +9,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from protocol.errors import UserError
-from retriever import estimate_plan
-from retriever.build import build_index
-from retriever.build_corpus import CORPUS, CorpusInput, read_input, write_corpus
-from retriever.build_site import files_in
-from retriever.config_index import HybridSettings, IndexSettings
-from retriever.estimate import STRUCTURES, Facts, estimate
-from retriever.estimate_plan import make_plan, plan_build, refuse_if_too_large, sample
+from retriever.build import plan as estimate_plan
+from retriever.build.build import build_index
+from retriever.build.estimate import STRUCTURES, Facts, estimate
+from retriever.build.input import CORPUS, CorpusInput, read_input, write_corpus
+from retriever.build.plan import make_plan, plan_build, refuse_if_too_large, sample
+from retriever.build.workdir import files_in
+from retriever.index.config import HybridSettings, IndexSettings
 
 PASSAGES, DIM = 600, 32
 HASHED = {"type": "hashed", "dim": DIM}

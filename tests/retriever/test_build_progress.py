@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from retriever import build_progress
-from retriever.build_progress import BuildProgress, amount, duration, showing_index_log
+from retriever.build import progress as build_progress
+from retriever.build.progress import BuildProgress, amount, duration, showing_index_log
 
 
 class Clock:

@@ -12,12 +12,12 @@ import pytest
 from pydantic import TypeAdapter
 
 from protocol.errors import UserError
-from retriever.build import build_index
-from retriever.build_progress import BuildProgress
-from retriever.config_index import IndexSettings
-from retriever.corpus import file_sha256
-from retriever.manifest import MANIFEST
-from retriever.verify import verify_index
+from retriever.build.build import build_index
+from retriever.build.progress import BuildProgress
+from retriever.build.verify import verify_index
+from retriever.corpus.corpus import file_sha256
+from retriever.corpus.manifest import MANIFEST
+from retriever.index.config import IndexSettings
 
 HASHED = {"type": "hashed", "dim": 32}
 

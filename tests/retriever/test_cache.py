@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retriever.cache import Answer, AnswerCache, Key
+from retriever.serving.cache import Answer, AnswerCache, Key
 
 ANSWER = Answer((b"x" * 1000,), (1.0,))
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from retriever import corpus as corpus_module
-from retriever.corpus import Corpus, file_sha256, read_texts, scan_corpus
+from retriever.corpus import corpus as corpus_module
+from retriever.corpus.corpus import Corpus, file_sha256, read_texts, scan_corpus
 
 ROWS = [
     {

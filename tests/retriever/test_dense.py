@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retriever.config_encoder import HashedEncoderSettings
-from retriever.config_index import FaissFlatSettings, MemorySettings
 from retriever.encoder.base import Vectors
+from retriever.encoder.config import HashedEncoderSettings
 from retriever.index import store
 from retriever.index.base import Rows, Scores, top_rows
+from retriever.index.config import FaissFlatSettings, MemorySettings
 from retriever.index.dense import exact_search, search_candidates
+from retriever.index.exact import MemoryVectors
 from retriever.index.faiss_flat import FaissFlatVectors
-from retriever.index.memory import MemoryVectors
-from retriever.testing import TextSource
+from tests.support.small_retriever import TextSource
 
 DIM = 64
 

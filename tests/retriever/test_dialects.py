@@ -17,19 +17,17 @@ from aiohttp.test_utils import TestServer
 
 from protocol.errors import UserError
 from protocol.search import Passage, SearchResponse
-from retriever.app import create_app
-from retriever.app_base import Service
-from retriever.assembly import attach
-from retriever.backend import Fault
-from retriever.backend_open import Opened
-from retriever.build import build_index
-from retriever.cache import Answer
+from retriever.api.app import create_app
+from retriever.api.base import Service
+from retriever.backends.base import Fault
+from retriever.backends.factory import Opened
+from retriever.backends.index import Reranking, Searcher, document_json, open_searcher
+from retriever.build.build import build_index
 from retriever.config import RetrieverSettings
-from retriever.config_index import FaissHnswSettings
 from retriever.index.base import NO_ROW, Hits
-from retriever.reranking import Reranking
-from retriever.searcher import Searcher, document_json, open_searcher
-from retriever.serve import running
+from retriever.index.config import FaissHnswSettings
+from retriever.server import attach, running
+from retriever.serving.cache import Answer
 
 Settings = Callable[..., RetrieverSettings]
 StartBench = Callable[..., AbstractAsyncContextManager[Any]]

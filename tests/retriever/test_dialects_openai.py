@@ -14,11 +14,11 @@ import pytest
 
 from protocol.messages import Question, Status
 from retriever.config import RetrieverSettings
-from retriever.config_encoder import HashedEncoderSettings
-from retriever.serve import running
-from rollout_server.reward.base import Outcome
-from rollout_server.reward.io import Io
-from rollout_server.reward.semantic import SemanticSettings
+from retriever.encoder.config import HashedEncoderSettings
+from retriever.server import running
+from rollout_server.rewards.base import Outcome
+from rollout_server.rewards.resources import Io
+from rollout_server.rewards.semantic import SemanticSettings
 
 Settings = Callable[..., RetrieverSettings]
 StartBench = Callable[..., AbstractAsyncContextManager[Any]]

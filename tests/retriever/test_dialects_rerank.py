@@ -8,10 +8,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from retriever.config import RetrieverSettings
-from retriever.config_rerank import CrossEncoderSettings
-from retriever.encoder.testing import tiny_model
-from retriever.serve import running
+from retriever.config import CrossEncoderSettings, RetrieverSettings
+from retriever.server import running
+from tests.support.encoders import tiny_model
 
 
 async def test_hits_come_in_the_rerankers_order_with_its_scores(

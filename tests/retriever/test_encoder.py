@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from retriever.config_encoder import HashedEncoderSettings
+from retriever.encoder.config import HashedEncoderSettings
 
 ENCODER = HashedEncoderSettings().build()
 GOLDEN = [0.0, -0.57735, -0.288675, -0.288675, 0.0, 0.0, -0.707107, 0.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.encoder.batches import LEAST, MULTIPLE, batches, padded_length
+from retriever.encoder.transformer import LEAST, MULTIPLE, batches, padded_length
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 

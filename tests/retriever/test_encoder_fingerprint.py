@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import UserError
-from retriever.config_encoder import TransformerEncoderSettings
-from retriever.encoder.fingerprint import fingerprint
-from retriever.encoder.testing import sentence_transformers_layout, tiny_model
+from retriever.encoder.config import TransformerEncoderSettings
+from retriever.encoder.folder import fingerprint
+from tests.support.encoders import sentence_transformers_layout, tiny_model
 
 
 @pytest.fixture(scope="module")

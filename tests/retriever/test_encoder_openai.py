@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from protocol.errors import UserError
-from retriever.backend import Fault
-from retriever.backend_index import IndexBackend
-from retriever.cache import Answer
-from retriever.config_encoder import OpenAIEncoderSettings
+from retriever.backends.base import Fault
+from retriever.backends.index import IndexBackend
 from retriever.encoder.base import Encoder, EncoderUnavailable, NotFinite
+from retriever.encoder.config import OpenAIEncoderSettings
+from retriever.serving.cache import Answer
 
 DIM = 4
 

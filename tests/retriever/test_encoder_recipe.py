@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from protocol.errors import UserError
-from retriever.config_encoder import FamilyName, TransformerEncoderSettings
-from retriever.encoder.recipe import Recipe, resolve
-from retriever.encoder.table import FAMILIES, family_of
+from retriever.encoder.config import FamilyName, TransformerEncoderSettings
+from retriever.encoder.families import FAMILIES, family_of
+from retriever.encoder.folder import Recipe, resolve
 
 BGE = "Represent this sentence for searching relevant passages: "
 MEAN, CLS = {"pooling_mode_mean_tokens": True}, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}

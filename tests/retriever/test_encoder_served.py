@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from protocol.errors import UserError
+from retriever.backends.index import Searcher, open_searcher
 from retriever.config import RetrieverSettings
-from retriever.encoder.testing import tiny_model
-from retriever.searcher import Searcher, open_searcher
+from tests.support.encoders import tiny_model
 
 QUERY = "who discovered radium"
 

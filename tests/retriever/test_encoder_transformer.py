@@ -14,10 +14,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import UserError
-from retriever.config_encoder import TransformerEncoderSettings
 from retriever.encoder.base import NotFinite
-from retriever.encoder.testing import sentence_transformers_layout, tiny_model
+from retriever.encoder.config import TransformerEncoderSettings
 from retriever.encoder.transformer import TransformerEncoder
+from tests.support.encoders import sentence_transformers_layout, tiny_model
 
 TEXTS = [
     "radium",

@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from protocol.errors import UserError
+from retriever.backends.index import open_searcher
 from retriever.config import RetrieverSettings
-from retriever.manifest import MANIFEST
-from retriever.searcher import open_searcher
+from retriever.corpus.manifest import MANIFEST
 
 
 @pytest.fixture

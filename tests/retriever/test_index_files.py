@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from protocol.errors import UserError
-from retriever.config_encoder import HashedEncoderSettings
-from retriever.config_index import (
+from retriever.encoder.base import Vectors
+from retriever.encoder.config import HashedEncoderSettings
+from retriever.index.base import Index
+from retriever.index.config import (
     FaissFlatSettings,
     FaissHnswSettings,
     FaissIvfPqSettings,
     FaissIvfSettings,
     MemorySettings,
 )
-from retriever.encoder.base import Vectors
-from retriever.index.base import Index
 from retriever.index.faiss_flat import open_flat_file
-from retriever.testing import TextSource
+from tests.support.small_retriever import TextSource
 
 ENCODER = HashedEncoderSettings(dim=64)
 TEXTS = [f"passage {i} about topic{i % 7} and place{i % 11} and thing{i % 13}" for i in range(900)]
@@ -117,7 +117,7 @@ def test_graphs_and_lists_of_others_are_served(write: Write, tmp_path: Path, set
 
 
 def test_the_vectors_of_a_graph_are_those_that_were_put_in(write: Write, vectors: Vectors) -> None:
-    from retriever.index.faiss_file import open_file, stored_vectors
+    from retriever.index.faiss_flat import open_file, stored_vectors
 
     index = open_file(write("HNSW8"), faiss.IndexHNSW, "a graph")
     stored = stored_vectors(index)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from protocol.errors import UserError
-from retriever.config_index import FaissGpuSettings, FaissIvfSettings
-from retriever.index.gpu_plan import choose_devices, plan
-from retriever.testing import TextSource
+from retriever.index.config import FaissGpuSettings, FaissIvfSettings
+from retriever.index.faiss_gpu import choose_devices, plan
+from tests.support.small_retriever import TextSource
 
 GIB = 2**30
 WIKI = 21_015_324

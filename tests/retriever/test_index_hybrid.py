@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from retriever.config_encoder import HashedEncoderSettings
-from retriever.config_index import (
+from retriever.encoder.config import HashedEncoderSettings
+from retriever.index.config import (
     Bm25Settings,
     FaissFlatSettings,
     FaissIvfPqSettings,
@@ -19,7 +19,7 @@ from retriever.config_index import (
     MemorySettings,
 )
 from retriever.index.hybrid import HybridIndex
-from retriever.testing import TextSource
+from tests.support.small_retriever import TextSource
 
 TEXTS = ["alpha beta", "beta gamma", "gamma delta", "alpha alpha alpha", "unrelated words here", "beta gamma"]
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from protocol.errors import UserError
-from retriever.config_encoder import HashedEncoderSettings
-from retriever.config_index import FaissIvfPqSettings, FaissIvfSettings
-from retriever.index import faiss_ivf_lists
-from retriever.index.faiss_ivf_build import auto_nlist, auto_parts, exact_instead, train
-from retriever.index.faiss_ivf_lists import write_filled
-from retriever.testing import TextSource
+from retriever.encoder.config import HashedEncoderSettings
+from retriever.index import faiss_ivf as faiss_ivf_lists
+from retriever.index.config import FaissIvfPqSettings, FaissIvfSettings
+from retriever.index.faiss_ivf import auto_nlist, auto_parts, exact_instead, train, write_filled
+from tests.support.small_retriever import TextSource
 
 DIM = 32
 

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from retriever.config_encoder import HashedEncoderSettings
-from retriever.config_index import FaissFlatSettings, FaissGpuSettings, FaissHnswSettings, IndexBase, IndexSettings
+from retriever.encoder.config import HashedEncoderSettings
+from retriever.index.config import FaissFlatSettings, FaissGpuSettings, FaissHnswSettings, IndexBase, IndexSettings
 
 SINGLE = [member for member in get_args(get_args(IndexSettings)[0]) if member.model_fields["type"].default != "hybrid"]
 OTHER: dict[str, Any] = {

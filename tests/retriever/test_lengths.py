@@ -12,8 +12,8 @@ from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import VectorIndex
 from retriever.index.dense import DenseIndex, exact_search, rescore
+from retriever.index.exact import MemoryVectors
 from retriever.index.faiss_flat import FaissFlatVectors
-from retriever.index.memory import MemoryVectors
 
 DIM, LENGTH = 256, 30.0
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from protocol.errors import UserError
-from retriever.build import build_index
+from retriever.backends.index import open_searcher
+from retriever.build.build import build_index
 from retriever.config import RetrieverSettings
-from retriever.config_index import Bm25Settings, MemorySettings
-from retriever.manifest import MANIFEST, corpus_of, read_manifest, settings_of
-from retriever.searcher import open_searcher
+from retriever.corpus.manifest import MANIFEST, corpus_of, read_manifest, settings_of
+from retriever.index.config import Bm25Settings, MemorySettings
 
 
 def quiet(_line: str) -> None:

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from retriever.backend import Fault
-from retriever.cache import Answer
-from retriever.config_memory import SearchMemorySettings
-from retriever.memory.backend import MemoryBackend, open_memory
-from retriever.memory.entry import Entry
-from retriever.memory.fusion import RRF_K, fuse
-from retriever.memory.run_memory import RunMemory
+from retriever.backends.base import Fault
+from retriever.backends.memory.backend import RRF_K, MemoryBackend, fuse, open_memory
+from retriever.backends.memory.journal import Entry
+from retriever.backends.memory.store import RunMemory
+from retriever.config import SearchMemorySettings
 from retriever.metrics import Metrics
+from retriever.serving.cache import Answer
 
 
 def document(name: str) -> bytes:

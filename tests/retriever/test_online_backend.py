@@ -13,15 +13,14 @@ from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import UserError
-from retriever.backend import Fault
-from retriever.cache import Answer
-from retriever.config_online import OnlineSettings, SearxngSettings, SerperSettings
-from retriever.online.backend import OnlineBackend
-from retriever.online.hits import LONGEST_TEXT, hits_of
-from retriever.online.provider import Ask, Failed, Found
-from retriever.online.recordings import Recordings
-from retriever.online.secret import Secret
-from retriever.online.testing import FakeProvider, fake_provider
+from retriever.backends.base import Fault
+from retriever.backends.web.backend import LONGEST_TEXT, OnlineBackend, hits_of
+from retriever.backends.web.client import Secret
+from retriever.backends.web.config import OnlineSettings, SearxngSettings, SerperSettings
+from retriever.backends.web.provider import Ask, Failed, Found
+from retriever.backends.web.recordings import Recordings
+from retriever.serving.cache import Answer
+from tests.support.web_search import FakeProvider, fake_provider
 
 Open = Callable[..., AbstractAsyncContextManager[OnlineBackend]]
 

@@ -13,10 +13,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.config_online import PageSettings
-from retriever.online.guard import Guard, is_public
-from retriever.online.pages import Pages
-from retriever.online.provider import Failed
+from retriever.backends.web.config import PageSettings
+from retriever.backends.web.pages import Pages
+from retriever.backends.web.provider import Failed
+from retriever.backends.web.ssrf import Guard, is_public
 
 HOSTILE_URLS = [
     "ftp://example.org/",

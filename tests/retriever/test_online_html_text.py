@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.online.html_text import decode, page_of_html, page_of_plain
-from retriever.online.provider import Failed
+from retriever.backends.web.pages import decode, page_of_html, page_of_plain
+from retriever.backends.web.provider import Failed
 
 PAGE = """<!DOCTYPE html><html><head><title>Émile &amp; co</title><style>p { color: red }</style>
 <script>if (a < b) { alert("</p>") }</script></head><body><header>Site</header><nav><ul><li>Home</li></ul></nav>

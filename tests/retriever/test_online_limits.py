@@ -14,13 +14,11 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.config_online import SerperSettings
-from retriever.online.limits import LONGEST_PAUSE_S, Budget, TokenBucket
-from retriever.online.provider import Ask, Failed, Found
-from retriever.online.secret import Secret
-from retriever.online.sender import Sender
-from retriever.online.serper import Serper
-from retriever.online.testing import KEY, FakeProvider, fake_provider
+from retriever.backends.web.client import LONGEST_PAUSE_S, Budget, Secret, Sender, TokenBucket
+from retriever.backends.web.config import SerperSettings
+from retriever.backends.web.provider import Ask, Failed, Found
+from retriever.backends.web.providers.google import Serper
+from tests.support.web_search import KEY, FakeProvider, fake_provider
 
 
 class Clock:

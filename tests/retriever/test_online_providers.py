@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retriever.config_online import (
+from retriever.backends.web.config import (
     BingSettings,
     BraveSettings,
     GoogleCseSettings,
@@ -17,14 +17,12 @@ from retriever.config_online import (
     SerperSettings,
     TavilySettings,
 )
-from retriever.online.bing import Bing
-from retriever.online.brave import Brave
-from retriever.online.google_cse import GoogleCse
-from retriever.online.provider import Failed, Found, Provider
-from retriever.online.searxng import Searxng
-from retriever.online.serpapi import SerpApi
-from retriever.online.serper import Serper
-from retriever.online.tavily import Tavily
+from retriever.backends.web.provider import Failed, Found, Provider
+from retriever.backends.web.providers.bing import Bing
+from retriever.backends.web.providers.brave import Brave
+from retriever.backends.web.providers.google import GoogleCse, SerpApi, Serper
+from retriever.backends.web.providers.searxng import Searxng
+from retriever.backends.web.providers.tavily import Tavily
 
 PROVIDERS: dict[str, Provider] = {
     "serpapi": SerpApi(SerpApiSettings()),

@@ -11,8 +11,8 @@ import bm25s
 import numpy as np
 import pytest
 
+from retriever.backends.index import open_searcher
 from retriever.config import RetrieverSettings
-from retriever.searcher import open_searcher
 
 pytestmark = pytest.mark.data
 

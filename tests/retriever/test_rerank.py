@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from protocol.errors import UserError
-from retriever.config_rerank import CrossEncoderSettings
-from retriever.encoder.testing import tiny_model
+from retriever.config import CrossEncoderSettings
 from retriever.rerank.base import Reranker, order
+from tests.support.encoders import tiny_model
 
 PAIRS: list[tuple[str, list[str]]] = [
     ("who discovered radium", ["Marie Curie discovered radium.", "Paris is in France.", "", "radium " * 40]),

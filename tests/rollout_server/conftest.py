@@ -25,11 +25,11 @@ from protocol.functions import source
 from protocol.header import check_body, read_header
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, GroupFailed, NodeState, Task, TrajectoryGroup, WeightUpdate
+from protocol.runtime.redis import aio as redis_client
+from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion
-from rollout_server import redis_client
-from rollout_server.redis_client import RedisClient
-from rollout_server.testing import write_tokenizer
-from rollout_server.tokens import Tokens, load_tokens
+from rollout_server.environment.tokenizer import Tokens, load_tokens
+from tests.support.environments import write_tokenizer
 
 RUNS = itertools.count(1)
 

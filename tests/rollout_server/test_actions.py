@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.search import Passage
-from rollout_server.actions import (
+from rollout_server.environment.actions import (
     MAX_CHARS_PER_TOKEN,
     Action,
     Answer,
@@ -23,7 +23,7 @@ from rollout_server.actions import (
     parse,
     passages_text,
 )
-from rollout_server.prompts.table import TEMPLATES
+from rollout_server.environment.prompts import TEMPLATES
 
 TAGS = ["think", "search", "information", "result", "answer", "tool_call", "tool_response"]
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from protocol.errors import UserError
-from rollout_server.chat_template import ChatTemplate, load_chat_template
-from rollout_server.testing import write_tokenizer
-from rollout_server.tokens import load_tokens
+from rollout_server.environment.tokenizer import ChatTemplate, load_chat_template, load_tokens
+from tests.support.environments import write_tokenizer
 
 DAY = date(2026, 1, 31)
 TURN = "{{ '<|' + m.role + '|>' + m.content }}"

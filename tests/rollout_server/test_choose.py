@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import EngineInfo, NodeState
-from rollout_server.engine.choose import Candidate, choose, foreign_tokens
-from rollout_server.engine.places import Places
-from rollout_server.engine.window import PERIOD_S, UNKNOWN_CAPACITY, Window
+from rollout_server.engine.admission import PERIOD_S, UNKNOWN_CAPACITY, Places, Window
+from rollout_server.engine.selection import Candidate, choose, foreign_tokens
 
 
 def at(name: str, load: float, busy: int = 0, failures: int = 0) -> Candidate:

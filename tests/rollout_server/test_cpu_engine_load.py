@@ -12,12 +12,16 @@ import pytest
 import torch
 from engine_http import Client, post, serving, write_policy
 
-from rollout_server.cpu_engine import bodies, contract, generate, openai_bodies, runner, scheduler
 from rollout_server.cpu_engine.config import EngineSettings
-from rollout_server.cpu_engine.contract import BadRequest, Limits, parse
-from rollout_server.cpu_engine.request import Request, SamplingParams
-from rollout_server.cpu_engine.serve import build_engine
-from rollout_server.cpu_engine.tokenizer import LONG_TEXT, Tokenizer
+from rollout_server.cpu_engine.model import runner
+from rollout_server.cpu_engine.model.tokenizer import LONG_TEXT, Tokenizer
+from rollout_server.cpu_engine.scheduler import scheduler
+from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams
+from rollout_server.cpu_engine.server import generate, openai_bodies
+from rollout_server.cpu_engine.server import validation as bodies
+from rollout_server.cpu_engine.server import validation as contract
+from rollout_server.cpu_engine.server.app import build_engine
+from rollout_server.cpu_engine.server.validation import BadRequest, Limits, parse
 
 MESSAGES = [{"role": "user", "content": "where is"}]
 

@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from rollout_server.cpu_engine.config import EngineSettings
-from rollout_server.cpu_engine.lora import Adapter, read_adapter
-from rollout_server.cpu_engine.request import Request, SamplingParams
-from rollout_server.cpu_engine.scheduler import Scheduler, one_of
-from rollout_server.cpu_engine.serve import build_app, build_engine
-from rollout_server.cpu_engine.weights import WeightsError
+from rollout_server.cpu_engine.model.loader import WeightsError
+from rollout_server.cpu_engine.model.lora import Adapter, read_adapter
+from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams
+from rollout_server.cpu_engine.scheduler.scheduler import Scheduler, one_of
+from rollout_server.cpu_engine.server.app import build_app, build_engine
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}

@@ -35,16 +35,16 @@ from transformers import (
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from learner.naming import as_saved
+from learner.model.policy import as_saved
 from protocol.errors import UserError
 from rollout_server.cpu_engine.config import EngineSettings
-from rollout_server.cpu_engine.model import Model
-from rollout_server.cpu_engine.model_config import read_model_config
-from rollout_server.cpu_engine.request import Request, SamplingParams
-from rollout_server.cpu_engine.scheduler import Scheduler, one_of
-from rollout_server.cpu_engine.serve import build_engine
-from rollout_server.cpu_engine.staging import Staging
-from rollout_server.cpu_engine.weights import Weights, WeightsError
+from rollout_server.cpu_engine.model.config import read_model_config
+from rollout_server.cpu_engine.model.llama import Model
+from rollout_server.cpu_engine.model.loader import Weights, WeightsError
+from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams
+from rollout_server.cpu_engine.scheduler.scheduler import Scheduler, one_of
+from rollout_server.cpu_engine.server.app import build_engine
+from rollout_server.cpu_engine.weight_sync.session import Staging
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -176,7 +176,7 @@ def test_logprobs_equal_transformers_for_every_family(tmp_path: Path, family: st
 def test_pieces_of_prompts_and_kept_prefixes_change_no_greedy_token(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.cpu_engine.runner.CHUNK", 16)
+    monkeypatch.setattr("rollout_server.cpu_engine.model.runner.CHUNK", 16)
     model = write(tmp_path, family)
     s = scheduler(tmp_path)
     params = SamplingParams(ignore_eos=True, top_k=1)

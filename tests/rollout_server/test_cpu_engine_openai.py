@@ -15,8 +15,8 @@ from engine_http import Client, post, serving, write_policy
 from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM
 
-from rollout_server.cpu_engine.openai_bodies import conversation
-from rollout_server.cpu_engine.tokenizer import Tokenizer as EngineTokenizer
+from rollout_server.cpu_engine.model.tokenizer import Tokenizer as EngineTokenizer
+from rollout_server.cpu_engine.server.openai_bodies import conversation
 
 PROMPT = "where is müller? 東京"
 GREEDY = {"temperature": 0, "ignore_eos": True}

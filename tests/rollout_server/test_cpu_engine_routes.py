@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine_http import Client, post, serving, write_policy
 
-from rollout_server.cpu_engine.absent import ABSENT
+from rollout_server.cpu_engine.server.absent import ABSENT
 
 IDS = list(range(40, 60))
 DOCS = Path(__file__).parents[2] / "docs" / "engines.md"

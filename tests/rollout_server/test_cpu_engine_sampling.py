@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from rollout_server.cpu_engine.request import Request, SamplingParams
-from rollout_server.cpu_engine.sampling import Rules, draw, invert, uniform
-from rollout_server.cpu_engine.stopping import Stopping, StopStrings, visible_text
-from rollout_server.cpu_engine.tokenizer import Tokenizer
+from rollout_server.cpu_engine.model.sampler import Rules, draw, invert, uniform
+from rollout_server.cpu_engine.model.tokenizer import Tokenizer
+from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams, Stopping, StopStrings, visible_text
 
 
 def rules(count: int, **changed: Any) -> Rules:

@@ -17,12 +17,11 @@ from aiohttp.test_utils import TestClient, TestServer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout_server.cpu_engine.answer import facts
 from rollout_server.cpu_engine.config import EngineSettings, parse
-from rollout_server.cpu_engine.request import Request, SamplingParams
-from rollout_server.cpu_engine.serve import build_app, build_engine
-from rollout_server.cpu_engine.stream import Facts, GrowingText
-from rollout_server.cpu_engine.tokenizer import Tokenizer as EngineTokenizer
+from rollout_server.cpu_engine.model.tokenizer import Tokenizer as EngineTokenizer
+from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams
+from rollout_server.cpu_engine.server.app import build_app, build_engine
+from rollout_server.cpu_engine.server.response import Facts, GrowingText, facts
 
 PROMPT = list(range(40, 60))
 GREEDY = {"ignore_eos": True, "temperature": 0}

@@ -19,11 +19,11 @@ from protocol import codec, events
 from protocol.codec import decode
 from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed, MetricsSnapshot, TrajectoryGroup
-from protocol.testing import make_group, make_task
+from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion
+from rollout_server.dispatch.publisher import Sink, tokens_of
 from rollout_server.metrics import Stats
-from rollout_server.redis_client import RedisClient
-from rollout_server.sink import Sink, tokens_of
+from tests.support.messages import make_group, make_task
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)

@@ -15,18 +15,18 @@ import aiohttp
 import pytest
 
 from protocol.messages import NodeState
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server import app, pin
+from rollout_server.api import app
+from rollout_server.api import evaluation_pin as pin
 from rollout_server.config import RolloutSettings
-from rollout_server.engine.fake_server import FakeServer
-from rollout_server.identity import model_digest
-from rollout_server.lifecycle import Stop
+from rollout_server.environment.tokenizer import load_tokens
 from rollout_server.node.config import AttachedEngine, NodeSettings
-from rollout_server.node.serve import serve as serve_node
-from rollout_server.serve import serve
-from rollout_server.testing import write_tokenizer
-from rollout_server.tokens import load_tokens
+from rollout_server.node.server import serve as serve_node
+from rollout_server.server import model_digest, serve
+from tests.support.environments import write_tokenizer
+from tests.support.fake_engine import FakeServer
 
 Until = Callable[..., Awaitable[None]]
 V3 = PolicyVersion(1, 3)

@@ -15,21 +15,20 @@ import aiohttp
 import pytest
 
 from protocol.messages import EngineInfo, NodeState, Sampling, Status, TrajectoryGroup
-from protocol.testing import make_task
+from protocol.runtime.waits import Waits
 from protocol.versions import PolicyVersion
-from rollout_server.engine import stream
+from rollout_server.dispatch.fleet import Fleet, FleetTable
+from rollout_server.engine import decoding as stream
+from rollout_server.engine.admission import incarnation_key
 from rollout_server.engine.base import Completion, GenerateRequest
-from rollout_server.engine.fake_server import FakeServer, Fault, next_ids, unsaid
-from rollout_server.engine.http import connector
-from rollout_server.engine.places import incarnation_key
+from rollout_server.engine.client import SglangClient, connector
+from rollout_server.engine.continuation import Ending
 from rollout_server.engine.router import Limits, Router
-from rollout_server.engine.sglang import SglangClient
-from rollout_server.engine.turn import Ending
-from rollout_server.fleet import Fleet, FleetTable
-from rollout_server.group import run_group
-from rollout_server.search.fake import FakeSearch
-from rollout_server.testing import make_episode
-from rollout_server.waits import Waits
+from rollout_server.rollout.group import run_group
+from tests.support.environments import make_episode
+from tests.support.fake_engine import FakeServer, Fault, next_ids, unsaid
+from tests.support.fake_search import FakeSearch
+from tests.support.messages import make_task
 
 Until = Callable[..., Awaitable[None]]
 V5, V6 = PolicyVersion(1, 5), PolicyVersion(1, 6)

@@ -15,11 +15,11 @@ from protocol.messages import Question, Sampling, Segment, Status, Task, Traject
 from protocol.search import Passage
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import GenerateRequest
-from rollout_server.engine.fake import FakeEngine, Play
-from rollout_server.episode import Episode
-from rollout_server.group import GroupRejected, run_episode, run_group
-from rollout_server.search.fake import FakeSearch
-from rollout_server.testing import make_episode
+from rollout_server.environment.environment import Episode
+from rollout_server.rollout.group import GroupRejected, run_episode, run_group
+from tests.support.environments import make_episode
+from tests.support.fake_engine import FakeEngine, Play
+from tests.support.fake_search import FakeSearch
 
 QUESTION = Question(id="q", text="a b ?", answers=("c",))
 

@@ -14,9 +14,9 @@ from protocol.codec import decode
 from protocol.errors import StateLost
 from protocol.keys import TASK_GROUP, TRAJ_GROUP
 from protocol.messages import GroupFailed, MetricsSnapshot
-from protocol.testing import make_task
+from protocol.runtime.redis.aio import RedisClient, RedisDown, RedisFull, RedisRefused
 from protocol.versions import PolicyVersion
-from rollout_server.redis_client import RedisClient, RedisDown, RedisFull, RedisRefused
+from tests.support.messages import make_task
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
@@ -142,7 +142,7 @@ async def test_only_answers_of_redis_are_waited_for(world) -> None:
 
 
 async def test_a_refusal_names_its_key_and_is_forgotten(world, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout_server import redis_client
+    from protocol.runtime.redis import aio as redis_client
 
     client, keys = world.client(), world.keys
     of_another_type(world, keys.tasks)

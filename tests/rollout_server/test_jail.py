@@ -19,11 +19,12 @@ import pytest
 from kernel import skip_or_fail
 
 from protocol.errors import UserError
-from rollout_server.tools import confined, mechanisms
-from rollout_server.tools.confined import JailError, Limits, Ran, run_confined
-from rollout_server.tools.jail import seccomp
-from rollout_server.tools.jail.syscalls import ALLOWED, CONDITIONAL
-from rollout_server.tools.mechanisms import MECHANISMS, missing, require
+from rollout_server.tools.sandbox import capabilities as mechanisms
+from rollout_server.tools.sandbox import runner as confined
+from rollout_server.tools.sandbox import seccomp
+from rollout_server.tools.sandbox.capabilities import MECHANISMS, missing, require
+from rollout_server.tools.sandbox.runner import JailError, Limits, Ran, run_confined
+from rollout_server.tools.sandbox.seccomp import ALLOWED, CONDITIONAL
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_mb=256, file_mb=4, threads=8, output_bytes=4000)
 SETS = (("namespaces",), ("landlock", "seccomp"), MECHANISMS)

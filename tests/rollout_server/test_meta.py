@@ -14,15 +14,15 @@ from protocol.codec import SCHEMA_MAJOR, SCHEMA_MINOR, decode_as
 from protocol.errors import UserError
 from protocol.keys import TASK_GROUP
 from protocol.messages import Task, TrajectoryGroup
-from protocol.meta import LINEAGE_FIELD, LINEAGE_FILE, RunMeta, parse, refusal, tokenizer_digest
+from protocol.run_meta import LINEAGE_FIELD, LINEAGE_FILE, RunMeta, parse, refusal, tokenizer_digest
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
-from protocol.testing import make_task
 from protocol.versions import PolicyVersion
-from rollout_server.agreement import Agreement
-from rollout_server.engine.fake_server import FakeServer
-from rollout_server.lifecycle import Stop
+from rollout_server.dispatch.fleet import Agreement
 from rollout_server.node.config import AttachedEngine, NodeSettings
-from rollout_server.node.serve import serve as serve_node
+from rollout_server.node.server import serve as serve_node
+from tests.support.fake_engine import FakeServer
+from tests.support.messages import make_task
 
 Until = Callable[..., Awaitable[None]]
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -115,13 +115,13 @@ async def test_a_newer_learner_of_the_same_major_is_worked_for_and_told_of_once(
     world.target(V5)
     newer = RunMeta((SCHEMA_MAJOR, SCHEMA_MINOR + 1), digest(model), {"max_lag": "5", "new_setting": "1"})
     world.sync.hset(world.keys.meta, mapping=newer.fields())
-    with caplog.at_level(logging.WARNING, "rollout_server.agreement"):
+    with caplog.at_level(logging.WARNING, "rollout_server.dispatch.fleet"):
         async with whole.talker(tokens) as engine, whole.server(world, model):
             world.register("e", engine.url, V5)
             world.issue(make_task(1, group_size=2), make_task(2, group_size=2))
             await until(lambda: len(world.published()) == 2, "it works")
             await asyncio.sleep(0.3)  # it has looked at meta some times more
-    told = [record.getMessage() for record in caplog.records if record.name == "rollout_server.agreement"]
+    told = [record.getMessage() for record in caplog.records if record.name == "rollout_server.dispatch.fleet"]
     assert len(told) == 2, told
     assert f"schema {SCHEMA_MAJOR}.{SCHEMA_MINOR + 1}" in told[0] and "run.max_lag is 2 here and 5" in told[1]
 

@@ -14,20 +14,20 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from learner.publish.base import in_use
+from learner.weights.base import in_use
 from protocol.errors import UserError
 from protocol.messages import NodeState, Sampling
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import GenerateRequest
-from rollout_server.engine.fake_server import FakeServer, Fault
-from rollout_server.engine.sglang import SglangClient
-from rollout_server.lifecycle import Stop
+from rollout_server.engine.client import SglangClient
 from rollout_server.node import agent
 from rollout_server.node.config import AttachedEngine, NodeSettings, SglangEngine
 from rollout_server.node.guard import descendants
-from rollout_server.node.serve import serve
-from rollout_server.testing import write_tokenizer
+from rollout_server.node.server import serve
+from tests.support.environments import write_tokenizer
+from tests.support.fake_engine import FakeServer, Fault
 
 Until = Callable[..., Awaitable[None]]
 SWAP = ["/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation"]

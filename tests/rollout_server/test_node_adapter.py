@@ -12,13 +12,13 @@ from aiohttp import web
 
 from protocol.codec import decode_as, encode
 from protocol.messages import NodeState, WeightUpdate
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server.engine.fake_server import FakeServer, Fault
-from rollout_server.lifecycle import Stop
 from rollout_server.node.config import AttachedEngine, NodeSettings
-from rollout_server.node.serve import serve
-from rollout_server.testing import write_tokenizer
+from rollout_server.node.server import serve
+from tests.support.environments import write_tokenizer
+from tests.support.fake_engine import FakeServer, Fault
 
 Until = Callable[..., Awaitable[None]]
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"

@@ -16,17 +16,17 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import NodeState
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server.engine.fake_server import FakeServer, Fault
-from rollout_server.lifecycle import Stop
+from rollout_server.environment.tokenizer import load_tokens
 from rollout_server.node import agent
 from rollout_server.node.attach import PROBE_TEXT
 from rollout_server.node.cli import attached
 from rollout_server.node.config import AttachedEngine, NodeSettings
-from rollout_server.node.serve import serve
-from rollout_server.testing import write_tokenizer
-from rollout_server.tokens import load_tokens
+from rollout_server.node.server import serve
+from tests.support.environments import write_tokenizer
+from tests.support.fake_engine import FakeServer, Fault
 
 Until = Callable[..., Awaitable[None]]
 V1 = PolicyVersion(1, 0)

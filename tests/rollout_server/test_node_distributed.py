@@ -16,14 +16,14 @@ from aiohttp import web
 
 from protocol.codec import decode_as, encode
 from protocol.messages import NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server.engine.fake_server import FakeServer, Fault
-from rollout_server.lifecycle import Stop
-from rollout_server.node import receive
 from rollout_server.node.config import AttachedEngine, NodeSettings
-from rollout_server.node.serve import serve
-from rollout_server.testing import write_tokenizer
+from rollout_server.node.server import serve
+from rollout_server.node.weights import receiver as receive
+from tests.support.environments import write_tokenizer
+from tests.support.fake_engine import FakeServer, Fault
 
 Until = Callable[..., Awaitable[None]]
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(1, 0), PolicyVersion(1, 1)

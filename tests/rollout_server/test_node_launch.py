@@ -18,16 +18,15 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from protocol.access import Access, engine_key
 from protocol.errors import UserError
+from protocol.runtime.http.auth import Access, engine_key
 from rollout_server.cpu_engine.config import parse
-from rollout_server.engine.control import EngineControl
+from rollout_server.engine.admin import EngineControl
 from rollout_server.node import guard
-from rollout_server.node.child import Child
+from rollout_server.node.capabilities import NO_OVERLAP, read_facts
 from rollout_server.node.config import CpuEngine, SglangEngine
-from rollout_server.node.facts import NO_OVERLAP, read_facts
 from rollout_server.node.guard import descendants
-from rollout_server.node.launch import Keys, check_host, command, environment, fresh_keys
+from rollout_server.node.process import Child, Keys, check_host, command, environment, fresh_keys
 
 GIVEN = {"model": Path("/m"), "label": "1.2", "host": "127.0.0.1", "port": 31000}
 
@@ -166,7 +165,7 @@ def test_interpreter_and_launcher_are_found_from_here_and_in_the_checkout(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "venv/bin").mkdir(parents=True)
     (tmp_path / "venv/bin/python").symlink_to(sys.executable)
-    found = command(SglangEngine(python="venv/bin/python", launcher=Path("deploy/sglang_cpu/launch.py")), **GIVEN)
+    found = command(SglangEngine(python="venv/bin/python", launcher=Path("requirements/sglang_cpu_launch.py")), **GIVEN)
     assert found[0] == str(tmp_path / "venv/bin/python"), "the link is kept: it names the environment"
     assert Path(found[1]).is_file() and Path(found[1]).is_absolute()
     with pytest.raises(UserError) as caught:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import WeightUpdate
-from rollout_server.node import manifest as module
-from rollout_server.node.manifest import WeightsCorrupt, verify
+from rollout_server.node.weights import manifest as module
+from rollout_server.node.weights.manifest import WeightsCorrupt, verify
 
 Harm = Callable[[Path], object]
 

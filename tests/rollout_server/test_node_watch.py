@@ -15,15 +15,15 @@ import aiohttp
 import pytest
 
 from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server.engine.fake_server import FakeServer, Fault
-from rollout_server.lifecycle import Stop
 from rollout_server.node import agent
 from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
 from rollout_server.node.guard import descendants
-from rollout_server.node.serve import serve
-from rollout_server.testing import write_tokenizer
+from rollout_server.node.server import serve
+from tests.support.environments import write_tokenizer
+from tests.support.fake_engine import FakeServer, Fault
 
 Until = Callable[..., Awaitable[None]]
 V1, V2 = PolicyVersion(1, 0), PolicyVersion(1, 1)

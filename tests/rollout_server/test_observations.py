@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from deploy import observations
-from deploy.observations import ORIGINALS, compare
+from benchmarks import observation_tokens as observations
+from benchmarks.observation_tokens import ORIGINALS, compare
 from protocol.search import Passage
-from rollout_server.config_episode import EpisodeSettings
-from rollout_server.episode import Episode, build_episode
-from rollout_server.testing import CHAT, make_episode
+from rollout_server.environment.config import EpisodeSettings
+from rollout_server.environment.environment import Episode, build_episode
+from tests.support.environments import CHAT, make_episode
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Qwen2's pre-tokenizer, without contractions: a bracket joins the word behind it, a full stop the tag behind it."""

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from protocol.versions import PolicyVersion
-from rollout_server import pin as module
-from rollout_server.fleet import Fleet
-from rollout_server.identity import model_digest
+from rollout_server.api import evaluation_pin as module
+from rollout_server.api.evaluation_pin import Pin
+from rollout_server.dispatch.fleet import Fleet
 from rollout_server.metrics import Stats
-from rollout_server.pin import Pin
+from rollout_server.server import model_digest
 
 V3, V4 = PolicyVersion(1, 3), PolicyVersion(1, 4)
 REST_S = 0.4

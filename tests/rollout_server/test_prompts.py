@@ -10,13 +10,12 @@ import pytest
 from protocol.errors import UserError
 from protocol.search import Passage
 from protocol.settings import section
-from rollout_server.config_episode import EpisodeSettings
-from rollout_server.episode import build_episode
-from rollout_server.prompts import demo
-from rollout_server.prompts.base import PromptTemplate
-from rollout_server.prompts.table import TEMPLATES
-from rollout_server.testing import CHAT, make_episode, write_tokenizer
-from rollout_server.tokens import load_tokens
+from rollout_server.environment.config import EpisodeSettings
+from rollout_server.environment.environment import build_episode
+from rollout_server.environment.prompts import TEMPLATES, demo
+from rollout_server.environment.prompts.base import PromptTemplate
+from rollout_server.environment.tokenizer import load_tokens
+from tests.support.environments import CHAT, make_episode, write_tokenizer
 
 # `make_prefix` of Search-R1's nq_search.py with a question in it.
 SEARCH_R1 = """Answer the given question. \

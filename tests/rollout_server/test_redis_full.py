@@ -10,9 +10,9 @@ import redis
 from protocol import functions
 from protocol.codec import decode_as
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, ViewAnswer, WeightView
+from protocol.runtime.redis.aio import RedisFull
 from rollout_server.metrics import Stats, _write
 from rollout_server.node.registry import Registry
-from rollout_server.redis_client import RedisFull
 
 
 @pytest.mark.fault(25)

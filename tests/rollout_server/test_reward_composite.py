@@ -11,9 +11,9 @@ import pytest
 from protocol.errors import UserError
 from protocol.messages import Question, Status
 from protocol.settings import section
-from rollout_server.config_episode import EpisodeSettings
-from rollout_server.reward.base import Outcome, RewardError, TurnText
-from rollout_server.reward.composite import Composite, Score
+from rollout_server.environment.config import EpisodeSettings
+from rollout_server.rewards.base import Outcome, RewardError, TurnText
+from rollout_server.rewards.composite import Composite, Score
 
 
 class Fixed:

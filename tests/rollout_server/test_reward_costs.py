@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.reward.base import Outcome, TurnText
-from rollout_server.reward.io import Io
-from rollout_server.reward.length_penalty import LengthPenaltySettings
-from rollout_server.reward.repeated_query import RepeatedQuerySettings
-from rollout_server.reward.search_cost import SearchCostSettings
-from rollout_server.reward.turn_format import TurnFormatSettings
+from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.format import TurnFormatSettings
+from rollout_server.rewards.penalties import LengthPenaltySettings, RepeatedQuerySettings, SearchCostSettings
+from rollout_server.rewards.resources import Io
 
 QUESTION = Question(id="q", text="?")
 LONG = "words " * 5000

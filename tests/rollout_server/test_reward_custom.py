@@ -13,10 +13,10 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import Question, Status
-from rollout_server.reward.base import Outcome, Reward, RewardError, TurnText
-from rollout_server.reward.custom import CustomSettings
-from rollout_server.reward.io import Io
-from rollout_server.testing import make_episode
+from rollout_server.rewards.base import Outcome, Reward, RewardError, TurnText
+from rollout_server.rewards.custom import CustomSettings
+from rollout_server.rewards.resources import Io
+from tests.support.environments import make_episode
 
 MODULE = """
 import asyncio, threading, time

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.reward.base import Outcome
-from rollout_server.reward.cover_em import CoverMatch
-from rollout_server.reward.exact_match import ExactMatch, normalise
-from rollout_server.reward.f1 import F1, f1
+from rollout_server.rewards.base import Outcome
+from rollout_server.rewards.text_match import F1, CoverMatch, ExactMatch, f1, normalise
 
 
 def outcome(answer: str | None, *golds: str) -> Outcome:

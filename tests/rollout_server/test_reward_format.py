@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.reward.base import Outcome, TurnText
-from rollout_server.reward.format import FormatSettings, well_formed
-from rollout_server.reward.io import Io
+from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.format import FormatSettings, well_formed
+from rollout_server.rewards.resources import Io
 
 SEARCHED = TurnText("<think> hm </think>\n<search> q </search>", "Doc 1(Title: Emma) by Jane Austen.")
 RIGHT, WRONG = "<think>ok</think> <answer> Jane Austen </answer>", "<think>ok</think> <answer> Emma </answer>"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.actions import Answer, Search, boxed, parse
-from rollout_server.reward.base import Outcome, TurnText
-from rollout_server.reward.io import Io
-from rollout_server.reward.research import ReSearchSettings, boxed_answer
+from rollout_server.environment.actions import Answer, Search, boxed, parse
+from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.research import ReSearchSettings, boxed_answer
+from rollout_server.rewards.resources import Io
 
 SEARCHED = TurnText("<think> hm </think> <search> q </search>", "Emma is by Jane Austen.")
 RIGHT = r"<think>ok</think> <answer> The final answer is \[ \boxed{Jane Austen} \] </answer>"

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.reward.base import Outcome, TurnText
-from rollout_server.reward.io import Io
-from rollout_server.reward.retrieval_hit import RetrievalHitSettings
-from rollout_server.reward.turn_retrieval import TurnRetrievalSettings
+from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.resources import Io
+from rollout_server.rewards.retrieval import RetrievalHitSettings, TurnRetrievalSettings
 
 
 def read(text: str = "", ids: Sequence[str] = (), titles: Sequence[str] = (), policy: str = "") -> TurnText:

@@ -12,12 +12,12 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import Question, Status
-from rollout_server.reward import endpoint
-from rollout_server.reward.base import Outcome, Reward, RewardError, TurnText
-from rollout_server.reward.fake_service import FakeService
-from rollout_server.reward.io import Io
-from rollout_server.reward.judge import JudgeSettings, harmless, read_verdict
-from rollout_server.reward.semantic import SemanticSettings, read_vectors
+from rollout_server.rewards import remote as endpoint
+from rollout_server.rewards.base import Outcome, Reward, RewardError, TurnText
+from rollout_server.rewards.judge import JudgeSettings, harmless, read_verdict
+from rollout_server.rewards.resources import Io
+from rollout_server.rewards.semantic import SemanticSettings, read_vectors
+from tests.support.fake_reward_service import FakeService
 
 GOLDS = ("Jane Austen", "Austen")
 Until = Callable[..., Awaitable[None]]

@@ -16,13 +16,13 @@ from protocol.messages import Owner, Question, Sampling, Segment, Status, Trajec
 from protocol.search import Passage
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Completion, GenerateRequest
-from rollout_server.engine.fake import FakeEngine, Play, in_turn
-from rollout_server.episode import Episode, render
-from rollout_server.reward.base import Outcome, RewardError
-from rollout_server.reward.composite import Composite
-from rollout_server.rollout import run_trajectory
-from rollout_server.search.fake import FakeSearch
-from rollout_server.testing import make_episode
+from rollout_server.environment.environment import Episode, render
+from rollout_server.rewards.base import Outcome, RewardError
+from rollout_server.rewards.composite import Composite
+from rollout_server.rollout.trajectory import run_trajectory
+from tests.support.environments import make_episode
+from tests.support.fake_engine import FakeEngine, Play, in_turn
+from tests.support.fake_search import FakeSearch
 
 QUESTION = Question(id="q", text="a b ?", answers=("c",))
 FOUND = Passage(id="p1", contents="a\nb c")

@@ -12,15 +12,15 @@ import pytest
 from protocol.codec import decode, encode
 from protocol.messages import Owner, Question, Sampling, Status, Task, Trajectory, TrajectoryGroup
 from protocol.search import Passage
-from rollout_server.engine.fake import FakeEngine, Play, in_turn
-from rollout_server.episode import Episode
-from rollout_server.group import run_group
-from rollout_server.reward.base import Outcome
-from rollout_server.reward.composite import Score
-from rollout_server.reward.fake_service import FakeService
-from rollout_server.rollout import run_trajectory
-from rollout_server.search.fake import FakeSearch
-from rollout_server.testing import make_episode
+from rollout_server.environment.environment import Episode
+from rollout_server.rewards.base import Outcome
+from rollout_server.rewards.composite import Score
+from rollout_server.rollout.group import run_group
+from rollout_server.rollout.trajectory import run_trajectory
+from tests.support.environments import make_episode
+from tests.support.fake_engine import FakeEngine, Play, in_turn
+from tests.support.fake_reward_service import FakeService
+from tests.support.fake_search import FakeSearch
 
 QUESTION = Question(id="q", text="a b ?", answers=("c",), meta={"supporting_ids": "7,8"})
 ONE = Passage(id="7", contents='"One"\nsays a b')

@@ -11,15 +11,14 @@ import aiohttp
 import pytest
 
 from protocol.messages import EngineInfo, NodeState, Sampling
+from protocol.runtime.waits import Waits
 from protocol.versions import PolicyVersion
+from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
-from rollout_server.engine.fake_server import FakeServer, Fault, next_ids
+from rollout_server.engine.client import SglangClient, connector
 from rollout_server.engine.health import LIMIT, REST_S, Health
-from rollout_server.engine.http import connector
 from rollout_server.engine.router import Limits, Router
-from rollout_server.engine.sglang import SglangClient
-from rollout_server.fleet import Fleet, FleetTable
-from rollout_server.waits import Waits
+from tests.support.fake_engine import FakeServer, Fault, next_ids
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)

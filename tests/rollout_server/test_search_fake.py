@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollout_server.search.fake import FakeSearchSettings
-from rollout_server.search.none import NoSearchSettings
+from rollout_server.search import NoSearchSettings
+from tests.support.fake_search import FakeSearchSettings
 
 
 async def test_canned_passages_and_scripted_failures() -> None:

@@ -13,9 +13,9 @@ from metrics_page import check_page
 
 from protocol.codec import decode
 from protocol.messages import GroupFailed, MetricsSnapshot, Owner, Status, TrajectoryGroup
-from protocol.testing import make_task
 from protocol.versions import PolicyVersion
-from rollout_server.engine.fake_server import Fault
+from tests.support.fake_engine import Fault
+from tests.support.messages import make_task
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)

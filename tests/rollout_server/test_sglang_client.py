@@ -12,13 +12,12 @@ from aiohttp import web
 
 from protocol.messages import Sampling
 from protocol.versions import PolicyVersion
+from rollout_server.engine.admin import EngineControl
 from rollout_server.engine.base import EngineError, GenerateRequest
-from rollout_server.engine.control import EngineControl
-from rollout_server.engine.fake_server import FakeServer, Fault, next_ids
-from rollout_server.engine.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from rollout_server.engine.received import Received
-from rollout_server.engine.sglang import SglangClient
-from rollout_server.engine.turn import Turn
+from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, SglangClient
+from rollout_server.engine.continuation import Turn
+from rollout_server.engine.decoding import Received
+from tests.support.fake_engine import FakeServer, Fault, next_ids
 
 REQUEST = GenerateRequest(
     ids=(1, 2), session="s", group="g", max_new_tokens=4, sampling=Sampling(temperature=0.7), stop=("</answer>",)

@@ -10,10 +10,10 @@ import pytest
 from protocol.errors import CorruptMessage
 from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed
-from protocol.testing import make_group, make_task
-from rollout_server import sink as sink_module
+from rollout_server.dispatch import publisher as sink_module
+from rollout_server.dispatch.publisher import Sink
 from rollout_server.metrics import Stats
-from rollout_server.sink import Sink
+from tests.support.messages import make_group, make_task
 
 Until = Callable[..., Awaitable[None]]
 

@@ -14,11 +14,11 @@ import pytest
 
 from protocol.keys import TASK_GROUP
 from protocol.messages import TrajectoryGroup
-from protocol.testing import make_group, make_task
+from protocol.runtime.redis import aio as redis_client
 from protocol.versions import PolicyVersion
-from rollout_server import redis_client
+from rollout_server.dispatch.publisher import Sink
 from rollout_server.metrics import Stats
-from rollout_server.sink import Sink
+from tests.support.messages import make_group, make_task
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.versions import PolicyVersion
-from rollout_server.engine import stream
+from rollout_server.engine import decoding as stream
 from rollout_server.engine.base import FAULTS, EngineError
-from rollout_server.engine.fake_server import Generation
-from rollout_server.engine.received import Received
-from rollout_server.engine.stream import Events, Reader
+from rollout_server.engine.decoding import Events, Reader, Received
+from tests.support.fake_engine import Generation
 
 IDS = [7, 3, 900, 3, 3, 12, 0, 44, 5, 6, 8, 1]
 

@@ -10,15 +10,15 @@ import pytest
 
 from protocol.codec import encode
 from protocol.messages import GroupFailed
-from protocol.testing import make_group, make_task
+from protocol.runtime.waits import Waits
 from protocol.versions import PolicyVersion
-from rollout_server import tasks as tasks_module
-from rollout_server.fleet import Fleet, FleetTable
+from rollout_server.dispatch import leases as tasks_module
+from rollout_server.dispatch.fleet import Fleet, FleetTable
+from rollout_server.dispatch.leases import Lease, Tasks
+from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.runner import Work
 from rollout_server.metrics import Stats
-from rollout_server.sink import Sink
-from rollout_server.tasks import Lease, Tasks
-from rollout_server.waits import Waits
-from rollout_server.work import Work
+from tests.support.messages import make_group, make_task
 
 IDLE_MS = 400
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import UserError
-from rollout_server.chat_template import ChatTemplate
-from rollout_server.prompts import demo
-from rollout_server.testing import CHAT, EOS_OF, Kind, write_tokenizer
-from rollout_server.tokens import Tokens, load_tokens
+from rollout_server.environment.prompts import demo
+from rollout_server.environment.tokenizer import ChatTemplate, Tokens, load_tokens
+from tests.support.environments import CHAT, EOS_OF, Kind, write_tokenizer
 
 KINDS: tuple[Kind, ...] = ("words", "bytes")
 PIECES = [

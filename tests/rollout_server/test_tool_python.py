@@ -13,9 +13,9 @@ from kernel import skip_or_fail
 from protocol.errors import UserError
 from rollout_server.tools import python as module
 from rollout_server.tools.base import Tool
-from rollout_server.tools.confined import JailError, Limits, Ran
-from rollout_server.tools.mechanisms import MECHANISMS, missing
 from rollout_server.tools.python import Python, PythonSettings, describe, program_of
+from rollout_server.tools.sandbox.capabilities import MECHANISMS, missing
+from rollout_server.tools.sandbox.runner import JailError, Limits, Ran
 
 SETTINGS = PythonSettings(deadline_s=8, memory_mb=256)
 LIMITS = Limits(8.0, 5, 256, 4, 8, 4000)
@@ -137,7 +137,7 @@ async def test_libraries_that_settings_name_can_be_imported(python: Tool, tmp_pa
 
 
 def test_a_machine_without_isolation_cannot_have_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout_server.tools import mechanisms
+    from rollout_server.tools.sandbox import capabilities as mechanisms
 
     monkeypatch.setattr(mechanisms, "MECHANISMS", ("landlock",))
     with pytest.raises(UserError, match="cannot isolate"):

@@ -19,27 +19,26 @@ from protocol.codec import decode, encode
 from protocol.messages import Owner, Question, Sampling, Status, Task, Trajectory
 from protocol.search import Passage
 from protocol.settings import section
-from rollout_server.actions import Action, Answer, Call, Invalid, Search, neutralise, parse
 from rollout_server.config import RolloutSettings
-from rollout_server.config_episode import EpisodeSettings, ToolSettings
-from rollout_server.engine.fake import FakeEngine, Play, in_turn
-from rollout_server.episode import Episode
-from rollout_server.group import GroupRejected, run_group
+from rollout_server.environment.actions import Action, Answer, Call, Invalid, Search, neutralise, parse
+from rollout_server.environment.config import EpisodeSettings, ToolSettings
+from rollout_server.environment.environment import Episode
+from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.metrics import Stats
-from rollout_server.prompts.table import TEMPLATES
-from rollout_server.reward.base import Outcome, TurnText
-from rollout_server.reward.format import well_formed
-from rollout_server.reward.io import Io
-from rollout_server.reward.research import boxed_answer
-from rollout_server.reward.search_cost import SearchCostSettings
-from rollout_server.reward.turn_format import TurnFormatSettings
-from rollout_server.rollout import run_trajectory
-from rollout_server.search.fake import FakeSearch
-from rollout_server.testing import make_episode
+from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.format import TurnFormatSettings, well_formed
+from rollout_server.rewards.penalties import SearchCostSettings
+from rollout_server.rewards.research import boxed_answer
+from rollout_server.rewards.resources import Io
+from rollout_server.rollout.group import GroupRejected, run_group
+from rollout_server.rollout.trajectory import run_trajectory
 from rollout_server.tools.base import ToolResult
 from rollout_server.tools.fetch import FetchSettings
-from rollout_server.tools.measured import with_measured_tools
+from rollout_server.tools.metrics import with_measured_tools
 from rollout_server.tools.python import PythonSettings
+from tests.support.environments import make_episode
+from tests.support.fake_engine import FakeEngine, Play, in_turn
+from tests.support.fake_search import FakeSearch
 
 QUESTION = Question(id="q", text="who?", answers=("Austen",), meta={"supporting_ids": "p7"})
 FOUND = Passage(id="p1", contents='"Emma"\nA novel.')

@@ -16,15 +16,15 @@ import pytest
 from kernel import skip_or_fail
 
 from protocol.errors import UserError
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
-from rollout_server.engine.fake_server import FakeServer
-from rollout_server.lifecycle import Stop
-from rollout_server.serve import serve
-from rollout_server.testing import write_tokenizer
-from rollout_server.tokens import load_tokens
+from rollout_server.environment.tokenizer import load_tokens
+from rollout_server.server import serve
 from rollout_server.tools.python import PythonSettings
+from tests.support.environments import write_tokenizer
+from tests.support.fake_engine import FakeServer
 
 CORPUS = {
     "novels/emma": '"Emma"\nEmma is a novel of 1815.',

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.codec import decode, encode
 from protocol.messages import Owner, Question, Status, Trajectory, TrajectoryGroup, VersionSpan
 from rollout_server.engine.base import Completion
-from rollout_server.transcript import Transcript
+from rollout_server.rollout.transcript import Transcript
 
 ids_of = st.lists(st.integers(0, 2**31 - 1), max_size=12)
 

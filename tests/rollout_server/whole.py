@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from protocol.runtime.lifecycle import Stop
 from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
-from rollout_server.engine.fake_server import FakeServer, unsaid
-from rollout_server.lifecycle import Stop
-from rollout_server.serve import serve
+from rollout_server.server import serve
+from tests.support.fake_engine import FakeServer, unsaid
 
 SEARCH = {"type": "fake", "otherwise": ('"b"\nd e f',)}
 

@@ -11,21 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import access as module
-from protocol.access import (
+from protocol.errors import UserError
+from protocol.runtime.http import auth as module
+from protocol.runtime.http.auth import (
     MAY,
     OPEN,
     ROLES,
     Access,
+    Asked,
     Role,
     check_bind,
+    decide,
     engine_key,
     is_loopback,
     read_access,
     variable,
 )
-from protocol.errors import UserError
-from protocol.http_rules import Asked, decide
 
 TOKENS: dict[Role, str] = {role: secrets.token_urlsafe(32) for role in ROLES}
 LOCKED = Access(TOKENS)

@@ -28,10 +28,10 @@ import retriever.cli
 import rollout_server.cli
 import rollout_server.node.cli
 from protocol import redaction
-from protocol.access import Access, engine_key
 from protocol.codec import decode_as
 from protocol.keys import Keys
 from protocol.messages import EngineInfo
+from protocol.runtime.http.auth import Access, engine_key
 from rollout_server.node.guard import descendants
 
 PROVIDER_KEY = "pr0vider-canary-6f2a9b1c"
@@ -82,7 +82,7 @@ def _until(true: Any, what: str, said: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    from deploy.demo.tiny_model import new_model, save_model
+    from deploy.demo.warmstart import new_model, save_model
 
     home = tmp_path_factory.mktemp("canary")
     save_model(new_model(0), home / "model")
@@ -178,8 +178,8 @@ def _ask(url: str, headers: dict[str, str], body: dict[str, Any] | None = None) 
 
 
 def _engine(run: Run) -> EngineInfo:
-    from deploy.redis_child import connect
-    from deploy.secrets_env import redis_url_for
+    from deploy.launcher.redis_server import connect
+    from deploy.secrets.env import redis_url_for
 
     url = redis_url_for(run.directory.parent / "secrets", "viewer", run.record["redis_url"])
     with connect(url) as client:
@@ -209,7 +209,7 @@ def test_a_wrong_redis_url_is_explained_without_its_password(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     canary = "c4nary-password"
-    from deploy.demo.vocabulary import save_tokenizer
+    from deploy.demo.world import save_tokenizer
 
     save_tokenizer(tmp_path / "model")
     (tmp_path / "questions.jsonl").write_text('{"question": "q", "answers": ["a"]}\n')

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addresses import settle
 from deploy.config import load
-from deploy.plan import Addresses, plan
-from deploy.settings_doc import document
+from deploy.launcher.addresses import settle
+from deploy.launcher.plan import Addresses, plan
+from deploy.reference.settings import document
 from protocol.errors import UserError
 from protocol.settings import REDIS_URL_VARIABLE
 

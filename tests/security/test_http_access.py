@@ -13,17 +13,17 @@ import pytest
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from protocol.access import ROLES, Access, Role, variable
 from protocol.errors import UserError
-from retriever.app import create_app
-from retriever.app_base import Service
+from protocol.runtime.http import server as listen
+from protocol.runtime.http.auth import ROLES, Access, Role, variable
+from retriever.api.app import create_app
+from retriever.api.base import Service
 from retriever.config import RetrieverSettings
-from retriever.serve import running
-from rollout_server import listen
-from rollout_server.app import build_app
+from retriever.server import running
+from rollout_server.api.app import build_app
 from rollout_server.config import RolloutSettings
 from rollout_server.cpu_engine.config import EngineSettings, read_keys
-from rollout_server.search.http import HttpSearchSettings
+from rollout_server.search.client import HttpSearchSettings
 
 TOKENS: dict[Role, str] = {role: secrets.token_urlsafe(32) for role in ROLES}
 

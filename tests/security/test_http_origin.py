@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from fuzz_watch import Service
 
-from learner.metrics_http import page_of, serve_prometheus
+from learner.observability.metrics_server import page_of, serve_prometheus
 from protocol.messages import MetricsSnapshot
 
 JSON = {"Content-Type": "application/json"}

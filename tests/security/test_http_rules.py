@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.http_rules import PASS, Asked, check_request
+from protocol.runtime.http.auth import PASS, Asked, check_request
 
 
 def test_a_call_without_a_body_needs_no_type() -> None:

@@ -13,16 +13,16 @@ import pytest
 from aiohttp import web
 from safetensors.torch import save_file
 
-from learner.config import LearnerSettings
+from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
 from protocol.settings import RunSettings, read_tree, section
-from retriever import app_base
+from retriever.api import base as app_base
 from retriever.config import RetrieverSettings
-from retriever.serve import running
-from rollout_server import app as rollout_app
-from rollout_server.cpu_engine.access import guard
-from rollout_server.cpu_engine.bodies import read_object
-from rollout_server.cpu_engine.weights import WeightsError, read_tensors
+from retriever.server import running
+from rollout_server.api import app as rollout_app
+from rollout_server.cpu_engine.model.loader import WeightsError, read_tensors
+from rollout_server.cpu_engine.server.auth import guard
+from rollout_server.cpu_engine.server.validation import read_object
 from rollout_server.node.config import NodeSettings
 
 DEEP = [b"[" * 200_000, b'{"a":' * 200_000, b'{"queries":' + b"[" * 100_000 + b"]" * 100_000 + b"}"]

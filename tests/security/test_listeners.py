@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.metrics_http import page_of, serve_prometheus
-from learner.publish.process_group import UpdateGroup, free_port
+from learner.observability.metrics_server import page_of, serve_prometheus
+from learner.weights.process_group import UpdateGroup, free_port
 from protocol.errors import UserError
 from protocol.messages import MetricsSnapshot
 

@@ -32,11 +32,17 @@ COLLECTIVES = frozenset(
 """torch's collectives that pickle."""
 
 ALLOWED = {
-    ("rollout_server/tools/jail/program.py", "exec"): "the policy's program, in a jail without files, network or us",
-    ("rollout_server/tools/jail/program.py", "compile"): "the same",
-    ("rollout_server/reward/custom.py", "importlib.import_module"): "a reward that a person names in the settings",
-    ("learner/trackers/base.py", "importlib.import_module"): "a tracker's library, by a name that is a constant",
-    ("deploy/doctor_model.py", "trust_remote_code"): "the doctor looks for the flag, and warns",
+    (
+        "rollout_server/tools/sandbox/__main__.py",
+        "exec",
+    ): "the policy's program, in a jail without files, network or us",
+    ("rollout_server/tools/sandbox/__main__.py", "compile"): "the same",
+    ("rollout_server/rewards/custom.py", "importlib.import_module"): "a reward that a person names in the settings",
+    (
+        "learner/observability/trackers/base.py",
+        "importlib.import_module",
+    ): "a tracker's library, by a name that is a constant",
+    ("deploy/doctor/model.py", "trust_remote_code"): "the doctor looks for the flag, and warns",
     ("deploy/cli.py", "importlib.import_module"): "a verb's module, from a constant table",
 }
 
@@ -156,10 +162,10 @@ def test_pickles_in_the_place_of_every_file_and_message_run_nothing(tmp_path: Pa
     import faiss
     import numpy as np
 
-    from learner.share_codec import decode as decode_share
+    from learner.trainer.distributed.channel import decode as decode_share
     from protocol.codec import decode
     from protocol.errors import ForayError
-    from rollout_server.cpu_engine.weights import WeightsError, read_tensors
+    from rollout_server.cpu_engine.model.loader import WeightsError, read_tensors
 
     sprung = tmp_path / "sprung"
     trap = pickle.dumps(_Trap(sprung))

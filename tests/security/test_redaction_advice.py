@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.access import MAKE_ONE, Access, check_bind
 from protocol.errors import UserError
 from protocol.redaction import SHOWN, redact
+from protocol.runtime.http.auth import MAKE_ONE, Access, check_bind
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("protocol", "rollout_server", "learner", "retriever", "deploy")

@@ -7,9 +7,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from protocol.access import MAY, OPEN, ROLES, variable
-from retriever import app_access
-from rollout_server import listen
+from protocol.runtime.http import auth as app_access
+from protocol.runtime.http import server as listen
+from protocol.runtime.http.auth import MAY, OPEN, ROLES, variable
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()

@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.supply_chain import LOCK, ROOT, SBOM, Pin, foray_version, lock_text, read_lock, sbom
 from protocol.errors import UserError
+from requirements.supply_chain import LOCK, ROOT, SBOM, Pin, foray_version, lock_text, read_lock, sbom
 
 PLATFORM = {"python_version": "3.11", "platform_machine": "x86_64", "sys_platform": "linux", "extra": ""}
 

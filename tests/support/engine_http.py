@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout_server.cpu_engine.config import EngineSettings
-from rollout_server.cpu_engine.serve import build_app, build_engine
+from rollout_server.cpu_engine.server.app import build_app, build_engine
 
 Client = TestClient[Any, Any]
 TEMPLATE = (

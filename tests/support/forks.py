@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from deploy.ports import free_port
+from protocol.runtime.net import free_port
 
 START_S = 120.0
 """How long the imports may take on a busy machine."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from learner.kl.masked import require_mask
+from learner.algorithms.kl.estimators import require_mask
 
 
 def full_reverse_kl(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

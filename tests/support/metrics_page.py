@@ -7,7 +7,7 @@ import re
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.metrics import row_of
+from protocol.runtime.metrics import row_of
 
 UNKNOWN = row_of({}, "?")[1].help
 SHORT = re.compile(r"_(s|ms|us|mb|gb|kb|min|per_s)(_total)?$")

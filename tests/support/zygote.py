@@ -37,16 +37,22 @@ def import_everything() -> None:
     """What each process would import by itself, and nothing that starts a thread."""
     import transformers
 
-    from learner.engine.setup import import_deepspeed
+    from learner.engine.deepspeed import import_deepspeed
 
     import_deepspeed()
     _ = transformers.Qwen2ForCausalLM, transformers.AutoModelForCausalLM  # imported when they are named
-    for name in (*MAIN.values(), "learner.serve", "learner.trainer", "learner.publish.disk", "rollout_server.serve"):
+    for name in (
+        *MAIN.values(),
+        "learner.main",
+        "learner.trainer.trainer",
+        "learner.weights.disk",
+        "rollout_server.server",
+    ):
         importlib.import_module(name)
     for name in (
-        "rollout_server.node.serve",
-        "rollout_server.cpu_engine.serve",
-        "retriever.serve",
+        "rollout_server.node.server",
+        "rollout_server.cpu_engine.server.app",
+        "retriever.server",
         "retriever.index.bm25",
     ):
         importlib.import_module(name)

@@ -22,8 +22,8 @@ import torch
 from forks import Zygote
 from transformers import AutoModelForCausalLM
 
-from learner.publish.process_group import free_port
-from rollout_server.engine.fake_server import FakeServer, next_ids
+from learner.weights.process_group import free_port
+from tests.support.fake_engine import FakeServer, next_ids
 
 Kind = Literal["fake", "embedded", "sglang"]
 LAUNCHER = Path(__file__).parents[3] / "deploy" / "sglang_cpu" / "launch.py"

@@ -14,7 +14,7 @@ import torch
 from contract_client import Client
 from contract_models import read_weights
 
-from learner.publish.process_group import UpdateGroup, free_port
+from learner.weights.process_group import UpdateGroup, free_port
 
 FLATTENED = "flattened_bucket"
 Named = tuple[str, torch.Tensor]

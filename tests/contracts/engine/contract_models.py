@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from rollout_server.testing import write_tokenizer
+from tests.support.environments import write_tokenizer
 
 CORPUS = ["<search> who founded the city of müller </search>", "<answer> the 3 rivers 東京 </answer>"] * 4
 CONTEXT = 1024

@@ -18,23 +18,23 @@ import torch
 from contract_engines import Server, picked
 from contract_models import read_weights
 
-from learner.config import DiskPublishSettings, DistributedPublishSettings
-from learner.publish.base import Publisher
-from learner.redis_client import RunStore
+from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
+from learner.delivery.store import RunStore
+from learner.weights.base import Publisher
 from protocol.keys import Keys
 from protocol.messages import NodeState, VersionSpan
+from protocol.runtime.lifecycle import Stop
+from protocol.runtime.redis.aio import RedisClient
+from protocol.runtime.waits import Waits
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from rollout_server.dispatch.fleet import Fleet
+from rollout_server.engine.admin import EngineControl
 from rollout_server.engine.base import Completion
-from rollout_server.engine.control import EngineControl
+from rollout_server.engine.client import SglangClient
 from rollout_server.engine.router import Limits, Router
-from rollout_server.engine.sglang import SglangClient
-from rollout_server.fleet import Fleet
-from rollout_server.lifecycle import Stop
 from rollout_server.node.config import AttachedEngine, NodeSettings
-from rollout_server.node.serve import serve
-from rollout_server.redis_client import RedisClient
-from rollout_server.waits import Waits
+from rollout_server.node.server import serve
 
 Transport = Literal["disk", "distributed"]
 Mode = Literal["retract", "in_place"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.search import pursuit, replica
+from rollout_server.search import replica
+from rollout_server.search import retry as pursuit
 
 
 @pytest.fixture

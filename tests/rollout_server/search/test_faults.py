@@ -13,14 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.messages import Owner, Question, Sampling, Status, Task, TrajectoryGroup
 from rollout_server.engine.base import GenerateRequest
-from rollout_server.engine.fake import FakeEngine, Play
-from rollout_server.episode import Episode
-from rollout_server.group import GroupRejected, run_group
-from rollout_server.measured_search import MeasuredSearch
+from rollout_server.environment.environment import Episode
 from rollout_server.metrics import Stats, prometheus_text
-from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
-from rollout_server.search.http import HttpSearch, HttpSearchSettings
-from rollout_server.testing import make_episode
+from rollout_server.rollout.group import GroupRejected, run_group
+from rollout_server.search.client import HttpSearch, HttpSearchSettings, MeasuredSearch
+from tests.support.environments import make_episode
+from tests.support.fake_engine import FakeEngine, Play
+from tests.support.fake_search import HTML, FakeRetriever, Fault
 
 QUESTION = Question(id="q", text="a b ?", answers=("c",))
 PATIENT = {"deadline_s": 60.0, "attempt_s": 30.0, "probe_s": 10.0, "outage_wait_s": 30.0}

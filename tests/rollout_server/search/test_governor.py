@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from rollout_server.search import governor, replica
-from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
-from rollout_server.search.http import HttpSearch, HttpSearchSettings
+from rollout_server.search import balancer as governor
+from rollout_server.search import replica
+from rollout_server.search.client import HttpSearch, HttpSearchSettings
+from tests.support.fake_search import HTML, FakeRetriever, Fault
 
 Until = Callable[..., Awaitable[None]]
 

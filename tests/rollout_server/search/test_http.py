@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protocol.search import MAX_QUERY_CHARS
-from rollout_server.search.fake_server import HTML, FakeRetriever, Fault
-from rollout_server.search.http import HttpSearch, HttpSearchSettings
-from rollout_server.search.window import START
+from rollout_server.search.client import HttpSearch, HttpSearchSettings
+from rollout_server.search.limiter import START
+from tests.support.fake_search import HTML, FakeRetriever, Fault
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from protocol.messages import Owner, Question, Sampling, Trajectory
-from rollout_server.actions import Invalid, parse
-from rollout_server.engine.fake import FakeEngine, Play, in_turn
-from rollout_server.episode import Episode
-from rollout_server.rollout import run_trajectory
-from rollout_server.search.fake_server import FakeRetriever
-from rollout_server.search.http import HttpSearch, HttpSearchSettings
-from rollout_server.testing import Kind, make_episode
+from rollout_server.environment.actions import Invalid, parse
+from rollout_server.environment.environment import Episode
+from rollout_server.rollout.trajectory import run_trajectory
+from rollout_server.search.client import HttpSearch, HttpSearchSettings
+from tests.support.environments import Kind, make_episode
+from tests.support.fake_engine import FakeEngine, Play, in_turn
+from tests.support.fake_search import FakeRetriever
 
 QUESTION = Question(id="q", text="a b ?", answers=("c",))
 REWARDS = [{"type": name} for name in ("em", "cover_em", "f1", "format", "research", "length_penalty", "search_cost")]

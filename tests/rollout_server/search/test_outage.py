@@ -18,18 +18,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.ports import free_port
 from protocol.messages import Owner, Status, TrajectoryGroup
+from protocol.runtime.lifecycle import Stop
+from protocol.runtime.net import free_port
+from protocol.runtime.redis.aio import BLOCK_MS
 from protocol.settings import RunSettings
-from protocol.testing import make_task
 from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
-from rollout_server.engine.fake_server import FakeServer, unsaid
-from rollout_server.lifecycle import Stop
-from rollout_server.redis_client import BLOCK_MS
-from rollout_server.serve import serve
-from rollout_server.testing import write_tokenizer
-from rollout_server.tokens import load_tokens
+from rollout_server.environment.tokenizer import load_tokens
+from rollout_server.server import serve
+from tests.support.environments import write_tokenizer
+from tests.support.fake_engine import FakeServer, unsaid
+from tests.support.messages import make_task
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)

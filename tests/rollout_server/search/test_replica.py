@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.search.breaker import Breaker, State
-from rollout_server.search.fault import Fault, named_by_server, status_fault
+from rollout_server.search.balancer import Breaker, State
+from rollout_server.search.base import Fault, named_by_server, status_fault
+from rollout_server.search.limiter import Window
 from rollout_server.search.replica import Proof, Replica, Verdict
-from rollout_server.search.window import Window
 
 
 def replica(url: str = "http://a") -> Replica:

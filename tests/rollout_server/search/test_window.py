@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_server.search.window import FLOOR, START, Window
+from rollout_server.search.limiter import FLOOR, START, Window
 
 
 def window(ceiling: int = 512, patience_s: float = 10.0, **facts: int) -> Window:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.ports import free_port
-from deploy.redis_child import find_server
-from learner.config import LearnerSettings
+from deploy.launcher.redis_server import find_server
+from learner.config.learner import LearnerSettings
+from protocol.runtime.net import free_port
 from protocol.settings import RunSettings
 
 STARTS_S = 30.0
@@ -119,8 +119,8 @@ def settings(tmp_path: Path) -> LearnerSettings:
 
 @pytest.fixture
 def learn(tiny: ModuleType) -> Callable[..., int]:
-    """`learner.serve.serve` with the tiny engine, whose settings are the keyword arguments."""
-    from learner.serve import serve as real
+    """`learner.main.serve` with the tiny engine, whose settings are the keyword arguments."""
+    from learner.main import serve as real
 
     def call(run: RunSettings, settings: LearnerSettings, **engine: Any) -> int:
         return real(run, settings, make_engine=lambda r, s: tiny.TinyEngine(r, s, **engine))
@@ -132,7 +132,7 @@ class Books:
     """What must hold of a finished run: every step trained a batch, no seq twice, nothing in flight."""
 
     def __init__(self, tiny: ModuleType, run: RunSettings) -> None:
-        from learner.checkpoint import Checkpoints
+        from learner.checkpoint.checkpoint import Checkpoints
 
         self.steps = tiny.surviving(run.dir)
         self.lines = tiny.step_lines(run.dir)

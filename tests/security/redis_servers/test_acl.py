@@ -12,33 +12,32 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.observe import observe
-from deploy.redis_child import check_server, ping
-from deploy.secrets_acl import REDIS_ROLES, rules
-from deploy.secrets_env import login_at, read_env
-from deploy.secrets_files import Place, write_secrets
-from learner.books import Books
-from learner.config_data import FilterSettings
-from learner.connect import connect
-from learner.evidence import Evidence
-from learner.filtering import GroupFilter
-from learner.history import History
-from learner.redis_client import RunStore
-from learner.source import Source
+from deploy.launcher.redis_server import check_server, ping
+from deploy.monitor.snapshot import observe
+from deploy.secrets.acl import REDIS_ROLES, rules
+from deploy.secrets.env import login_at, read_env
+from deploy.secrets.files import Place, write_secrets
+from learner.config.learner import FilterSettings
+from learner.data.filter import GroupFilter
+from learner.delivery.consumer import Source
+from learner.delivery.dead_letters import Evidence, History
+from learner.delivery.state import Books
+from learner.delivery.store import RunStore
 from protocol import functions
 from protocol.codec import encode
 from protocol.errors import UserError
 from protocol.header import seal
 from protocol.keys import TASK_GROUP, Keys
 from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.redis.aio import RedisClient
+from protocol.runtime.redis.client import connect
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
-from protocol.testing import make_group, make_task
-from rollout_server.fleet import Fleet
+from rollout_server.dispatch.fleet import Fleet
+from rollout_server.dispatch.leases import Lease, Tasks
+from rollout_server.dispatch.publisher import Sink
 from rollout_server.metrics import Stats
 from rollout_server.node.registry import Registry
-from rollout_server.redis_client import RedisClient
-from rollout_server.sink import Sink
-from rollout_server.tasks import Lease, Tasks
+from tests.support.messages import make_group, make_task
 
 RUN = "t1"
 KEYS = Keys(RUN)
@@ -367,7 +366,7 @@ def test_a_viewer_reads_and_writes_nothing(users: dict[str, redis.Redis]) -> Non
 
 
 def test_without_a_password_there_is_no_door(urls: dict[str, str]) -> None:
-    from protocol.redis_url import place_of, with_login
+    from protocol.runtime.redis.url import place_of, with_login
 
     for url in (
         place_of(urls["admin"]),

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.ports import free_port
-from deploy.redis_child import ping
-from learner.connect import connect
-from learner.redis_client import RedisUnavailable, RunStore
+from deploy.launcher.redis_server import ping
+from learner.delivery.store import RedisUnavailable, RunStore
 from protocol.keys import Keys
+from protocol.runtime.net import free_port
+from protocol.runtime.redis.aio import RedisClient, RedisDown
+from protocol.runtime.redis.client import connect
 from protocol.settings import RunSettings
-from rollout_server.redis_client import RedisClient, RedisDown
 
 SLOTS = 16384
 SENTINEL = """\

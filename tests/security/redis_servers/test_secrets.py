@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addresses import choose, preview, settle
 from deploy.cli import main
 from deploy.config import load
-from deploy.launcher import Launcher
-from deploy.locate import locate
-from deploy.observe import observe
-from deploy.plan import Addresses, plan
-from deploy.redis_child import ping
-from deploy.secrets_env import read_env
-from deploy.secrets_tls import make_certificates
-from protocol.access import read_access
+from deploy.launcher.addresses import choose, preview, settle
+from deploy.launcher.launcher import Launcher
+from deploy.launcher.plan import Addresses, plan
+from deploy.launcher.redis_server import ping
+from deploy.launcher.run_dir import locate
+from deploy.monitor.snapshot import observe
+from deploy.secrets.env import read_env
+from deploy.secrets.tls import make_certificates
 from protocol.errors import UserError
-from protocol.redis_url import parse
+from protocol.runtime.http.auth import read_access
+from protocol.runtime.redis.url import parse
 
 SECRETS = re.compile(r"[A-Za-z0-9_-]{43}|[0-9a-f]{64}")
 

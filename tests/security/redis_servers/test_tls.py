@@ -21,16 +21,16 @@ from typing import Any
 
 import pytest
 
-from deploy.ports import free_port
-from deploy.redis_child import ping
-from deploy.secrets_env import read_env
-from deploy.secrets_files import Place, write_secrets
-from deploy.secrets_tls import make_certificates
-from learner.connect import connect
+from deploy.launcher.redis_server import ping
+from deploy.secrets.env import read_env
+from deploy.secrets.files import Place, write_secrets
+from deploy.secrets.tls import make_certificates
 from protocol.keys import Keys
-from protocol.redis_url import parse
+from protocol.runtime.net import free_port
+from protocol.runtime.redis.aio import RedisClient, RedisDown
+from protocol.runtime.redis.client import connect
+from protocol.runtime.redis.url import parse
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
-from rollout_server.redis_client import RedisClient, RedisDown
 
 HOSTS = ("localhost", "127.0.0.1")
 
@@ -124,7 +124,7 @@ def test_a_run_goes_over_tls(
 async def test_a_server_that_cannot_prove_who_it_is_gets_no_word(
     secure: Path, tls_port: int, plain_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    monkeypatch.setattr("rollout_server.connect.CONNECT_S", 1.0)
+    monkeypatch.setattr("protocol.runtime.redis.aio.CONNECT_S", 1.0)
     other = tmp_path / "other.pem"
     other.write_text(make_certificates("another", HOSTS).ca)
     port = plain_server.port if case == "no TLS at all" else tls_port

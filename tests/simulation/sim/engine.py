@@ -18,7 +18,7 @@ from protocol.versions import PolicyVersion
 
 @dataclass
 class SimReport:
-    """learner.seams.Report."""
+    """learner.interfaces.Report."""
 
     tokens_trained: int
     skipped: bool = False
@@ -45,7 +45,7 @@ class SimBatch:
 
 
 class SimEngine:
-    """learner.seams.TrainEngine: `history` is the policy. A step takes time; `verdict` may call it not finite."""
+    """learner.interfaces.TrainEngine: `history` is the policy. A step takes time; `verdict` may call it not finite."""
 
     algorithm: Any = None
     model_files: Sequence[Path] = ()
@@ -74,7 +74,7 @@ class SimEngine:
 
 
 class SimPublisher:
-    """learner.publish.base.Publisher over files that nobody reads."""
+    """learner.weights.base.Publisher over files that nobody reads."""
 
     device = "cpu"
 

@@ -20,8 +20,8 @@ from sim.clock import Clock, Process
 from sim.engine import SimBatch
 from sim.threads import Random, RLock, Threading, Time
 
-from learner.questions import QuestionSet, fingerprint
-from protocol.testing import make_question
+from learner.data.questions import QuestionSet, fingerprint
+from tests.support.messages import make_question
 
 TIME, THREADING, RANDOM = Time(), Threading(), Random()
 """One of each for the life of the process: modules keep them, `clock` is set for each schedule."""
@@ -68,7 +68,7 @@ def _books(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """learner.durable.write_text; a crash may come before and after, and never in between: rename is atomic."""
+    """protocol.runtime.files.write_text; a crash may come before and after, and never in between: rename is atomic."""
     part = path.with_name(f".{path.name}.{random.getrandbits(40):x}.tmp")
     world.disk(path)
     part.write_text(text)
@@ -79,7 +79,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _flush_tree(folder: Path) -> None:
-    """learner.durable.flush_tree; the manifest had its moments when it was written."""
+    """protocol.runtime.files.flush_tree; the manifest had its moments when it was written."""
     inside = sorted(p for p in folder.rglob("*") if p.name != "manifest.json")
     for path in [*sorted(inside, key=Path.is_dir), folder]:
         world.disk(path)
@@ -109,8 +109,8 @@ def _reconciler_turn(turn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def replacements() -> dict[str, Any]:
     """module.name[.name] -> what stands there during a simulation."""
-    from learner.books import Books
-    from learner.reconcile import Reconciler
+    from learner.delivery.reconciler import Reconciler
+    from learner.delivery.state import Books
 
     return {
         "learner.redis_client.connect": lambda url, run="", timeout_s=10.0: world.sync_client(timeout_s),
@@ -127,8 +127,8 @@ def replacements() -> dict[str, Any]:
         "learner.checkpoint.write_text": _write_text,
         "learner.checkpoint.shutil": _Disk(),
         "rollout_server.sink.seal": lambda message: world.seal(message),
-        "learner.lease._is_dead": lambda token: world.is_dead(token),
-        "learner.reconcile.Reconciler.turn": _reconciler_turn(Reconciler.turn),
+        "learner.delivery.lease._is_dead": lambda token: world.is_dead(token),
+        "learner.delivery.reconciler.Reconciler.turn": _reconciler_turn(Reconciler.turn),
     }
 
 

@@ -13,10 +13,10 @@ from sim import functions
 from sim.knobs import Knobs, draw
 from sim.sim_redis import SimRedis
 
-from learner.books import Books
+from learner.delivery.consumer import Source
+from learner.delivery.reconciler import Reconciler
+from learner.delivery.state import Books
 from learner.loop import TrainingLoop
-from learner.reconcile import Reconciler
-from learner.source import Source
 from protocol.ledger import Ledger
 
 
@@ -90,7 +90,7 @@ def no_ledger_check() -> dict[str, Any]:
     def settles(self: Books, seqs: Any, *rest: Any, **more: Any) -> None:
         settle(self, [seq for seq in seqs if seq not in self.ledger], *rest, **more)
 
-    return {"learner.source.Source._admit": admits, "learner.books.Books.settle": settles}
+    return {"learner.delivery.consumer.Source._admit": admits, "learner.delivery.state.Books.settle": settles}
 
 
 def not_fenced() -> dict[str, Any]:
@@ -106,12 +106,12 @@ def one_look() -> dict[str, Any]:
         self._suspects = frozenset(range(1, 1000))
         return turn(self)
 
-    return {"learner.reconcile.Reconciler.turn": broken}
+    return {"learner.delivery.reconciler.Reconciler.turn": broken}
 
 
 def no_reconciler() -> dict[str, Any]:
     """Nobody looks for what is found nowhere."""
-    return {"learner.reconcile.Reconciler.turn": lambda self: []}
+    return {"learner.delivery.reconciler.Reconciler.turn": lambda self: []}
 
 
 def unguarded_publish() -> dict[str, Any]:
@@ -146,7 +146,7 @@ def stuck_gate() -> dict[str, Any]:
 
 def nothing_taken_over() -> dict[str, Any]:
     """A learner does not ask for what its predecessor was given."""
-    return {"learner.redis_client.RunStore.claim": lambda self: []}
+    return {"learner.delivery.store.RunStore.claim": lambda self: []}
 
 
 def no_reclaim() -> dict[str, Any]:
@@ -155,12 +155,12 @@ def no_reclaim() -> dict[str, Any]:
     async def broken(self: Any) -> list[Any]:
         return []
 
-    return {"rollout_server.tasks.Tasks._reclaim": broken}
+    return {"rollout_server.dispatch.leases.Tasks._reclaim": broken}
 
 
 def begun_twice() -> dict[str, Any]:
     """A rollout server begins what it is handed, though it works on it already."""
-    from rollout_server.tasks import Tasks
+    from rollout_server.dispatch.leases import Tasks
 
     start = Tasks._start
 
@@ -173,7 +173,7 @@ def begun_twice() -> dict[str, Any]:
             self.in_flight = Blind(self.in_flight)
         start(self, *rest)
 
-    return {"rollout_server.tasks.Tasks._start": broken}
+    return {"rollout_server.dispatch.leases.Tasks._start": broken}
 
 
 def no_checkpoint_while_starving() -> dict[str, Any]:
@@ -198,7 +198,7 @@ def refused_when_full(name: str) -> Callable[[], dict[str, Any]]:
 
 def prepared_blindly() -> dict[str, Any]:
     """A learner that starts loads its functions, whether they are there or not."""
-    return {"learner.redis_setup._has_functions": lambda db: False}
+    return {"learner.delivery.redis_setup._has_functions": lambda db: False}
 
 
 FEW_STRAGGLERS = {

@@ -10,24 +10,24 @@ from sim.clock import Clock, Fiber, Process
 from sim.engine import SimEngine
 from sim.loop import VirtualLoop
 
-from learner.config import LearnerSettings
+from learner.config.learner import LearnerSettings
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.keys import Keys
 from protocol.messages import Task, TrajectoryGroup
+from protocol.runtime.redis.aio import BLOCK_MS, RedisClient, RedisDown
 from protocol.settings import RunSettings
-from rollout_server.fleet import Fleet
-from rollout_server.group import GroupRejected
+from rollout_server.dispatch.fleet import Fleet
+from rollout_server.dispatch.leases import Tasks
+from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.runner import Work
 from rollout_server.metrics import Stats
-from rollout_server.redis_client import BLOCK_MS, RedisClient, RedisDown
-from rollout_server.sink import Sink
-from rollout_server.tasks import Tasks
-from rollout_server.work import Work
+from rollout_server.rollout.group import GroupRejected
 
 URL = "redis://127.0.0.1:1/0"
 
 
 class Stop:
-    """learner.signals.Stop, told by the fault plan."""
+    """protocol.runtime.lifecycle.SignalsStop, told by the fault plan."""
 
     def __init__(self) -> None:
         self.training = self.told = False
@@ -50,7 +50,7 @@ class Learner(Process):
         self, run: RunSettings, settings: LearnerSettings, make_engine: Callable[[], SimEngine], *, takeover: bool
     ) -> None:
         """Begins; the first move is the scheduler's."""
-        import learner.serve as service
+        import learner.main as service
 
         def live() -> None:
             try:

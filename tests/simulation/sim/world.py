@@ -28,17 +28,16 @@ from sim.processes import URL, Learner, Rollouts
 from sim.sim_redis import SimRedis
 from sim.storm import Storm
 
-from learner.config import LearnerSettings
-from learner.config_data import FilterSettings
+from learner.config.learner import FilterSettings, LearnerSettings
 from protocol.codec import decode_as
 from protocol.header import seal
 from protocol.keys import Keys
 from protocol.messages import Task, Trajectory, TrajectoryGroup
 from protocol.settings import RunSettings
-from protocol.testing import make_question, make_trajectory
 from protocol.versions import PolicyVersion
-from rollout_server.fleet import Fleet
-from rollout_server.group import GroupRejected
+from rollout_server.dispatch.fleet import Fleet
+from rollout_server.rollout.group import GroupRejected
+from tests.support.messages import make_question, make_trajectory
 
 PATIENCE_S = 300.0
 """Virtual seconds after the storm in which the run must end."""

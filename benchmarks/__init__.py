@@ -1,0 +1,28 @@
+"""Benchmarks: each sets one figure of ours beside a baseline that ran on the same machine in the same run."""
+
+from __future__ import annotations
+
+from benchmarks.asynchrony import AsyncBench
+from benchmarks.base import BenchSettings
+from benchmarks.engine import EngineBench
+from benchmarks.learner.bench import LearnerBench
+from benchmarks.packing import PackingBench
+from benchmarks.retriever.bench import RetrieverBench
+from benchmarks.retriever.gpu import RetrieverGpuBench
+from benchmarks.rollout.bench import RolloutBench
+from benchmarks.transport.bench import TransportBench
+from benchmarks.weights import WeightsBench
+
+# The benchmarks by name: a new one is one file and one line here.
+
+BENCHMARKS: dict[str, type[BenchSettings]] = {
+    "async": AsyncBench,
+    "engine": EngineBench,
+    "learner": LearnerBench,
+    "packing": PackingBench,
+    "retriever": RetrieverBench,
+    "retriever_gpu": RetrieverGpuBench,
+    "rollout": RolloutBench,
+    "transport": TransportBench,
+    "weights": WeightsBench,
+}

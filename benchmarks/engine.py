@@ -1,0 +1,275 @@
+"""`foray bench engine`: tokens a second of the embedded engine, against `generate` of transformers.
+
+The same model, prompts, lengths and threads, round by round in turn. Ours goes over HTTP and returns log-probs, as
+rollouts need them; the baseline is one static batch in a process of its own without either, and since all lengths are
+equal it pads nothing: its best case. Value and ratio are of streaming requests, which is how rollouts generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import IO, Any, ClassVar
+
+import aiohttp
+from pydantic import Field
+
+from benchmarks.base import BenchSettings, Measured, Say, Target, cpu_seconds
+from deploy.launcher.plan import ProcessSpec, Ready
+from deploy.launcher.supervisor import Readiness, Supervisor
+from protocol.errors import ForayError
+from protocol.runtime.net import free_port
+
+# The load of the engine benchmark: the same prompts to the embedded engine, to transformers and to any other engine.
+#
+# loop       consumes              produces             waits for               unblocked by
+# rounds_of  prompts from a seed   seconds a round      every answer            the engines
+# Baseline   a round's prompts     seconds              the child's line        the child, or its death
+
+TIMEOUT_S = 600.0
+FIRST_ID = 16
+"""Ids below are often control tokens."""
+
+
+@dataclass(frozen=True)
+class BenchedEngine:
+    """An engine at `url`; `pid` 0: not a process of ours."""
+
+    url: str
+    pid: int = 0
+
+
+@contextmanager
+def embedded_engine(directory: Path, model: Path, threads: int, say: Say) -> Iterator[BenchedEngine]:
+    """The engine as a process for the time of the block. Raises ProcessFailed when it does not start."""
+    url = f"http://127.0.0.1:{free_port()}"
+    argv = python("rollout_server.cpu_engine", "--model-path", str(model), "--port", url.rpartition(":")[2])
+    argv += ("--threads", str(threads), "--log-level", "warning")
+    env = {"OMP_NUM_THREADS": str(threads)}
+    supervisor = Supervisor(is_ready=Readiness("", "bench"), ready_s=120.0, shutdown_s=10.0, say=say)
+    try:
+        child = supervisor.spawn(ProcessSpec("engine", "engine", argv, directory / "engine.log", Ready.ALIVE, url, env))
+        supervisor.await_ready(["engine"])
+        yield BenchedEngine(url, child.pid)
+    finally:
+        supervisor.stop()
+
+
+class Baseline:
+    """`deploy.bench.hf_generate` as a child: a line with prompts in, a line with seconds out."""
+
+    def __init__(self, directory: Path, model: Path, threads: int) -> None:
+        self._log = directory / "transformers.log"
+        self._argv = python("benchmarks.hf_generate", str(model), str(threads))
+
+    def __enter__(self) -> Baseline:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # its input ends, and so does it; one that computes is not waited for
+        for pipe in self._pipes():
+            with suppress(BrokenPipeError):  # of a line that a dead child did not read
+                pipe.close()
+        if kind is not None:
+            self._process.kill()
+        self._process.wait()
+
+    def round(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
+        """One batch. Raises ForayError when the child died."""
+        stdin, stdout = self._pipes()
+        try:
+            stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise ForayError(f"transformers failed: {self._log.read_text()[-2000:].strip()}")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        return self._process.stdin, self._process.stdout
+
+
+async def rounds_of(
+    settings: EngineBench, engine: BenchedEngine, baseline: Baseline, say: Say
+) -> list[dict[str, dict[str, float]]]:
+    """[rounds] name -> figures of that round. The warm-up is left out."""
+    draw = random.Random(settings.seed)
+    rows = []
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        vocab = (await _json(session, f"{engine.url}/model_info"))["vocab_size"]
+        for number in range(settings.rounds + 1):
+            row: dict[str, dict[str, float]] = {}
+            prompts = [
+                [draw.randrange(FIRST_ID, vocab) for _ in range(settings.prompt_tokens)] for _ in _each(settings)
+            ]
+            row["transformers"] = await asyncio.to_thread(baseline.round, prompts, settings.new_tokens)
+            for kind, target, stream in _kinds(settings, engine):
+                # new prompts each time: a cached prefix would be work left out
+                prompts = [[draw.randrange(FIRST_ID, vocab) for _ in prompt] for prompt in prompts]
+                row[kind] = await _round(session, settings, target, prompts, stream=stream)
+            shown = ", ".join(f"{kind} {figures['tokens_per_s']:.0f}" for kind, figures in row.items())
+            say(f"{f'round {number}' if number else 'warm-up'}, tokens/s: {shown}")
+            if number:
+                rows.append(row)
+    return rows
+
+
+def _each(settings: EngineBench) -> range:
+    return range(settings.concurrency)
+
+
+def _kinds(settings: EngineBench, engine: BenchedEngine) -> list[tuple[str, BenchedEngine, bool]]:
+    kinds = [("streaming", engine, True), ("whole", engine, False)]
+    if settings.url:
+        other = BenchedEngine(settings.url.rstrip("/"))
+        kinds += [("other_streaming", other, True), ("other_whole", other, False)]
+    return kinds
+
+
+async def _round(
+    session: aiohttp.ClientSession,
+    settings: EngineBench,
+    target: BenchedEngine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stream: bool,
+) -> dict[str, float]:
+    """All prompts at once to one engine. Raises ForayError when one is not answered in full."""
+    cpu = cpu_seconds(target.pid) if target.pid else 0.0
+    begun = time.monotonic()
+    counts = await asyncio.gather(*(_ask(session, settings, target.url, prompt, stream=stream) for prompt in prompts))
+    seconds = time.monotonic() - begun
+    if set(counts) != {settings.new_tokens}:
+        raise ForayError(
+            f"{target.url} generated {min(counts)} to {max(counts)} tokens instead of {settings.new_tokens}"
+        )
+    figures = {"tokens_per_s": sum(counts) / seconds}
+    if target.pid:
+        figures["cpu_ms_per_token"] = 1000 * (cpu_seconds(target.pid) - cpu) / sum(counts)
+    return figures
+
+
+async def _ask(
+    session: aiohttp.ClientSession, settings: EngineBench, url: str, prompt: Sequence[int], *, stream: bool
+) -> int:
+    """Tokens that came back. Chunks are read and only the last is decoded, so that the load costs little itself."""
+    sampling: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "temperature": 1.0, "ignore_eos": True}
+    if stream:
+        sampling["stream_interval"] = settings.stream_interval
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "stream": stream}
+    deadline = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with session.post(f"{url}/generate", json=body, timeout=deadline) as response:
+        if response.status != 200:
+            raise ForayError(f"{url} answered {response.status}: {(await response.text())[:500]}")
+        if not stream:
+            return int((await response.json())["meta_info"]["completion_tokens"])
+        last = b""
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                last = line
+        return int(json.loads(last[6:])["meta_info"]["completion_tokens"])
+
+
+async def _json(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with session.get(url) as response:
+        answer: dict[str, Any] = await response.json()
+        return answer
+
+
+class EngineBench(BenchSettings):
+    """The load."""
+
+    help: ClassVar[str] = "tokens a second of the embedded engine against transformers' generate"
+    quick: ClassVar[dict[str, Any]] = {"concurrency": 4, "prompt_tokens": 16, "new_tokens": 16, "rounds": 1}
+    targets: ClassVar[tuple[Target, ...]] = (
+        Target("ratio", 3.0, "tokens a second, streaming, over transformers' generate"),
+    )
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "rollout_server/cpu_engine",
+        "deploy/demo/warmstart.py",
+        "deploy/bench/engine*.py",
+        "benchmarks/hf_generate.py",
+    )
+
+    model: Path | None = None
+    """Directory of a model in Hugging Face layout; none: the demo's, as it is before any training."""
+    concurrency: int = Field(default=64, ge=1)
+    """Requests at once, rows of the baseline's batch."""
+    prompt_tokens: int = Field(default=64, ge=1)
+    """Tokens of each prompt; no two prompts are alike."""
+    new_tokens: int = Field(default=128, ge=1)
+    """Tokens generated for each."""
+    stream_interval: int = Field(default=8, ge=1)
+    """Tokens between two chunks of a streaming request."""
+    rounds: int = Field(default=5, ge=1)
+    """Repetitions, of which the median counts; one more goes before to warm up."""
+    threads: int = Field(default=1, ge=1)
+    """Threads of torch, in the engine and in the baseline."""
+    seed: int = 0
+    """Of the prompts."""
+    url: str = ""
+    """Another engine that speaks SGLang's API and holds the same model, to be measured beside."""
+
+    def measure(self, say: Say) -> Measured:
+        """Starts the engine and the baseline, gives each its rounds in turn, and stops them."""
+        pass
+
+        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+            directory = Path(name)
+            model = self.model or _demo_model(directory / "model")
+            with (
+                embedded_engine(directory, model, self.threads, say) as engine,
+                Baseline(directory, model, self.threads) as baseline,
+            ):
+                rows = asyncio.run(rounds_of(self, engine, baseline, say))
+        figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
+        baseline_figures = figures.pop("transformers")
+        ours = figures["streaming"]
+        return Measured(
+            value=ours["tokens_per_s"],
+            unit="tokens/s",
+            baseline={"name": "transformers generate, one batch", **baseline_figures},
+            ratio=ours["tokens_per_s"] / baseline_figures["tokens_per_s"],
+            details={
+                **figures,
+                "ratio_whole": figures["whole"]["tokens_per_s"] / baseline_figures["tokens_per_s"],
+                "cpu_ratio": baseline_figures["cpu_ms_per_token"] / ours["cpu_ms_per_token"],
+            },
+        )
+
+
+def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The medians of one engine's rounds. Processor time is known for processes of ours only."""
+    return {name: median(row[name] for row in rows) for name in rows[0]}
+
+
+def _demo_model(directory: Path) -> Path:
+    from deploy.demo.warmstart import new_model, save_model
+
+    save_model(new_model(0), directory)
+    return directory
+
+
+def python(module: str, *argv: str) -> tuple[str, ...]:
+    """Command line of a module of ours."""
+    return (sys.executable, "-m", module, *argv)

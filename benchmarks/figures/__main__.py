@@ -1,0 +1,145 @@
+"""Make the figures of `docs/benchmarks.md` again, one by one, and the page from them.
+
+    python -m benchmarks.figures.__main__ [NAME ..] [--force]   those that are missing or stale; --force: all of them
+    python -m benchmarks.figures.__main__ --page                the page alone, from the figures that are there
+    python -m benchmarks.figures.__main__ --check               1 when the page is not the one that would be made
+
+Each is a process with a quarter of an hour; what it prints is kept below runs/figures. One that fails is said at the
+end and does not stop the others; the next call goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures.modules import ROOT
+from benchmarks.figures.page import PAGE, page
+from benchmarks.figures.table import FOLDER, MODEL, NEEDS_GPU, RUNS, Figure, figures, read, stale
+from benchmarks.report import Circumstances
+from deploy.commands.bench import rounded
+from deploy.doctor.gpus import without_cuda
+from deploy.launcher.run_dir import write_atomically
+from protocol.errors import ForayError
+
+TIMEOUT_S = 15 * 60.0
+STOP_S = 60.0
+"""What a process that is interrupted may take to stop its children."""
+WARM_START = ("demo", "--prepare-only", "--fresh", "--seed", "0", "--dir", str(MODEL.parent))
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 when everything asked for is there, 1 when a figure failed or the page is another one."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures.__main__", description="Make the figures.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(figures())} (default: all)")
+    parser.add_argument("--force", action="store_true", help="make those again that are up to date")
+    parser.add_argument("--page", action="store_true", help="make no figure, only the page")
+    parser.add_argument("--check", action="store_true", help="make nothing: is the page the one that would be made?")
+    args = parser.parse_args(argv)
+    if args.check:
+        fits = PAGE.read_text() == page()
+        print(f"{PAGE.name} {'is' if fits else 'is not'} what docs/figures and its template make")
+        return 0 if fits else 1
+    if unknown := sorted(set(args.names) - set(figures())):
+        parser.error(f"no figure is called {', '.join(unknown)}")
+    failed = [] if args.page else make_all(args.names, force=args.force)
+    write_atomically(PAGE, page())
+    for line in failed:
+        print(line, file=sys.stderr)
+    return 1 if failed else 0
+
+
+def make_all(names: Sequence[str], *, force: bool) -> list[str]:
+    """Make what is asked for and not up to date; a line for each that failed."""
+    failed = []
+    for name, figure in figures().items():
+        if names and name not in names:
+            continue
+        if name in NEEDS_GPU and (why := without_cuda()):
+            print(f"{name}: left out, {why}", flush=True)
+            continue
+        kept = read(figure)
+        if kept is not None and not stale(figure, kept) and not force:
+            print(f"{name}: up to date, measured {kept['machine']['date']} at {kept['machine']['commit']}", flush=True)
+            continue
+        print(f"{name}: {figure.command}", flush=True)
+        try:
+            make(figure)
+        except ForayError as error:
+            failed.append(f"{name}: {error}")
+            print(failed[-1], file=sys.stderr, flush=True)
+            continue
+        write_atomically(PAGE, page())
+    return failed
+
+
+def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Run its command and write its file. Raises ForayError when it fails, takes too long or prints no JSON object."""
+    if figure.warm and not (root / MODEL / "model.safetensors").exists():
+        _run("warm", WARM_START, root, timeout_s)
+    circumstances = Circumstances(figure.modules)
+    out = _run(figure.name, figure.argv, root, timeout_s)
+    try:
+        report = json.loads(out)
+        report = report[figure.part_of] if figure.part_of else report
+    except (ValueError, KeyError) as error:
+        raise ForayError(f"it printed no report ({error}): {_raw(root, figure.name)}.out") from error
+    if "machine" not in report:  # a benchmark says these itself
+        report |= circumstances.facts(report, figure.targets)
+    made = rounded({"figure": figure.name, "command": figure.command, **report})
+    text = json.dumps(made, indent=1).replace(f"{root}/", "")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / figure.path.name, text + "\n")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _raw(root: Path, name: str) -> Path:
+    return root / RUNS / name
+
+
+def _run(name: str, argv: Sequence[str], root: Path, timeout_s: float) -> str:
+    """What `foray ARGV` printed; both of its streams are kept."""
+    raw = _raw(root, f"{name}.out")
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    with raw.open("wb") as out, raw.with_suffix(".log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "deploy", *argv],
+            cwd=root,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ForayError(f"took more than {timeout_s:g} s; its log: {raw.with_suffix('.log')}") from None
+        finally:
+            _stop(child)
+    if code:
+        raise ForayError(f"ended with code {code}; its log: {raw.with_suffix('.log')}")
+    return raw.read_text()
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does, so that it stops what it started; after a while its whole session."""
+    if child.poll() is not None:
+        return
+    child.send_signal(signal.SIGINT)
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

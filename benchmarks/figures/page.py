@@ -1,0 +1,222 @@
+"""`docs/benchmarks.md`, made from its template and the files of `docs/figures`. Pure but for reading them.
+
+A line `{{NAME}}` of the template becomes the figure of that name: how and when it was made, whether it is stale, its
+ratio to the baseline, targets met and missed, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables
+over many figures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures.modules import ROOT
+from benchmarks.figures.table import FOLDER, figures, read
+from benchmarks.figures.table import stale as is_stale
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+TEMPLATE = FOLDER / "benchmarks.template.md"
+STALE = "**stale**: the code that it measures has changed since"
+MET = {True: "**met**", False: "**missed**", None: "not measured"}
+FACTS = ("figure", "command", "name", "value", "unit", "baseline", "ratio", "settings")
+ENVELOPE = frozenset({*FACTS, "machine", "modules", "targets", "absent"})
+"""What is no table of a report."""
+DEMO = ("em_before", "em_after", "em_greedy_before", "em_greedy_after", "em_after_without_search", "searches_before",
+        "searches_after", "lag_mean", "lag_max", "seconds")  # fmt: skip
+COMPARE = ("reached", "em_last", "em_best", "held_out_before", "held_out_after", "held_out_greedy", "without_search",
+           "seconds")  # fmt: skip
+_PLACE = re.compile(r"^\{\{([a-z0-9_-]+)\}\}$", re.M)
+
+
+TENTH = 10
+"""Steps of a row of the curves."""
+Kept = Mapping[str, Any]
+
+
+def page(template: Path = TEMPLATE, folder: Path = FOLDER) -> str:
+    """The whole page. Raises KeyError for a place that names no figure, ValueError for a figure without a place."""
+    return _Page(folder).text(template)
+
+
+class _Page:
+    """The files as they are now, read once. `hashes` of the code that they are about."""
+
+    def __init__(self, folder: Path) -> None:
+        self.known = figures()
+        self.kept = {name: read(figure, folder) for name, figure in self.known.items()}
+        hashes: dict[tuple[str, ...], str] = {}
+        self.stale = {
+            name: found is not None and is_stale(self.known[name], found, hashes) for name, found in self.kept.items()
+        }
+
+    def text(self, template: Path) -> str:
+        whole: dict[str, Callable[[], str]] = {
+            "summary": self.summary,
+            "demo": lambda: self.many("demo", DEMO),
+            "demo-curves": self.curves,
+            "compare": lambda: self.many("compare", COMPARE),
+        }
+        seen: set[str] = set()
+
+        def fill(match: re.Match[str]) -> str:
+            name = match[1]
+            seen.add(name)
+            return whole[name]() if name in whole else self.block(name)
+
+        text = _PLACE.sub(fill, template.read_text())
+        if lost := {name for name in self.known if name.partition("-")[0] not in whole} - seen:
+            raise ValueError(f"{template.name} has no place for {', '.join(sorted(lost))}")
+        first, rest = text.split("\n", 1)
+        return f"{first}\n\n<!-- made by `make figures` from docs/figures: change that, not this -->\n{rest}"
+
+    def summary(self) -> str:
+        """A row for each benchmark: figure, ratio, targets, and when it was measured."""
+        rows = []
+        for name, kept in self.kept.items():
+            if name.partition("-")[0] in ("demo", "compare"):
+                continue
+            if kept is None:
+                rows.append([name, "not measured yet", "", "", ""])
+                continue
+            value = f"{shown(kept['value'])} {kept['unit']}"
+            against = f"{shown(kept['ratio'])} x {kept['baseline']['name']}"
+            rows.append([name, value, against, "; ".join(map(verdict, kept["targets"])), self.measured(name, kept)])
+        return grid(["", "figure", "against its baseline", "target", "measured"], rows)
+
+    def measured(self, name: str, kept: Kept) -> str:
+        """`2026-11-22 at 1ba19b5`, and whether it is stale."""
+        at = f"{kept['machine']['date']} at {kept['machine']['commit']}"
+        return f"{at}, **stale**" if self.stale[name] else at
+
+    def block(self, name: str) -> str:
+        """Everything about one benchmark's figure."""
+        kept = self.kept[name]
+        lines = [f"    {kept['command'] if kept else self.known[name].command}", ""]
+        if kept is None:
+            return "\n".join([*lines, f'Not measured yet: `make figures ARGS="{name}"`.'])
+        machine = kept["machine"]
+        load = f"load {shown(machine['load_1m'])} before and {shown(machine['load_1m_end'])} after"
+        at = f"Measured {machine['date']} at {machine['commit']} on {machine['cores']} cores ({machine['cpu']}), {load}"
+        lines += [at + (f"; {STALE}." if self.stale[name] else "."), ""]
+        ratio = f"{shown(kept['ratio'])} times that of: {kept['baseline']['name']}."
+        lines += [f"**{shown(kept['value'])} {kept['unit']}**, {ratio}"]
+        lines += [*(f"Target: {verdict(target)}." for target in kept["targets"]), ""]
+        lines += [f"Left out: {which}, {why}." for which, why in (kept.get("absent") or {}).items()]
+        return "\n".join([*lines, *tables(kept)]).rstrip()
+
+    def many(self, start: str, columns: Sequence[str]) -> str:
+        """A row for each figure that was measured and whose name starts so."""
+        rows = []
+        for name, kept in self.kept.items():
+            if not name.startswith(f"{start}-") or kept is None:
+                continue
+            short = name.removeprefix(f"{start}-")
+            cells = ["never" if c == "reached" and kept.get(c) is None else shown(kept.get(c)) for c in columns]
+            rows.append([short, *cells, ", ".join(MET[t["met"]] for t in kept["targets"]), self.measured(name, kept)])
+        return grid(["", *(c.replace("_", " ") for c in columns), "target", "measured"], rows)
+
+    def curves(self) -> str:
+        """How each demo learned: means of TENTH steps."""
+        found = {
+            name.removeprefix("demo-"): kept["curve"]
+            for name, kept in self.kept.items()
+            if name.startswith("demo-") and kept and "curve" in kept
+        }
+        if not found:
+            return "Not measured yet."
+        starts = range(0, max(map(len, found.values())), TENTH)
+        rows = [
+            [f"{at + 1}-{at + TENTH}", *(_mean(curve[at : at + TENTH]) for curve in found.values())] for at in starts
+        ]
+        return grid(["steps", *found], rows)
+
+
+def _mean(part: Sequence[float]) -> str:
+    return f"{sum(part) / len(part):.2f}" if part else ""
+
+
+def verdict(target: Mapping[str, Any]) -> str:
+    """`0.52 of 0.6: **missed**`."""
+    value = "" if target["met"] is None else f"{shown(target['value'])}, "
+    return f"{target['what']}, at least {target['at_least']:g}: {value}{MET[target['met']]}"
+
+
+def tables(report: Mapping[str, Any]) -> list[str]:
+    """The details of a report: lists of records, dictionaries that are alike beside each other, and what is left."""
+    lines: list[str] = []
+    alike: list[dict[str, Mapping[str, Any]]] = []
+    left: dict[str, Any] = {}
+    details = {name: value for name, value in report.items() if name not in ENVELOPE}
+    for name, value in details.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            columns = list(dict.fromkeys(c for row in value for c in row if not _nested(row[c])))
+            lines += ["", f"`{name}`:", "", grid(columns, [[shown(row.get(c)) for c in columns] for row in value])]
+        elif isinstance(value, Mapping):
+            _join(alike, name, value)
+        else:
+            left[name] = value
+    baseline = dict(report["baseline"])
+    _join(alike, str(baseline.pop("name")), baseline)
+    alone: dict[str, Mapping[str, Any]] = {}
+    for group in alike:
+        columns = list(dict.fromkeys(c for row in group.values() for c in row))
+        if len(group) == 1:
+            alone |= group
+        else:
+            cells = [[name, *(shown(row.get(c)) for c in columns)] for name, row in group.items()]
+            lines += ["", grid(["", *columns], cells)]
+    for name, figures_of in (alone | {"others": left}).items():
+        if figures_of:
+            lines += [
+                "",
+                f"{name}: " + "; ".join(f"{which} {shown(value)}" for which, value in figures_of.items()) + ".",
+            ]
+    return lines[1:]
+
+
+def _join(alike: list[dict[str, Mapping[str, Any]]], name: str, value: Mapping[str, Any]) -> None:
+    """Put it beside those that have half of its names, or more. Names inside of names get a dot."""
+    value = dict(_flat(value))
+    for group in alike:
+        common = set(value) & set(next(iter(group.values())))
+        if 2 * len(common) >= len(value):
+            group[name] = value
+            return
+    alike.append({name: value})
+
+
+def _flat(value: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _flat(item, f"{start}{name}.")
+        elif not isinstance(item, list):
+            yield f"{start}{name}", item
+
+
+def _nested(value: object) -> bool:
+    return isinstance(value, Mapping | list)
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def shown(value: object) -> str:
+    """A figure for people: at most four digits, thousands apart."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        case list():
+            return ", ".join(shown(item) for item in value)
+        case _:
+            return str(value)

@@ -1,0 +1,112 @@
+"""The figures of `docs/benchmarks.md`: the command that makes each, and the file that keeps it.
+
+`docs/figures/NAME.json` is the report of the command with where, when, on which code, and the targets beside it. A
+figure is stale once the code that it is about has another hash than the one in its file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import BENCHMARKS
+from benchmarks.base import Target
+from benchmarks.figures.modules import ROOT, digest
+from deploy.demo.compare import GOAL, VARIANTS, read_variants
+
+FOLDER = ROOT / "docs" / "figures"
+RUNS = Path("runs/figures")
+"""From the repository's root: run directories, raw output, and the warm start that several figures share."""
+MODEL = RUNS / "warm" / "model"
+SEEDS = (0, 1, 2, 3, 4)
+RING = ("protocol", "rollout_server", "learner", "retriever", "deploy/demo", "deploy/configs/demo.yaml")
+NEEDS_GPU = ("retriever_gpu",)
+
+FLAGS: dict[str, tuple[str, ...]] = {
+    "async": ("--model", str(MODEL), "--dir", str(RUNS / "async")),
+    "retriever": ("--passages", "500000"),
+    "transport": ("--minutes", "0.5"),
+    "weights": ("--rounds", "9"),
+}
+"""Flags of a benchmark beside --json."""
+VARIATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "retriever-fast-index": ("retriever", ("--passages", "20000", "--indexes", "")),
+    "packing-small-batch": ("packing", ("--groups", "4")),
+}
+"""Figure -> a benchmark once more, with other flags."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One file of FOLDER.
+
+    argv     of `foray`; prints one JSON object
+    warm     whether MODEL must be there
+    part_of  name under which the report has this figure among others; "": it is the report
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    modules: tuple[str, ...]
+    targets: tuple[Target, ...] = ()
+    warm: bool = False
+    part_of: str = ""
+
+    @property
+    def command(self) -> str:
+        """What a person types."""
+        return " ".join(("foray", *(word or "''" for word in self.argv)))
+
+    @property
+    def path(self) -> Path:
+        """Where it is kept."""
+        return FOLDER / f"{self.name}.json"
+
+
+def figures() -> dict[str, Figure]:
+    """All of them by name, in the order in which they are made."""
+    benches = {name: (name, FLAGS.get(name, ())) for name in BENCHMARKS} | VARIATIONS
+    found = [_bench(name, kind, flags) for name, (kind, flags) in benches.items()]
+    found += [_demo(f"demo-{seed}", "--seed", str(seed)) for seed in SEEDS]
+    found += [_demo("demo-control", "--seed", "0", "--control", "shuffled-reward")]
+    found += [_variant(name) for name in read_variants(VARIANTS, [])]
+    return {figure.name: figure for figure in found}
+
+
+def _bench(name: str, kind: str, flags: tuple[str, ...]) -> Figure:
+    bench = BENCHMARKS[kind]
+    return Figure(name, ("bench", kind, "--json", *flags), bench.modules, bench.targets, warm=str(MODEL) in flags)
+
+
+def _demo(name: str, *flags: str) -> Figure:
+    return Figure(name, ("demo", *flags, "--json", "--fresh", "--dir", str(RUNS / name)), RING)
+
+
+def _variant(name: str) -> Figure:
+    flags = ("--set", "run.steps=120", "--json", "--fresh", "--dir", str(RUNS / "compare"), "--model", str(MODEL))
+    # not in training: DAPO trains on groups that are neither all right nor all wrong
+    reached = Target("held_out_after", GOAL, "exact match on questions about a world never trained on")
+    modules = (*RING, "deploy/configs/variants/algorithms.yaml")
+    # the control has nothing to learn from, and must not
+    targets = () if name == "control" else (reached,)
+    return Figure(f"compare-{name}", ("compare", "--only", name, *flags), modules, targets, warm=True, part_of=name)
+
+
+def read(figure: Figure, folder: Path = FOLDER) -> dict[str, Any] | None:
+    """What was measured; None where nothing was yet."""
+    path = folder / figure.path.name
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def stale(figure: Figure, kept: Mapping[str, Any], hashes: dict[tuple[str, ...], str] | None = None) -> bool:
+    """Whether the code that was measured is another one now, or the command is. `hashes` keeps those of this moment."""
+    hashes = {} if hashes is None else hashes
+    if figure.modules not in hashes:
+        hashes[figure.modules] = digest(figure.modules)
+    return bool(kept["modules"]["hash"] != hashes[figure.modules] or kept["command"] != figure.command)

@@ -1,0 +1,264 @@
+"""`foray bench learner`: trained tokens a second of the learner, against a padded transformers loop and against TRL.
+
+Everyone makes the same GRPO step from the same weights on the same trajectories, each in a process of its own, round
+by round in turn: ours (the real Trainer: packed rows, logits of trained tokens only and in chunks, DeepSpeed), ours
+with all logits at once, a plain loop that pads (trajectories as they came, and sorted by length), and TRL's
+GRPOTrainer where an environment has it. Losses and gradient norms of the first round must agree, or nothing is
+reported. The ratio is ours against the better of the plain loops. The output layer of the default model has the share
+in all matrix products that it has in Qwen2.5-1.5B: only ours leaves out logits that nothing is trained on, so a larger
+vocabulary flatters it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from benchmarks.base import Measured, Say, Target
+from benchmarks.learner.workload import SkewedBatch, Work
+from protocol.errors import ForayError, UserError
+
+# The parent's side of the learner benchmark: each contender is a child with a pipe, asked for a step at a time.
+#
+# loop   consumes   produces              waits for          unblocked by
+# play   rounds     figures of a round    a child's line     the child, or its death
+
+UNFUSED_MIB = 1 << 20
+"""A chunk that holds the logits of any micro-batch."""
+NAMES = ("unfused", "padded", "padded_sorted", "trl")
+
+
+class Contender:
+    """One child. Between its rounds it waits for a line and computes nothing."""
+
+    def __init__(self, name: str, argv: Sequence[str], directory: Path, threads: int) -> None:
+        self.name = name
+        self._argv, self._log = argv, directory / f"{name}.log"
+        self._env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+
+    def __enter__(self) -> Contender:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self._env
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # its input ends, and so does it; one that computes is not waited for
+        assert self._process.stdin is not None and self._process.stdout is not None
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(BrokenPipeError):  # of a line that a dead child did not read
+                pipe.close()
+        if kind is not None:
+            self._process.kill()
+        self._process.wait()
+
+    def ready(self) -> None:
+        """Waits until it has loaded everything. Raises ForayError when it died."""
+        self._line()
+
+    def round(self) -> dict[str, float]:
+        """One step. Raises ForayError when the child died."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # said below
+            self._process.stdin.write("step\n")
+            self._process.stdin.flush()
+        answer: dict[str, float] = self._line()
+        return answer
+
+    def _line(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ForayError(f"{self.name} failed: {self._log.read_text()[-2000:].strip()}")
+        return json.loads(line)
+
+
+def contenders_of(settings: LearnerBench, work: Work, absent: dict[str, str]) -> list[Contender]:
+    """Ours first, then the others; into `absent` goes who cannot take part, and why."""
+    spec, directory = str(work.spec), work.spec.parent
+
+    def module(name: str, *argv: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", f"deploy.bench.{name}", spec, *argv)
+
+    commands = {
+        "ours": module("learner_ours", str(settings.logit_chunk_mb)),
+        "unfused": module("learner_ours", str(UNFUSED_MIB)),
+        "padded": module("learner_padded", "arrival"),
+        "padded_sorted": module("learner_padded", "sorted"),
+    }
+    if why := _no_trl(settings):
+        absent["trl"] = why
+    else:
+        script = Path(__file__).with_name("learner_trl.py")
+        commands["trl"] = (settings.trl_interpreter(), str(script), spec)
+    wanted = [name.strip() for name in settings.only.split(",") if name.strip()] or list(NAMES)
+    if unknown := sorted(set(wanted) - set(NAMES)):
+        raise UserError(f"no contender is called {', '.join(unknown)}", todo=f"--only takes {', '.join(NAMES)}")
+    # the ratio is against the plain loop, so that one always runs
+    kept = [name for name in commands if name in {"ours", "padded", *wanted}]
+    absent |= {name: "not asked for" for name in NAMES if name not in kept and name not in absent}
+    return [Contender(name, commands[name], directory, settings.threads) for name in kept]
+
+
+def _no_trl(settings: LearnerBench) -> str:
+    python = settings.trl_interpreter()
+    if not python:
+        return f"no interpreter with TRL is given (--trl-python or {TRL_VARIABLE})"
+    code = "from importlib.metadata import version; print(version('trl'))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        return f"{python} cannot be run: {error.strerror}"
+    return "" if done.returncode == 0 else f"{python} has no TRL"
+
+
+def play(settings: LearnerBench, contenders: Sequence[Contender], say: Say) -> list[dict[str, dict[str, float]]]:
+    """[1 + rounds] name -> figures; the first round warms up."""
+    rows = []
+    with ExitStack() as stack:
+        for contender in contenders:
+            stack.enter_context(contender).ready()  # one after the other: loading all at once would need more memory
+        for number in range(settings.rounds + 1):
+            rows.append({contender.name: contender.round() for contender in contenders})
+            shown = ", ".join(f"{kind} {figures['tokens_per_s']:.0f}" for kind, figures in rows[-1].items())
+            say(f"{f'round {number}' if number else 'warm-up'}, trained tokens/s: {shown}")
+    return rows
+
+
+TRL_VARIABLE = "FORAY_TRL_PYTHON"
+ORDER = {"padded": "trajectories as they came", "padded_sorted": "sorted by length"}
+"""Contender -> how the plain loop takes them."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+"""How far gradient norms of the same step may be apart, relative to the largest."""
+
+
+class LearnerBench(SkewedBatch):
+    """The batch, the model, and how the step is cut."""
+
+    help: ClassVar[str] = "trained tokens a second against a padded transformers loop and TRL's GRPO step"
+    quick: ClassVar[dict[str, Any]] = {
+        "groups": 2,
+        "group_size": 4,
+        "longest": 384,
+        "row_tokens": 384,
+        "micro_batch_tokens": 768,
+        "shape": "tiny",
+        "vocabulary": 2048,
+        "rounds": 1,
+    }
+    targets: ClassVar[tuple[Target, ...]] = (
+        Target("ratio", 1.0, "trained tokens a second over the better padded transformers loop"),
+        Target("ratio_trl", 3.0, "trained tokens a second over TRL's GRPO step"),
+    )
+    modules: ClassVar[tuple[str, ...]] = ("protocol", "learner", "deploy/bench/learner*.py")
+
+    groups: int = Field(default=4, ge=1)
+    """Questions in the batch."""
+    prompt_tokens: int = Field(default=64, ge=1)
+    """Tokens of each prompt."""
+    turn_tokens: int = Field(default=32, ge=1)
+    """Median tokens that the policy writes a turn."""
+    observation_tokens: int = Field(default=96, ge=0)
+    """Median tokens of what one search found."""
+    longest: int = Field(default=1536, ge=2)
+    """Trajectories are cut at so many tokens."""
+    shape: Literal["tiny", "small", "0.5b", "1.5b"] = "small"
+    """Size of the Qwen2 that is trained, with random weights: 0.2 and 3 million parameters and those of Qwen2.5, all
+    without the embeddings, which `vocabulary` sizes."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which is computed. The optimiser has float32 everywhere."""
+    row_tokens: int = Field(default=1536, ge=0)
+    """Tokens of a packed row of ours; 0: a row for each trajectory."""
+    micro_batch_tokens: int = Field(default=4608, ge=1)
+    """Most tokens of one forward pass of ours. Others divide the trajectories into as many passes."""
+    vocabulary: int = Field(default=2048, ge=32)
+    """Words, of which the output layer is made; 2048 beside `small` make 0.14 of its matrix products."""
+    logit_chunk_mb: int = Field(default=64, ge=1)
+    """learner.model.logit_chunk_bytes of ours, in MiB."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, everywhere."""
+    rounds: int = Field(default=3, ge=1)
+    """Repetitions, of which the median counts; one more goes before to warm up."""
+    threads: int = Field(default=1, ge=1)
+    """Threads of torch, everywhere. A GPU is used when there is one."""
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate of AdamW."""
+    trl_python: str = ""
+    """Interpreter of an environment that holds TRL; empty: what FORAY_TRL_PYTHON says; with neither it is left out."""
+    only: str = ""
+    """Contenders beside ours, by name and with commas (unfused, padded, padded_sorted, trl); empty: all."""
+
+    def measure(self, say: Say) -> Measured:
+        """Writes model and batch, starts every contender, gives each its rounds in turn, and stops them."""
+        pass
+        from benchmarks.learner.workload import write_work
+
+        absent: dict[str, str] = {}
+        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+            work = write_work(self, Path(name))
+            say(f"{work.facts['trajectories']:g} trajectories, {work.facts['tokens_trained']:g} trained tokens")
+            contenders = contenders_of(self, work, absent)
+            for missing, why in absent.items():
+                say(f"{missing} is left out: {why}")
+            rows = play(self, contenders, say)
+        self._refuse_other_work(rows[0])
+        figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
+        ours = figures.pop("ours")
+        best = max(
+            (kind for kind in figures if kind.startswith("padded")), key=lambda kind: figures[kind]["tokens_per_s"]
+        )
+        baseline = figures.pop(best)
+        return Measured(
+            value=ours["tokens_per_s"],
+            unit="trained tokens/s",
+            baseline={"name": f"padded transformers loop, {ORDER[best]}", **baseline},
+            ratio=ours["tokens_per_s"] / baseline["tokens_per_s"],
+            details={
+                "ours": ours,
+                **figures,
+                **{f"ratio_{kind}": ours["tokens_per_s"] / f["tokens_per_s"] for kind, f in figures.items()},
+                "cpu_ratio": _against(ours, {best: baseline, **figures}, "cpu_ms_per_token"),
+                "step_memory_ratio": _against(ours, {best: baseline, **figures}, "step_mib"),
+                "absent": absent,
+                **work.facts,
+            },
+        )
+
+    def trl_interpreter(self) -> str:
+        """The interpreter that TRL is to be run by; empty: none."""
+        return self.trl_python or os.environ.get(TRL_VARIABLE, "")
+
+    def _refuse_other_work(self, row: dict[str, dict[str, float]]) -> None:
+        norms = {kind: figures["grad_norm"] for kind, figures in row.items()}
+        losses = {kind: figures["loss"] for kind, figures in row.items()}
+        tolerance = TOLERANCE[self.dtype]
+        apart = max(norms.values()) - min(norms.values())
+        if apart > tolerance * max(norms.values()) or max(losses.values()) - min(losses.values()) > tolerance:
+            raise ForayError(f"not the same work: losses {losses}, gradient norms {norms}")
+
+
+def _against(ours: dict[str, float], others: dict[str, dict[str, float]], what: str) -> dict[str, float]:
+    """How many times as much of `what` each of the others takes."""
+    return {kind: figures[what] / ours[what] for kind, figures in others.items()}
+
+
+def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Medians of one contender's rounds; loss and norm are of the first. Memory is the most that there was, `step_mib`
+    what of it training added to the loaded model.
+    """
+    first = {name: rows[0][name] for name in ("loss", "grad_norm", "start_mib")}
+    medians = {name: median(row[name] for row in rows[1:]) for name in rows[0] if name not in {*first, "peak_mib"}}
+    peak = max(row["peak_mib"] for row in rows)
+    return medians | first | {"peak_mib": peak, "step_mib": peak - first["start_mib"]}

@@ -1,0 +1,324 @@
+"""The work of the learner benchmark: a model with random weights and one batch, on disk for every contender.
+
+`batch.npz` says all that a GRPO step needs, one trajectory after the other, so that a contender with nothing of ours
+installed can read it: ids and lengths, which tokens are trained, their log-probs when sampled, advantages.
+
+`python -m benchmarks.learner.workload DIR` writes it, from the settings in DIR: in a process of its own, since
+libraries print where the report belongs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from benchmarks.learner.bench import LearnerBench
+    from learner.data.batch import Batch
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from benchmarks.base import BenchSettings
+from protocol.errors import ForayError
+from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
+from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
+
+# Model FLOPs utilisation: the operations that a step needs, over those that a matrix product makes in that time.
+#
+# Counted is what has to be computed, not what was: padding, recomputation and logits of untrained tokens add nothing.
+
+CEILING_S = 0.5
+"""How long matrix products are timed."""
+
+
+def utilisation(settings: LearnerBench, model: Path, batch: Batch) -> Callable[[float], dict[str, float]]:
+    """Seconds of a step -> `tflops` and `mfu` against the machine's own matrix product in the same dtype.
+
+    Per token read 6 operations a parameter of the layers (2 forward, 4 backward), per trained token 6 a parameter of
+    the output layer, and 6 * width * s of attention in each layer for the s-th token of a trajectory, which sees s
+    others (PaLM, arXiv 2204.02311, appendix B, halved because attention is causal). `mfu_all_logits` counts the
+    output layer for every token that is read, as is usual (6 * parameters * tokens).
+    """
+    shape = json.loads((model / "config.json").read_text())
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    layer = layer_parameters(shape)
+    read = sum(int((m.documents >= 0).sum()) for m in batch.micro_batches)
+    seen = sum(float(np.where(m.documents >= 0, m.positions + 1, 0).sum()) for m in batch.micro_batches)
+    body = 6.0 * layers * layer * read + 12.0 * layers * hidden * seen
+    output = 6.0 * settings.vocabulary * hidden
+    ceiling = matmul_flops(settings.dtype, settings.threads)
+
+    def figures(seconds: float) -> dict[str, float]:
+        needed = (body + output * batch.num_tokens) / seconds
+        return {
+            "tokens_read_per_s": read / seconds,
+            "tflops": needed / 1e12,
+            "mfu": needed / ceiling,
+            "mfu_all_logits": (body + output * read) / seconds / ceiling,
+            "ceiling_tflops": ceiling / 1e12,
+        }
+
+    return figures
+
+
+def layer_parameters(shape: dict[str, int]) -> int:
+    """Parameters of the matrix products of one layer of a Qwen2 with that config.json."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    shared = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
+    return 2 * hidden * hidden + 2 * hidden * shared + 3 * hidden * inner
+
+
+def head_share(shape: dict[str, int]) -> float:
+    """Share of the output layer in the parameters of a forward pass's matrix products: 0.15 in Qwen2.5-1.5B."""
+    head = shape["hidden_size"] * shape["vocab_size"]
+    return head / (head + shape["num_hidden_layers"] * layer_parameters(shape))
+
+
+def matmul_flops(dtype: str, threads: int) -> float:
+    """Operations a second of a square matrix product in `dtype`: the most that this machine showed."""
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(threads)
+    size = 8192 if cuda else 1024
+    a = torch.randn(size, size, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
+    best, end = float("inf"), time.monotonic() + CEILING_S
+    while time.monotonic() < end or best == float("inf"):
+        begun = time.monotonic()
+        a @ a
+        if cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.monotonic() - begun)
+    return 2.0 * size**3 / best
+
+
+# Groups of trajectories as searches make them: some short, few long, most tokens read and not written. Deterministic.
+#
+# Lengths are lognormal, which is what a policy that stops when it pleases and passages of a corpus give: a few
+# trajectories are several times as long as most, and most tokens of a trajectory are observations.
+
+FIRST_ID = 16
+"""Ids below are often control tokens."""
+
+
+class SkewedBatch(BenchSettings):
+    """Which trajectories. Base of the benchmarks of packing and of the learner."""
+
+    groups: int = Field(default=64, ge=1)
+    """Questions in the batch."""
+    group_size: int = Field(default=8, ge=2)
+    """Trajectories of each."""
+    turns: int = Field(default=4, ge=1)
+    """Most turns of a trajectory; how many it takes is drawn from 1 to this."""
+    prompt_tokens: int = Field(default=128, ge=1)
+    """Tokens of each prompt."""
+    turn_tokens: int = Field(default=96, ge=1)
+    """Median tokens that the policy writes a turn."""
+    observation_tokens: int = Field(default=256, ge=0)
+    """Median tokens of what one search found."""
+    sigma: float = Field(default=0.8, ge=0)
+    """Standard deviation of the logarithm of both."""
+    longest: int = Field(default=4096, ge=2)
+    """Trajectories are cut at so many tokens."""
+    vocabulary: int = Field(default=16384, ge=32)
+    """Ids are drawn from so many."""
+    seed: int = 0
+    """Of all that is drawn."""
+
+
+def skewed_groups(settings: SkewedBatch, number: int = 0) -> list[TrajectoryGroup]:
+    """The groups of batch `number`: rewards 0 and 1, behaviour log-probs like those of an untrained policy."""
+    return [
+        TrajectoryGroup(
+            run="bench",
+            seq=seq,
+            question=make_question(seq),
+            trajectories=tuple(_trajectory(settings, number, seq, i) for i in range(settings.group_size)),
+            producer="bench",
+            template="search_r1",
+        )
+        for seq in range(1, settings.groups + 1)
+    ]
+
+
+def _trajectory(settings: SkewedBatch, number: int, seq: int, index: int) -> Trajectory:
+    rng = np.random.default_rng([settings.seed, number, seq, index])
+    segments = tuple(_segments(settings, rng, seq))
+    return Trajectory(status=Status.ANSWERED, segments=segments, reward=float(rng.random() < 0.4), turns=1, searches=0)
+
+
+def _segments(settings: SkewedBatch, rng: np.random.Generator, seq: int) -> Iterator[Segment]:
+    room = settings.longest - settings.prompt_tokens
+
+    def draw(median: int) -> int:
+        return max(1, round(median * math.exp(settings.sigma * rng.standard_normal())))
+
+    def ids(count: int) -> list[int]:
+        return [int(i) for i in rng.integers(FIRST_ID, settings.vocabulary, count)]
+
+    # siblings share their prompt
+    prompt = np.random.default_rng([settings.seed, seq]).integers(FIRST_ID, settings.vocabulary, settings.prompt_tokens)
+    yield prompt_segment(prompt.tolist())
+    turns = int(rng.integers(1, settings.turns + 1))
+    for turn in range(turns):
+        written = min(draw(settings.turn_tokens), max(room, 1))
+        # near those of a policy that knows nothing, and off by as much as a few updates would make them
+        logprobs = -math.log(settings.vocabulary) + 0.1 * rng.standard_normal(written)
+        yield policy_segment(ids(written), np.minimum(logprobs, 0.0).tolist())
+        room -= written
+        if turn == turns - 1 or room <= 1:
+            return
+        found = min(draw(settings.observation_tokens), room - 1) if settings.observation_tokens else 0
+        if found:
+            yield observation_segment(ids(found))
+        room -= found
+
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 160},
+    "small": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 768},
+    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
+    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
+}
+"""Qwen2 without the embeddings; two key and value heads each, as Qwen2.5 0.5B and 1.5B have."""
+
+
+SETTINGS, SPEC = "settings.json", "spec.json"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the contenders are given. `spec`: file with everything; `facts`: numbers for the report."""
+
+    spec: Path
+    facts: dict[str, float]
+
+
+def write_work(settings: LearnerBench, directory: Path) -> Work:
+    """Model, batch and specification in `directory`. Raises ForayError when they cannot be made."""
+    (directory / SETTINGS).write_text(settings.model_dump_json())
+    argv = (sys.executable, "-m", "benchmarks.learner.workload", str(directory))
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise ForayError(f"model and batch could not be made: {done.stdout[-2000:].strip()}")
+    return Work(directory / SPEC, json.loads((directory / SPEC).read_text())["facts"])
+
+
+def main(argv: Sequence[str]) -> None:
+    """The child of `write_work`."""
+    from benchmarks.learner.bench import LearnerBench
+
+    pass
+
+    directory = Path(argv[0])
+    settings = LearnerBench.model_validate_json((directory / SETTINGS).read_text())
+    model = _write_model(settings, directory / "model")
+    tokens = _write_batch(settings, directory / "batch.npz")
+    batch = our_batch(settings, settings.row_tokens, settings.micro_batch_tokens)
+    count = settings.groups * settings.group_size
+    # As many micro-batches as ours has; TRL's all hold the same number of trajectories, so it gets the nearest one.
+    each = math.ceil(count / len(batch.micro_batches))
+    wanted = count / len(batch.micro_batches)
+    alike = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(math.log(n / wanted)))
+    shape = json.loads((model / "config.json").read_text())
+    spec = {
+        "model": str(model),
+        "batch": str(directory / "batch.npz"),
+        "each": each,
+        "each_trl": alike,
+        "settings": settings.model_dump(mode="json"),
+        "facts": {
+            "trajectories": count,
+            "tokens_trained": batch.num_tokens,
+            "tokens_read": tokens,
+            "packing_efficiency": tokens / sum(m.ids.size for m in batch.micro_batches),
+            "micro_batches": len(batch.micro_batches),
+            "trajectories_each": each,
+            "trajectories_each_trl": alike,
+            "head_share": head_share(shape),
+        },
+    }
+    (directory / SPEC).write_text(json.dumps(spec))
+
+
+def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) -> Batch:
+    """The batch as our trainer takes it; needs the learner's packages."""
+    pass
+    from learner.config.algorithm import GrpoSettings
+    from learner.config.learner import BatchSettings
+    from learner.data.batch import build_batch
+    from tests.support.messages import V1
+
+    return build_batch(
+        skewed_groups(settings),
+        GrpoSettings().build(),
+        now_step=0,
+        lineage=[V1],
+        max_lag=0,
+        settings=BatchSettings(micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens),
+        temperature=1.0,
+    )
+
+
+def _write_model(settings: LearnerBench, directory: Path) -> Path:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from learner.engine.accelerator import without_gpu
+
+    disable_progress_bar()
+    config = Qwen2Config(
+        vocab_size=settings.vocabulary,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        **SHAPES[settings.shape],
+    )
+    torch.manual_seed(settings.seed)
+    without_gpu()
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def _write_batch(settings: LearnerBench, path: Path) -> int:
+    """Writes every trajectory in the order in which it came; returns how many tokens have to be read."""
+    alone = sorted(our_batch(settings, 0, 1).micro_batches, key=lambda m: int(m.trajectory[0]))
+    ids, mask, behaviour = [], [], []
+    for m in alone:
+        # the last trained token is not among the inputs, since nothing follows it
+        whole = np.append(m.ids[0], m.targets[-1])
+        trained = np.zeros(len(whole), bool)
+        trained[m.index + 1] = True
+        logprobs = np.zeros(len(whole), np.float32)
+        logprobs[m.index + 1] = m.behaviour
+        ids.append(whole)
+        mask.append(trained)
+        behaviour.append(logprobs)
+    arrays: dict[str, Any] = {
+        "ids": np.concatenate(ids),
+        "mask": np.concatenate(mask),
+        "behaviour": np.concatenate(behaviour),
+        "lengths": np.array([len(i) for i in ids]),
+        "prompts": np.full(len(ids), settings.prompt_tokens),
+        "advantages": np.array([m.advantages[0] for m in alone], np.float32),
+    }
+    np.savez(path, **arrays)
+    return int(arrays["lengths"].sum()) - len(ids)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

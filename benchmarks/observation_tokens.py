@@ -1,0 +1,101 @@
+"""Compare the token ids of observations with the encoding of the authors' own code.
+
+    python -m benchmarks.observation_tokens --model DIR --passages corpus.jsonl
+
+`--model` is a directory with a `tokenizer.json`; no weights are read. Search-R1 (`generation.py`, a14dc3a) and ReSearch
+(`vllm_rollout.py`, 4bdb872) encode an observation as one text with the model's tokenizer. Here that text is written
+and encoded apart from `rollout_server`, and the ids are compared for random sets of passages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+
+from protocol.errors import UserError
+from protocol.search import Passage
+from rollout_server.environment.actions import neutralise
+from rollout_server.environment.config import EpisodeSettings
+from rollout_server.environment.environment import Episode, build_episode
+
+
+def search_r1(contents: Sequence[str]) -> str:
+    """The observation of Search-R1: title line and rest of each document, numbered from 1."""
+    text = ""
+    for number, document in enumerate(contents, 1):
+        title, *rest = document.split("\n")
+        text += f"Doc {number}(Title: {title}) " + "\n".join(rest) + "\n"
+    return f"\n\n<information>{text.strip()}</information>\n\n"
+
+
+def research(contents: Sequence[str]) -> str:
+    """The observation of ReSearch: documents as they are, an empty line between them."""
+    return " <result>\n" + "\n\n".join(contents).strip() + "\n</result>"
+
+
+ORIGINALS: dict[str, tuple[str, int, int, Callable[[Sequence[str]], str]]] = {
+    "search_r1": ("search_r1", 3, 500, search_r1),
+    "research": ("research_base", 5, 8192, research),
+}
+"""Name -> template, passages of a search, most tokens of an observation, the original's text."""
+_DAY = date(2026, 1, 31)
+"""For chat templates that say the day; observations do not depend on it."""
+
+
+def compare(episode: Episode, contents: Sequence[str], limit: int, original: Callable[[Sequence[str]], str]) -> str:
+    """How one observation's ids compare with the original's: equal, cut, escaped or different.
+
+    cut      the original is longer than `limit`, and ours equals it up to our closing tag
+    escaped  a passage holds a protocol tag or a control token of the model: ours equals the original's text over the
+             neutralised passages, in which nothing is a control token, whole or cut
+    """
+    ours = episode.observation([Passage(contents=document) for document in contents], limit)
+    theirs = episode.tokens.own(original(contents))
+    if fits := _alike(ours, theirs, limit, episode):
+        return fits
+    harmless = episode.tokens.foreign(original([neutralise(document) for document in contents]))
+    return "escaped" if _alike(ours, harmless, limit, episode) else "different"
+
+
+def _alike(ours: Sequence[int], theirs: Sequence[int], limit: int, episode: Episode) -> str:
+    if ours == theirs:
+        return "equal"
+    cut = [*theirs[: limit - len(episode.after)], *episode.after]
+    return "cut" if len(theirs) > limit and ours == cut else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one JSON object for each original; 1 when an observation differs for no reason that is known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="directory with a tokenizer.json")
+    parser.add_argument("--passages", type=Path, required=True, help='JSON lines with "contents"')
+    parser.add_argument("--count", type=int, default=1000, help="observations of each original (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    lines = args.passages.read_text(encoding="utf-8").splitlines()
+    corpus = [str(json.loads(line)["contents"]) for line in lines if line.strip()]
+    different = 0
+    for name, (template, topk, limit, original) in ORIGINALS.items():
+        given = EpisodeSettings(template=template, max_obs_tokens=limit, max_context=8704)
+        try:
+            episode = build_episode(given, args.model, day=_DAY)
+        except UserError as error:
+            print(error.render(), file=sys.stderr)
+            return 2
+        draw = random.Random(args.seed)
+        found = Counter(compare(episode, draw.sample(corpus, topk), limit, original) for _ in range(args.count))
+        different += found["different"]
+        print(json.dumps({"original": name, "observations": args.count, **dict(sorted(found.items()))}))
+    changed = sum(neutralise(document) != document for document in corpus)
+    print(json.dumps({"passages": len(corpus), "changed": changed}))
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,42 @@
+"""What every figure carries: where and when it was measured, on which code, and whether its targets were met."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.base import Target, machine_facts
+from benchmarks.figures.modules import digest
+
+
+class Circumstances:
+    """Of one measurement: made before it begins, asked when it is over."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules, self._facts, self._begun = list(modules), machine_facts(), time.monotonic()
+        self._hash = digest(modules)
+
+    def facts(self, report: Mapping[str, Any], targets: Sequence[Target]) -> dict[str, Any]:
+        """`machine` (load before and after), `modules` (what was measured, and its hash) and `targets` of `report`."""
+        after = {"load_1m_end": machine_facts()["load_1m"], "run_s": time.monotonic() - self._begun}
+        return {
+            "targets": [judged(target, report) for target in targets],
+            "machine": self._facts | after,
+            "modules": {"hash": self._hash, "paths": self._modules},
+        }
+
+
+def judged(target: Target, report: Mapping[str, Any]) -> dict[str, Any]:
+    """The target with the figure and `met`: None where the report has no such figure (its contender was absent)."""
+    value: Any = report
+    for name in target.path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    known = isinstance(value, int | float)
+    return {
+        "what": target.text,
+        "figure": target.path,
+        "at_least": target.at_least,
+        "value": value if known else None,
+        "met": value >= target.at_least if known else None,
+    }

@@ -1,0 +1,155 @@
+"""`foray bench retriever_gpu`: exact search on one GPU, queries a second by batch size, against what the GPU can do.
+
+Random float16 vectors of the size of a Wikipedia (21 million of 768) lie in the GPU's memory, 32 GB; a batch of queries
+is multiplied with them block by block, and the best k of every block are kept. Below some batch size the time is that
+of reading the matrix once, whatever the batch; beyond it that of the arithmetic. Both bounds are of this GPU, measured
+in the same run: the bandwidth of a copy, and the rate of a large matrix product. Ratio: the bound over our time, for
+the largest batch; every other batch is in the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from benchmarks.base import BenchSettings, Measured, Say
+from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+HALF = 2
+"""Bytes of a float16."""
+
+
+class RetrieverGpuBench(BenchSettings):
+    """Sizes."""
+
+    help: ClassVar[str] = "exact float16 search on one GPU against its bandwidth and arithmetic"
+    quick: ClassVar[dict[str, Any]] = {"passages": 1_000_000, "rounds": 2}
+    modules: ClassVar[tuple[str, ...]] = ("benchmarks/retriever/gpu.py",)
+
+    passages: int = Field(default=21_000_000, ge=1)
+    """Vectors."""
+    dim: int = Field(default=768, ge=1)
+    """Width of a vector."""
+    topk: int = Field(default=3, ge=1)
+    """Hits a query."""
+    batches: tuple[int, ...] = Field(default=(1, 8, 64, 512, 2560), min_length=1)
+    """Queries at once: 1,8,64."""
+    block: int = Field(default=1 << 20, ge=1)
+    """Vectors of one matrix product: its scores, float16 [batch, block], are the memory that a search takes."""
+    rounds: int = Field(default=5, ge=1)
+    """Repetitions, of which the fastest counts; one more goes before."""
+
+    @field_validator("batches", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return value.split(",") if isinstance(value, str) else value
+
+    def measure(self, say: Say) -> Measured:
+        """Raises UserError without a GPU, or with one that is too small."""
+        import torch
+
+        need = self.passages * self.dim * HALF + 2 * max(self.batches) * self.block * HALF
+        _refuse(need)
+        device = torch.device("cuda")
+        bandwidth, rate = _bandwidth(device, self.rounds), _rate(device, self.rounds)
+        say(f"copy {bandwidth / 1e9:.0f} GB/s, product {rate / 1e12:.0f} TFLOP/s")
+        vectors = torch.empty((self.passages, self.dim), dtype=torch.float16, device=device)
+        for start in range(0, self.passages, self.block):
+            vectors[start : start + self.block].normal_()
+        rows_by_batch = []
+        for batch in self.batches:
+            queries = torch.randn((batch, self.dim), dtype=torch.float16, device=device)
+            seconds = _fastest(lambda: flat_search(vectors, queries, self.topk, self.block), self.rounds)  # noqa: B023
+            bound = bound_s(self.passages, self.dim, batch, bandwidth, rate)
+            rows_by_batch.append(
+                {"batch": batch, "queries_per_s": batch / seconds, "ms": 1000 * seconds, "bound_ms": 1000 * bound}
+                | {"of_bound": bound / seconds}
+            )
+            say(f"batches of {batch}: {batch / seconds:.0f} queries/s, {bound / seconds:.0%} of the bound")
+        last = rows_by_batch[-1]
+        return Measured(
+            value=last["queries_per_s"],
+            unit="queries/s",
+            baseline={
+                "name": "the GPU's own bandwidth and arithmetic",
+                "bytes_per_s": bandwidth,
+                "flop_per_s": rate,
+                "queries_per_s": 1000 * last["batch"] / last["bound_ms"],
+            },
+            ratio=last["of_bound"],
+            details={"by_batch": rows_by_batch, "gpu": torch.cuda.get_device_name(), "vector_bytes": need},
+        )
+
+
+def bound_s(passages: int, dim: int, batch: int, bytes_per_s: float, flop_per_s: float) -> float:
+    """Seconds that a batch takes at least: every float16 vector is read once, every pair costs 2 * dim operations.
+
+    The roofline of Williams, Waterman and Patterson (2009); reading queries and writing scores are left out.
+    """
+    return max(passages * dim * HALF / bytes_per_s, 2 * passages * dim * batch / flop_per_s)
+
+
+def flat_search(vectors: torch.Tensor, queries: torch.Tensor, k: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and rows [n, k] of the largest inner products of `queries` [n, dim] with `vectors` [ntotal, dim]."""
+    import torch
+
+    best, rows = [], []
+    for start in range(0, len(vectors), block):
+        scores = queries @ vectors[start : start + block].T
+        found = scores.topk(min(k, scores.shape[1]), dim=1)
+        best.append(found.values)
+        rows.append(found.indices + start)
+    merged = torch.cat(best, dim=1).topk(k, dim=1)
+    return merged.values, torch.cat(rows, dim=1).gather(1, merged.indices)
+
+
+def _refuse(need: int) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            "there is no GPU here", why="this benchmark measures one", todo="run it on a machine with a CUDA device"
+        )
+    free, _ = torch.cuda.mem_get_info()
+    if need > free:
+        raise UserError(
+            f"{need / 1e9:.0f} GB are needed on the GPU and {free / 1e9:.0f} are free",
+            todo="take fewer --passages, smaller --batches or a smaller --block",
+        )
+
+
+def _fastest(work: Callable[[], object], rounds: int) -> float:
+    """Seconds of the fastest of `rounds`, after one that warms up."""
+    import torch
+
+    seen = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        seen.append(time.perf_counter() - begun)
+    return min(seen[1:])
+
+
+def _bandwidth(device: torch.device, rounds: int) -> float:
+    """Bytes a second of a copy, read and written counted both."""
+    import torch
+
+    source = torch.ones(1 << 30, dtype=torch.float16, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * HALF / _fastest(lambda: target.copy_(source), rounds)
+
+
+def _rate(device: torch.device, rounds: int) -> float:
+    """Operations a second of a float16 product of 8192 x 8192."""
+    import torch
+
+    matrix = torch.randn((8192, 8192), dtype=torch.float16, device=device)
+    return 2 * 8192**3 / _fastest(lambda: matrix @ matrix, rounds)

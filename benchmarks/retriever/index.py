@@ -1,0 +1,73 @@
+"""What the retriever benchmark searches: an index that is there or is built now, and queries that are distinct."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from benchmarks.base import Say
+from benchmarks.retriever.bench import RetrieverBench
+from protocol.errors import UserError
+from retriever.config import RetrieverSettings
+from retriever.index.config import FaissFlatSettings
+
+QUERY_WORDS = 8
+TRIES = 20
+"""Draws a query, before the corpus is taken for too small."""
+
+
+def index_of(bench: RetrieverBench, directory: Path, say: Say) -> RetrieverSettings:
+    """Settings that serve the index of `bench.index_dir`, or of a new one in `directory`."""
+    if not bench.index_dir:
+        say(f"building faiss_flat over {bench.passages:,} synthetic passages")
+        return synthetic_index(bench.passages, directory / "index", say)
+    from retriever.index import store
+
+    settings = served(Path(bench.index_dir))
+    if settings.index.type != "faiss_flat" or not (settings.index_path / store.FILE).is_file():
+        raise UserError(
+            f"{bench.index_dir} is no faiss_flat index of its own vectors",
+            why="bare FAISS is compared on the same vectors, exactly",
+            todo="foray index build --index faiss_flat, and give its directory",
+        )
+    return settings
+
+
+def synthetic_index(passages: int, directory: Path, say: Say) -> RetrieverSettings:
+    """Settings that serve a new faiss_flat index over so many seeded passages."""
+    from retriever.build.build import build_index
+
+    build_index(f"synthetic:{passages}", directory, FaissFlatSettings(), progress=say)
+    return served(directory)
+
+
+def served(directory: Path) -> RetrieverSettings:
+    """Settings that serve a built index as it was built."""
+    from retriever.corpus.manifest import corpus_of, settings_of
+
+    return RetrieverSettings(corpus=corpus_of(directory, None), index_dir=directory, index=settings_of(directory))
+
+
+def distinct_queries(settings: RetrieverSettings, count: int, seed: int = 0) -> tuple[list[str], int]:
+    """`count` queries of eight words that follow each other in some passage, no two equal; and the passages there are.
+
+    Raises UserError for a corpus that has not so many.
+    """
+    from retriever.corpus.corpus import Corpus
+
+    corpus = Corpus(settings.corpus, settings.index_path)
+    draw = random.Random(seed)
+    queries: dict[str, None] = {}
+    for _ in range(TRIES * count):
+        if len(queries) == count:
+            break
+        words = corpus.passage(draw.randrange(len(corpus))).text.split()
+        start = draw.randrange(max(1, len(words) - QUERY_WORDS + 1))
+        if query := " ".join(words[start : start + QUERY_WORDS]):
+            queries[query] = None
+    if len(queries) < count:
+        raise UserError(
+            f"{settings.corpus} gives only {len(queries)} distinct queries of {count}",
+            todo="take more passages, or fewer clients, turns and burst",
+        )
+    return list(queries), len(corpus)

@@ -1,0 +1,214 @@
+"""`foray bench rollout`: how well is a fleet of engines used? Real rollout servers against other ways to route.
+
+Each engine is a separate process with finite capacity, its own speed and a prefix cache (`batching`); during each play
+one is away for a while and all are updated twice, one after the other. The same trajectories are rolled out by ours
+and by the same server with other routing policies (`routing`), and by the turn-barrier loop of Search-R1, which is
+spared the faults: it has no failover. Lengths and search times are a pure function of (seed, trajectory, turn).
+
+Value: seconds of a clairvoyant schedule of the same play (`oracle`) over our seconds. Ratio: seconds of the best
+baseline among random, round robin and least loaded, over ours.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from benchmarks.base import BenchSettings, Measured, Say, Target
+from benchmarks.rollout.batching import Speed
+from benchmarks.rollout.oracle import bound_s, oracle_s
+from benchmarks.rollout.script import Draws, Faults, Script
+from protocol.errors import ForayError
+from protocol.messages import Status
+
+if TYPE_CHECKING:
+    from benchmarks.rollout.ring import Played, Ring
+
+BASELINES = ("random", "round_robin", "least_loaded")
+PEERS = (*BASELINES, "sticky")
+OBSERVATION_TOKENS = 310
+"""Of three passages of 100 words, with their tags."""
+
+
+class RolloutBench(BenchSettings):
+    """Sizes, speeds and faults."""
+
+    help: ClassVar[str] = "multi-turn rollouts on uneven, failing engines against other routing and an oracle"
+    quick: ClassVar[dict[str, Any]] = {"trajectories": 64, "scale": 0.1, "seeds": (0,), "slowness": (1.0, 2.0)}
+    targets: ClassVar[tuple[Target, ...]] = (
+        Target("value", 0.9, "share of what a clairvoyant schedule reaches"),
+        Target("ratio", 1.1, "seconds of the best routing baseline over ours"),
+    )
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "rollout_server",
+        "deploy/bench/rollout*.py",
+        "benchmarks/rollout/ring.py",
+        "benchmarks/rollout/barrier.py",
+        "benchmarks/rollout/batching.py",
+        "benchmarks/rollout/script.py",
+        "benchmarks/rollout/oracle.py",
+        "benchmarks/rollout/routing.py",
+        "benchmarks/rollout/script.py",
+        "deploy/bench/latency*.py",
+    )
+
+    trajectories: int = Field(default=512, ge=1)
+    """Trajectories of a play."""
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories of one question."""
+    turns: int = Field(default=4, ge=1, le=100)
+    """Turns of each: all but the last search."""
+    turn_tokens: int = Field(default=64, ge=16, le=200)
+    """Median tokens of a turn."""
+    concurrency_groups: int = Field(default=24, ge=1)
+    """Groups that a rollout server works on at a time."""
+    slowness: tuple[float, ...] = Field(default=(1.0, 1.0, 1.5, 2.0), min_length=1)
+    """One engine each: factor on the time of its steps: 1,1,1.5,2."""
+    scale: float = Field(default=0.5, gt=0)
+    """Factor on all durations. A smaller one makes the run shorter and our own overhead weigh more."""
+    seeds: tuple[int, ...] = Field(default=(0, 1), min_length=1)
+    """Seeds of lengths and search times, one repetition each: 0,1."""
+    broken: bool = False
+    """Route ours to one engine alone, to see what the figure says of that."""
+
+    @field_validator("seeds", "slowness", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return value.split(",") if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RolloutBench:
+        if self.trajectories % self.group_size:
+            raise ValueError(f"{self.trajectories} trajectories are no whole groups of {self.group_size}")
+        if min(self.seeds) < 0:
+            raise ValueError("a seed is negative")
+        if min(self.slowness) <= 0:
+            raise ValueError("a slowness is not above 0")
+        return self
+
+    def measure(self, say: Say) -> Measured:
+        """Seed after seed: ours, then each baseline. Raises ForayError when a trajectory did not go to its end."""
+        from benchmarks.rollout.ring import running
+        from tests.support.environments import write_tokenizer
+
+        draws = Draws(self.trajectories, self.turns, self.turn_tokens, self.scale)
+        speeds = tuple(Speed(slowness=slowness * self.scale) for slowness in self.slowness)
+        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+            directory = Path(name)
+            script = Script(directory, draws, self.group_size, speeds, self.seeds)
+            write_tokenizer(directory, "words", more_words=script.words)
+            (directory / "config.json").write_text(json.dumps({"vocab_size": len(script.ids)}))
+            (directory / "claims").mkdir()
+            with running(directory, script, groups=self.concurrency_groups, say=say) as ring:
+                rows = [row for seed in self.seeds for row in self._seed(ring, script, seed, say)]
+        return _summary(rows)
+
+    def faults(self, script: Script, seed: int) -> Faults:
+        """The last of the fastest engines is away in the first half; updates at a sixth and at six tenths."""
+        fastest = max(i for i, slowness in enumerate(self.slowness) if slowness == min(self.slowness))
+        whole = bound_s(script.draws, seed, script.speeds, OBSERVATION_TOKENS)
+        alone = len(self.slowness) == 1
+        return Faults(
+            down=-1 if alone else fastest,
+            down_s=0.3 * whole,
+            away_s=0.2 * whole,
+            swaps_s=(0.15 * whole, 0.6 * whole),
+            pause_s=0.5 * self.scale,
+        )
+
+    def _seed(self, ring: Ring, script: Script, seed: int, say: Say) -> list[dict[str, Any]]:
+        """Every policy on one seed."""
+        from benchmarks.rollout.routing import BROKEN, OURS
+
+        faults = self.faults(script, seed)
+        bound = bound_s(script.draws, seed, script.speeds, OBSERVATION_TOKENS, faults)
+        oracle = oracle_s(script.draws, seed, script.speeds, OBSERVATION_TOKENS, faults)
+        say(f"seed {seed}: no schedule takes less than {bound:.1f} s, the oracle's takes {oracle:.1f} s")
+        rows = []
+        for policy in (BROKEN if self.broken else OURS, *PEERS):
+            played = ring.play(script, seed, policy, faults, timeout_s=10 * oracle + 60)
+            check(played, script)
+            rows.append(self._row(seed, OURS if policy == BROKEN else policy, bound, oracle, played))
+            say(f"seed {seed}: {policy} took {played.seconds:.1f} s")
+        barrier = _barrier(ring, script, seed, timeout_s=10 * oracle + 60)
+        say(f"seed {seed}: the turn-barrier loop took {barrier['seconds']:.1f} s, without faults")
+        cpu = 1000 * barrier["cpu_s"] / (self.trajectories * self.turns)
+        rows.append(_figures(seed, "turn_barrier", bound, oracle, barrier["seconds"]) | {"cpu_ms_per_turn": cpu})
+        return rows
+
+    def _row(self, seed: int, policy: str, bound: float, oracle: float, played: Played) -> dict[str, Any]:
+        trajectories = [t for group in played.groups for t in group.trajectories]
+        return _figures(seed, policy, bound, oracle, played.seconds) | {
+            "cpu_ms_per_turn": 1000 * played.cpu_s / (self.trajectories * self.turns),
+            "event_loop_lag_s": played.loop_lag_s,
+            "failovers": played.failovers,
+            "engines_a_trajectory": fmean(len({s.engine for s in t.segments if s.engine}) for t in trajectories),
+        }
+
+
+def _figures(seed: int, policy: str, bound: float, oracle: float, seconds: float) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "policy": policy,
+        "seconds": seconds,
+        "oracle_s": oracle,
+        "bound_s": bound,
+        "of_oracle": oracle / seconds,
+    }
+
+
+def check(played: Played, script: Script) -> None:
+    """Every trajectory exactly once, to its answer, with all its turns; raises ForayError otherwise."""
+    every = [trajectory for group in played.groups for trajectory in group.trajectories]
+    answers = sorted(int(trajectory.answer or -1) for trajectory in every)
+    if answers != list(range(script.draws.trajectories)):
+        raise ForayError(f"{len(set(answers))} of {script.draws.trajectories} trajectories answered, the rest did not")
+    for trajectory in every:
+        turns = (trajectory.status, trajectory.turns, trajectory.searches)
+        if turns != (Status.ANSWERED, script.draws.turns, script.draws.turns - 1):
+            raise ForayError(f"a trajectory ended {turns[0]} after {turns[1]} turns and {turns[2]} searches")
+
+
+def _barrier(ring: Ring, script: Script, seed: int, *, timeout_s: float) -> dict[str, float]:
+    argv = [sys.executable, "-m", "benchmarks.rollout.barrier", str(script.directory / "script.json")]
+    argv += [str(seed), str(ring.next_play()), ring.search, *ring.engines]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        raise ForayError(f"the barrier loop failed: {done.stderr.strip()[-2000:]}")
+    answer: dict[str, float] = json.loads(done.stdout)
+    return answer
+
+
+def _summary(rows: list[dict[str, Any]]) -> Measured:
+    """Means over the seeds by policy, and every play."""
+    from benchmarks.rollout.routing import OURS
+
+    def mean(policy: str, name: str) -> float:
+        return fmean(row[name] for row in rows if row["policy"] == policy)
+
+    best = min(BASELINES, key=lambda policy: mean(policy, "seconds"))
+    policies = [OURS, *PEERS, "turn_barrier"]
+    return Measured(
+        value=mean(OURS, "of_oracle"),
+        unit="oracle's seconds / seconds",
+        baseline={"name": f"{best} routing", "seconds": mean(best, "seconds"), "of_oracle": mean(best, "of_oracle")},
+        ratio=mean(best, "seconds") / mean(OURS, "seconds"),
+        details={
+            "seconds": mean(OURS, "seconds"),
+            "oracle_s": mean(OURS, "oracle_s"),
+            "bound_s": mean(OURS, "bound_s"),
+            "lowest_of_oracle": min(row["of_oracle"] for row in rows if row["policy"] == OURS),
+            "cpu_ms_per_turn": mean(OURS, "cpu_ms_per_turn"),
+            "event_loop_lag_s": max(row["event_loop_lag_s"] for row in rows if row["policy"] == OURS),
+            "ours_against": {p: mean(p, "seconds") / mean(OURS, "seconds") for p in policies[1:]},
+            "by_play": rows,
+        },
+    )

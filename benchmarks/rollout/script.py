@@ -1,0 +1,198 @@
+"""What the scripted policy writes, and how an engine finds out from the ids alone where it is. Pure but for `claim`.
+
+    question : PLAY SEED GROUP ?                        the prompt: one question a group
+    T <think> a b c ... </think> <search> SEED T U </search>   turn U of trajectory T, as long as was drawn
+    <information> ... </information>                    what the environment answers
+    T <think> a b c ... </think> <answer> T </answer>   the last turn
+
+The trajectories of a group have one prompt, so the first turn gives each its number; from then on it stands in its
+own ids. Whoever continues a turn from the ids so far, this engine or another, writes exactly what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rollout.batching import Speed
+
+# How many tokens each turn has and how long each search takes: drawn, and a pure function of (seed, trajectory, turn).
+#
+# Every loop that is compared sees the same lengths and seconds wherever and whenever it asks. Pure.
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Lognormal lengths and latencies. `scale` multiplies every time, also that of engines (`scaled`).
+
+    trajectories  numbered from 0
+    turns         of each: all but the last end in a search
+    turn_tokens   median of a turn's tokens
+    """
+
+    trajectories: int
+    turns: int
+    turn_tokens: int = 64
+    scale: float = 1.0
+    tokens_sigma: float = 0.5
+    least_tokens: int = 16
+    most_tokens: int = 400
+    search_median_s: float = 0.1
+    search_sigma: float = 1.0
+
+    def tokens(self, seed: int, trajectory: int, turn: int) -> int:
+        """Tokens of this turn."""
+        drawn = self._draw("tokens", seed, trajectory, turn, self.turn_tokens, self.tokens_sigma)
+        return min(max(round(drawn), self.least_tokens), self.most_tokens)
+
+    def search_s(self, seed: int, trajectory: int, turn: int) -> float:
+        """Seconds that the search at the end of this turn takes."""
+        return self.scale * self._draw("search", seed, trajectory, turn, self.search_median_s, self.search_sigma)
+
+    def _draw(self, what: str, seed: int, trajectory: int, turn: int, median: float, sigma: float) -> float:
+        # a text as seed is hashed by sha512: the same on every machine and in every process
+        normal = random.Random(f"{what}/{seed}/{trajectory}/{turn}").gauss(0.0, 1.0)
+        return median * math.exp(sigma * normal)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What happens to the engines during a play, in seconds since its start. Pauses go round: one engine at a time.
+
+    down     engine that is away from `down_s` for `away_s`, and loses its requests and its cache; -1: none
+    swaps_s  begins of the weight updates; each engine pauses for `pause_s` and loses its cache
+    """
+
+    down: int = -1
+    down_s: float = 0.0
+    away_s: float = 0.0
+    swaps_s: tuple[float, ...] = ()
+    pause_s: float = 0.0
+
+    def pauses(self, engine: int) -> list[tuple[float, float]]:
+        """(begin, end) of each pause of `engine`."""
+        begins = (swap + engine * self.pause_s for swap in self.swaps_s)
+        return [(begin, begin + self.pause_s) for begin in begins]
+
+    def lost_s(self, engine: int) -> float:
+        """Seconds in which `engine` computes nothing."""
+        return self.pause_s * len(self.swaps_s) + (self.away_s if engine == self.down else 0.0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request is: `written` tokens of turn `turn` of trajectory `trajectory` are in its ids already."""
+
+    play: int
+    seed: int
+    trajectory: int
+    turn: int
+    written: int
+
+    @property
+    def first(self) -> bool:
+        """Whether its ids hold the question alone: the number of the trajectory has just been claimed."""
+        return self.turn == 0 and self.written == 0
+
+
+@dataclass(frozen=True)
+class Script:
+    """One benchmark's policy. `directory` holds the model's tokenizer, and `claims`; `speeds`: one of each engine."""
+
+    directory: Path
+    draws: Draws
+    group_size: int
+    speeds: tuple[Speed, ...]
+    seeds: tuple[int, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> Script:
+        """What `save` wrote."""
+        given = json.loads(path.read_text())
+        return cls(
+            Path(given["directory"]),
+            Draws(**given["draws"]),
+            given["group_size"],
+            tuple(Speed(**speed) for speed in given["speeds"]),
+            tuple(given["seeds"]),
+        )
+
+    def save(self, path: Path) -> None:
+        """For the processes that play parts in it."""
+        given: dict[str, Any] = {
+            "directory": str(self.directory),
+            "draws": vars(self.draws),
+            "group_size": self.group_size,
+            "speeds": [vars(speed) for speed in self.speeds],
+            "seeds": self.seeds,
+        }
+        path.write_text(json.dumps(given))
+
+    @property
+    def words(self) -> list[str]:
+        """Numbers that the tokenizer must know as words."""
+        return [str(n) for n in sorted({*range(max(self.draws.trajectories, 100)), *self.seeds})]
+
+    def question(self, play: int, seed: int, group: int) -> str:
+        """The text of a question. `play` tells repetitions on the same draws apart."""
+        return f"{play} {seed} {group} ?"
+
+    def turn(self, place: Place) -> list[str]:
+        """The words of a whole turn."""
+        number = str(place.trajectory)
+        if place.turn == self.draws.turns - 1:
+            end = ["<answer>", number, "</answer>"]
+        else:
+            end = ["<search>", str(place.seed), number, str(place.turn), "</search>"]
+        tokens = self.draws.tokens(place.seed, place.trajectory, place.turn)
+        thought = max(1, tokens - len(end) - 3)
+        return [number, "<think>", *("abcdefgh"[i % 8] for i in range(thought)), "</think>", *end]
+
+    def rest(self, ids: Sequence[int]) -> tuple[Place, list[int]]:
+        """Where `ids` are, and the ids that are still missing in this turn. Raises ValueError for any other ids."""
+        asked, told = self.ids["?"], self.ids["</information>"]
+        start = list(ids).index(asked)
+        play, seed, group = (int(self._words[i]) for i in ids[start - 3 : start])
+        turn = list(ids).count(told)
+        begun = len(ids) if turn == 0 else len(ids) - list(reversed(ids)).index(told)
+        written = len(ids) - (start + 1 if turn == 0 else begun)
+        if len(ids) > start + 1:
+            trajectory = int(self._words[ids[start + 1]])
+        else:
+            trajectory = group * self.group_size + self._claim(play, seed, group)
+        place = Place(play, seed, trajectory, turn, written)
+        return place, [self.ids[word] for word in self.turn(place)[written:]]
+
+    def _claim(self, play: int, seed: int, group: int) -> int:
+        """A number within the group that nobody had yet. A file that only one process can create is a claim."""
+        for member in range(self.group_size):
+            try:
+                os.close(os.open(self.directory / "claims" / f"{play}-{seed}-{group}-{member}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            return member
+        raise ValueError(f"group {group} has {self.group_size} trajectories, and one more asks for its first turn")
+
+    def release(self, place: Place) -> None:
+        """Give the number of a first turn back, of which no client has seen a token."""
+        group, member = divmod(place.trajectory, self.group_size)
+        for claim in (self.directory / "claims").glob(f"{place.play}-{place.seed}-{group}-{member}"):
+            claim.unlink()
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Word -> id, of the tokenizer in `directory`."""
+        spec = json.loads((self.directory / "tokenizer.json").read_text())
+        table: dict[str, int] = dict(spec["model"]["vocab"])
+        return table | {token["content"]: int(token["id"]) for token in spec.get("added_tokens") or []}
+
+    @cached_property
+    def _words(self) -> dict[int, str]:
+        return {index: word for word, index in self.ids.items()}

@@ -1,0 +1,266 @@
+"""`foray bench transport`: groups from a rollout server's memory into the learner's, through one Redis.
+
+chain    encode + publish (the function that also acknowledges the task) + read + decode and check, a group at a time;
+         beside it the same bytes by plain XADD and XREADGROUP, in turn, so that both see the same machine
+load     64 rollout clients in processes of their own. First nobody reads, until Redis refuses (back-pressure); then
+         the learner's side reads, decodes and acknowledges for as long as `minutes` says, while memory and event loops
+         are watched. Every seq must arrive exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.base import Say
+from benchmarks.transport.chain import RUN, Ring, a_task, ring
+from deploy.launcher.plan import ProcessSpec, Ready
+from deploy.launcher.process import Child
+from deploy.launcher.redis_server import connect
+from protocol.errors import ForayError
+from protocol.keys import Keys
+from protocol.ledger import Ledger, Outcome
+
+if TYPE_CHECKING:
+    import redis
+
+    pass
+import tempfile
+from typing import ClassVar
+
+from pydantic import Field
+
+from benchmarks.base import BenchSettings, Measured, Target
+
+# Many rollout clients against one Redis: until it refuses, then for as long as one likes.
+
+READ, STALL_S, FILL_S, DRAIN_S = 16, 2.0, 120.0, 120.0
+SETTLE = 0.2
+"""Share of the load that may pass before memory is compared: caches fill, the append-only file is rewritten first."""
+
+
+@dataclass
+class Pump:
+    """The learner's side without a policy: issues as clients finish, reads, decodes, acknowledges, counts."""
+
+    made: Ring
+    group_size: int
+    issued: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    twice: int = 0
+
+    def issue(self, upto: int) -> None:
+        """Tasks up to seq `upto`."""
+        new = range(self.issued + 1, upto + 1)
+        self.made.store.issue(0, [(seq, a_task(seq, self.group_size)) for seq in new])
+        self.issued = max(self.issued, upto)
+
+    def turn(self) -> int:
+        """Reads what is there (for half a second at most); returns how many groups arrived."""
+        from learner.delivery.entry import read_entry
+
+        entries = self.made.store.read(READ)
+        for id_, fields in entries:
+            seq = read_entry(id_, fields, RUN).seq
+            if seq in self.ledger:
+                self.twice += 1
+            else:
+                self.ledger.settle(seq, Outcome.TRAINED)
+        if entries:
+            self.made.store.ack([id_ for id_, _ in entries])
+        return len(entries)
+
+    @property
+    def open(self) -> int:
+        """Groups that are issued and have not arrived."""
+        return self.issued - self.ledger.settled
+
+
+def load(settings: TransportBench, directory: Path, say: Say) -> dict[str, Any]:
+    """The figures of both phases. Raises ForayError when a group was lost or arrived twice."""
+    with ring(directory, settings.maxmemory_mb, say) as made:
+        pump, client = Pump(made, settings.group_size), connect(made.url)
+        try:
+            children = _clients(settings, made, directory)
+            filled = _fill(settings, pump, client, say)
+            held = _hold(settings, pump, client, children, say)
+            _drain(pump)
+            told = [_end(child, directory) for child in children]
+        finally:
+            client.close()
+    if pump.twice or pump.open:
+        raise ForayError(f"{pump.issued} issued, {pump.ledger.settled} arrived, {pump.twice} came twice")
+    return {
+        "groups": pump.issued,
+        "lost": pump.open,
+        "twice": pump.twice,
+        "until_back_pressure": filled,
+        "held": held,
+        "clients": told,
+    }
+
+
+def _clients(settings: TransportBench, made: Ring, directory: Path) -> list[Child]:
+    children, each = [], -(-settings.clients // settings.processes)
+    for first in range(0, settings.clients, each):
+        count = min(each, settings.clients - first)
+        numbers = (count, settings.group_size, settings.tokens, first)
+        argv = (sys.executable, "-m", "benchmarks.transport.client", made.url, *map(str, numbers))
+        name = f"clients-{first}"
+        spec = ProcessSpec(name, "rollout", argv, directory / f"{name}.log", Ready.RUNNING)
+        children.append(made.supervisor.spawn(spec))
+    return children
+
+
+def _fill(settings: TransportBench, pump: Pump, client: redis.Redis, say: Say) -> dict[str, Any]:
+    """Nobody reads: groups pile up until Redis refuses, and the clients keep them."""
+    traj = Keys(RUN).traj
+    most = settings.maxmemory_mb * (1 << 20) // (settings.group_size * settings.tokens * 4) + 4 * settings.clients
+    pump.issue(most)
+    begun = last_change = time.monotonic()
+    first = full = 0.0
+    before = count = 0
+    while not (full and time.monotonic() - last_change > STALL_S):
+        now, length = time.monotonic(), int(client.xlen(traj))
+        first = first or (now if length else 0.0)
+        if length != count:
+            count, last_change = length, now
+        if not full and _refused(client):
+            full, before = now, count
+        if now - begun > FILL_S:
+            raise ForayError(f"no back-pressure within {FILL_S:g} s: {count} groups, {_memory(client)} MiB used")
+        time.sleep(0.02)
+    seconds = full - first
+    size = int(client.memory_usage(traj, samples=5) or 0) / max(1, count)
+    say(f"first refusal after {before} groups in {seconds:.1f} s, full at {count}")
+    return {
+        "groups": count,
+        "groups_until_first_refusal": before,
+        "groups_per_s": before / seconds if seconds > 0 else 0.0,
+        "bytes_per_group_in_redis": size,
+        "refused_writes": _refused(client),
+        "memory_mib": _memory(client),
+        "maxmemory_mib": settings.maxmemory_mb,
+    }
+
+
+def _hold(settings: TransportBench, pump: Pump, client: redis.Redis, children: list[Child], say: Say) -> dict[str, Any]:
+    """Reader and clients at full speed; memory of every process is looked at each second."""
+    begun, piled = time.monotonic(), pump.issued
+    end, look, arrived, peak = begun + 60 * settings.minutes, begun, 0, 0.0
+    pids = {"redis": pump.made.redis.pid, "learner": os.getpid(), **{c.spec.name: c.pid for c in children}}
+    marks: list[tuple[float, dict[str, float]]] = []
+    while (now := time.monotonic()) < end:
+        arrived += pump.turn()
+        due = piled + int(settings.rate * (now - begun)) if settings.rate else pump.issued + settings.clients
+        if pump.open < 4 * settings.clients and due > pump.issued:
+            pump.issue(min(due, pump.issued + settings.clients))
+        if now >= look:
+            look = now + 1.0
+            peak = max(peak, _memory(client))
+            marks.append((now - begun, {name: _rss_mib(pid) for name, pid in pids.items()}))
+            if int(now - begun) % 60 == 0:
+                say(f"{now - begun:.0f} s: {arrived} groups, Redis {_memory(client):.0f} MiB, {marks[-1][1]}")
+    seconds = time.monotonic() - begun
+    size = settings.group_size * settings.tokens * 4
+    settled = [rss for at, rss in marks if at >= SETTLE * seconds] or [marks[-1][1]]
+    return {
+        "seconds": seconds,
+        "groups_per_s": arrived / seconds,
+        "token_mb_per_s": arrived * size / seconds / 1e6,
+        "redis_peak_mib": peak,
+        "rss_mib_after_settling": settled[0],
+        "rss_mib_at_the_end": settled[-1],
+        "rss_mib_most": {name: max(one[name] for one in settled) for name in pids},
+    }
+
+
+def _drain(pump: Pump) -> None:
+    deadline = time.monotonic() + DRAIN_S
+    while pump.open and time.monotonic() < deadline:
+        pump.turn()
+
+
+def _end(child: Child, directory: Path) -> dict[str, Any]:
+    child.terminate()
+    child.wait(20)
+    last = (directory / f"{child.spec.name}.log").read_text().strip().splitlines()[-1]
+    told: dict[str, Any] = json.loads(last)
+    if told.pop("broken"):
+        raise ForayError(f"{child.spec.name} broke: {last[-1000:]}")
+    return told
+
+
+def _refused(client: redis.Redis) -> int:
+    found = client.info("errorstats").get("errorstat_OOM", {})
+    return int(found.get("count", 0)) if isinstance(found, dict) else 0
+
+
+def _memory(client: redis.Redis) -> float:
+    return float(client.info("memory")["used_memory"]) / 2**20
+
+
+def _rss_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+class TransportBench(BenchSettings):
+    """The groups, and how many clients push them for how long."""
+
+    help: ClassVar[str] = "groups/s through encode, publish, read, decode, against raw XADD and XREADGROUP"
+    quick: ClassVar[dict[str, Any]] = {
+        "groups": 20, "tokens": 256, "clients": 4, "processes": 1, "minutes": 0.03, "maxmemory_mb": 24
+    }  # fmt: skip
+    targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.6, "groups a second over plain XADD and XREADGROUP"),)
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "protocol/runtime/redis/aio.py",
+        "rollout_server/dispatch/publisher.py",
+        "learner/delivery/store.py",
+        "learner/delivery/entry.py",
+        "learner/delivery/consumer.py",
+        "deploy/bench/transport*.py",
+    )
+
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories in a group."""
+    tokens: int = Field(default=2048, ge=8)
+    """Tokens of a trajectory, half of them sampled."""
+    groups: int = Field(default=400, ge=10)
+    """Groups of the chain, ours and the baseline's."""
+    clients: int = Field(default=64, ge=1)
+    """Rollout clients of the load, each with connections of its own."""
+    processes: int = Field(default=2, ge=1)
+    """Processes among which the clients are divided."""
+    minutes: float = Field(default=1.0, gt=0)
+    """How long the load is held after the back-pressure was seen."""
+    rate: float = Field(default=0.0, ge=0)
+    """Most groups a second of the held load; 0: as many as go through."""
+    maxmemory_mb: int = Field(default=256, ge=16)
+    """Memory limit of the Redis (MiB)."""
+
+    def measure(self, say: Say) -> Measured:
+        """The chain, then the load, each on a Redis of its own."""
+        from benchmarks.transport.chain import chain
+
+        pass
+
+        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+            ours, raw = chain(self, Path(name), say)
+        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+            held = load(self, Path(name), say)
+        return Measured(
+            value=ours["groups_per_s"],
+            unit="groups/s",
+            baseline={"name": "plain XADD + XREADGROUP of the same bytes", **raw},
+            ratio=ours["groups_per_s"] / raw["groups_per_s"],
+            details={"chain": ours, "load": held},
+        )

@@ -1,0 +1,94 @@
+"""Rollout clients without engines: `python -m benchmarks.transport.client URL CLIENTS GROUP_SIZE TOKENS FIRST`.
+
+Each leases a task, seals a group for it and publishes it, with the rollout server's own client and sink, until SIGTERM;
+then one line of JSON: what was published, how late the event loop was, and what the process weighed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from benchmarks.transport.chain import RUN, a_group
+from protocol.keys import TASK_GROUP, Keys
+from protocol.runtime.redis.aio import RedisClient
+from rollout_server.dispatch.publisher import Sink
+from rollout_server.metrics import Stats
+
+TICK_S, BIN_S, BINS = 0.01, 0.0001, 100_000
+
+
+async def client(url: str, number: int, message: Any, stats: Stats) -> None:
+    """Consumes tasks; produces groups; waits for credit, and for a Redis that has room; ended by cancellation."""
+    keys = Keys(RUN)
+    redis = RedisClient(url, keys)
+    sink = Sink(redis, stats)
+    try:
+        while True:
+            for entry, fields in await redis.read(keys.tasks, TASK_GROUP, f"c{number}", 1):
+                await sink.publish(entry.decode(), message.model_copy(update={"seq": int(fields[b"seq"])}))
+    finally:
+        await redis.aclose()
+
+
+class Lateness:
+    """How late a sleeper is woken, counted in bins of BIN_S: hours of it take no more room than a minute."""
+
+    def __init__(self) -> None:
+        self._bins: Counter[int] = Counter()
+        self.most_s = 0.0
+
+    async def watch(self) -> None:
+        """Looks every TICK_S; ended by cancellation."""
+        while True:
+            due = time.perf_counter() + TICK_S
+            await asyncio.sleep(TICK_S)
+            late = max(0.0, time.perf_counter() - due)
+            self._bins[min(BINS, int(late / BIN_S))] += 1
+            self.most_s = max(self.most_s, late)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that `share` of the looks were not later than, to a bin."""
+        left = share * self._bins.total()
+        for number in sorted(self._bins):
+            left -= self._bins[number]
+            if left <= 0:
+                return (number + 1) * BIN_S
+        return 0.0
+
+
+async def main(url: str, clients: int, group_size: int, tokens: int, first: int) -> None:
+    stats, late = Stats("rollout", f"bench-{first}"), Lateness()
+    message = a_group(group_size, tokens)
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
+    running = [asyncio.create_task(client(url, first + i, message, stats)) for i in range(clients)]
+    running.append(asyncio.create_task(late.watch()))
+    stopping = asyncio.create_task(over.wait())
+    await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopping, *running):
+        task.cancel()
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    broken = [repr(error) for error in ended if not isinstance(error, asyncio.CancelledError)]
+    told = {
+        "published": stats.counts["groups_published"],
+        "duplicates": stats.counts["duplicates"],
+        "waited_for_redis_s": stats.waits.seconds().get("redis", 0.0),
+        "loop_lag_p50_s": late.quantile(0.5),
+        "loop_lag_p99_s": late.quantile(0.99),
+        "loop_lag_max_s": late.most_s,
+        "rss_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "broken": broken,
+    }
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    where, *numbers = sys.argv[1:]
+    asyncio.run(main(where, *map(int, numbers)))

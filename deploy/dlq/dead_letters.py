@@ -1,0 +1,244 @@
+"""Dead letters: entries that could not be used, as evidence for people, and what became of their seqs.
+
+One letter has one shape, whoever wrote it (`learner/delivery/consumer.py`, `rollout_server/dispatch/publisher.py`):
+
+    id      the entry it was: of the stream of trajectory groups, or of tasks (reasons that begin with `task_`)
+    seq     which seq the entry was of, 0 where not even that could be read
+    reason  one word, as in `protocol/errors.py`; detail: what exactly was wrong
+    from    who found it: "learner", or the id of a rollout server
+    h, b    header and body as they came, cut to a bound
+
+The stream in Redis holds the newest (both writers'); `dead_letters.jsonl` in the run directory holds the learner's,
+`h` and `b` in base64, and `dead_letters.jsonl.1` those before them (`learner/delivery/dead_letters.py` bounds both). What was done
+about a seq stands in neither: that is the ledger's.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.keys import Keys
+from protocol.ledger import REOPENABLE, Ledger, Outcome
+
+if TYPE_CHECKING:
+    import redis
+from collections.abc import Sequence
+
+from deploy.monitor.snapshot import Observation
+from deploy.terminal import harmless
+from protocol.errors import UserError
+
+FILES = ("dead_letters.jsonl.1", "dead_letters.jsonl")
+PAGE = 20
+"""Letters read from Redis at once: a letter may take two MiB."""
+LONGEST_LINE = 8 << 20
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """One letter. `kept`: where it lies ("redis", "file"); `stream_id`: its own id in the dead-letter stream."""
+
+    id: str
+    seq: int
+    reason: str
+    detail: str
+    source: str
+    header: bytes
+    body: bytes
+    kept: tuple[str, ...] = ()
+    stream_id: str = ""
+
+    @property
+    def at(self) -> float:
+        """When the entry came, in seconds since 1970 by Redis' clock: an id begins with it. 0 when it says nothing."""
+        milliseconds = self.id.partition("-")[0]
+        return int(milliseconds) / 1000 if milliseconds.isdecimal() and len(milliseconds) < 16 else 0.0
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What the last checkpoint's ledger says of seqs, and which of them a person has asked to be tried again."""
+
+    ledger: Ledger | None
+    requeued: frozenset[int] = frozenset()
+
+    @cached_property
+    def dead(self) -> dict[int, str]:
+        """seq -> reason, of those that were given up."""
+        return {seq: reason for seq, (outcome, reason) in self._noted.items() if outcome is Outcome.DEAD}
+
+    @cached_property
+    def reopenable(self) -> dict[int, str]:
+        """seq -> reason, of those that may be tried again: nothing was learned from them."""
+        return {seq: reason for seq, (outcome, reason) in self._noted.items() if outcome in REOPENABLE}
+
+    @cached_property
+    def _noted(self) -> dict[int, tuple[Outcome, str]]:
+        notes = self.ledger.notes if self.ledger is not None else []
+        return {seq: (outcome, reason) for seq, outcome, reason in notes}
+
+    def of(self, seq: int) -> str:
+        """One word: dead, stale, filtered, trained, requeued, open (will be tried again) or unknown."""
+        if not seq or self.ledger is None:
+            return "unknown"
+        if seq in self.requeued:
+            return "requeued"
+        if seq not in self.ledger:
+            return "open"
+        return str(self._noted.get(seq, (Outcome.TRAINED, ""))[0])
+
+
+def read_letters(client: redis.Redis | None, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:
+    """Every letter once, the oldest first; without a client those of the file.
+
+    `bodies` False leaves `header` and `body` empty: there may be gigabytes.
+    """
+    filed = {_key(letter): letter for name in FILES for letter in _of_file(run_dir / name, bodies)}
+    found = []
+    for letter in _of_stream(client, Keys(run).dlq, bodies) if client is not None else ():
+        twin = filed.pop(_key(letter), None)
+        # the file has more of the bytes
+        found.append(replace(twin, kept=("redis", "file"), stream_id=letter.stream_id) if twin else letter)
+    return sorted([*found, *filed.values()], key=lambda letter: (letter.at, letter.id))
+
+
+def purge_stream(client: redis.Redis, run: str, letters: Iterable[DeadLetter]) -> int:
+    """Removes these letters from the stream; how many were there."""
+    ids = [letter.stream_id for letter in letters if letter.stream_id]
+    return sum(int(client.xdel(Keys(run).dlq, *ids[i : i + 500])) for i in range(0, len(ids), 500))
+
+
+def purge_file(run_dir: Path, letters: Iterable[DeadLetter]) -> int:
+    """Removes these letters from the files, by rename; how many lines. For a run whose learner does not write."""
+    gone = {_key(letter) for letter in letters}
+    return sum(_purge(run_dir / name, gone) for name in FILES if (run_dir / name).exists())
+
+
+def _purge(path: Path, gone: set[tuple[str, str, str]]) -> int:
+    partial, removed = path.with_suffix(".partial"), 0
+    with partial.open("w", encoding="utf-8") as out, path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            letter = _parsed(line, bodies=False)
+            if letter is not None and _key(letter) in gone:
+                removed += 1
+            else:
+                out.write(line)
+    partial.replace(path)
+    return removed
+
+
+def _key(letter: DeadLetter) -> tuple[str, str, str]:
+    return letter.id, letter.reason, letter.source
+
+
+def _of_stream(client: redis.Redis, key: str, bodies: bool) -> Iterator[DeadLetter]:
+    start = "-"
+    while True:
+        page: list[tuple[bytes, dict[bytes, bytes]]] = client.xrange(key, start, "+", count=PAGE)  # type: ignore[assignment]
+        for stream_id, raw in page:
+            yield _letter(raw, stream_id.decode(), bodies)
+        if len(page) < PAGE:
+            return
+        start = f"({page[-1][0].decode()}"
+
+
+def _letter(raw: dict[bytes, bytes], stream_id: str, bodies: bool) -> DeadLetter:
+    def text(name: bytes) -> str:
+        return raw.get(name, b"").decode("utf-8", "replace")
+
+    # an older rollout server wrote `raw`, and no id
+    header, body = raw.get(b"h", b""), raw.get(b"b", raw.get(b"raw", b""))
+    return DeadLetter(
+        id=text(b"id") or stream_id,
+        seq=_seq(text(b"seq")),
+        reason=text(b"reason"),
+        detail=text(b"detail"),
+        source=text(b"from") or "learner",
+        header=header if bodies else b"",
+        body=body if bodies else b"",
+        kept=("redis",),
+        stream_id=stream_id,
+    )
+
+
+def _of_file(path: Path, bodies: bool) -> Iterator[DeadLetter]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(LONGEST_LINE):
+            letter = _parsed(line, bodies)
+            if letter is not None:
+                yield letter
+
+
+def _parsed(line: str, bodies: bool) -> DeadLetter | None:
+    """None for what is no letter: a line that a crash cut short."""
+    try:
+        facts: Any = json.loads(line)
+        if not isinstance(facts, dict):
+            return None
+        header, body = (base64.b64decode(str(facts.get(name, ""))) if bodies else b"" for name in ("h", "b"))
+    except (ValueError, RecursionError, binascii.Error):
+        return None
+    reason, detail, source = (str(facts.get(name, "")) for name in ("reason", "detail", "from"))
+    given = DeadLetter(str(facts.get("id", "")), _seq(str(facts.get("seq", ""))), reason, detail, source, header, body)
+    return replace(given, source=source or "learner", kept=("file",))
+
+
+def _seq(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) <= 18 else 0
+
+
+# Which dead seqs may be tried again, and what will happen then. Pure: the learner does it (`Keys.requeue`).
+
+SHOWN = 20
+
+
+def choose(seen: Observation, fates: Fates, seqs: Sequence[int], *, reason: str = "") -> list[int]:
+    """The seqs to requeue, ascending: `seqs`, or every dead or stale one with `reason`, or every dead one.
+
+    Raises UserError when the run is over, when there is no ledger to look at, or when a named seq is neither.
+    """
+    if seen.is_done:
+        raise UserError(
+            "the run is done: nothing would try them again",
+            todo="make it longer first (raise run.steps and start the learner again), then requeue",
+        )
+    if fates.ledger is None:
+        raise UserError(
+            "no checkpoint says yet which seqs are dead", todo="wait for the first one (learner.checkpoint_every)"
+        )
+    lost = fates.reopenable
+    if not seqs:
+        chosen = [seq for seq, why in lost.items() if why == reason] if reason else list(fates.dead)
+        if reason and not chosen:
+            known = ", ".join(sorted({harmless(why) for why in lost.values()})) or "none at all"
+            raise UserError(f"no dead or stale seq has the reason {reason!r}", why=f"reasons there are: {known}")
+    else:
+        chosen = list(seqs)
+        if wrong := [seq for seq in chosen if seq not in lost]:
+            told = ", ".join(f"{seq} is {fates.of(seq)}" for seq in wrong[:SHOWN])
+            raise UserError(
+                f"only dead and stale seqs can be requeued, by the last checkpoint: {told}",
+                why="one that is open is being tried anyway, and one that is trained must not be trained twice",
+                todo="foray dlq list shows which are dead; one that died just now waits for the next checkpoint",
+            )
+    return sorted({seq for seq in chosen if seq not in fates.requeued})
+
+
+def outlook(seen: Observation, seqs: Sequence[int]) -> str:
+    """What will happen, in a sentence or two."""
+    if not seqs:
+        return "nothing to requeue: what is dead was requeued already"
+    some = ", ".join(map(str, seqs[:SHOWN])) + (", ..." if len(seqs) > SHOWN else "")
+    then = "opens them again in its ledger and issues them again; until they end they count as in flight"
+    if seen.learner is None:
+        return f"{len(seqs)} seqs requeued: {some}\nNo learner reports. When one starts it {then}."
+    return f"{len(seqs)} seqs requeued: {some}\nThe learner {then}."

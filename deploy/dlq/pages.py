@@ -1,0 +1,116 @@
+"""What `foray dlq list` and `foray dlq show` print. Pure. Every word of a stranger goes through `harmless`."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from deploy.dlq.dead_letters import DeadLetter, Fates
+from deploy.monitor.top import Row, table
+from deploy.terminal import harmless, hex_lines
+from protocol.codec import decode
+from protocol.errors import ProtocolError
+from protocol.header import check_body, read_header
+
+COLUMNS = ("seq", "fate", "reason", "found by", "when (UTC)", "entry", "detail")
+
+
+def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") -> list[str]:
+    """A table with a line for each letter, and one for each dead seq of which there is none."""
+    silent = _silent(letters, fates, reason)
+    if not letters and not silent:
+        return ["no dead letters, and no seq was given up"]
+    rows = [
+        Row(
+            str(letter.seq or "-"),
+            (
+                fates.of(letter.seq),
+                harmless(letter.reason, 32),
+                harmless(letter.source, 32),
+                _when(letter.at),
+                harmless(letter.id, 40),
+                harmless(letter.detail, 60),
+            ),
+        )
+        for letter in letters
+    ]
+    rows += [
+        Row(str(seq), (fates.of(seq), harmless(why, 32), "ledger", "-", "-", "given up; no letter"))
+        for seq, why in silent.items()
+    ]
+    reasons = Counter(letter.reason for letter in letters)
+    counted = ", ".join(f"{number} {harmless(why, 32)}" for why, number in reasons.most_common()) or "none"
+    dead = Counter(fates.dead.values())
+    booked = ", ".join(f"{number} {harmless(why, 32)}" for why, number in dead.most_common()) or "none"
+    return [
+        *(line.rstrip() for line in table(COLUMNS, rows)),
+        f"{len(letters)} letters: {counted}",
+        f"{sum(dead.values())} seqs booked as dead: {booked}",
+    ]
+
+
+def page(letter: DeadLetter, fates: Fates, *, most: int) -> list[str]:
+    """Everything about one letter."""
+    lines = [
+        f"entry {harmless(letter.id)} of seq {letter.seq or 'unknown'} ({fates.of(letter.seq)}), {_when(letter.at)}",
+        f"  reason    {harmless(letter.reason)}: {harmless(letter.detail, 1000)}",
+        f"  found by  {harmless(letter.source)}; kept in {' and '.join(letter.kept)}",
+    ]
+    facts, wrong = read_facts(letter)
+    lines += [f"  header    {harmless(name)} = {harmless(str(value), 400)}" for name, value in facts.items()]
+    lines += [f"  {part:<9} {harmless(why, 400)}" for part, why in wrong.items()]
+    for name, raw in (("header", letter.header), ("body", letter.body)):
+        if raw:
+            lines += [f"  {name}, {len(raw)} bytes kept", *(f"    {line}" for line in hex_lines(raw, most))]
+    return lines
+
+
+def read_facts(letter: DeadLetter) -> tuple[dict[str, Any], dict[str, str]]:
+    """(fields of the header, where it can be read; what reading header and body says)."""
+    facts: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    if letter.header:
+        try:
+            header = read_header(letter.header)
+            facts = header.model_dump(mode="json")
+            check_body(header, letter.body)
+        except ProtocolError as error:
+            said["checked"] = f"{error.reason}: {error}"
+    if letter.body:
+        try:
+            said["body"] = f"reads as a {type(decode(letter.body)).__name__}"
+        except ProtocolError as error:
+            said["body"] = f"{error.reason}: {error}"
+    return facts, said
+
+
+def as_json(
+    run: str, letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "", bodies: bool = False
+) -> dict[str, Any]:
+    """The same, for programs: bytes in base64, text as it came (JSON escapes it)."""
+    told = []
+    for letter in letters:
+        row: dict[str, Any] = {
+            **{"id": letter.id, "seq": letter.seq, "reason": letter.reason, "detail": letter.detail},
+            **{"from": letter.source, "at": letter.at, "kept": list(letter.kept), "fate": fates.of(letter.seq)},
+        }
+        if bodies:
+            facts, said = read_facts(letter)
+            row |= {"header": facts, "said": said}
+            row |= {"h": base64.b64encode(letter.header).decode(), "b": base64.b64encode(letter.body).decode()}
+        told.append(row)
+    dead = [{"seq": s, "reason": why, "fate": fates.of(s)} for s, why in fates.dead.items() if reason in ("", why)]
+    return {"run": run, "letters": told, "dead": dead, "requeued": sorted(fates.requeued)}
+
+
+def _silent(letters: Sequence[DeadLetter], fates: Fates, reason: str) -> dict[int, str]:
+    """Dead seqs without a letter: a rollout server gave them up, and said why."""
+    there = {letter.seq for letter in letters}
+    return {seq: why for seq, why in fates.dead.items() if seq not in there and reason in ("", why)}
+
+
+def _when(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at)) if at else "-"

@@ -1,0 +1,40 @@
+"""Services that listen beyond this machine without a token, and tokens that are none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from deploy.config import RunConfig
+from deploy.doctor.finding import Finding
+from deploy.secrets.env import read_env
+from protocol.errors import UserError
+from protocol.runtime.http.auth import is_loopback, read_access
+
+
+def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """One finding for each service that would be refused at its start; one for all where none would."""
+    hosts = {"rollout": ("rollout.host", config.rollout.host)}
+    if config.num_retrievers:
+        hosts["retriever"] = ("retriever.host", config.retriever.host)
+    if config.launch.engines:
+        hosts["node"] = ("engine.host", config.engine.host)
+    if config.launch.learner and config.learner.metrics_port is not None:
+        hosts["learner"] = ("learner.metrics_host", config.learner.metrics_host)
+    found: list[Finding] = []
+    for role, (setting, host) in hosts.items():
+        try:
+            access = read_access(read_env(config.launch.secrets, role) if config.launch.secrets else environ)
+        except UserError as error:
+            found.append(Finding(f"tokens of the {role}", "fail", f"{error.what}: {error.why}", error.todo))
+            continue
+        if access.open and not is_loopback(host):
+            detail = f"{setting} = {host} opens it to the network, and no token is set: it would refuse to start"
+            todo = f"foray init run.yaml --secure (then launch.secrets), or {setting}=127.0.0.1"
+            todo += ", or no endpoint: learner.metrics_port=null" if role == "learner" else ""
+            found.append(Finding("access", "fail", detail, todo))
+    if found:
+        yield from found
+        return
+    far = [setting for setting, host in hosts.values() if not is_loopback(host)]
+    yield Finding("access", "ok", f"{', '.join(far)} ask for tokens" if far else "every service is on loopback only")

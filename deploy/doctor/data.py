@@ -1,0 +1,145 @@
+"""The files that a run begins with, opened and not only looked for: model, corpus, the first questions."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from deploy.config import RunConfig
+from deploy.doctor.finding import Finding
+from learner.data.questions import ANSWER_FIELDS, check_questions
+from protocol.errors import UserError
+from protocol.runtime.torch_safety import refuse_pickled
+
+ROWS = 100
+"""Questions and passages that are read: a wrong format shows in the first ones."""
+MODEL_FILES = "give a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json): run.model=..."
+TO_LINES = (
+    "import json, pyarrow.parquet as p; t = p.read_table({path!r}, columns={columns}); "
+    "[print(json.dumps(row)) for row in t.to_pylist()]"
+)
+
+
+def files(config: RunConfig) -> Iterator[Finding]:
+    """One finding for each file or directory that the processes which are started here will read."""
+    yield model(config)
+    if config.num_retrievers and config.retriever.online is None:
+        yield _unless_prepared(config, config.retriever.needed_corpus, _corpus(config))
+    if config.launch.learner:
+        yield _unless_prepared(config, config.learner.questions, _questions(config.learner.questions))
+
+
+def awaits_preparation(config: RunConfig) -> bool:
+    """Whether `launch.prepare` runs before anything else, and makes the model."""
+    return bool(config.launch.prepare) and not config.run.model.exists()
+
+
+def model(config: RunConfig) -> Finding:
+    """The directory of the initial policy."""
+    directory = config.run.model
+    if awaits_preparation(config):
+        return Finding("run.model", "ok", f"{directory} will be made by launch.prepare")
+    try:
+        facts = json.loads((directory / "config.json").read_bytes())
+        refuse_pickled(directory)
+        shards = _shards(directory)
+    except OSError as error:
+        return Finding("run.model", "fail", f"no model in {directory}: {error.strerror}", MODEL_FILES)
+    except (ValueError, RecursionError) as error:
+        return Finding("run.model", "fail", f"a file of the model in {directory} is damaged", MODEL_FILES, str(error))
+    except UserError as error:
+        return Finding.of("run.model", error)
+    if not isinstance(facts, dict) or not shards:
+        what = "config.json is no object" if shards else "it holds no weights (*.safetensors)"
+        return Finding("run.model", "fail", f"no model in {directory}: {what}", MODEL_FILES)
+    for shard in shards:
+        if why := _damage(shard):
+            return Finding("run.model", "fail", f"{shard} is no whole safetensors file", "copy it again", why)
+    return Finding(
+        "run.model", "ok", f"{directory}: {facts.get('model_type', 'model')}, {len(shards)} file(s) of weights"
+    )
+
+
+def _shards(directory: Path) -> list[Path]:
+    """The weight files: those that an index names, else those that are there."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index.name} has no weight_map") from error
+    return sorted(directory / str(name) for name in names)
+
+
+def _damage(shard: Path) -> str:
+    """What is wrong with a file of weights, "" when it is whole (or cannot be judged here)."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        return "" if shard.is_file() else "No such file or directory"
+    try:
+        with safe_open(shard, framework="numpy"):
+            return ""
+    except SafetensorError as error:
+        return str(error)
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _corpus(config: RunConfig) -> Finding:
+    """The first passages, read by the reader that the index builder uses."""
+    from retriever.build.input import first_passages, refuse_large
+    from retriever.corpus.manifest import corpus_of
+
+    settings = config.retriever
+    built = settings.index_path.exists() or settings.needed_corpus is None
+    corpus = settings.corpus
+    try:
+        if built:
+            corpus = corpus_of(settings.index_path, settings.given_corpus)
+        count = first_passages(corpus, ROWS)
+        if not built:
+            refuse_large(settings)
+    except ImportError as error:
+        detail, mend = f"{corpus} cannot be read here", "pip install 'foray[retriever]'"
+        return Finding("retriever.corpus.corpus", "fail", detail, mend, str(error))
+    except UserError as error:
+        return Finding.of("retriever.index_dir" if settings.needed_corpus is None else "retriever.corpus.corpus", error)
+    return Finding("retriever.corpus.corpus", "ok", f"{corpus}: the first {count} passages are readable")
+
+
+def _questions(path: Path) -> Finding:
+    try:
+        count = check_questions(path, ROWS)
+    except UserError as error:
+        found = Finding.of("learner.data.questions", error)
+        return _with_columns(path, found) if "Parquet" in error.what else found
+    return Finding("learner.data.questions", "ok", f"{path}: the first {count} questions are readable")
+
+
+def _with_columns(path: Path, found: Finding) -> Finding:
+    """`found` with what the Parquet file holds, and the command that converts it where its columns have the names."""
+    try:
+        from retriever.corpus.formats.base import columns_of
+
+        columns = columns_of(path)
+    except (ImportError, OSError):
+        return found
+    why = f"{found.why}; its columns are {', '.join(columns)}"
+    wanted = [name for name in ("id", "question", *ANSWER_FIELDS) if name in columns]
+    mend = found.mend
+    if "question" in wanted and wanted[-1] in ANSWER_FIELDS:
+        code, lines = TO_LINES.format(path=str(path), columns=wanted), path.with_suffix(".jsonl")
+        quoted = shlex.quote(code) if set(code) & set('"$`\\') else f'"{code}"'
+        mend = f"python -c {quoted} > {shlex.quote(str(lines))}; then learner.questions={lines}"
+    return Finding(found.check, found.verdict, found.detail, mend, why)
+
+
+def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:
+    """A file that is missing is no failure where `launch.prepare` may make it."""
+    if found.verdict == "fail" and path is not None and not path.exists() and awaits_preparation(config):
+        return Finding(found.check, "warn", f"{path} is not there yet", "nothing, if launch.prepare makes it")
+    return found

@@ -1,0 +1,216 @@
+"""Whether engine and learner can run the model: judged by its config.json, the installed packages and the devices.
+
+Neither torch nor transformers is imported: `foray up` asks all of this before it starts a process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deploy.config import RunConfig
+from deploy.doctor.finding import Finding
+from deploy.doctor.gpus import without_cuda
+from learner.config.learner import DistributedPublishSettings, require_groups
+from learner.config.policy import GroupSettings
+from learner.model.architecture import refuse_settings
+from protocol.errors import UserError
+from protocol.settings import RunSettings
+from rollout_server.cpu_engine.model.config import read_model_config
+from rollout_server.node.config import CpuEngine, SglangEngine
+
+CPU_PARAMETERS = 50_000_000
+"""Largest model for the embedded engine: it serves tests and demos, a larger one would take minutes for an answer."""
+ON_SGLANG = "serve it with SGLang: 'engine.kind={type: sglang}' (without a GPU see deploy/configs/demo_sglang_cpu.yaml)"
+NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
+"""What values of other types than a model's lead to."""
+PROBE = (
+    "import importlib.metadata as m, importlib.util as u\n"
+    "print('no' if u.find_spec('sglang') is None else m.version('sglang'))"
+)
+PROBE_S = 30.0
+
+
+def engine(config: RunConfig) -> Iterator[Finding]:
+    """The engine that is started here: whether it exists, and serves the model as long as episodes are."""
+    kind = config.engine.kind
+    if not config.launch.engines:
+        return
+    if isinstance(kind, SglangEngine):
+        yield _sglang(kind)
+    facts = read_facts(config.run.model)
+    if not facts:
+        return  # that there is no model is said elsewhere
+    if isinstance(kind, CpuEngine):
+        yield _cpu(config.run.model)
+    try:
+        yield from _context(config, facts)
+    except NOT_FACTS as error:
+        yield _unusable(config.run.model, error)
+
+
+def learner(config: RunConfig) -> Iterator[Finding]:
+    """The learner that is started here: whether it trains such a model and such groups, its transport, its trackers."""
+    if not config.launch.learner:
+        return
+    try:
+        require_groups(config.run, config.learner)
+    except UserError as error:
+        yield Finding.of("run.group_size", error)
+    yield from _sampling(config.run)
+    yield from _reward_parts(config)
+    facts = read_facts(config.run.model)
+    if facts:
+        yield _trainable(config, facts)
+    yield from _output_layers(config)
+    publish = config.learner.publish
+    if isinstance(publish, DistributedPublishSettings) and publish.backend == "nccl":
+        yield _nccl(config)
+    for tracker in config.learner.trackers:
+        absent = [name for name in tracker.modules if importlib.util.find_spec(name) is None]
+        if absent:
+            why, todo = f"not installed: {', '.join(absent)}", f"pip install {tracker.type}, or leave it out"
+            yield Finding("learner.observability.trackers", "fail", f"{tracker.type} cannot be used", todo, why)
+        else:
+            yield Finding("learner.observability.trackers", "ok", tracker.type)
+
+
+def _reward_parts(config: RunConfig) -> Iterator[Finding]:
+    algorithm = config.learner.algorithm
+    parts = algorithm.parts if isinstance(algorithm, GroupSettings) else {}
+    known = [reward.key for reward in config.rollout.episode.rewards]
+    if unknown := sorted(set(parts) - set(known)):
+        detail = f"no reward of rollout.episode.rewards is {' or '.join(unknown)}"
+        yield Finding("learner.algorithm.parts", "fail", detail, f"name some of {', '.join(known)}, or add the reward")
+
+
+def _output_layers(config: RunConfig) -> Iterator[Finding]:
+    model, kind = config.learner.model, config.engine.kind
+    if not config.launch.engines or not isinstance(kind, SglangEngine) or model.dtype != "bfloat16":
+        return
+    if model.fp32_lm_head != kind.fp32_lm_head:
+        pair = f"learner.model.fp32_lm_head is {model.fp32_lm_head}, engine.kind.fp32_lm_head {kind.fp32_lm_head}"
+        why = "one side rounds its logits to bfloat16: log-probs differ by 0.013 nats in the mean, at lag 0 too"
+        yield Finding("fp32_lm_head", "warn", pair.lower(), "set both to true", why)
+
+
+def _sampling(run: RunSettings) -> Iterator[Finding]:
+    if run.top_p == 1 and run.top_k < 0:
+        return
+    given = [
+        f"run.{name} = {value}" for name, value in (("top_p", run.top_p), ("top_k", run.top_k)) if value not in (1, -1)
+    ]
+    detail = f"{' and '.join(given)}: rollouts draw from a part of the distribution that the loss takes whole"
+    why = "ratios stay right (both sides score the whole), but the gradient is biased and the policy narrows"
+    todo = 'run.top_p=1 run.top_k=-1, unless a recipe asks for it (docs/algorithms.md, "What the sampler leaves out")'
+    yield Finding("sampling", "warn", detail, todo, why)
+
+
+def read_facts(model: Path) -> dict[str, Any]:
+    """The model's config.json, {} where there is none that is an object."""
+    try:
+        found = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cpu(model: Path) -> Finding:
+    try:
+        parameters = read_model_config(model).parameters
+    except UserError as error:
+        detail = f"the CPU engine (engine.kind.type cpu) cannot serve {model}"
+        why = f"{error.what}{': ' if error.why else ''}{error.why}"
+        return Finding("engine", "fail", detail, f"{ON_SGLANG}, or {error.todo or 'use another model'}", why)
+    size = f"{model} has {parameters / 1e6:,.1f} million parameters"
+    if parameters > CPU_PARAMETERS:
+        why = f"engine.kind.type is cpu, the embedded engine for models of up to {CPU_PARAMETERS / 1e6:.0f} million"
+        return Finding("engine", "fail", f"{size}, too many for the CPU engine", ON_SGLANG, why)
+    return Finding("engine", "ok", f"the CPU engine serves it: {size}")
+
+
+def _sglang(kind: SglangEngine) -> Finding:
+    """Asks the interpreter of the engine's environment, which may be another than ours."""
+    from rollout_server.node.process import MAKE_ENVIRONMENT, environment, interpreter, launcher
+
+    try:
+        python = interpreter(kind.python)
+        if kind.launcher:
+            launcher(kind.launcher)
+        asked = subprocess.run(
+            [python, "-c", PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=dict(environment(kind)),
+        )
+    except UserError as error:
+        return Finding.of("engine", error)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("engine", "fail", f"{kind.python} is no interpreter that runs", MAKE_ENVIRONMENT, str(error))
+    answer = asked.stdout.strip()
+    if asked.returncode or answer == "no":
+        last = asked.stderr.strip().rpartition("\n")[2] if asked.returncode else f"{python} finds no package sglang"
+        todo = f"{MAKE_ENVIRONMENT}; or install the extra [engine] there"
+        return Finding("engine", "fail", "engine.kind.type is sglang, and there is no SGLang", todo, last)
+    return Finding("engine", "ok", f"SGLang {answer} of {python}")
+
+
+def _context(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
+    """Whether the longest episode fits into the positions that the model knows."""
+    scaled = not isinstance(config.engine.kind, CpuEngine)
+    wanted, limit = config.rollout.episode.max_context, _positions(facts, scaled=scaled)
+    if limit and wanted > limit:
+        detail = f"rollout.episode.max_context = {wanted} is more than the {limit} positions of {config.run.model}"
+        why = "the engine would refuse, or cut off, every longer trajectory"
+        yield Finding("max_context", "fail", detail, f"rollout.episode.max_context={limit}, or a model of more", why)
+
+
+def _positions(facts: dict[str, Any], *, scaled: bool) -> int:
+    """The longest context, `scaled` as SGLang does by the rotary settings; 0 where the configuration does not say."""
+    text = facts["text_config"] if isinstance(facts.get("text_config"), dict) else facts
+    limit = text.get("max_position_embeddings")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters")
+    if not isinstance(limit, int):
+        return 0
+    if not scaled or not isinstance(scaling, dict) or "original_max_position_embeddings" in scaling:
+        return limit
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor", 1.0)
+    return int(limit * factor) if kind != "llama3" and isinstance(factor, int | float) else limit
+
+
+def _trainable(config: RunConfig, facts: dict[str, Any]) -> Finding:
+    """What the learner says at its load of the model, as far as config.json tells it."""
+    try:
+        given = SimpleNamespace(**({"is_encoder_decoder": False, "model_type": "model"} | facts))
+        if given.model_type.startswith("qwen") and not facts.get("use_sliding_window"):
+            given.sliding_window = None  # written in its file, and without effect
+        packed = bool(config.learner.batch.row_tokens)
+        refuse_settings(config.run.model, given, config.learner.model.attention, packed=packed)
+    except UserError as error:
+        return Finding.of("learner", error)
+    except NOT_FACTS as error:
+        return _unusable(config.run.model, error)
+    return Finding("learner", "ok", f"trains a {given.model_type} model")
+
+
+def _unusable(model: Path, error: Exception) -> Finding:
+    detail, why = f"{model / 'config.json'} does not describe a model", f"{type(error).__name__}: {error}"
+    return Finding("config.json", "fail", detail, "take the model's directory whole, from where it was published", why)
+
+
+def _nccl(config: RunConfig) -> Finding:
+    todo = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
+    if config.launch.engines and isinstance(config.engine.kind, CpuEngine):
+        why = "the CPU engine receives weights over gloo only"
+        return Finding("learner.weights", "fail", "backend is nccl, and engine.kind.type is cpu", todo, why)
+    if reason := without_cuda():
+        return Finding("learner.weights", "fail", "backend is nccl, and there is no CUDA device", todo, reason)
+    return Finding("learner.weights", "ok", "nccl, with a CUDA device")

@@ -1,0 +1,170 @@
+"""The model's words: one tokenizer everywhere, a vocabulary that fits the model, and no code in its directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.config import RunConfig
+from deploy.doctor.engine import read_facts
+from deploy.doctor.finding import Finding
+from deploy.doctor.redis import ANSWER_S
+from deploy.launcher.redis_server import connect
+from protocol.codec import decode_as
+from protocol.errors import ForayError, ProtocolError
+from protocol.keys import Keys
+from protocol.messages import EngineInfo
+from protocol.run_meta import parse, tokenizer_digest
+from rollout_server.node.config import SglangEngine
+
+RUN_TOKENIZER, ENGINE_TOKENIZER = "tokenizer of the run", "tokenizer of the engines"
+MODEL_FLAGS = ("--tokenizer-path", "--model-path", "--model")
+
+
+def tokenizer(config: RunConfig) -> Iterator[Finding]:
+    """The tokenizer of run.model beside the model's config and the directory that SGLang is told."""
+    model = config.run.model
+    if not (model / "config.json").is_file():
+        return  # that it is missing is said elsewhere
+    try:
+        spec = json.loads((model / "tokenizer.json").read_bytes())
+        largest = _largest_id(spec)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        told = getattr(error, "strerror", None) or f"it is no tokenizer: {type(error).__name__}"
+        todo = "take the model's directory whole: config.json, model.safetensors, tokenizer.json"
+        yield Finding("tokenizer", "fail", f"{model / 'tokenizer.json'}: {told}", todo)
+        return
+    size = _vocabulary(model)
+    if size is not None and largest >= size:
+        detail = (
+            f"its largest id is {largest}, and the model in {model} has {size} words: engines would refuse or crash"
+        )
+        yield Finding("tokenizer", "fail", detail, "take tokenizer.json and config.json from one and the same model")
+        return
+    ours = tokenizer_digest((model / "tokenizer.json").read_bytes())
+    for flag, other in _told(config):
+        theirs = tokenizer_digest(_bytes(other / "tokenizer.json"))
+        if theirs != ours:
+            detail = f"SGLang is told {flag} {other} ({theirs[:12] or 'none'}), run.model has {ours[:12]}"
+            todo = f"take {flag} out of engine.kind.args: nodes pass run.model on"
+            yield Finding("tokenizer", "fail", detail, todo)
+            return
+    yield Finding("tokenizer", "ok", f"{ours[:12]}, ids to {largest}" + (f" of {size}" if size is not None else ""))
+
+
+def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
+    """The tokenizers of the engines that are registered now, and of the run's learner, beside that of run.model."""
+    import redis
+
+    keys, client = Keys(config.run.id), connect(url, config.run.id, timeout_s=ANSWER_S)
+    try:
+        names: Any = client.zrange(keys.engines, 0, -1)
+        raws: list[Any] = [client.hget(keys.engine(name.decode()), "b") for name in names]
+        meta: Any = client.hgetall(keys.meta)
+    except (redis.RedisError, OSError):
+        return  # whether it answers, and whom, is said elsewhere
+    finally:
+        client.close()
+    engines, todo = list(_engines(raws)), "give all processes of a run the same run.model"
+    ours = _fingerprint(config.run.model) if engines else ""
+    for engine in engines:
+        if ours and engine.tokenizer and engine.tokenizer != ours:
+            detail = f"engine {engine.id} has {engine.tokenizer[:12]}, run.model {ours[:12]}: it gets no traffic"
+            yield Finding(ENGINE_TOKENIZER, "fail", detail, todo)
+    theirs, digest = parse(meta), tokenizer_digest(_bytes(config.run.model / "tokenizer.json"))
+    if theirs is not None and theirs.tokenizer and digest and theirs.tokenizer != digest:
+        detail = f"the learner of run {config.run.id} has {theirs.tokenizer[:12]}, run.model {digest[:12]}"
+        yield Finding(RUN_TOKENIZER, "fail", detail, todo)
+
+
+def teacher(config: RunConfig) -> Iterator[Finding]:
+    """Another model as reference: whether its ids mean what the policy's do. It may have more, but no fewer."""
+    other, model = config.learner.reference.model, config.run.model
+    if not config.launch.learner or not config.learner.algorithm.kl.coefficient or other is None:
+        return
+    theirs, ours = _vocabulary(other), _vocabulary(model)
+    todo = "set learner.reference.model to a model of the policy's family, with as many ids or more"
+    if theirs is not None and ours is not None and theirs < ours:
+        detail = f"{other} has {theirs} ids, {model} has {ours}: the learner would refuse it"
+        yield Finding("learner.reference.model", "fail", detail, todo)
+    elif (words := _words(other)) and (known := _words(model)):
+        differ = [word for word, number in known.items() if words.get(word) != number]
+        if differ:
+            detail = f"{len(differ)} tokens of {model} have another id in {other}, {differ[0]!r} for one"
+            why = "the divergence would be between probabilities of different tokens"
+            yield Finding("learner.reference.model", "fail", detail, todo, why)
+
+
+def _words(model: Path) -> dict[str, int]:
+    """Token -> id, of tokenizer.json; {} where there is none that says so."""
+    try:
+        spec = json.loads((model / "tokenizer.json").read_bytes())
+        words = spec["model"]["vocab"]
+        pairs = words.items() if isinstance(words, dict) else ((word, i) for i, (word, _) in enumerate(words))
+        return dict(pairs) | {added["content"]: added["id"] for added in spec.get("added_tokens") or ()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def remote_code(config: RunConfig) -> Iterator[Finding]:
+    """Models that bring code along, and engines that are told to run it."""
+    kind = config.engine.kind
+    if isinstance(kind, SglangEngine) and any(word.startswith("--trust-remote-code") for word in kind.args):
+        detail = "engine.kind.args has --trust-remote-code: code in the model's directory runs on every engine"
+        todo = "take it out, unless you wrote or read that code; Foray itself never runs any"
+        yield Finding("remote code", "warn", detail, todo)
+        return
+    brought = read_facts(config.run.model).get("auto_map")
+    if brought:
+        detail = f"{config.run.model} brings code of its own (auto_map), which Foray does not run: it cannot be loaded"
+        yield Finding("remote code", "fail", detail, "take a model that transformers knows by itself")
+    else:
+        yield Finding("remote code", "ok", "none is run")
+
+
+def _told(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    args = config.engine.kind.args if isinstance(config.engine.kind, SglangEngine) else ()
+    for index, word in enumerate(args):
+        flag, _, value = word.partition("=")
+        if flag in MODEL_FLAGS:
+            yield flag, Path(value or (args[index + 1] if index + 1 < len(args) else ""))
+
+
+def _largest_id(spec: Mapping[str, Any]) -> int:
+    words = spec["model"]["vocab"] if "model" in spec else {}
+    ids = [*words.values()] if isinstance(words, dict) else [len(words) - 1]
+    return max([*ids, *(added["id"] for added in spec.get("added_tokens") or ())], default=-1)
+
+
+def _vocabulary(model: Path) -> int | None:
+    facts = read_facts(model)
+    size = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _fingerprint(model: Path) -> str:
+    """As nodes compute it; "" where this environment cannot."""
+    try:
+        from rollout_server.environment.tokenizer import load_tokens
+
+        return load_tokens(model).fingerprint
+    except (ImportError, ForayError):
+        return ""
+
+
+def _engines(raws: list[Any]) -> Iterator[EngineInfo]:
+    for raw in raws:
+        try:
+            if raw is not None:
+                yield decode_as(EngineInfo, raw)
+        except ProtocolError:
+            continue  # of another version of Foray: `foray status` says so

@@ -1,0 +1,196 @@
+"""The Redis of a run: whether it answers, what would make it lose work in flight, and whether its clock is ours."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from deploy.config import RunConfig
+from deploy.doctor.finding import Finding
+from deploy.launcher.redis_server import OLDEST, connect, find_server
+from protocol.errors import UserError
+from protocol.keys import Keys
+from protocol.runtime.net import Holder, holder, socket_holder
+from protocol.runtime.redis.memory_policy import eviction_refusal
+from protocol.runtime.redis.url import cli, parse, redacted
+
+if TYPE_CHECKING:
+    import redis
+
+BYTES_PER_TOKEN = 8 * 1.25
+"""4 for the id, 4 for the log-prob, and what Redis adds: 266 kB packed are 331 kB there (measured)."""
+MOST_SKEW_S = 1.0
+ANSWER_S = 3.0
+"""Longest wait for an answer: a Redis that is slower than that stalls a run."""
+FULL = 0.98
+"""Share of maxmemory from which there is no room for a task."""
+FIXED_IN = (8, 6, 3)
+"""First Redis without CVE-2026-23479 (a use after free behind blocking reads, since 7.2.0)."""
+
+
+def program() -> Iterator[Finding]:
+    """The server that `foray up` would start."""
+    try:
+        server = find_server()
+    except UserError as error:
+        yield Finding("redis", "fail", f"{error.what}: {error.why}", error.todo)
+    else:
+        yield Finding("redis", "ok", f"{server.path} {server.version} ({server.origin})")
+
+
+def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """Everything about the server at `url`, or why it cannot be asked."""
+    import redis
+
+    client = connect(url, config.run.id, timeout_s=ANSWER_S)
+    try:
+        client.ping()
+        yield from _transport(url)
+        yield skew(client, clock)
+        try:
+            info: dict[str, Any] = client.info()
+        except redis.exceptions.NoPermissionError:
+            todo = "run `foray doctor` with the URL of the viewer or the admin in FORAY_REDIS_URL"
+            yield Finding("redis", "warn", f"{redacted(url)} answers, but tells this user nothing of itself", todo)
+            return
+        yield from _version(url, info)
+        yield from _room(client, url, config.run.id, info)
+        yield from _settings(url, info, memory_needed(config))
+    except (redis.RedisError, OSError) as error:
+        yield _away(url, error)
+    finally:
+        client.close()
+
+
+def memory_needed(config: RunConfig) -> int:
+    """Most bytes of trajectory groups in Redis: (max_lag + 1 + K) * B groups, K the steps between checkpoints.
+
+    Each group is taken at its longest: G trajectories of `max_context` tokens.
+    """
+    groups = (config.run.max_lag + 1 + config.learner.checkpoint_every) * config.run.groups_per_step
+    return int(groups * config.run.group_size * config.rollout.episode.max_context * BYTES_PER_TOKEN)
+
+
+def memory(needed: int, limit: int, setting: str, todo: str = "") -> Finding:
+    """Whether `limit` (0: none) bytes hold what a run may have in flight."""
+    detail = f"at most {needed / 2**20:.0f} MiB of groups in flight and until the next checkpoint"
+    if limit == 0:
+        return Finding("redis memory", "warn", f"{detail}; no limit is set: the kernel may end it instead", todo)
+    detail += f", the limit is {limit / 2**20:.0f} MiB"
+    if needed > limit:
+        todo = f"raise {setting}, or lower learner.checkpoint_every (a full Redis pauses the rollouts, nothing is lost)"
+        return Finding("redis memory", "warn", detail, todo)
+    return Finding("redis memory", "ok", detail)
+
+
+def skew(client: redis.Redis, clock: Callable[[], float] = time.time) -> Finding:
+    """How far the clock of Redis is from this machine's, to within half of a round trip."""
+    before = clock()
+    seconds, micros = client.time()
+    after = clock()
+    off, unsure = seconds + micros / 1e6 - (before + after) / 2, (after - before) / 2
+    detail = f"the clock of Redis is {abs(off):.3f} s {'ahead of' if off > 0 else 'behind'} ours (to {unsure:.3f} s)"
+    if abs(off) - unsure > MOST_SKEW_S:
+        detail += "; leases are counted by Redis alone and not affected, times in logs and metrics are"
+        return Finding("clock", "warn", detail, "on both hosts: timedatectl set-ntp true (or chronyc makestep)")
+    return Finding("clock", "ok", detail)
+
+
+def _transport(url: str) -> Iterator[Finding]:
+    where = parse(url)
+    hosts = ", ".join(host for host, _ in where.hosts)
+    if where.is_loopback:
+        yield Finding("redis transport", "ok", "nothing leaves this machine")
+    elif where.tls is None:
+        detail = f"passwords and trajectories go to {hosts} as they are: no TLS"
+        todo = f"foray init run.yaml --secure --hosts {hosts.replace(', ', ',')}; then rediss:// with its ca.pem"
+        yield Finding("redis transport", "warn", detail, todo)
+    elif not where.verifies:
+        detail = f"TLS to {hosts}, but the certificate is not checked: anyone between may read along"
+        yield Finding("redis transport", "warn", detail, "leave ssl_cert_reqs and ssl_check_hostname out of the URL")
+    else:
+        yield Finding("redis transport", "ok", f"TLS to {hosts}, the certificate is checked")
+
+
+def _version(url: str, info: dict[str, Any]) -> Iterator[Finding]:
+    valkey = info.get("valkey_version")
+    product, version = ("Valkey", str(valkey)) if valkey else ("Redis", str(info.get("redis_version", "0")))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    detail = f"{product} {version} at {redacted(url)}"
+    newest = "apt-get install --only-upgrade redis-server, or any Redis from 8.6.3 on, or Valkey"
+    if numbers < OLDEST:
+        todo = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer: {newest}"
+        yield Finding("redis", "fail", f"{detail}: older than {OLDEST[0]}.{OLDEST[1]}, it has no functions", todo)
+    elif product == "Redis" and (7, 2) <= numbers < FIXED_IN:
+        yield Finding("redis", "warn", f"{detail} has CVE-2026-23479 (use after free, blocked clients)", newest)
+    elif product == "Redis" and numbers < (7, 2):
+        detail += ": CVE-2025-49844 (Lua) unless its distribution has mended that, which the number does not tell"
+        yield Finding("redis", "ok", detail)
+    else:
+        yield Finding("redis", "ok", detail)
+
+
+def _settings(url: str, info: dict[str, Any], needed: int) -> Iterator[Finding]:
+    policy = str(info.get("maxmemory_policy", "?"))
+    evicts = eviction_refusal(policy, url)
+    yield Finding.of("redis policy", evicts) if evicts else Finding("redis policy", "ok", policy)
+    room = max(256, needed * 2 >> 20)
+    limit = f"{cli(url)} CONFIG SET maxmemory {room}mb"
+    yield memory(needed, int(info.get("maxmemory", 0)), "maxmemory of the Redis", limit)
+    if info.get("role", "master") != "master":
+        todo = f"name the primary ({info.get('master_host')}:{info.get('master_port')}), or its Sentinels"
+        yield Finding("redis role", "fail", "this is a replica: nobody can write to it", todo)
+    if not int(info.get("aof_enabled", 0)):
+        detail = (
+            "appendonly is off: a restart loses all work in flight (it is generated again; nothing trained is lost)"
+        )
+        yield Finding("redis persistence", "warn", detail, f"{cli(url)} CONFIG SET appendonly yes")
+    elif str(info.get("aof_last_write_status", "ok")) != "ok":
+        todo = "free space on the disk of its `dir`: it writes again by itself"
+        yield Finding("redis persistence", "fail", "it cannot write its append-only file, and refuses writes", todo)
+    else:
+        yield Finding("redis persistence", "ok", "append-only file")
+
+
+def _room(client: redis.Redis, url: str, run: str, info: dict[str, Any]) -> Iterator[Finding]:
+    """Whether a Redis with a memory limit takes anything at all. What fills it may be this very run."""
+    limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
+    if not limit or used < FULL * limit:
+        return
+    detail = f"Redis is full: {used / 2**20:.0f} of {limit / 2**20:.0f} MiB are used"
+    if client.exists(Keys(run).traj):
+        todo = "start the learner: it makes room as it trains; or raise maxmemory"
+        yield Finding("redis room", "warn", detail, todo, "it holds this run, whose groups may be what fills it")
+    else:
+        todo = f"{cli(url)} CONFIG SET maxmemory {limit * 2 >> 20}mb, or remove what others keep there"
+        yield Finding("redis room", "fail", detail, todo, "it would refuse the tasks of a new run, and all would wait")
+
+
+def _away(url: str, error: Exception) -> Finding:
+    """Stopped, not there, or not for us: what can be told from here."""
+    import redis
+
+    where, told = parse(url), f"{type(error).__name__}: {error}"
+    found: Holder | None = None
+    if where.kind == "socket":
+        found = socket_holder(where.path)
+    elif where.is_loopback and where.kind == "server":
+        found = holder(where.hosts[0][1])
+    process = f"process {found.pid} ({found.name})" if found else "it"
+    if found is not None and found.stopped:
+        detail = f"{redacted(url)} does not answer: {process} is stopped (SIGSTOP)"
+        return Finding("redis", "fail", detail, f"kill -CONT {found.pid}")
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return Finding("redis", "fail", f"{redacted(url)}: {told}", "give this user +ping +time (foray init --secure)")
+    if isinstance(error, redis.AuthenticationError):
+        todo = "set -a; . secrets/learner.env (of `foray init --secure`), or put user and password into FORAY_REDIS_URL"
+        return Finding("redis", "fail", f"{redacted(url)} refuses the login: {told}", todo)
+    if isinstance(error, redis.TimeoutError):
+        detail = f"{redacted(url)} takes connections and does not answer within {ANSWER_S:g} s: stopped, or very busy"
+        todo = f"kill -CONT {found.pid}, or start it again" if found else "look at its host: kill -CONT its process"
+        return Finding("redis", "fail", detail, todo)
+    start = "start it (redis-server secrets/redis.conf, or foray redis --dir DIR)"
+    todo = f"{start}, correct run.redis_url or FORAY_REDIS_URL, or leave both empty"
+    return Finding("redis", "fail", f"no Redis answers at {redacted(url)}: {told}", todo)

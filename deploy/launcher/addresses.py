@@ -1,0 +1,169 @@
+"""Decide where everything listens, once a run, and write that into the configuration the processes read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from deploy.config import RunConfig
+from deploy.launcher.plan import Addresses
+from deploy.launcher.redis_server import child_url, find_server
+from deploy.secrets.env import redis_url_for
+from protocol.errors import UserError
+from protocol.runtime.net import free_port, require_free
+from protocol.runtime.redis.url import parse, place_of
+from protocol.settings import REDIS_URL_VARIABLE, Settings, read_tree
+
+# Paths of a configuration, absolute: what the launcher writes down must mean the same from any directory.
+
+ROOT = Path(__file__).parent.parent
+M = TypeVar("M", bound=BaseModel)
+
+
+def anchored(config: M) -> M:
+    """`config` with every path absolute, so that it means the same from any directory.
+
+    A path that only Foray's checkout has (`engine.kind.launcher`) stays: nodes look for it there.
+    """
+    values = {name: _anchored(value) for name, value in config}
+    return type(config).model_construct(_fields_set=set(config.model_fields_set), **values)
+
+
+def _anchored(value: Any) -> Any:
+    match value:
+        case BaseModel():
+            return anchored(value)
+        case Path():
+            only_in_checkout = not value.exists() and (ROOT / value).exists()
+            return value if only_in_checkout or str(value).startswith("synthetic:") else value.absolute()
+        case tuple():
+            return tuple(map(_anchored, value))
+        case _:
+            return value
+
+
+ANY = ("0.0.0.0", "::", "")
+"""Hosts that mean "every interface": others on this machine are told the loopback address."""
+
+
+def choose(
+    config: RunConfig, *, environ: Mapping[str, str] = os.environ, port: Callable[[], int] = free_port
+) -> Addresses:
+    """Where the processes of `config` shall listen; `port` gives a free one. Raises UserError without a Redis."""
+    url, server = _redis(config, environ)
+    first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
+    for service, count, given in (
+        ("retriever", config.num_retrievers, first),
+        ("rollout", config.launch.rollouts, config.rollout.port),
+    ):
+        if count and given:
+            require_free(getattr(config, service).host, given, f"{service}.port")
+    if config.launch.learner and config.learner.metrics_port:
+        require_free(config.learner.metrics_host, config.learner.metrics_port, "learner.metrics_port")
+    retrievers = _urls(config.retriever.host, first, config.num_retrievers, port)
+    rollouts = _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, port)
+    return Addresses(url, server, retrievers, rollouts, _learner(config, port))
+
+
+def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Addresses:
+    """What `choose` would decide, without looking for a Redis or a port: those that are chosen late are 0."""
+    url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
+    first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
+    return Addresses(
+        url or f"unix://{(config.run.dir / 'redis' / 'redis.sock').absolute()}",
+        None if url else Path("redis-server"),
+        _urls(config.retriever.host, first, config.num_retrievers, lambda: 0),
+        _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, lambda: 0),
+        _learner(config, lambda: 0),
+    )
+
+
+def dated(config: RunConfig, resolved: Path) -> RunConfig:
+    """`config` with `run.date`: its own, else that of an earlier start of the run (`resolved`), else today's in UTC."""
+    if config.run.date is not None:
+        return config
+    try:
+        day = date.fromisoformat(str(read_tree(resolved)["run"]["date"]))
+    except (UserError, KeyError, TypeError, ValueError):  # the first start, or one of an older version
+        day = datetime.now(UTC).date()
+    return config.model_copy(update={"run": config.run.model_copy(update={"date": day})})
+
+
+def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
+    """`config` with the addresses in it, and all paths absolute.
+
+    A Redis URL from the environment may hold a password: it stays out.
+    """
+    config = anchored(config)
+    launch: dict[str, Any] = {"retrievers": len(addresses.retrievers)}
+    update: dict[str, Settings] = {}
+    if addresses.server is not None:
+        # so that `foray up` of the resolved file starts it again
+        launch["redis"] = "own"
+    if config.launch.secrets is not None or _holds_password(config.run.redis_url):
+        # each process has the URL with its login from the environment: a setting would overrule it, and be written down
+        update["run"] = config.run.model_copy(update={"redis_url": ""})
+    elif addresses.server is not None:
+        update["run"] = config.run.model_copy(update={"redis_url": addresses.redis_url})
+    if addresses.retrievers:
+        port = int(addresses.retrievers[0].rpartition(":")[2])
+        update["retriever"] = config.retriever.model_copy(update={"port": port})
+        if config.rollout.search.type == "http":
+            search = config.rollout.search.model_copy(update={"urls": addresses.retrievers})
+            update["rollout"] = config.rollout.model_copy(update={"search": search})
+    update["launch"] = config.launch.model_copy(update=launch)
+    return config.model_copy(update=update)
+
+
+def _holds_password(url: str) -> bool:
+    found = parse(url) if url else None
+    return found is not None and bool(found.password or found.sentinel_password)
+
+
+def seen_from_here(config: RunConfig, place: str) -> str:
+    """The URL by which the launcher, and whoever looks at the run, reaches the Redis at `place`."""
+    return redis_url_for(config.launch.secrets, "viewer", place) if config.launch.secrets else place
+
+
+def choose_redis(config: RunConfig, environ: Mapping[str, str]) -> str:
+    """The URL of a Redis that somebody else runs; "" where `foray up` starts its own. Raises UserError without one.
+
+    With `launch.secrets` it is a place, without a login: each role has its own.
+    """
+    wanted, secrets = config.launch.redis, config.launch.secrets
+    url = config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
+    if wanted == "configured" and not url and secrets:
+        url = redis_url_for(secrets, "viewer", "")
+    if wanted == "configured" and not url:
+        raise UserError(
+            "launch.redis is `configured`, but no Redis is configured",
+            todo=f"set run.redis_url or the environment variable {REDIS_URL_VARIABLE}, or launch.redis=auto",
+        )
+    if wanted == "own" or not url:
+        return ""
+    return place_of(url) if secrets else url
+
+
+def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | None]:
+    url = choose_redis(config, environ)
+    if url:
+        return url, None
+    directory = config.run.dir / "redis"
+    directory.mkdir(parents=True, exist_ok=True)
+    server = find_server()
+    return child_url(directory), server.path
+
+
+def _learner(config: RunConfig, port: Callable[[], int]) -> str:
+    host, given = config.learner.metrics_host, config.learner.metrics_port
+    return "" if given is None or not config.launch.learner else _urls(host, given, 1, port)[0]
+
+
+def _urls(host: str, first: int, count: int, port: Callable[[], int]) -> tuple[str, ...]:
+    name = "127.0.0.1" if host in ANY else host
+    return tuple(f"http://{name}:{first if first and index == 0 else port()}" for index in range(count))

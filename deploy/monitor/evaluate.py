@@ -1,0 +1,194 @@
+"""Score questions through a running rollout server (`POST /v1/episodes`), at one version of the policy.
+
+All questions go in one streamed request, so the server holds one version for all of them. It generates with the
+engines of the run and scores with the run's own rewards; nothing of it is trained on.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.monitor.http import ask
+from protocol.errors import ForayError, UserError
+from protocol.messages import Question
+from protocol.runtime.http.auth import variable
+
+Episode = dict[str, Any]
+RECONNECTS = 5
+"""Connections in a row that may fail without having answered a question."""
+RECONNECT_S = 1.0
+"""Pause before the first of them; each one after it is twice as long."""
+
+
+class Dropped(ForayError):
+    """The connection ended before all episodes had come."""
+
+
+class NoServer(UserError):
+    """No server listens there."""
+
+
+@dataclass
+class Score:
+    """What came back. `means`: reward name -> mean over the episodes that voted."""
+
+    episodes: list[Episode] = field(default_factory=list)
+
+    @property
+    def valid(self) -> list[Episode]:
+        """Episodes that the policy ended itself; the others say nothing about it."""
+        return [e for e in self.episodes if not (is_failed(e) or is_too_long(e))]
+
+    @property
+    def failed(self) -> int:
+        """Episodes that ended for reasons of infrastructure."""
+        return sum(map(is_failed, self.episodes))
+
+    @property
+    def too_long(self) -> int:
+        """Episodes whose prompt leaves the policy no room: the server's settings cannot play them."""
+        return sum(map(is_too_long, self.episodes))
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean of each reward over the episodes that the policy ended itself and that have it, as the server's `em`."""
+        found: dict[str, list[float]] = {}
+        for episode in self.valid:
+            for name, value in episode.get("rewards", {}).items():
+                found.setdefault(name, []).append(float(value))
+        return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Episodes that count by the policy version that sampled them: more than one version is a mixture."""
+        return dict(sorted(Counter(str(e.get("version", "")) for e in self.valid).items()))
+
+    def mean(self, name: str) -> float:
+        """Mean of a number of each episode (`searches`, `turns`)."""
+        values = [float(e.get(name, 0.0)) for e in self.episodes]
+        return sum(values) / len(values) if values else 0.0
+
+
+def is_failed(episode: Episode) -> bool:
+    """Whether an episode ended for reasons of infrastructure, so that it may end otherwise when it is asked again."""
+    return episode.get("status") in ("failed", "stale") and not is_too_long(episode)
+
+
+def is_too_long(episode: Episode) -> bool:
+    """Whether the prompt left no room to answer: it will not the next time either."""
+    return episode.get("cause") == "prompt_too_long"
+
+
+def answered(questions: Sequence[Question], episodes: Sequence[Episode], n: int) -> list[Episode]:
+    """Those of `episodes` whose question needs no asking any more: it has `n` of them and none has failed."""
+    wanted = {question.id for question in questions}
+    found = {(e["question_id"], e["index"]): e for e in episodes if e["question_id"] in wanted and not is_failed(e)}
+    counts = Counter(question for question, _ in found)
+    return [e for (question, _), e in found.items() if counts[question] >= n]
+
+
+def evaluate(
+    url: str,
+    questions: Sequence[Question],
+    *,
+    n: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    search: bool = True,
+    concurrency: int = 64,
+    timeout_s: float = 600.0,
+    done: Sequence[Episode] = (),
+    each: Callable[[Episode], None] = lambda episode: None,
+) -> Score:
+    """The score of `questions`, `n` episodes each, from the rollout server at `url`; in their order.
+
+    temperature  0 is greedy
+    top_p, top_k  draw from the likeliest tokens: those that make up top_p, at most top_k (-1: any number)
+    search       False: every search comes back empty (what the policy knows by itself)
+    concurrency  episodes in flight at once
+    timeout_s    longest wait for the next episode to end
+    done         episodes of an earlier call: questions that they answer are not asked again
+    each         called with each episode as it ends
+    Questions of a connection that breaks are asked again, except those that were answered; the versions say whether the
+    policy changed meanwhile. Raises UserError when no server answers at `url`, ForayError when the server refuses or
+    cannot hold the version, Dropped when connections keep breaking.
+    """
+    ids = Counter(question.id for question in questions)
+    if twice := [id_ for id_, count in ids.items() if count > 1]:
+        raise UserError(
+            f"{len(twice)} ids stand for several questions, the first is {twice[0]!r}", todo="make them unique"
+        )
+    episodes = answered(questions, done, n)
+    how = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": top_k, "search": search}
+    how |= {"concurrency": concurrency}
+    failures, came = 0, False
+    while True:
+        have = {e["question_id"] for e in episodes}
+        open_ = [question for question in questions if question.id not in have]
+        if not open_:
+            break
+        fresh: list[Episode] = []
+        try:
+            for episode in _stream(url, open_, how, timeout_s):
+                fresh.append(episode)
+                each(episode)
+            episodes += fresh
+            break
+        except (Dropped, NoServer):
+            kept = answered(open_, fresh, n)
+            came, failures = came or bool(fresh), 0 if kept else failures + 1
+            if failures > RECONNECTS or not came:
+                raise
+            episodes += kept
+            time.sleep(RECONNECT_S * 2**failures)
+    order = {question.id: i for i, question in enumerate(questions)}
+    return Score(sorted(episodes, key=lambda e: (order[e["question_id"]], e["index"])))
+
+
+def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeout_s: float) -> Iterator[Episode]:
+    """Episodes as they end, in one request that holds one version. Raises what `evaluate` raises."""
+    url = f"{url.rstrip('/')}/v1/episodes"
+    asked = [{"id": q.id, "question": q.text, "answers": list(q.answers)} for q in questions]
+    body = how | {"questions": asked, "pin": True, "stream": True}
+    try:
+        with ask(url, "operator", body=json.dumps(body).encode(), timeout_s=timeout_s) as response:
+            yield from _events(response, url)
+    except urllib.error.HTTPError as error:
+        detail = error.read(2000).decode(errors="replace").strip()
+        if error.code in (401, 403):
+            raise UserError(
+                f"{url} answered {error.code}", why=detail, todo=f"export {variable('operator')} as the server has it"
+            ) from None
+        raise ForayError(f"{url} answered {error.code}: {detail}") from None
+    except TimeoutError:
+        raise ForayError(f"{url}: no episode ended within {timeout_s:g} s") from None
+    except urllib.error.URLError as error:
+        raise NoServer(
+            f"no rollout server answers at {url}", why=str(error.reason), todo="start the run, or correct the URL"
+        ) from None
+    except (http.client.HTTPException, ConnectionError) as error:
+        raise Dropped(f"{url}: the connection broke: {type(error).__name__}: {error}") from None
+
+
+def _events(response: http.client.HTTPResponse, url: str) -> Iterator[Episode]:
+    """The episodes of server-sent events. Raises ForayError for `event: error`, Dropped without `event: summary`."""
+    kind = ""
+    for line in response:
+        name, _, value = line.decode().rstrip("\n").partition(": ")
+        if name == "event":
+            kind = value
+        elif name == "data" and kind == "error":
+            raise ForayError(f"the evaluation ended early: {json.loads(value)['error']}")
+        elif name == "data" and kind == "summary":
+            return
+        elif name == "data":
+            yield json.loads(value)
+    raise Dropped(f"{url}: the stream ended before its summary")

@@ -1,0 +1,175 @@
+"""Trajectories from the journal as a person reads them: who wrote what, what was trained on, which version wrote it.
+
+Every line that the policy did not write carries its owner in front (`│env│`, `│prompt│`), so that the loss mask is
+visible in a terminal without colours, in a file and in a mail. Texts come from models and from the web: control
+characters are made visible, because a terminal would obey them.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from protocol.messages import Owner, Segment, Trajectory, TrajectoryGroup, VersionSpan
+from protocol.staleness import lag
+
+if TYPE_CHECKING:
+    from rollout_server.environment.tokenizer import Tokens
+
+MARKS = {Owner.PROMPT: "│prompt│ ", Owner.ENVIRONMENT: "│env│ ", Owner.POLICY: ""}
+BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One trajectory to be printed: the `index`-th of its group, which was trained in step `step`.
+
+    max_lag: the run's; tokens of an older version were masked. None: not known, nothing is said about it.
+    """
+
+    group: TrajectoryGroup
+    index: int
+    step: int
+    epoch: int
+    max_lag: int | None = None
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The trajectory."""
+        return self.group.trajectories[self.index]
+
+    def lag(self, span: VersionSpan) -> int:
+        """Steps between the version that wrote the span and the one it trained: step n trains version n - 1."""
+        return lag(self.step - 1, span.version)
+
+
+def choose(
+    entries: Iterable[Any], *, show: int, seq: int | None = None, every: bool = False, max_lag: int | None = None
+) -> list[Shown]:
+    """What to print of the journal's entries (objects with `step`, `epoch` and `group`).
+
+    seq given     that group, as often as it was trained (once, if the promise holds)
+    otherwise     the last `show` groups, oldest first; of each the trajectory of the highest reward (the first one
+                  with most searches among equals), or all of them with `every`
+    """
+    last: deque[Any] = deque(maxlen=None if seq is not None else max(1, show))
+    last.extend(entry for entry in entries if seq is None or entry.group.seq == seq)
+    chosen: list[Shown] = []
+    for entry in last:
+        trajectories = entry.group.trajectories
+        order = sorted(range(len(trajectories)), key=lambda i: (-trajectories[i].reward, -trajectories[i].searches, i))
+        indices = range(len(trajectories)) if every else order[: show if seq is not None else 1]
+        chosen += [Shown(entry.group, index, entry.step, entry.epoch, max_lag) for index in indices]
+    return chosen
+
+
+def render(shown: Shown, tokens: Tokens, *, colour: bool) -> str:
+    """The trajectory as text."""
+    group, trajectory = shown.group, shown.trajectory
+    scores = ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
+    head = [
+        f"━━ seq {group.seq} (question {visible(group.question.id)}), trajectory {shown.index + 1} of "
+        f"{len(group.trajectories)}, trained in step {shown.step} ━━",
+        f"question  {visible(group.question.text)}",
+        f"gold      {' | '.join(visible(answer) for answer in group.question.answers)}",
+        f"answer    {visible(trajectory.answer) or '(none)'}",
+        f"reward    {trajectory.reward:g} ({scores or 'no parts'}); rewards of the group: "
+        + " ".join(f"{t.reward:g}" for t in group.trajectories),
+        f"status    {trajectory.status}{f' ({visible(trajectory.cause)})' if trajectory.cause else ''}; "
+        f"{trajectory.turns} turns, {trajectory.searches} searches, {len(trajectory.ids)} tokens, "
+        f"{trajectory.num_sampled} of them trained on, {trajectory.seconds:.1f} s",
+    ]
+    return "\n".join([*head, *_body(shown, tokens, colour)])
+
+
+def _body(shown: Shown, tokens: Tokens, colour: bool) -> Iterator[str]:
+    turn = 0
+    for segment in shown.trajectory.segments:
+        turn += segment.owner is Owner.POLICY
+        yield f"── {_label(segment, turn, shown)}"
+        style = BOLD if segment.owner is Owner.POLICY else DIM
+        for line in visible(tokens.decode(segment.ids.tolist()).strip("\n"), newline=True).split("\n"):
+            text = MARKS[segment.owner] + line
+            yield f"{style}{text}{PLAIN}" if colour else text
+
+
+def _label(segment: Segment, turn: int, shown: Shown) -> str:
+    count = f"{len(segment.ids)} tokens"
+    if segment.owner is Owner.PROMPT:
+        return f"prompt · {count}, not trained on"
+    if segment.owner is Owner.ENVIRONMENT:
+        parts = [f"environment · {count}, not trained on"]
+        if segment.query or segment.tool:
+            asked = f"called {visible(segment.tool)} with" if segment.tool else "searched for"
+            parts.append(f"{asked} {visible(segment.query)!r}")
+            if segment.passage_ids or not segment.tool:
+                parts.append(f"passages {', '.join(visible(i) for i in segment.passage_ids) or 'none'}")
+            parts.append(f"{segment.latency_s * 1000:.0f} ms")
+        return " · ".join([*parts, f"error {visible(segment.error)}"] if segment.error else parts)
+    by = ", ".join(_version(span, shown) for span in segment.spans)
+    ended = f" · ended by {visible(segment.finish_reason)}" if segment.finish_reason else ""
+    engine = f" · {visible(segment.engine)}" if segment.engine else ""
+    return f"turn {turn} · policy · {count}, trained on · version {by or 'none'}{engine}{ended}"
+
+
+def _version(span: VersionSpan, shown: Shown) -> str:
+    """`1.4 (lag 2)`, and how many tokens were left out of the training because that was too old."""
+    behind = shown.lag(span)
+    masked = ""
+    if shown.max_lag is not None and behind > shown.max_lag:
+        masked = f", too old: {span.end - span.start} tokens not trained on"
+    return f"{span.version.label} (lag {behind}{masked})"
+
+
+def to_json(shown: Shown, tokens: Tokens) -> dict[str, Any]:
+    """The same for programs; texts as they are."""
+    group, trajectory = shown.group, shown.trajectory
+    return {
+        "seq": group.seq,
+        "step": shown.step,
+        "epoch": shown.epoch,
+        "question_id": group.question.id,
+        "question": group.question.text,
+        "answers": list(group.question.answers),
+        "index": shown.index,
+        "group_rewards": [t.reward for t in group.trajectories],
+        "status": str(trajectory.status),
+        "cause": trajectory.cause,
+        "answer": trajectory.answer,
+        "reward": trajectory.reward,
+        "rewards": trajectory.rewards,
+        "turns": trajectory.turns,
+        "searches": trajectory.searches,
+        "segments": [
+            {
+                "owner": str(s.owner),
+                "trained": s.owner is Owner.POLICY,
+                "text": tokens.decode(s.ids.tolist()),
+                "tokens": len(s.ids),
+                "versions": [[span.version.label, span.start, span.end] for span in s.spans],
+                "lags": [shown.lag(span) for span in s.spans],
+                "tool": s.tool,
+                "query": s.query,
+                "passage_ids": list(s.passage_ids),
+                "latency_s": s.latency_s,
+                "error": s.error,
+            }
+            for s in trajectory.segments
+        ],
+    }
+
+
+def visible(text: str, *, newline: bool = False) -> str:
+    """`text` without control or format characters (U+FFFD instead); line breaks stay with `newline`."""
+    kept = []
+    for char in text:
+        if char == "\n":
+            kept.append("\n" if newline else " ")
+        elif char == "\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs"):
+            kept.append(char)
+        else:
+            kept.append("\N{REPLACEMENT CHARACTER}")
+    return "".join(kept)

@@ -1,0 +1,313 @@
+"""One look at a run: what its processes say of themselves, what is in the streams, what the books say.
+
+Everything comes from Redis and the run directory, in one round trip, so `foray status`, `foray top` and the dashboard
+show the same thing and work on any host that reaches both. Nothing here is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from deploy.launcher.progress import History
+from deploy.launcher.redis_server import connect
+from protocol import events
+from protocol.codec import decode_as, number_of
+from protocol.errors import ForayError, ProtocolError, UserError
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.ledger import Ledger
+from protocol.messages import EngineInfo, Message, MetricsSnapshot, WeightUpdate
+from protocol.runtime.redis.url import redacted
+from protocol.versions import PolicyVersion
+
+if TYPE_CHECKING:
+    import redis
+
+M = TypeVar("M", bound=Message)
+LETTERS, EVENTS = 20, 5
+"""How many of the newest are looked at: a dead letter may be large."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Entries of a stream: `waiting` were not read yet, `held` were read and not acknowledged."""
+
+    waiting: int = 0
+    held: int = 0
+
+    @property
+    def total(self) -> int:
+        """Entries that nobody has acknowledged."""
+        return self.waiting + self.held
+
+
+@dataclass(frozen=True)
+class Books:
+    """The ledger of the last checkpoint: the durable truth, a few steps behind the learner's own.
+
+    lineage: first version of each learner start, which tells the steps that a crash rolled back.
+    """
+
+    step: int
+    epoch: int
+    settled: int
+    counts: dict[str, int]
+    lineage: tuple[PolicyVersion, ...] = ()
+    tokens: dict[str, int] = field(default_factory=dict)
+    """The law by token of what was decided: "generated", and how many in each bucket. {}: no such books."""
+
+    @property
+    def closes(self) -> bool:
+        """Whether the outcomes add up to the number of settled seqs."""
+        return sum(self.counts.values()) == self.settled
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the run's history (`protocol/events.py`). `at`: seconds since 1970 by Redis' clock."""
+
+    at: float
+    process: str
+    id: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A run at one moment. `error` says why Redis could not be asked, "" when it could; `todo` what to do about it."""
+
+    run: str
+    redis_url: str
+    error: str = ""
+    todo: str = ""
+    now: float = 0.0
+    processes: tuple[MetricsSnapshot, ...] = ()
+    engines: tuple[EngineInfo, ...] = ()
+    target: WeightUpdate | None = None
+    target_state: str = ""
+    learner_epoch: int = 0
+    lease_ms: int = 0
+    issued: int = 0
+    tasks: Stream = Stream()
+    traj: Stream = Stream()
+    dead_letters: int = 0
+    letters: tuple[tuple[float, str], ...] = ()
+    """(when, reason) of the newest LETTERS dead letters, the newest first."""
+    events: tuple[Event, ...] = ()
+    """The newest EVENTS, the oldest first."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens of attempts that ended, as Redis' functions counted them: published, rejected. (The name that the learner
+    gave these counts lies beside them.)"""
+    memory: int = 0
+    max_memory: int = 0
+    books: Books | None = None
+    unreadable: tuple[str, ...] = field(default=())
+    stopped: bool = False
+    """A person stopped the run, and it goes on with the command `again`."""
+    again: str = ""
+    launch: str = ""
+    """State of the launcher by run.json: starting, running, stopping, stopped, done, failed. "": started by hand."""
+    launcher_lives: bool = False
+    awaits_learner: bool = False
+    """The launcher has yet to start the learner, or has just done so."""
+    trains: bool = True
+    """Whether the run is to have a learner. False: its model is only served and evaluated."""
+    steps: int = 0
+    """Steps of the run by its configuration."""
+    history: History = field(default_factory=History)
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Numbers of the newest step: the learner's own, or when it reports no more those of `metrics.jsonl`."""
+        return self.learner.values if self.learner else {"steps": float(self.steps), **self.history.last}
+
+    @property
+    def only_serves(self) -> bool:
+        """Whether no learner belongs to the run: none is to be started, and none has ever held its lease."""
+        return not self.trains and not self.learner_epoch
+
+    @property
+    def evaluations(self) -> int:
+        """Requests for episodes that go on."""
+        return int(sum(p.values.get("evaluations", 0.0) for p in self.of("rollout")))
+
+    @property
+    def pinned_evaluations(self) -> int:
+        """Those among them for which engines that train put off new weights."""
+        return int(sum(p.values.get("pinned_evaluations", 0.0) for p in self.of("rollout")))
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last step, at the pace of the recent ones; None while nothing trains or no step was done."""
+        if self.learner is None or self.is_done or not self.history.step_s:
+            return None
+        return max(0.0, self.figures.get("steps", 0.0) - self.figures.get("step", 0.0)) * self.history.step_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the launcher has ended, so that nothing more is to be seen."""
+        return self.launch in ("done", "stopped", "failed") and not self.launcher_lives and self.learner is None
+
+    def of(self, process: str) -> tuple[MetricsSnapshot, ...]:
+        """Snapshots of all processes of one kind: learner, rollout or node."""
+        return tuple(p for p in self.processes if p.process == process)
+
+    @property
+    def learner(self) -> MetricsSnapshot | None:
+        """The learner's snapshot."""
+        return next(iter(self.of("learner")), None)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the learner has finished the run."""
+        return self.target_state == "done"
+
+
+def observe(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s: float = 3.0) -> Observation:
+    """Look at run `run`; never raises for a Redis that is away or a message that cannot be read: it says so."""
+    import redis
+
+    books = read_books(run_dir) if run_dir is not None else None
+    client = connect(redis_url, run, timeout_s=timeout_s)
+    try:
+        return _look(client, redis_url, run, books)
+    except (redis.RedisError, OSError) as error:
+        return Observation(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", books=books)
+    except UserError as error:
+        return Observation(run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, books=books)
+    finally:
+        client.close()
+
+
+def read_books(run_dir: Path) -> Books | None:
+    """The ledger of the checkpoint that CURRENT names, None before the first. Raises ForayError when it is broken."""
+    manifest = _manifest(run_dir)
+    if manifest is None:
+        return None
+    ledger = Ledger.from_state(manifest["ledger"])
+    counts = {str(outcome): number for outcome, number in ledger.counts.items()}
+    lineage = tuple(PolicyVersion(*pair) for pair in manifest.get("lineage", ()))
+    law = manifest.get("tokens") or {}
+    tokens = {"generated": int(law["generated"]), **law.get("buckets", {})} if "generated" in law else {}
+    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage, tokens)
+
+
+def read_ledger(run_dir: Path) -> Ledger | None:
+    """The whole ledger of that checkpoint; likewise."""
+    manifest = _manifest(run_dir)
+    return Ledger.from_state(manifest["ledger"]) if manifest is not None else None
+
+
+def _manifest(run_dir: Path) -> dict[str, Any] | None:
+    root = run_dir / "checkpoints"
+    try:
+        path = root / (root / "CURRENT").read_text().strip() / "manifest.json"
+        text = path.read_text()
+    except FileNotFoundError:
+        # none yet, or one that was replaced between the two reads
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ForayError(f"{path} is not JSON: {error}") from None
+    return manifest
+
+
+def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Observation:
+    from protocol.runtime.redis.errors import unusable_keys
+
+    keys = Keys(run)
+    seconds, micros = client.time()
+    now = seconds + micros / 1e6
+    names = _living(client, keys.processes, now)
+    engine_ids = _living(client, keys.engines, now)
+    with unusable_keys(), client.pipeline(transaction=False) as pipe:
+        for name in names:
+            process, _, process_id = name.partition(":")
+            pipe.get(keys.metrics(process, process_id))
+        for engine_id in engine_ids:
+            pipe.hget(keys.engine(engine_id), "b")
+        pipe.hgetall(keys.target)
+        pipe.get(keys.epoch)
+        pipe.pttl(keys.lease)
+        pipe.get(keys.issued)
+        pipe.xlen(keys.dlq)
+        pipe.xrevrange(keys.dlq, count=LETTERS)
+        pipe.xrevrange(keys.events, count=EVENTS)
+        pipe.hgetall(keys.tokens)
+        pipe.info("memory")
+        answers: list[Any] = pipe.execute()
+    unreadable: list[str] = []
+    processes = _read_all(MetricsSnapshot, names, answers[: len(names)], unreadable)
+    engines = _read_all(EngineInfo, engine_ids, answers[len(names) : len(names) + len(engine_ids)], unreadable)
+    target, epoch, lease, issued, dead_letters, letters, told, tokens, memory = answers[len(names) + len(engine_ids) :]
+    updates = _read_all(WeightUpdate, ["target"], [target.get(b"b")], unreadable)
+    tasks, traj = _stream(client, keys.tasks, TASK_GROUP), _stream(client, keys.traj, TRAJ_GROUP)
+    return Observation(
+        run=run,
+        redis_url=redacted(url),
+        now=now,
+        processes=processes,
+        engines=engines,
+        target=updates[0] if updates else None,
+        target_state=target.get(b"state", b"").decode(errors="replace"),
+        learner_epoch=number_of(epoch or b""),
+        lease_ms=max(0, int(lease)),
+        issued=number_of(issued or b""),
+        tasks=tasks or Stream(),
+        traj=traj or Stream(),
+        dead_letters=int(dead_letters),
+        letters=tuple((_time(id_), raw.get(b"reason", b"").decode("utf-8", "replace")) for id_, raw in letters),
+        events=tuple(Event(_time(id_), **events.parse(raw)) for id_, raw in reversed(told)),
+        tokens={name.decode(): number_of(number) for name, number in tokens.items() if number.isdigit()},
+        memory=int(memory.get("used_memory", 0)),
+        max_memory=int(memory.get("maxmemory", 0)),
+        books=books,
+        unreadable=tuple(unreadable),
+    )
+
+
+def _time(entry_id: bytes) -> float:
+    milliseconds = entry_id.partition(b"-")[0]
+    return int(milliseconds) / 1000 if len(milliseconds) < 16 else 0.0  # whoever may add entries may choose their ids
+
+
+def _living(client: redis.Redis, key: str, now: float) -> list[str]:
+    from protocol.runtime.redis.errors import unusable_keys
+
+    with unusable_keys(key):
+        members: list[Any] = client.zrangebyscore(key, now, "+inf")
+    return [member.decode(errors="replace") for member in members]
+
+
+def _read_all(kind: type[M], names: list[str], raws: list[Any], unreadable: list[str]) -> tuple[M, ...]:
+    found: list[M] = []
+    for name, raw in zip(names, raws, strict=True):
+        if raw is None:
+            continue
+        try:
+            found.append(decode_as(kind, raw))
+        except ProtocolError as error:
+            unreadable.append(f"{name}: {error}")
+    return tuple(sorted(found, key=lambda m: str(getattr(m, "id", ""))))
+
+
+def _stream(client: redis.Redis, key: str, group: str) -> Stream | None:
+    """None where the stream or its group does not exist (the learner makes both)."""
+    import redis
+
+    try:
+        groups = client.xinfo_groups(key)
+    except redis.ResponseError:
+        return None
+    for entry in groups:
+        if entry["name"] == group.encode():
+            # Redis cannot always tell the lag (after deletions in the middle); what is there and not held then counts.
+            lag = entry.get("lag")
+            held = int(entry["pending"])
+            return Stream(int(lag) if lag is not None else max(0, client.xlen(key) - held), held)
+    return None

@@ -1,0 +1,252 @@
+"""The live table of a run: one frame from one observation, with rates from the change since the frame before. Pure
+but for reading the retrievers' `/metrics`.
+
+"Who waits for whom" is the point: every process counts the seconds it stood waiting, by cause. The share of the last
+seconds says which part of the ring is the bottleneck.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import urllib.error
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from deploy.monitor.http import ask
+from deploy.monitor.snapshot import Observation
+from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_law
+from protocol.messages import MetricsSnapshot
+
+IN_WORDS = {
+    ("learner", "data"): "the learner waits for trajectories: generation is the bottleneck (add engines)",
+    ("learner", "publish"): "the learner waits while it publishes weights",
+    ("learner", "checkpoint"): "the learner waits while it writes a checkpoint",
+    ("learner", "redis"): "the learner waits for Redis",
+    ("learner", "compute"): "the learner computes: training is the bottleneck",
+    ("rollout", "credit"): "rollout servers wait for tasks: the learner is the bottleneck (max_lag bounds them)",
+    ("rollout", "learner"): "rollout servers wait for the learner to start",
+    ("rollout", "engine"): "rollout servers wait for engines",
+    ("rollout", "window"): "turns wait for a place at an engine: generation is the bottleneck",
+    ("rollout", "retriever"): "rollout servers wait for the retriever",
+    ("rollout", "backlog"): "rollout servers lease nothing: turns wait for engines",
+    ("rollout", "redis"): "rollout servers wait for Redis",
+    ("node", "eval"): "engines wait with new weights for an evaluation to end",
+}
+WINDOW_S = 10.0
+_METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a name and its cells, as they are printed."""
+
+    name: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Everything one look shows, as text."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    engines: tuple[Row, ...]
+    waits: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Lines, each with the name of its part, in the order of importance: a small terminal shows the first ones."""
+        width = max(len(name) for name, _ in self.facts)
+        parts = {
+            "problems": [f"  problem: {text}" for text in self.problems],
+            "figures": [f"  {name:<{width}}  {text}" for name, text in self.facts],
+            "waits": ["  who waits for whom", *(f"    {line}" for line in self.waits)] if self.waits else [],
+            "engines": table(ENGINE_COLUMNS, self.engines) if self.engines else [],
+        }
+        rows = [("", self.title)]
+        for part, lines in parts.items():
+            if lines and len(rows) > 1:
+                rows.append((part, ""))
+            rows += [(part, line) for line in lines]
+        return rows
+
+    def plain(self) -> str:
+        """The frame without colours or control codes."""
+        return "\n".join(text for _, text in self.rows())
+
+    def fitted(self, width: int, height: int) -> str:
+        """The frame in a terminal of so many columns and lines: long lines are continued below, and what has no room
+        is named in the last line.
+        """
+        rows = [(part, piece) for part, line in self.rows() for piece in _wrapped(line, width)]
+        if len(rows) <= height:
+            return "\n".join(text for _, text in rows)
+        shown, cut = rows[: max(1, height - 1)], [(part, text) for part, text in rows[max(1, height - 1) :] if text]
+        missing = ", ".join(dict.fromkeys(part for part, _ in cut))
+        note = f"  {len(cut)} more lines ({missing}): enlarge the terminal"
+        return "\n".join([*(text for _, text in shown), note[:width]])
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """`line` in pieces of at most `width` columns, the later ones indented."""
+    return textwrap.wrap(line, max(width, 20), subsequent_indent="      ", replace_whitespace=False) or [""]
+
+
+ENGINE_COLUMNS = ("engine", "state", "version", "running", "waiting", "tok/s", "updates", "cache")
+
+
+def table(columns: tuple[str, ...], rows: Iterable[Row]) -> list[str]:
+    """Aligned lines: the header, then a line a row."""
+    cells = [columns, *((row.name, *row.cells) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return ["  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def frame(seen: Observation, before: Observation | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
+    """What to show of `seen`; `before` is an earlier look, for the shares of the time between."""
+    rollouts, values = seen.of("rollout"), seen.figures
+    facts = [
+        ("step", f"{step_line(seen).removeprefix('step ')}, weights {_weights(seen)}"),
+        ("tokens/s", _tokens_line(seen)),
+        ("reward", f"{_of(values, 'reward_mean')} trained, {_mean(rollouts, 'reward_mean')} generated"),
+    ]
+    if "reward/em" in values or any("reward/em" in p.values for p in rollouts):
+        facts.append(("exact match", f"{_of(values, 'reward/em')} trained, {_mean(rollouts, 'reward/em')} generated"))
+    if "lag_mean" in values:
+        facts.append(
+            ("lag", f"mean {values['lag_mean']:.2f}, max {values.get('lag_max', 0.0):.0f} (bound {max_lag})"),
+        )
+    if seen.evaluations:
+        still = " (new weights wait for it)" if seen.learner and seen.pinned_evaluations else ""
+        facts.append(("evaluation", f"{seen.evaluations} running{still}"))
+    if rollouts:
+        in_flight = sum(p.values.get("groups_in_flight", 0.0) for p in rollouts)
+        flying = sum(p.values.get("trajectories_in_flight", 0.0) for p in rollouts)
+        facts.append(("in flight", f"{in_flight:.0f} groups, {flying:.0f} trajectories"))
+    if seen.now:
+        facts.append(
+            (
+                "streams",
+                f"tasks {seen.tasks.waiting} waiting, {seen.tasks.held} leased; groups {seen.traj.waiting} ready, "
+                f"{seen.traj.held} until the next checkpoint",
+            )
+        )
+    facts.append(("ledger", conservation(seen).line()))
+    if law := token_law(seen):
+        facts.append(("tokens", law.line()))
+    facts.append(("dead letters", letters_line(seen)))
+    if rollouts:
+        facts.append(("search", _search_line(rollouts, searches)))
+    engines = tuple(
+        Row(
+            e.id,
+            (
+                str(e.state),
+                e.version.label,
+                str(e.running),
+                str(e.waiting),
+                f"{e.tokens_per_s:,.0f}",
+                str(e.updates),
+                f"{e.token_usage:.0%}",
+            ),
+        )
+        for e in seen.engines
+    )
+    wrong = tuple(f"{p.what} -> {p.todo}" for p in problems(seen, max_lag=max_lag))
+    waits = (waits_in_words(seen, before) or ["nothing of 5 % or more"]) if seen.processes else []
+    return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits), wrong)
+
+
+def waits_in_words(seen: Observation, before: Observation | None) -> list[str]:
+    """Sentences with the share of time each kind of process stood waiting, the largest first; below 5 % is left out.
+
+    The share is of the time between the two looks (of the whole life of a process that was not there before), as a
+    mean over the processes of a kind. Waits are booked as they pass and by the clock of the uptime, so none can pass
+    100 %; a process that waits for two things at once has both.
+    """
+    earlier = {(p.process, p.id): p for p in before.processes} if before else {}
+    shares: dict[tuple[str, str], list[float]] = {}
+    for now in seen.processes:
+        old = earlier.get((now.process, now.id))
+        # a process that was restarted under its name counts from zero again
+        old = old if old is not None and old.uptime_s < now.uptime_s else None
+        seconds = now.uptime_s - (old.uptime_s if old else 0.0)
+        for cause, total in now.waits.items():
+            waited = total - (old.waits.get(cause, 0.0) if old else 0.0)
+            shares.setdefault((now.process, cause), []).append(waited / seconds if seconds > 0 else 0.0)
+    means = {key: sum(found) / len(found) for key, found in shares.items()}
+    ranked = sorted((item for item in means.items() if item[1] >= 0.05), key=lambda item: -item[1])
+    return [f"{share:4.0%}  {IN_WORDS.get(key, f'{key[0]} waits for {key[1]}')}" for key, share in ranked]
+
+
+def read_searches(urls: Iterable[str], *, timeout_s: float = 0.5) -> dict[str, float]:
+    """Sums of the retrievers' own counters by name; a retriever that does not answer is left out."""
+    totals: dict[str, float] = {}
+    for url in urls:
+        try:
+            with ask(f"{url}/metrics", "viewer", "node", "operator", timeout_s=timeout_s) as response:
+                text = response.read(1 << 20).decode(errors="replace")
+        except (urllib.error.URLError, OSError):
+            continue
+        for line in text.splitlines():
+            found = _METRIC.match(line)
+            if found and found[1].startswith("foray_retriever"):
+                totals[found[1]] = totals.get(found[1], 0.0) + float(found[2])
+    return totals
+
+
+class Looks:
+    """The looks of the last WINDOW_S seconds: snapshots come once a second, and one step may take several."""
+
+    def __init__(self) -> None:
+        self._looks: deque[Observation] = deque()
+
+    def before(self, seen: Observation) -> Observation | None:
+        """The look to compare `seen` with: the newest that is WINDOW_S old, else the oldest; None for the first."""
+        if seen.now:
+            self._looks.append(seen)
+        while len(self._looks) > 1 and self._looks[1].now <= seen.now - WINDOW_S:
+            self._looks.popleft()
+        return self._looks[0] if self._looks and self._looks[0] is not seen else None
+
+
+def _weights(seen: Observation) -> str:
+    if seen.target:
+        return seen.target.version.label
+    return f"{seen.books.epoch}.{seen.books.step} (checkpoint)" if seen.books else "none yet"
+
+
+def _tokens_line(seen: Observation) -> str:
+    """Throughput now; of a run without processes its mean over the last steps."""
+    rollouts, history = seen.of("rollout"), seen.history
+    generated = sum(p.values.get("tokens_generated_per_s", 0.0) for p in rollouts) if rollouts else None
+    trained = seen.learner.values.get("tokens_trained_per_s", 0.0) if seen.learner else None
+    if generated is not None or trained is not None:
+        return f"{_number(generated)} generated, {_number(trained)} trained"
+    past = f" (mean of the last {len(history.recent)} steps)" if history.recent else ""
+    return (
+        f"{_number(history.mean('tokens_generated_per_s'))} generated, {_number(history.trained_per_s)} trained{past}"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _search_line(rollouts: tuple[MetricsSnapshot, ...], searches: Mapping[str, float]) -> str:
+    asked = sum(p.values.get("searches", 0.0) for p in rollouts)
+    errors = sum(p.values.get("search_errors", 0.0) for p in rollouts)
+    line = f"{asked:,.0f} searches, {errors:,.0f} failed"
+    queries = searches.get("foray_retriever_queries_total")
+    return f"{line}; retrievers answered {queries:,.0f} queries" if queries is not None else line
+
+
+def _of(values: Mapping[str, float], name: str) -> str:
+    return f"{values[name]:.3f}" if name in values else "-"
+
+
+def _mean(found: tuple[MetricsSnapshot, ...], name: str) -> str:
+    values = [p.values[name] for p in found if name in p.values]
+    return f"{sum(values) / len(values):.3f}" if values else "-"

@@ -1,0 +1,140 @@
+"""The table of presets: every value beside its source's, from `deploy/preset_sources.yaml`.
+
+    python -m deploy.reference.presets > docs/presets.md
+
+`tests/deploy/test_presets.py` compares each row with the loaded preset, and the page with what this prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TABLE = Path(__file__).parent / "preset_sources.yaml"
+HEAD = """# Presets
+
+<!-- made by `python -m deploy.reference.presets > docs/presets.md` -->
+
+`foray init run.yaml --preset NAME` starts from a published recipe. Every value stands here beside the one of its
+source, read at the commit named below; a test holds the presets to this page. `=`: the same value. "(default)": the
+script says nothing, and the configuration of its project counts.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value of some presets: ours, the source's in the same unit, where that stands, and why they differ."""
+
+    setting: str
+    presets: tuple[str, ...]
+    here: Any
+    there: Any
+    source: str
+    why: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether the preset does as its source."""
+        return bool(self.here == self.there)
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """One thing that no setting says."""
+
+    what: str
+    presets: tuple[str, ...]
+    there: str
+    here: str
+    equal: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """The file. `ours`: settings, or what they begin with, that have no counterpart in a source; `inert`: settings that
+    nothing reads in a preset without a row for them."""
+
+    sources: Mapping[str, str]
+    rows: tuple[Row, ...]
+    behaviour: tuple[Behaviour, ...]
+    ours: tuple[str, ...]
+    inert: frozenset[str]
+
+    def of(self, preset: str) -> list[Row]:
+        """Rows of one preset."""
+        return [row for row in self.rows if preset in row.presets]
+
+
+def read_table(path: Path = TABLE) -> Table:
+    """The table in `path`. Raises KeyError for a name of a preset or group that is not there."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    sources, groups = tree["sources"], tree["groups"]
+
+    def names(given: Iterable[str]) -> Iterator[str]:
+        for name in given:
+            yield from [name] if name in sources else names(groups[name])
+
+    rows = tuple(
+        Row(setting, tuple(names(c["presets"])), c["here"], c["there"], c["from"], c.get("why", ""))
+        for setting, cases in tree["values"].items()
+        for c in cases
+    )
+    behaviour = tuple(Behaviour(**{**item, "presets": tuple(names(item["presets"]))}) for item in tree["behaviour"])
+    return Table(sources, rows, behaviour, tuple(tree["ours"]), frozenset(tree["inert"]))
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of everything in a tree of settings; a list is one value."""
+    for name, value in tree.items():
+        where = f"{path}.{name}" if path else name
+        if isinstance(value, Mapping):
+            yield from leaves(value, where)
+        else:
+            yield where, value
+
+
+def page(table: Table) -> str:
+    """The page as Markdown."""
+    out = [HEAD, "| preset | source |", "|---|---|"]
+    out += [f"| `{name}` | {source} |" for name, source in table.sources.items()]
+    out += [
+        "",
+        "## Values",
+        "",
+        "| setting | presets | here | source | from | why it differs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in table.rows:
+        there = "=" if row.equal else _value(row.there)
+        cells = (f"`{row.setting}`", _names(table, row.presets), _value(row.here), there, row.source, row.why)
+        out.append(_line(cells))
+    ours = ", ".join(f"`{name}`" for name in table.ours)
+    out += ["", f"Settings without a counterpart, which change how a run is laid out: {ours}.", ""]
+    out += ["## What no setting says", "", "| what | presets | source | here | why |", "|---|---|---|---|---|"]
+    for item in table.behaviour:
+        why = item.why if item.equal else f"differs: {item.why}"
+        out.append(_line((item.what, _names(table, item.presets), item.there, item.here, why)))
+    return "\n".join(out) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _names(table: Table, presets: Sequence[str]) -> str:
+    return "all" if set(presets) == set(table.sources) else ", ".join(presets)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(", ".join(f"{k} {v}" for k, v in item.items()) for item in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    print(page(read_table()), end="")

@@ -1,0 +1,55 @@
+"""What a trajectory, a turn or a token was worth (pure numpy and torch): one file a family.
+
+Once a batch, in numpy float64: `Outcomes` -> one number for each trajectory (`groups`, `baselines`, `shaping`,
+`moments`). On tokens, in torch: returns and GAE over rows [B, T] (`returns`), whitening over the whole batch
+(`whitening`), credit by turns (`turns`). `rows` goes from a micro-batch's flat tokens to rows and back.
+"""
+
+from learner.algorithms.advantages.gae import Rows, discounted_returns, gae, settled_rewards, to_rows
+from learner.algorithms.advantages.group import (
+    Baseline,
+    Spread,
+    dr_grpo_advantages,
+    gpg_advantages,
+    grpo_advantages,
+    max_rl_advantages,
+    normalized_batch,
+    opo_advantages,
+    pass_at_k_advantages,
+    reinforce_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+)
+from learner.algorithms.advantages.outcomes import Outcomes, informative, overlong
+from learner.algorithms.advantages.turns import Turns, normalized_turns, turn_advantages, turn_of_tokens, turn_returns
+from learner.algorithms.advantages.whitening import RunningMoments, whiten
+
+__all__ = [
+    "Baseline",
+    "Outcomes",
+    "Rows",
+    "RunningMoments",
+    "Spread",
+    "Turns",
+    "discounted_returns",
+    "dr_grpo_advantages",
+    "gae",
+    "gpg_advantages",
+    "grpo_advantages",
+    "informative",
+    "max_rl_advantages",
+    "normalized_batch",
+    "normalized_turns",
+    "opo_advantages",
+    "overlong",
+    "pass_at_k_advantages",
+    "reinforce_advantages",
+    "reinforce_pp_baseline_advantages",
+    "rloo_advantages",
+    "settled_rewards",
+    "to_rows",
+    "turn_advantages",
+    "turn_of_tokens",
+    "turn_returns",
+    "whiten",
+]

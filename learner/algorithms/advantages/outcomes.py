@@ -1,0 +1,141 @@
+"""What is known of the trajectories of a batch before anything is computed (pure numpy)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import UserError
+from protocol.messages import Status, TrajectoryGroup
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+SAME = 1e-9
+"""Rewards that differ by less than this, relative to their size, are one reward: 0.1 + 0.2 is not 0.3."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What is known of the n trajectories of a batch.
+
+    rewards    [n] float64
+    votes      [n] bool, False where a trajectory ended for reasons of infrastructure
+    group      [n] int64, equal for the trajectories of one group; any numbers, in any order
+    lengths    [n] int64, tokens that the policy sampled; where it is left out, all are as long (1)
+    truncated  [n] bool, True where the token budget ended it; where it is left out, none was
+    parts      name -> [n] float64, the unweighted parts of the rewards; 0 where a trajectory has no such part
+
+    Raises ValueError when the arrays differ in length.
+    """
+
+    rewards: Float64
+    votes: Bool
+    group: Int64
+    lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    truncated: Bool = field(default_factory=lambda: np.zeros(0, bool))
+    parts: dict[str, Float64] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(self.rewards)
+        if not len(self.lengths):
+            object.__setattr__(self, "lengths", np.ones(n, np.int64))
+        if not len(self.truncated):
+            object.__setattr__(self, "truncated", np.zeros(n, bool))
+        sizes = {len(x) for x in (self.votes, self.group, self.lengths, self.truncated, *self.parts.values())}
+        if sizes != {n}:
+            raise ValueError(f"{n} rewards, and arrays of {sorted(sizes)} beside them")
+
+    @classmethod
+    def of(cls, groups: Sequence[TrajectoryGroup]) -> Outcomes:
+        """The outcomes of every trajectory, in the order of the groups."""
+        pairs = [(number, t) for number, g in enumerate(groups) for t in g.trajectories]
+        names = sorted({name for _, t in pairs for name in t.rewards})
+        return cls(
+            rewards=np.array([t.reward for _, t in pairs], np.float64),
+            votes=np.array([t.status.votes for _, t in pairs], bool),
+            group=np.array([number for number, _ in pairs], np.int64),
+            lengths=np.array([t.num_sampled for _, t in pairs], np.int64),
+            truncated=np.array([t.status is Status.TRUNCATED for _, t in pairs], bool),
+            parts={name: np.array([t.rewards.get(name, 0.0) for _, t in pairs], np.float64) for name in names},
+        )
+
+    def shuffled(self, seed: int) -> Outcomes:
+        """The same with the rewards of those that vote permuted among them, whatever their group.
+
+        The parts move with their reward; lengths and truncation stay with their trajectory.
+        """
+        voters = np.flatnonzero(self.votes)
+        order = np.arange(len(self.rewards))
+        order[voters] = np.random.default_rng(seed).permutation(voters)
+        return replace(
+            self, rewards=self.rewards[order], parts={name: part[order] for name, part in self.parts.items()}
+        )
+
+    def part(self, name: str) -> Outcomes:
+        """The same with one part of the reward, unweighted, as the reward. Raises UserError for one that is not there;
+        without voters, which bring no parts, it is 0.
+        """
+        if name not in self.parts and self.votes.any():
+            raise UserError(
+                f"no trajectory of the batch brings a reward {name!r}",
+                why=f"learner.algorithm.parts names it; known: {', '.join(sorted(self.parts)) or 'none'}",
+                todo="name a reward of rollout.episode.rewards there, or add it to them",
+            )
+        return replace(self, rewards=self.parts.get(name, np.zeros(len(self.rewards))))
+
+
+def same(rewards: Float64) -> bool:
+    """Whether the rewards [m], at least one, are equal but for rounding (`SAME`)."""
+    return bool(np.ptp(rewards) <= tolerance(rewards))
+
+
+def tolerance(rewards: Float64) -> float:
+    """How far two of the rewards [m], at least one, may be apart and still be one reward."""
+    return SAME * max(1.0, float(np.abs(rewards).max()))
+
+
+def voters_by_group(outcomes: Outcomes) -> list[Int64]:
+    """For each group with at least one voter, the indices of its voters, in ascending order of index."""
+    voters = np.flatnonzero(outcomes.votes)
+    voters = voters[np.argsort(outcomes.group[voters], kind="stable")]
+    edges = np.flatnonzero(np.diff(outcomes.group[voters])) + 1
+    return [members for members in np.split(voters, edges) if len(members)]
+
+
+def contested(outcomes: Outcomes) -> list[Int64]:
+    """Those of `voters_by_group` in which at least two voters differ: the others teach nothing about their group."""
+    return [m for m in voters_by_group(outcomes) if len(m) > 1 and not same(outcomes.rewards[m])]
+
+
+def informative(rewards: Float64, votes: Bool) -> bool:
+    """Whether a group, rewards [G] and votes [G], has two voters whose rewards differ by more than rounding.
+
+    What dynamic sampling keeps (DAPO, arXiv 2503.14476, section 3.2, states it as 0 < correct < G; this holds for any
+    reward). verl compares `np.std(metric)` with 0 exactly, so (0.1 + 0.2, 0.3) passes there, and keeps groups of one;
+    slime asks for std > 1e-6. Here a group of one voter is not informative: its advantage would be 0.
+    """
+    voting = np.asarray(rewards, np.float64)[np.asarray(votes, bool)]
+    return len(voting) > 1 and not same(voting)
+
+
+# Rewards before they become advantages: length (pure numpy, float64). Filter groups on the raw ones.
+
+
+def overlong(rewards: Float64, lengths: Int64, *, max_length: int, buffer: int, penalty: float = 1.0) -> Float64:
+    """[n] float64: rewards - penalty * excess, the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
+
+    rewards [n], lengths [n] in sampled tokens (observations are not the policy's doing; verl counts them). excess is
+    0 up to max_length - buffer, grows linearly to 1 at max_length and stays there: AReaL, and verl's DAPO, let it
+    grow on. buffer=0 is a step: 1 above max_length. Raises ValueError unless 0 <= buffer <= max_length and
+    max_length > 0.
+    """
+    if not 0 <= buffer <= max_length or max_length <= 0:
+        raise ValueError(f"a buffer of {buffer} does not fit into a length of {max_length}")
+    over = np.asarray(lengths, np.float64) - (max_length - buffer)
+    excess = np.clip(over / buffer, 0.0, 1.0) if buffer else (over > 0).astype(np.float64)
+    return np.asarray(rewards, np.float64) - penalty * excess

@@ -1,0 +1,54 @@
+"""The bound of M2PO: which tokens a batch can afford, by the second moment of their log-ratios (pure torch)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from learner.algorithms.kl import LOG_RATIO_LIMIT
+
+_EDGES, _ROUNDS = 256, 7
+"""256^7 parts of the whole range: as fine as float64 is."""
+
+Total = Callable[[torch.Tensor], torch.Tensor]
+
+
+def second_moment_bound(squares: Sequence[torch.Tensor], threshold: float, total: Total) -> float:
+    """The bound b for which tokens with log(w)^2 <= b have a mean of log(w)^2 below `threshold`, and no more can stay.
+
+    squares    of each micro-batch of this rank log(w)^2 of its trained tokens, float64, within the clamp of log-ratios
+    threshold  above 0 (0.04 in the paper)
+    total      sums a float64 vector over the ranks; collective
+
+    Second-moment trust policy optimisation (M2PO, arXiv 2510.01161) as AReaL has it, which sorts the tokens of a
+    micro-batch: here the batch is one, over all ranks. Tokens that are equal stay or go together. Infinite where all
+    may stay. It lies in the middle between the last that stays and the first that goes, so that rounding in a second
+    forward pass moves neither.
+    """
+    mine = torch.cat([torch.zeros(0, dtype=torch.float64), *(x.double().cpu() for x in squares)]).sort().values
+    sums = torch.cat([torch.zeros(1, dtype=torch.float64), mine.cumsum(0)])
+
+    def below(edges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many tokens of all ranks are at most each edge, and the sum of their squares."""
+        places = torch.searchsorted(mine, edges, right=True)
+        both = total(torch.cat([places.double(), sums[places]]))
+        return both[: len(edges)], both[len(edges) :]
+
+    def largest(holds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+        """The largest edge for which `holds` of its counts and sums, which it does up to some edge and not beyond."""
+        low, high = 0.0, LOG_RATIO_LIMIT**2
+        for _ in range(_ROUNDS):
+            edges = torch.linspace(low, high, _EDGES + 1, dtype=torch.float64)
+            kept = int(holds(*below(edges)).sum())
+            low, high = float(edges[max(kept - 1, 0)]), float(edges[min(kept, _EDGES)])
+        return low
+
+    count, summed = (float(x) for x in below(torch.tensor([LOG_RATIO_LIMIT**2], dtype=torch.float64)))
+    if summed < threshold * max(count, 1.0):
+        return math.inf
+    first_out = largest(lambda counts, moments: moments < threshold * counts.clamp(min=1))
+    staying = float(below(torch.tensor([first_out], dtype=torch.float64))[0])
+    last_in = largest(lambda counts, moments: counts < staying)
+    return (last_in + first_out) / 2

@@ -1,0 +1,81 @@
+"""The critic's loss, and how much of the returns it explains (pure torch)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from learner.algorithms.kl import cut
+
+
+class ValueLoss(NamedTuple):
+    """Of each token, [N]: its loss (the only one with a gradient), and whether the clip acted."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    clip: float | None = None,
+    huber: float | None = None,
+) -> ValueLoss:
+    """max(l(v - R), l(clip(v, v_old - clip, v_old + clip) - R)) for each token, with l(e) = e^2 / 2.
+
+    PPO's clipped value loss as in OpenAI's baselines, verl, OpenRLHF and AReaL (clip 0.5; the half is included: slime
+    leaves it out). clip None: l(v - R). huber: l(e) = huber (|e| - huber / 2) where |e| > huber (AReaL: 10). Gradient:
+    v - R, within +-huber, and 0 where the clip acts. `old_values` and `returns` are constants. Masked positions get
+    loss 0 and pass no gradient.
+    """
+    v, target = cut(values, mask), cut(returns.detach(), mask)
+    free = _penalty(v - target, huber)
+    if clip is None:
+        return ValueLoss(free, torch.zeros_like(mask))
+    old = cut(old_values.detach(), mask)
+    bounded = _penalty(torch.clamp(v, old - clip, old + clip) - target, huber)
+    return ValueLoss(torch.maximum(free, bounded), mask & (bounded > free).detach())
+
+
+def _penalty(error: torch.Tensor, huber: float | None) -> torch.Tensor:
+    if huber is None:
+        return 0.5 * error.square()
+    return torch.nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber)
+
+
+class VarianceSums(NamedTuple):
+    """Sums over tokens, 0-d float64 each, to be added over micro-batches and ranks.
+
+    How many; returns R and their squares; errors R - v and their squares.
+    """
+
+    tokens: torch.Tensor
+    returns: torch.Tensor
+    return_squares: torch.Tensor
+    errors: torch.Tensor
+    error_squares: torch.Tensor
+
+
+def variance_sums(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> VarianceSums:
+    """The sums of one micro-batch, [N] each, where `mask` holds."""
+    r = cut(returns.detach(), mask).double()
+    e = r - cut(values.detach(), mask).double()
+    return VarianceSums(mask.sum().double(), r.sum(), r.square().sum(), e.sum(), e.square().sum())
+
+
+def explained_variance(sums: VarianceSums) -> float:
+    """1 - var(R - v) / var(R): 1 for a perfect critic, 0 for a constant one, below 0 for a harmful one.
+
+    0 where returns do not vary, up to float64's rounding: there is nothing to explain.
+    """
+    n, r, rr, e, ee = (float(x) for x in sums)
+    if n == 0:
+        return 0.0
+    variance = rr / n - (r / n) ** 2
+    if variance <= 1e-12 * rr / n:
+        return 0.0
+    return 1.0 - (ee / n - (e / n) ** 2) / variance

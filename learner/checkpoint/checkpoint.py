@@ -1,0 +1,298 @@
+"""Checkpoints: policy, optimiser and books in one directory, renamed into place, named by `CURRENT`.
+
+The order that makes it safe: write into a temporary directory, manifest last, flush, confirm the lease, rename,
+replace CURRENT. Only when `write` has returned may entries be acknowledged. A crash between any two lines leaves the
+previous checkpoint in force, and every entry since then pending.
+
+The manifest lists every file with its sha256 and is signed with the run's key (`learner.run_key`), so a learner goes on
+only from what a learner of this run has written, to the last byte. A checkpoint without a signature (written before
+there were any, or by somebody else: nobody can tell) is refused like a foreign one; a person who knows where it is from
+says --trust-checkpoint once, and the next checkpoint is signed.
+
+The name of a checkpoint is bound to its manifest, which says step and epoch too. `CURRENT` is not signed: by its text a
+person goes back to an older checkpoint of the run, and so can everybody who may write to the folder. A newer one that
+was passed over is told in the log. The state is read from its files after they were hashed, by every rank:
+`confirm_unchanged` looks again when all have read, and refuses what was written to or exchanged meanwhile. It cannot
+see a writer that turns back the clock of the file system, or writes below it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.checkpoint.signing import SIGNATURE, RunKey
+from protocol.errors import Fenced, ForayError, UserError
+from protocol.run_meta import LINEAGE_FIELD, lineage_id_in
+from protocol.runtime.files import flush, flush_tree, locked, make_folder, open_regular, sha256, sha256_of, write_text
+from protocol.versions import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+CURRENT = "CURRENT"
+MANIFEST = "manifest.json"
+STATE = "state"
+Look = tuple[int, ...]
+"""Of a file or folder: device, inode, size, and when its content and its entry were changed last."""
+_NAME = re.compile(r"^step_([0-9]{1,18})\.e([0-9]{1,18})(?:\.r([0-9]{1,9}))?$")
+"""Step, epoch, and which one of several of that step: what is decided between two steps may need one more."""
+
+
+class CheckpointFailed(ForayError):
+    """Nothing was committed; the previous checkpoint is still in force."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed and verified checkpoint.
+
+    path     its directory; `path / "state"` is the train engine's
+    epoch    learner start that wrote it
+    lineage  first version of each learner start
+    facts    the whole manifest: ledger, tally, step and what the learner added
+    looks    how every file and folder looked when it was hashed
+    """
+
+    path: Path
+    epoch: int
+    lineage: tuple[PolicyVersion, ...]
+    facts: dict[str, Any]
+    looks: Mapping[Path, Look]
+
+    def confirm_unchanged(self) -> None:
+        """After the state was read: raises UserError unless its files are still the ones that were verified."""
+        for path, look in self.looks.items():
+            if (now := _look(path)) != look:
+                raise UserError(
+                    f"the checkpoint changed while it was read: {path}",
+                    why="it was written to, moved or removed after its sha256 was checked"
+                    if now
+                    else "it is not there any more",
+                    todo="find out what writes into the checkpoint's directory, then start again",
+                )
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    keep   how many of the newest remain
+    key    signs what is written; what is loaded must be signed with it. None: neither (for those who only look)
+    trust  load a checkpoint that the key refuses, and say so in the log
+    """
+
+    def __init__(self, folder: Path, keep: int, *, key: RunKey | None = None, trust: bool = False) -> None:
+        self._folder, self._keep, self._key, self._trust = folder, keep, key, trust
+
+    def current_epoch(self) -> int:
+        """Epoch of the committed checkpoint by its manifest, 0 when there is none: the floor of the next one.
+
+        Raises UserError as `load` does, but for the files, which are not looked at.
+        """
+        found = self._current()
+        return 0 if found is None else int(self._manifest(found)["epoch"])
+
+    def lineage_id(self) -> str | None:
+        """The lineage that the committed checkpoint says it is of, nothing verified; "" where an older Foray wrote it,
+        None when there is none.
+        """
+        found = self._current()
+        return None if found is None else lineage_id_in(str(self._manifest(found).get(LINEAGE_FIELD)))
+
+    def load(self) -> Checkpoint | None:
+        """The committed checkpoint, every file checked.
+
+        Raises UserError that names the file that is damaged or not listed, or says that the signature is not ours.
+        """
+        found = self._current()
+        if found is None:
+            return None
+        path = self._folder / found[0]
+        facts = self._manifest(found)
+        self._warn_of_newer(found)
+        inside = list(path.rglob("*"))
+        there = {str(p.relative_to(path)) for p in inside if not p.is_dir() or p.is_symlink()}
+        if strange := sorted(there - {MANIFEST, *facts["files"]}):
+            raise self._damaged(path / strange[0], "the manifest does not list it, so nobody vouches for it")
+        looks = {p: _look(p) for p in (path, *inside) if p.is_dir()}
+        for name, expected in facts["files"].items():
+            looks[path / name] = self._verified(path / name, expected)
+        lineage = tuple(PolicyVersion(*pair) for pair in facts["lineage"])
+        return Checkpoint(path, int(facts["epoch"]), lineage, facts, looks)
+
+    def write(
+        self,
+        facts: dict[str, Any],
+        *,
+        step: int,
+        epoch: int,
+        lineage: Sequence[PolicyVersion],
+        save: Callable[[Path], None],
+        confirm: Callable[[], None],
+    ) -> Path:
+        """Commits a checkpoint and returns its directory.
+
+        save     writes the train engine's state into a directory that exists and is empty
+        confirm  raises Fenced when this learner may no longer commit
+        Raises CheckpointFailed when the disk is full or fails. What is in force is never touched: where it is of the
+        same step and epoch, this one gets the next number after it.
+        """
+        name, revision = f"step_{step}.e{epoch}", 1
+        if self.committed(step, epoch) and (found := self._current()):
+            revision = _order(found)[2] + 1
+            name += f".r{revision}"
+        part, final = self._folder / f".{name}.tmp", self._folder / name
+        try:
+            make_folder(self._folder)
+            shutil.rmtree(part, ignore_errors=True)
+            (part / STATE).mkdir(parents=True)
+            save(part / STATE)
+            files = {str(p.relative_to(part)): p for p in sorted(part.rglob("*")) if p.is_file()}
+            listed = {n: {"bytes": p.stat().st_size, "sha256": sha256(p)} for n, p in files.items()}
+            versions = [list(version) for version in lineage]
+            place = {"step": step, "epoch": epoch, "revision": revision}
+            manifest = {"format": FORMAT, **place, "lineage": versions, **facts, "files": listed}
+            if self._key is not None:
+                manifest[SIGNATURE] = self._key.sign(manifest)
+            write_text(part / MANIFEST, json.dumps(manifest, indent=1))
+            flush_tree(part)
+            confirm()
+            # A learner that sleeps between looking and moving must not undo what its successor commits meanwhile.
+            with locked(self._folder):
+                found = self._current()
+                # its manifest is asked only where the name says so: a damaged one must not keep a good one out
+                if found and int(found[2]) > epoch and (newest := self.current_epoch()) > epoch:
+                    raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
+                shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier try that could not move CURRENT
+                part.rename(final)
+                flush(self._folder)
+                write_text(self._folder / CURRENT, name + "\n")
+        # torch reports a full disk as RuntimeError
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise CheckpointFailed(f"checkpoint {name} could not be written: {error}") from error
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self._collect(name, epoch)
+        return final
+
+    def committed(self, step: int, epoch: int) -> bool:
+        """Whether the checkpoint in force is of this step and epoch."""
+        found = self._current()
+        return found is not None and (int(found[1]), int(found[2])) == (step, epoch)
+
+    def _current(self) -> re.Match[str] | None:
+        try:
+            name = (self._folder / CURRENT).read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        found = _NAME.match(name)
+        if found is None:
+            raise self._damaged(self._folder / CURRENT, f"it names {name[:80]!r}, which is no checkpoint")
+        return found
+
+    def _manifest(self, found: re.Match[str]) -> dict[str, Any]:
+        """The manifest of the checkpoint that `found` names, signed by us and of that name."""
+        path = self._folder / found[0]
+        try:
+            if path.is_symlink():
+                raise ValueError("the checkpoint's directory is a link")
+            with open_regular(path / MANIFEST) as file:
+                facts = _facts(json.loads(file.read()))
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._damaged(path / MANIFEST, str(error)) from None
+        self._refuse_foreign(path, facts)
+        if (facts["epoch"], facts["step"], facts.get("revision", 1)) != _order(found):
+            says = f"step {facts['step']} of epoch {facts['epoch']}, revision {facts.get('revision', 1)}"
+            raise self._damaged(path / MANIFEST, f"it is of {says}: the directory was renamed, or is a copy")
+        return facts
+
+    def _verified(self, file: Path, expected: dict[str, Any]) -> Look:
+        """How a file looks that is whole. Raises UserError for one that is not, and for a link."""
+        try:
+            with open_regular(file) as opened:
+                look = _look(opened.fileno())
+                if os.fstat(opened.fileno()).st_size == expected["bytes"] and sha256_of(opened) == expected["sha256"]:
+                    return look
+                why = "it is cut short or altered: its sha256 is not the manifest's"
+        except OSError as error:
+            why = f"it is missing, or no regular file: {error.strerror}"
+        raise self._damaged(file, why)
+
+    def _warn_of_newer(self, found: re.Match[str]) -> None:
+        """One that was renamed and not put in force is left by a crash, or by a person who went back: or by a thief."""
+        newer = [p.name for p in self._folder.iterdir() if (m := _NAME.match(p.name)) and _order(m) > _order(found)]
+        if newer:
+            log.warning("%s says %s, although %s is newer: its steps are done again", self._folder / CURRENT, found[0],
+                        ", ".join(sorted(newer)))  # fmt: skip
+
+    def _refuse_foreign(self, path: Path, facts: dict[str, Any]) -> None:
+        why = self._key.refuses(facts) if self._key is not None else ""
+        if why and self._trust:
+            log.warning("--trust-checkpoint: going on from %s although %s", path, why)
+        elif why:
+            raise UserError(
+                f"the checkpoint {path} is not trusted: {why}",
+                why="the policy and the books of this run would be whatever its writer made them",
+                todo="if you know who wrote it (an older Foray did not sign, a copied run has another run.key), start "
+                "once with --trust-checkpoint; else restore the right key, or a checkpoint of your own",
+            )
+
+    def _damaged(self, file: Path, why: str) -> UserError:
+        others = sorted(p.name for p in self._folder.glob("step_*") if p.is_dir() and p not in file.parents)
+        older = f", or write the name of an older one into {self._folder / CURRENT}: {', '.join(others)}"
+        return UserError(
+            f"the checkpoint cannot be resumed from: {file} is damaged",
+            why=why,
+            todo="restore the file" + (older if others else ""),
+        )
+
+    def _collect(self, current: str, epoch: int) -> None:
+        found = sorted((_order(m), p) for p in self._folder.iterdir() if (m := _NAME.match(p.name)))
+        newest = {path for _, path in found[-self._keep :]}
+        for _, path in found:
+            if path not in newest and path.name != current:
+                shutil.rmtree(path, ignore_errors=True)
+        for left in self._folder.glob(".step_*.tmp"):
+            # a successor's is not litter: it is being written
+            if (m := _NAME.match(left.name[1:-4])) and int(m[2]) <= epoch:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _look(at: Path | int) -> Look:
+    """What changes when a file is written to, exchanged or moved; () when it is not there."""
+    try:
+        found = os.stat(at, follow_symlinks=False) if isinstance(at, Path) else os.fstat(at)
+    except FileNotFoundError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _order(name: re.Match[str]) -> tuple[int, int, int]:
+    """Epoch, step and revision: of two checkpoints the greater one is the newer."""
+    return int(name[2]), int(name[1]), int(name[3] or 1)
+
+
+def _facts(found: Any) -> dict[str, Any]:
+    """`found` as a manifest. Raises ValueError where what `load` looks at is not there, or is something else."""
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__}, not an object")
+    if found.get("format") != FORMAT:
+        raise ValueError(f"format {str(found.get('format'))[:80]} is not {FORMAT}, which this version reads")
+    files, lineage = found.get("files"), found.get("lineage")
+    numbers = [type(found.get(name)) for name in ("step", "epoch")]
+    if numbers != [int, int] or not isinstance(files, dict) or not isinstance(lineage, list):
+        raise ValueError("no step, no epoch, no lineage or no files")
+    if not all(isinstance(f, dict) and type(f.get("bytes")) is int and "sha256" in f for f in files.values()):
+        raise ValueError("a file without size or sha256")
+    if not all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in lineage):
+        raise ValueError("a version in the lineage that is none")
+    return found

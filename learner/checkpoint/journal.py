@@ -1,0 +1,315 @@
+"""The journal: every group that was trained, as it came, with the step it was trained in. For replay and for people.
+
+Frames (u32 length, u32 CRC-32, msgpack {step, epoch, batch, h, b}; little-endian) in files `groups-NNNNN.bin`, each
+with an index (`learner.journal_index`); each learner start begins a new file. Groups are written after the optimiser
+step and before its checkpoint, a whole batch at once, in the order in which they were given to the policy; `batch`
+says what else the step was made with (`Conditions`), so that it can be made again bit for bit. Steps that a crash
+rolled back are still in there, under their old epoch: `surviving` leaves them out. A frame cut short by a crash ends
+its file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from protocol.codec import MAX_BYTES, decode_as, pack, unpack
+from protocol.errors import ProtocolError
+from protocol.header import read_header
+from protocol.messages import TrajectoryGroup
+from protocol.runtime.files import flush, make_folder, write_bytes
+from protocol.versions import PolicyVersion, is_orphan
+
+# The index beside each file of the journal: where every group lies, so that none is read to find another.
+#
+# `groups-NNNNN.idx` holds one record of fixed size for each frame of `groups-NNNNN.bin`, with a checksum of its own.
+# What is missing, cut short or damaged is found again from the data, which alone is the truth. Readers do that in
+# memory; only the learner that begins a new file of the journal writes the older ones' indices anew.
+
+log = logging.getLogger(__name__)
+
+FRAME = struct.Struct("<II")
+"""Head of a frame of the data: length and CRC-32 of what follows."""
+_RECORD = struct.Struct("<QIIIQQ")
+_CHECK = struct.Struct("<I")
+RECORD_BYTES = _RECORD.size + _CHECK.size
+
+
+class Place(NamedTuple):
+    """One group in the journal: file, first byte of the frame's content, its length and CRC-32, and whose it is."""
+
+    path: Path
+    offset: int
+    length: int
+    crc: int
+    epoch: int
+    step: int
+    seq: int
+
+    @property
+    def end(self) -> int:
+        """First byte after the frame."""
+        return self.offset + self.length
+
+
+def index_of(data: Path) -> Path:
+    """The index of a file of the journal."""
+    return data.with_suffix(".idx")
+
+
+def record(place: Place) -> bytes:
+    """The place as the index holds it."""
+    raw = _RECORD.pack(place.offset, place.length, place.crc, place.epoch, place.step, place.seq)
+    return raw + _CHECK.pack(zlib.crc32(raw))
+
+
+def places(data: Path) -> list[Place]:
+    """Every whole frame of the file, in order; nothing is written."""
+    indexed = _indexed(data)
+    return [*indexed, *_scan(data, indexed[-1].end if indexed else 0)]
+
+
+def heal(data: Path) -> None:
+    """Writes the index anew unless it says exactly what it should."""
+    wanted = b"".join(record(place) for place in places(data))
+    index = index_of(data)
+    if index.is_file() and index.read_bytes() == wanted:
+        return
+    log.warning("%s is written anew from the data", index)
+    write_bytes(index, wanted)
+
+
+def read_frame(file: BinaryIO, place: Place) -> dict[str, Any] | None:
+    """The frame at `place` of the open file, unpacked; None when it is not what was written there."""
+    file.seek(place.offset)
+    raw = file.read(place.length)
+    if len(raw) != place.length or zlib.crc32(raw) != place.crc:
+        log.warning("%s: the group of seq %d at byte %d is damaged", place.path, place.seq, place.offset)
+        return None
+    frame: dict[str, Any] = unpack(raw)
+    return frame
+
+
+def _indexed(data: Path) -> list[Place]:
+    """What the index says, as far as it is sound and the data is there."""
+    try:
+        raw = index_of(data).read_bytes()
+    except FileNotFoundError:
+        return []
+    found: list[Place] = []
+    end, size = 0, data.stat().st_size
+    for at in range(0, len(raw) - RECORD_BYTES + 1, RECORD_BYTES):
+        body = raw[at : at + _RECORD.size]
+        place = Place(data, *_RECORD.unpack(body))
+        (check,) = _CHECK.unpack_from(raw, at + _RECORD.size)
+        if zlib.crc32(body) != check or place.offset != end + FRAME.size or place.end > size:
+            break
+        found.append(place)
+        end = place.end
+    return found
+
+
+def _scan(data: Path, start: int) -> Iterator[Place]:
+    """Frames from byte `start` on. A damaged frame, or one cut short, ends the file: nothing says where the next is."""
+    with data.open("rb") as file:
+        file.seek(start)
+        while head := file.read(FRAME.size):
+            offset = file.tell()
+            length, crc = FRAME.unpack(head) if len(head) == FRAME.size else (0, 0)
+            raw = file.read(length) if 0 < length <= 2 * MAX_BYTES else b""
+            if not raw or len(raw) != length or zlib.crc32(raw) != crc:
+                log.warning("%s: the frame before byte %d is damaged, the rest is left out", data, file.tell())
+                return
+            try:
+                frame = unpack(raw)
+                place = Place(data, offset, length, crc, frame["epoch"], frame["step"], read_header(frame["h"]).seq)
+                record(place)
+            except (ProtocolError, KeyError, TypeError, struct.error):
+                log.warning("%s: the frame before byte %d is none of ours, the rest is left out", data, file.tell())
+                return
+            yield place
+
+
+FILE_BYTES = 64 << 20
+MIN_FILES = 4
+"""A journal of limited size has at least so many files, since it can only be shortened by whole ones."""
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """A group that was trained in step `step` (the first one is 1) by the learner of `epoch`."""
+
+    step: int
+    epoch: int
+    group: TrajectoryGroup
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a batch was made with, beside its groups.
+
+    now_step     step of the policy that was updated, from which lag is counted
+    lineage      first version of each learner start until then, from which orphans are told
+    temperature  of sampling
+    size         groups in the batch that are journalled with it
+    mixed        (step, seq) of the groups that were trained before and mixed into it once more
+    """
+
+    now_step: int
+    lineage: tuple[PolicyVersion, ...]
+    temperature: float
+    size: int
+    mixed: tuple[tuple[int, int], ...] = ()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Values that msgpack takes."""
+        return {
+            "now_step": self.now_step,
+            "lineage": [list(version) for version in self.lineage],
+            "temperature": self.temperature,
+            "size": self.size,
+            "mixed": [list(pair) for pair in self.mixed],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Conditions:
+        """Inverse of `to_plain`."""
+        return cls(
+            now_step=int(plain["now_step"]),
+            lineage=tuple(PolicyVersion(int(epoch), int(step)) for epoch, step in plain["lineage"]),
+            temperature=float(plain["temperature"]),
+            size=int(plain["size"]),
+            mixed=tuple((int(step), int(seq)) for step, seq in plain["mixed"]),
+        )
+
+
+class Journal:
+    """Appends to a folder; a file is closed for the next one at FILE_BYTES.
+
+    max_bytes: `prune` keeps the journal below it as far as nothing is dropped that is needed; 0 keeps everything.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int = 0) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._file_bytes = min(FILE_BYTES, max_bytes // MIN_FILES) if max_bytes else FILE_BYTES
+        self._file: FileIO | None = None
+        self._index: FileIO | None = None
+        self._healed = False
+
+    def append(
+        self, step: int, epoch: int, sealed: Iterable[tuple[bytes, bytes]], conditions: Conditions | None = None
+    ) -> None:
+        """Adds groups as (header bytes, body bytes). They are with the operating system when this returns.
+
+        Raises OSError; what was written of them then ends its file, and the journal must not be appended to any more.
+        conditions: None for groups that were never trained (skipped batches).
+        """
+        file, index = self._open()
+        batch = {} if conditions is None else {"batch": conditions.to_plain()}
+        data, records = bytearray(), bytearray()
+        path, begin = Path(file.name), file.tell()
+        for header, body in sealed:
+            raw = pack({"step": step, "epoch": epoch, **batch, "h": header, "b": body})
+            at, crc = begin + len(data) + FRAME.size, zlib.crc32(raw)
+            data += FRAME.pack(len(raw), crc) + raw
+            records += record(Place(path, at, len(raw), crc, epoch, step, read_header(header).seq))
+        _write(file, data)
+        # Only now: an index never names what may not be there.
+        _write(index, records)
+
+    def flush(self) -> None:
+        """Flushes the open files to the device; the closed ones and the names of all are there already."""
+        for file in (self._file, self._index):
+            if file is not None:
+                os.fsync(file.fileno())
+
+    def prune(self, needed_from: int) -> None:
+        """Drops the oldest files while the journal is larger than it may be; none with a group of step `needed_from`
+        or later, and never the one that is being written.
+        """
+        if not self._max_bytes:
+            return
+        files = data_files(self._folder)
+        sizes = {path: sum(p.stat().st_size for p in (path, index_of(path)) if p.is_file()) for path in files}
+        excess = sum(sizes.values()) - self._max_bytes
+        for path in files[:-1]:
+            if excess <= 0 or max((place.step for place in places(path)), default=0) >= needed_from:
+                return
+            path.unlink()
+            index_of(path).unlink(missing_ok=True)
+            excess -= sizes[path]
+
+    def close(self) -> None:
+        """Closes the open files. What was not flushed before may be lost: no checkpoint relies on it."""
+        for file in (self._file, self._index):
+            if file is not None:
+                file.close()
+        self._file = self._index = None
+
+    def _open(self) -> tuple[FileIO, FileIO]:
+        if self._file is not None and self._file.tell() >= self._file_bytes:
+            self.flush()  # the next checkpoint relies on this file, and can only reach the one that is open then
+            self.close()
+        if self._file is None or self._index is None:
+            make_folder(self._folder)
+            older = data_files(self._folder)
+            for path in () if self._healed else older:
+                heal(path)
+            self._healed = True
+            path = self._folder / f"groups-{_number(older[-1]) + 1 if older else 1:05d}.bin"
+            # Without buffers: what a full disk refused is not tried again when the files are closed.
+            self._file, self._index = FileIO(path, "xb"), FileIO(index_of(path), "wb")
+            flush(self._folder)
+        return self._file, self._index
+
+
+def read_journal(folder: Path, *, lineage: Sequence[PolicyVersion] = ()) -> Iterator[JournalEntry]:
+    """Every group in order of training. lineage: leave out what a crash rolled back."""
+    for place, frame in frames(p for p in all_places(folder) if not rolled_back(p, lineage)):
+        yield JournalEntry(place.step, place.epoch, decode_as(TrajectoryGroup, frame["b"]))
+
+
+def frames(wanted: Iterable[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The frames at these places, each file opened once in a row; damaged ones are left out."""
+    with ExitStack() as stack:
+        path, file = None, None
+        for place in wanted:
+            if file is None or place.path != path:
+                stack.close()
+                path, file = place.path, stack.enter_context(place.path.open("rb"))
+            frame = read_frame(file, place)
+            if frame is not None:
+                yield place, frame
+
+
+def all_places(folder: Path) -> list[Place]:
+    """Every group of the journal in order of training, from the indices."""
+    return [place for path in data_files(folder) for place in places(path)]
+
+
+def rolled_back(place: Place, lineage: Sequence[PolicyVersion]) -> bool:
+    """Whether the step of this group did not survive a crash."""
+    return is_orphan(PolicyVersion(place.epoch, place.step), lineage)
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The files of the journal, oldest first."""
+    return sorted((p for p in folder.glob("groups-*.bin") if p.stem.split("-")[1].isdigit()), key=_number)
+
+
+def _write(file: FileIO, data: bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.split("-")[1])

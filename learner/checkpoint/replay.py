@@ -1,0 +1,270 @@
+"""Training from a journal: `python -m learner --replay DIR`. No Redis, no engines, no rollout servers.
+
+    journal -> batch -> train -> metrics.jsonl
+                            \\-> every K steps: checkpoint
+
+The batches, the steps they were made in and the versions in them are those of the run, so the same settings, seed and
+initial weights give the same parameters bit for bit; other settings give another policy from the same experience.
+It consumes a journal and produces checkpoints in a run directory of its own. It waits for nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from learner.checkpoint.checkpoint import Checkpoint, CheckpointFailed, Checkpoints
+from learner.checkpoint.replay_batches import Batches, RecordedBatches, Recording, RegroupedBatches, Replayed
+from learner.checkpoint.signing import run_key
+from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
+from learner.data.filter import GroupFilter
+from learner.delivery.state import Books
+from learner.interfaces import TrainEngine
+from learner.loop import NO_TOKENS, Patience, Stopwatch, batch_under
+from learner.main import MakeEngine, build_trainer, resumed_engine
+from learner.observability.metrics import Meter, StepLog
+from learner.observability.reporting import Teller, open_trackers
+from protocol.errors import UserError
+from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
+from protocol.runtime.files import make_folder
+from protocol.runtime.lifecycle import stop_signals
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+
+# The weights that a replay ends with, written as a run would publish them, for nobody in particular.
+
+
+class NoEngines:
+    """A `learner.weights.base.Link` to a run without engines."""
+
+    def engines(self) -> list[EngineInfo]:
+        """None."""
+        return []
+
+    def target(self, update: WeightUpdate, state: str) -> None:
+        """Nobody needs to hear of it."""
+
+    def view(self, view: WeightView, ttl_s: float) -> None:
+        """Nobody takes part."""
+
+    def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+        """None."""
+        return {}
+
+    def evaluating(self) -> bool:
+        """Never."""
+        return False
+
+    def now(self) -> float:
+        """Nothing is waited for."""
+        return 0.0
+
+
+def export(run: RunSettings, settings: LearnerSettings, engine: TrainEngine, version: PolicyVersion) -> Path:
+    """Writes the weights (or the adapter, where the run trains one) as files, and returns where."""
+    files = settings.publish if isinstance(settings.publish, AdapterPublishSettings) else DiskPublishSettings()
+    publisher = files.build(run, engine.model_files, NoEngines())
+    try:
+        return Path(publisher.publish(version, engine.iter_weights(publisher.device)).path)
+    finally:
+        publisher.close()
+
+
+log = logging.getLogger(__name__)
+
+
+def replay(
+    run: RunSettings,
+    settings: LearnerSettings,
+    source: Path,
+    *,
+    trust_checkpoint: bool = False,
+    make_engine: MakeEngine = build_trainer,
+) -> int:
+    """Trains on the journal in `source` (a run directory or its journal) until its end, `run.steps`, or a signal; 0.
+
+    Started again with the same command it goes on from its last checkpoint, which must be signed with the key of
+    run.dir unless `trust_checkpoint`. Raises UserError.
+    """
+    folder = source / "journal" if (source / "journal").is_dir() else source
+    if run.dir.resolve() in (folder.resolve(), folder.resolve().parent):
+        raise UserError(
+            f"{run.dir} is the directory of the run that is replayed",
+            why="a replay writes checkpoints and metrics of its own",
+            todo="give it another one: run.dir=DIR",
+        )
+    with stop_signals() as stop, _alone(run.dir):
+        key = run_key(run.dir, os.environ)
+        checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
+        loop = ReplayLoop(run, settings, Recording(folder), checkpoints, make_engine, stop.is_set)
+        stop.training = True
+        try:
+            loop.run()
+        finally:
+            loop.close()
+    return 0
+
+
+class ReplayLoop:
+    """Everything of a replay, and its loop."""
+
+    def __init__(
+        self,
+        run: RunSettings,
+        settings: LearnerSettings,
+        recording: Recording,
+        checkpoints: Checkpoints,
+        make_engine: MakeEngine,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.run_settings, self.settings, self.stopping = run, settings, stopping
+        self.filter = GroupFilter(settings.filtering, run.groups_per_step)
+        self.batches: Batches = (
+            RegroupedBatches(recording, settings.replay.passes, run.groups_per_step, self.filter)
+            if settings.replay.rebatch
+            else RecordedBatches(recording, settings.replay.passes)
+        )
+        self.origin = {"journal": recording.fingerprint, "rebatch": settings.replay.rebatch}
+        self.books = Books()
+        """Only steps and tokens: a replay settles no seq."""
+        self.checkpoints = checkpoints
+        checkpoint = self.checkpoints.load()
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self.epoch = self.checkpoints.current_epoch() + 1
+        start = PolicyVersion(self.epoch, self.books.step)
+        self.lineage = [*(checkpoint.lineage if checkpoint else ()), start]
+        trackers = open_trackers(run, settings, self.books.step, self.epoch)
+        self.engine: TrainEngine = resumed_engine(make_engine, run, settings, checkpoint)
+        self.meter = Meter()
+        self.teller = Teller(self.meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=self.steps)
+        self._patience = Patience(settings.max_skipped, Path("the journal"))
+        self._watch = Stopwatch(self.meter)
+        self._checkpoint_step, self._checkpoint_time = self.books.step, time.monotonic()
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole replay, at most."""
+        return min(self.run_settings.steps, self.batches.total)
+
+    def run(self) -> None:
+        """Train to the end, or until told to stop; checkpoint."""
+        told = f"; the journal has {self.batches.total}" if self.batches.total > self.steps else ""
+        log.info("the replay begins at step %d of %d (run.steps%s)", self.books.step, self.steps, told)
+        while self.books.step < self.run_settings.steps and not self.stopping():
+            item = self.batches.next()
+            if item is None:
+                break
+            if self._train(item):
+                self._checkpoint_if_due()
+        if self.books.step > self._checkpoint_step:
+            self.checkpoint()
+        if self.stopping():
+            log.info("stopped at step %d; the same command goes on from there", self.books.step)
+            return
+        log.info("done: %d steps, %d tokens trained", self.books.step, self.books.tally.tokens_trained)
+        if self.settings.replay.export:
+            version = PolicyVersion(self.epoch, self.books.step)
+            log.info("weights: %s", export(self.run_settings, self.settings, self.engine, version))
+
+    def _train(self, item: Replayed) -> bool:
+        run, seqs = self.run_settings, [group.seq for group in item.groups]
+        with self.meter.waiting("compute"):
+            batch = batch_under(
+                item.conditions,
+                [*item.groups, *item.mixed],
+                self.engine.algorithm,
+                run,
+                self.settings,
+                more_lag=item.more_lag,
+            )
+            report = self.engine.train(batch)
+        if report.skipped:
+            log.warning("the batch of seqs %s was not trained: %s", seqs, report.reason)
+            if report.reason != NO_TOKENS:
+                self.books.tally.skipped_steps += 1
+                self._patience.skip(report.reason)
+            return False
+        self._patience.trained()
+        self.filter.stepped()
+        sampled = sum(t.num_sampled for group in item.groups for t in group.trajectories)
+        self.books.finish_step([], sampled=sampled, trained=report.tokens_trained)
+        step_s, by_cause = self._watch.lap()
+        self.teller.step(
+            self.books.step,
+            item.groups,
+            report,
+            (step_s, {cause: by_cause[cause] for cause in ("compute", "checkpoint")}),
+            now_step=item.conditions.now_step,
+            epoch=self.epoch,
+            more={"replayed_groups": len(item.mixed)},
+        )
+        return True
+
+    def _checkpoint_if_due(self) -> None:
+        old = time.monotonic() - self._checkpoint_time >= self.settings.checkpoint_s
+        if old or self.books.step - self._checkpoint_step >= self.settings.checkpoint_every:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Commits a checkpoint; raises UserError when the disk refuses it."""
+        run = self.run_settings
+        where = {"replay": self.origin | {"position": self.batches.position}}
+        with self.meter.waiting("checkpoint"):
+            try:
+                self.checkpoints.write(
+                    self.books.to_state() | where | {"run": run.id, "steps": run.steps},
+                    step=self.books.step,
+                    epoch=self.epoch,
+                    lineage=self.lineage,
+                    save=self.engine.save_state,
+                    confirm=lambda: None,
+                )
+            except (CheckpointFailed, OSError) as error:
+                raise UserError(str(error), todo="make room on the disk and start again") from error
+        self._checkpoint_step, self._checkpoint_time = self.books.step, time.monotonic()
+
+    def close(self) -> None:
+        """Closes files and the engine."""
+        self.teller.close()
+        self.engine.close()
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        run, facts = self.run_settings, checkpoint.facts
+        replayed = facts.get("replay")
+        if replayed is None:
+            raise UserError(
+                f"{run.dir} holds checkpoints of a run that is no replay",
+                why="a replay would go on from its policy",
+                todo="give the replay a run.dir of its own",
+            )
+        if {name: replayed[name] for name in self.origin} != self.origin:
+            raise UserError(
+                f"the replay in {run.dir} began with another journal, or with batches formed in another way",
+                why="its place in the journal would mean something else (the journal of a live run grows)",
+                todo="restore what it began with, or start a new one with another run.dir",
+            )
+        if facts["step"] > run.steps:
+            raise UserError(
+                f"run.steps is {run.steps} and the checkpoint has {facts['step']} steps", todo="raise run.steps"
+            )
+        self.books.restore(facts)
+        self.batches.position = int(replayed["position"])
+        log.info("resuming from %s", checkpoint.path)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds a lock in the folder; raises UserError when another replay does."""
+    make_folder(folder)
+    with (folder / "replay.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another replay is at work in {folder}", todo="wait for it, or choose another") from None
+        yield

@@ -1,0 +1,176 @@
+"""Batches out of a journal: as the run had them, or formed anew. Where one stands in them fits into a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from learner.checkpoint.journal import Conditions, Place, all_places, frames, rolled_back
+from learner.data.filter import GroupFilter
+from protocol.codec import decode_as
+from protocol.errors import UserError
+from protocol.messages import TrajectoryGroup
+from protocol.versions import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Groups for one step, and what it is made with.
+
+    mixed     groups that the run had trained before and mixed into this batch
+    more_lag  steps by which a token may be older than max_lag
+    """
+
+    groups: list[TrajectoryGroup]
+    conditions: Conditions
+    mixed: tuple[TrajectoryGroup, ...] = ()
+    more_lag: int = 0
+
+
+class Batches(Protocol):
+    """One batch after the other. `position` goes into checkpoints and may be set."""
+
+    position: int
+
+    @property
+    def total(self) -> int:
+        """Most steps there can be."""
+        ...
+
+    def next(self) -> Replayed | None:
+        """The next batch, None at the end."""
+        ...
+
+
+class Recording:
+    """What survived of a journal: groups in order of training, none of a step that a crash rolled back."""
+
+    def __init__(self, folder: Path) -> None:
+        everything = all_places(folder)
+        lineage = _lineage(everything)
+        self.places = [p for p in everything if not rolled_back(p, lineage)]
+        if not self.places:
+            raise UserError(
+                f"there is no journal in {folder}",
+                why="a learner keeps one in the folder `journal` of its run directory, unless learner.journal is off",
+                todo="give --replay a run directory, or the folder with groups-NNNNN.bin",
+            )
+        if self.places[0].step > 1:
+            log.warning("the journal begins at step %d: steps before it were dropped", self.places[0].step)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 hex over which groups there are, with their checksums."""
+        digest = hashlib.sha256()
+        for place in self.places:
+            digest.update(f"{place.epoch} {place.step} {place.seq} {place.crc}\n".encode())
+        return digest.hexdigest()
+
+
+class RecordedBatches:
+    """The batches of the run, as they were."""
+
+    def __init__(self, recording: Recording, passes: int) -> None:
+        by_step = itertools.groupby(recording.places, key=lambda place: (place.epoch, place.step))
+        self._batches = [list(places) for _, places in by_step]
+        self._find = {(place.step, place.seq): place for place in recording.places}
+        self._passes = passes
+        self.position = 0
+
+    @property
+    def total(self) -> int:
+        return len(self._batches) * self._passes
+
+    def next(self) -> Replayed | None:
+        while self.position < self.total:
+            places = self._batches[self.position % len(self._batches)]
+            self.position += 1
+            batch = self._read(places)
+            if batch is not None:
+                return batch
+            log.warning("step %d of the journal is not whole and is left out", places[0].step)
+        return None
+
+    def _read(self, places: Sequence[Place]) -> Replayed | None:
+        found = list(_groups(places))
+        conditions = found[0][2] if found else None
+        if conditions is None or len(found) != conditions.size:
+            return None
+        wanted = [self._find[pair] for pair in conditions.mixed if pair in self._find]
+        mixed = tuple(group for _, group, _ in _groups(wanted))
+        return Replayed([g for _, g, _ in found], conditions, mixed) if len(mixed) == len(conditions.mixed) else None
+
+
+class RegroupedBatches:
+    """The groups of the run in their order, `size` to a batch; those that `group_filter` refuses are left out.
+
+    What is left over at the end of a pass is not trained. Lag is counted against the newest step that one of the
+    groups was trained in, and may be larger by as much as these steps differ: nothing is masked that was not.
+    """
+
+    def __init__(self, recording: Recording, passes: int, size: int, group_filter: GroupFilter) -> None:
+        self._places, self._passes, self._size, self._filter = recording.places, passes, size, group_filter
+        if len(self._places) < size:
+            raise UserError(f"the journal has {len(self._places)} groups, fewer than run.groups_per_step ({size})")
+        self._index = {place: at for at, place in enumerate(self._places)}
+        self.position = 0
+
+    @property
+    def total(self) -> int:
+        return len(self._places) // self._size * self._passes
+
+    def next(self) -> Replayed | None:
+        count = len(self._places)
+        while self.position < count * self._passes:
+            passed, begin = divmod(self.position, count)
+            chosen: list[tuple[TrajectoryGroup, Conditions]] = []
+            for place, group, conditions in _groups(self._places[begin:]):
+                self.position = passed * count + self._index[place] + 1
+                if not self._filter.refuses(group):
+                    chosen.append((group, conditions))
+                if len(chosen) == self._size:
+                    return self._together(chosen)
+            self.position = (passed + 1) * count
+        return None
+
+    def _together(self, chosen: list[tuple[TrajectoryGroup, Conditions]]) -> Replayed:
+        all_conditions = [conditions for _, conditions in chosen]
+        temperatures = {conditions.temperature for conditions in all_conditions}
+        if len(temperatures) > 1:
+            raise UserError(
+                f"groups of one batch were sampled at temperatures {sorted(temperatures)}",
+                why="a batch has one temperature, by which the learner divides its logits",
+                todo="replay the batches as they were: learner.replay.rebatch=false",
+            )
+        steps = [conditions.now_step for conditions in all_conditions]
+        newest = max(all_conditions, key=lambda conditions: conditions.now_step)
+        conditions = Conditions(max(steps), newest.lineage, newest.temperature, len(chosen))
+        return Replayed([group for group, _ in chosen], conditions, more_lag=max(steps) - min(steps))
+
+
+def _groups(places: Sequence[Place]) -> Iterator[tuple[Place, TrajectoryGroup, Conditions]]:
+    for place, frame in frames(places):
+        group = decode_as(TrajectoryGroup, frame["b"])
+        yield place, group, _conditions(frame, place, group, len(places))
+
+
+def _conditions(frame: dict[str, Any], place: Place, group: TrajectoryGroup, size: int) -> Conditions:
+    if "batch" in frame:
+        return Conditions.from_plain(frame["batch"])
+    # A journal of before conditions were kept: step n was made from the policy of step n - 1.
+    return Conditions(place.step - 1, (), group.sampling.temperature, size)
+
+
+def _lineage(places: Sequence[Place]) -> list[PolicyVersion]:
+    """First version of each learner start that trained anything: the step before the first one it journalled."""
+    firsts: dict[int, int] = {}
+    for place in places:
+        firsts.setdefault(place.epoch, place.step - 1)
+    return [PolicyVersion(epoch, step) for epoch, step in firsts.items()]

@@ -1,0 +1,358 @@
+"""Settings of the algorithms, one class each.
+
+Nothing heavy is imported here: an algorithm's settings carry a lazy `build()` that imports torch when it is called.
+To add an algorithm: one file in `algorithms/`, one settings class and one line in `AlgorithmSettings`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from learner.config.policy import (
+    DistillKlSettings,
+    GroupSettings,
+    PolicySettings,
+    Proximal,
+    RewardKlSettings,
+    TopKlSettings,
+)
+from learner.data.packing import Aggregation
+
+if TYPE_CHECKING:
+    from learner.algorithms.base import Algorithm
+
+
+class GrpoSettings(GroupSettings):
+    """Group relative policy optimisation (arXiv 2402.03300)."""
+
+    type: Literal["grpo"] = "grpo"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.grpo import Grpo
+
+        return Grpo(self)
+
+
+class DrGrpoSettings(GroupSettings):
+    """GRPO without its two biases (arXiv 2503.20783): nothing is divided by a deviation or by a length."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+    std: Literal["group", "batch", "none"] = "none"
+    aggregation: Aggregation = "seq_mean_token_sum"
+    aggregation_length: int = Field(default=1024, ge=1)
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.grpo import Grpo
+
+        return Grpo(self)
+
+
+class DapoSettings(GroupSettings):
+    """Decoupled clip and dynamic sampling (arXiv 2503.14476)."""
+
+    type: Literal["dapo"] = "dapo"
+    filter: bool = True
+    overlong_length: int = Field(default=0, ge=0)
+    """Most tokens that a policy may write in a trajectory without losing all of `overlong_penalty`; 0: no shaping."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """The punishment grows linearly over the last so many tokens before overlong_length."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Taken off the reward at overlong_length and beyond."""
+
+    @model_validator(mode="after")
+    def _shapes_the_whole(self) -> DapoSettings:
+        if self.parts and self.overlong_length:
+            raise ValueError("overlong_length shapes the reward as a whole: not with parts")
+        return self
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.dapo import Dapo
+
+        return Dapo(self)
+
+
+class RlooSettings(PolicySettings):
+    """REINFORCE with a leave-one-out baseline (arXiv 2402.14740), clipped."""
+
+    type: Literal["rloo"] = "rloo"
+
+    @property
+    def group_baseline(self) -> bool:
+        """The others of its group are the baseline."""
+        return True
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.rloo import Rloo
+
+        return Rloo(self)
+
+
+class ReinforceSettings(PolicySettings):
+    """REINFORCE (Williams 1992): -A log pi, no clipping; importance weights where old_logprobs is not behaviour."""
+
+    type: Literal["reinforce"] = "reinforce"
+    old_logprobs: Proximal = "recompute"
+    baseline: Literal["none", "batch", "group"] = "batch"
+    """What is taken off the reward."""
+
+    @property
+    def group_baseline(self) -> bool:
+        """As `baseline` says."""
+        return self.baseline == "group"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.reinforce import Reinforce
+
+        return Reinforce(self)
+
+
+class ReinforcePpSettings(PolicySettings):
+    """REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens, the divergence taken off them, whitened."""
+
+    judges_tokens: ClassVar[bool] = True
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+    kl: RewardKlSettings = RewardKlSettings()
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount from token to token."""
+    baseline: Literal["none", "group"] = "none"
+    """group: rewards are centred in their group first (REINFORCE++-baseline)."""
+    whiten: bool = True
+
+    @property
+    def group_baseline(self) -> bool:
+        """As `baseline` says."""
+        return self.baseline == "group"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.reinforce_pp import ReinforcePp
+
+        return ReinforcePp(self)
+
+
+class PpoSettings(PolicySettings):
+    """Proximal policy optimisation with a critic (arXiv 1707.06347; `learner.critic`)."""
+
+    judges_tokens: ClassVar[bool] = True
+    type: Literal["ppo"] = "ppo"
+    clip_high: float = Field(default=0.2, ge=0)
+    old_logprobs: Proximal = "recompute"
+    kl: RewardKlSettings = RewardKlSettings()
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount from token to token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
+    bootstrap_truncated: bool = True
+    """A trajectory that the token budget cut off (status truncated) also earns the critic's value of the state after
+    its last token, as in AReaL: what would have come is not 0. Answers and spent turns end a trajectory for good."""
+    whiten: bool = True
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.ppo import Ppo
+
+        return Ppo(self)
+
+
+class GspoSettings(GroupSettings):
+    """Group sequence policy optimisation (arXiv 2507.18071): ratio and clip are of whole trajectories."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, ge=0, lt=1)
+    clip_high: float = Field(default=4e-4, ge=0)
+    old_logprobs: Proximal = "recompute"
+    aggregation: Aggregation = "seq_mean_token_mean"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.gspo import Gspo
+
+        return Gspo(self)
+
+
+class GmpoSettings(GroupSettings):
+    """Geometric-mean policy optimisation (arXiv 2507.20673): bounds are on log-ratios."""
+
+    type: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(default=0.4, ge=0)
+    """A token's log-ratio is clipped at -clip_low."""
+    clip_high: float = Field(default=0.4, ge=0)
+    """A token's log-ratio is clipped at clip_high."""
+    old_logprobs: Proximal = "recompute"
+    aggregation: Aggregation = "seq_mean_token_mean"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.gmpo import Gmpo
+
+        return Gmpo(self)
+
+
+class CispoSettings(GroupSettings):
+    """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, ge=0, le=1)
+    """The weight is clipped at 1 - clip_low: 1 leaves it open below."""
+    clip_high: float = Field(default=4.0, ge=0)
+    """The weight is clipped at 1 + clip_high."""
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.cispo import Cispo
+
+        return Cispo(self)
+
+
+class SapoSettings(GroupSettings):
+    """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in the place of the clip."""
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """The same where it is not."""
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.sapo import Sapo
+
+        return Sapo(self)
+
+
+class GpgSettings(PolicySettings):
+    """Group policy gradient (arXiv 2504.02546): -A log pi, with advantages scaled by the share of useful groups."""
+
+    type: Literal["gpg"] = "gpg"
+    old_logprobs: Proximal = "recompute"
+    alpha: Literal["advantages", "rewards"] = "advantages"
+    """Advantages are multiplied by trajectories / those that count: those of groups whose rewards differ, as the paper
+    derives, or those whose reward is not 0, as verl does."""
+
+    @property
+    def group_baseline(self) -> bool:
+        """Rewards are centred in their group."""
+        return True
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.gpg import Gpg
+
+        return Gpg(self)
+
+
+class EmaPgSettings(GroupSettings):
+    """GRPO with a top-k divergence from an average of the policy (arXiv 2602.04417; `learner.reference.kind: ema`)."""
+
+    type: Literal["ema_pg"] = "ema_pg"
+    kl: TopKlSettings = TopKlSettings()
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.grpo import Grpo
+
+        return Grpo(self)
+
+
+class DecoupledPpoSettings(GroupSettings):
+    """Decoupled PPO for asynchronous data (AReaL, arXiv 2505.24298): the clip is around a proximal policy, importance
+    weights correct from the behaviour policy to it. GRPO's advantages, no critic.
+    """
+
+    type: Literal["decoupled_ppo"] = "decoupled_ppo"
+    old_logprobs: Proximal = "interpolate"
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.grpo import Grpo
+
+        return Grpo(self)
+
+
+class DppoSettings(GroupSettings):
+    """Divergence PPO (arXiv 2602.04879): what bounds an update is how far a token's probability has moved, not its
+    ratio. prime-rl's default loss: ratio_cap 0, drift_coefficient 0.001; its IPO also symmetric, bounds of 0.1.
+    """
+
+    type: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Of "this token" against "another": the difference of its probabilities, or KL(old || policy) in nats."""
+    clip_low: float = Field(default=0.2, ge=0)
+    """A token that has lost more than this, and would lose again, is left out."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The same of one that has gained. With tv, bounds of 1 never act."""
+    symmetric: bool = False
+    """Leave tokens out whatever the sign of their advantage, by where they moved alone."""
+    ratio_cap: float = Field(default=20.0, ge=0)
+    """Greatest ratio that a token's gradient is weighted by; 0: none."""
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.dppo import Dppo
+
+        return Dppo(self)
+
+
+class DistillSettings(PolicySettings):
+    """On-policy distillation (arXiv 2306.13649): the divergence from the reference is all that is minimised, on what
+    the policy itself wrote (prime-rl's `ref_kl`). Rewards are reported. Needs `learner.reference.model`, the teacher.
+    """
+
+    type: Literal["distill"] = "distill"
+    kl: DistillKlSettings = DistillKlSettings()
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """A token whose probability has fallen by more than this since it was sampled is left out; 1: none is."""
+    clip_high: float = Field(default=1.0, ge=0)
+    """The same of one whose probability has risen."""
+    drift_coefficient: float = Field(default=1e-3, ge=0)
+
+    @model_validator(mode="after")
+    def _minimises_something(self) -> DistillSettings:
+        if not self.kl.coefficient:
+            raise ValueError("distill minimises the divergence: kl.coefficient must be above 0")
+        if self.kl.type == "k1" and not self.kl.importance:
+            raise ValueError("the gradient of kl.type k1 without kl.importance is 0 but for noise: take k1+ or reverse")
+        if self.filter or self.whiten:
+            name = "filter" if self.filter else "whiten"
+            raise ValueError(f"distill learns nothing from rewards: leave out {name}, which is about them")
+        return self
+
+    def build(self) -> Algorithm:
+        """The algorithm; imports torch."""
+        from learner.algorithms.distill import Distill
+
+        return Distill(self)
+
+
+def _tag(value: Any) -> str:
+    given = value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", "grpo")
+    return str(given)
+
+
+AlgorithmSettings = Annotated[
+    Annotated[GrpoSettings, Tag("grpo")]
+    | Annotated[DrGrpoSettings, Tag("dr_grpo")]
+    | Annotated[DapoSettings, Tag("dapo")]
+    | Annotated[RlooSettings, Tag("rloo")]
+    | Annotated[ReinforceSettings, Tag("reinforce")]
+    | Annotated[ReinforcePpSettings, Tag("reinforce_pp")]
+    | Annotated[PpoSettings, Tag("ppo")]
+    | Annotated[GspoSettings, Tag("gspo")]
+    | Annotated[GmpoSettings, Tag("gmpo")]
+    | Annotated[CispoSettings, Tag("cispo")]
+    | Annotated[SapoSettings, Tag("sapo")]
+    | Annotated[GpgSettings, Tag("gpg")]
+    | Annotated[EmaPgSettings, Tag("ema_pg")]
+    | Annotated[DecoupledPpoSettings, Tag("decoupled_ppo")]
+    | Annotated[DppoSettings, Tag("dppo")]
+    | Annotated[DistillSettings, Tag("distill")],
+    Discriminator(_tag),
+]
+"""Union over `type`; without one it is `grpo`."""

@@ -1,0 +1,360 @@
+"""Trajectory groups to packed micro-batches (pure numpy): who is trained on, with which weight, in which row.
+
+A token is trained when the policy sampled it, its version belongs to the living branch and is at most `max_lag` steps
+old, and its trajectory votes (did not end for reasons of infrastructure). Everything that spans the batch
+(advantages, denominators) is decided here, once, so that a micro-batch needs to know nothing of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
+from learner.config.learner import BatchSettings
+from learner.data.packing import Aggregation, cut_rows, deal, pack_rows, trajectory_weights
+from protocol.messages import Status, Trajectory, TrajectoryGroup
+from protocol.staleness import lag
+from protocol.versions import PolicyVersion, is_orphan
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+class Plan(Protocol):
+    """What a batch needs to know of an algorithm; `learner.algorithms.base.Algorithm` has it."""
+
+    aggregation: Aggregation
+    aggregation_length: int
+    minibatches: int
+    bootstraps: bool
+
+    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
+        """[n] float64, one for each trajectory."""
+        ...
+
+    def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
+        """[n, K] float64, one for each turn, or None where `advantages` are for all turns of a trajectory."""
+        ...
+
+    def reward_scale(self, outcomes: Outcomes) -> float:
+        """Factor on the rewards of tokens; called once a batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass: R rows of L tokens and the N trained tokens in them.
+
+    ids        [R, L] int64, 0 where padding
+    positions  [R, L] int64, from 0 in each trajectory
+    documents  [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding
+    index      [N] int64, row * L + t of the input whose logits predict the trained token
+    targets    [N] int64, the trained token
+    behaviour  [N] float32, its log-prob when it was sampled
+    advantages [N] float32
+    weights    [N] float32, its share in the loss; 0 only in the dummies that fill up a rank
+    rewards    [N] float32, what was earned at it: a turn's reward at the turn's last trained token, the rest of the
+               trajectory's at the last of all
+    outcome    [N] float32, its trajectory's reward
+    lags       [N] int64, steps between the version that sampled it and the one being trained
+    trajectory [N] int64, its trajectory's number in the batch
+    turn       [N] int64, number of its turn in the trajectory, from 0
+    end        [N] int64, row * L + t of its trajectory's last token where truncation ended that and the algorithm
+               bootstraps, -1 elsewhere
+    """
+
+    ids: IntArray
+    positions: IntArray
+    documents: IntArray
+    index: IntArray
+    targets: IntArray
+    behaviour: FloatArray
+    advantages: FloatArray
+    weights: FloatArray
+    rewards: FloatArray
+    outcome: FloatArray
+    lags: IntArray
+    trajectory: IntArray
+    turn: IntArray
+    end: IntArray
+
+
+Part = tuple[MicroBatch, ...]
+"""The micro-batches of one optimiser update."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one training step takes: an optimiser update for each part. `stats` are numbers for the metrics."""
+
+    parts: tuple[Part, ...]
+    temperature: float
+    num_tokens: int
+    stats: dict[str, float]
+
+    @property
+    def micro_batches(self) -> Part:
+        """Those of all parts."""
+        return tuple(m for part in self.parts for m in part)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank does of a batch: as many parts as all others, and in each as many micro-batches.
+
+    num_tokens and stats are those of the whole batch.
+    """
+
+    parts: tuple[Part, ...]
+    temperature: float
+    num_tokens: int
+    stats: dict[str, float]
+
+
+@dataclass
+class _Row:
+    """A trajectory that will be trained: inputs [L], and of its n trained tokens what `MicroBatch` says of each.
+
+    bootstraps  whether the last input is the trajectory's last token, for the value of the state after it
+    """
+
+    ids: IntArray
+    trained: IntArray
+    targets: IntArray
+    behaviour: FloatArray
+    rewards: FloatArray
+    outcome: float
+    lags: IntArray
+    turn: IntArray
+    number: int
+    group: int
+    bootstraps: bool
+
+
+@dataclass
+class _Tally:
+    """Tokens by what became of them."""
+
+    sampled: int = 0
+    stale: int = 0
+    orphan: int = 0
+    unvoted: int = 0
+
+
+def build_batch(
+    groups: Sequence[TrajectoryGroup],
+    algorithm: Plan,
+    *,
+    now_step: int,
+    lineage: Sequence[PolicyVersion],
+    max_lag: int,
+    settings: BatchSettings,
+    temperature: float,
+) -> Batch:
+    """The batch made of `groups`, whatever their order.
+
+    now_step  step of the policy that is about to be updated
+    lineage   first version of each learner start, for `is_orphan`
+    """
+    groups = sorted(groups, key=lambda g: (g.seq, g.attempt))
+    outcomes = Outcomes.of(groups)
+    tally = _Tally()
+    rows: list[_Row] = []
+    pairs = [(place, t) for place, g in enumerate(groups) for t in g.trajectories]
+    for number, (group, trajectory) in enumerate(pairs):
+        bootstraps = algorithm.bootstraps and trajectory.status is Status.TRUNCATED
+        row = _trained_part(trajectory, number, group, tally, now_step, lineage, max_lag, bootstraps)
+        if row is not None:
+            rows.append(row)
+    judged = outcomes
+    if settings.shuffle_rewards:
+        judged = outcomes.shuffled(now_step)
+        for row in rows:
+            row.rewards = np.append(np.zeros(len(row.trained) - 1), judged.rewards[row.number]).astype(np.float32)
+    scale = algorithm.reward_scale(judged)
+    for row in rows:
+        row.rewards = row.rewards * np.float32(scale)
+    advantages = algorithm.advantages(judged)
+    by_turn = None if settings.shuffle_rewards else algorithm.turn_advantages(judged, Turns.of(groups))
+    # one column for every turn, or one for all
+    table = advantages[:, None] if by_turn is None else by_turn
+    # The capacity is the batch's, not the part's: a row's width should not depend on how the batch is divided.
+    capacity = max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
+    divided = [[r for r in rows if r.group % algorithm.minibatches == n] for n in range(algorithm.minibatches)]
+    parts = tuple(_part(part, table, algorithm, capacity, settings) for part in divided if part)
+    stats = _statistics(rows, [m for part in parts for m in part], tally, outcomes, np.abs(table).max(1, initial=0.0))
+    return Batch(parts, temperature, sum(len(r.trained) for r in rows), stats)
+
+
+def _part(
+    rows: Sequence[_Row], advantages: npt.NDArray[np.float64], algorithm: Plan, capacity: int, settings: BatchSettings
+) -> Part:
+    """The micro-batches of one update: its denominators are its own. advantages [n, turns], or [n, 1] for all turns."""
+    counts = np.zeros(len(advantages), np.int64)
+    for row in rows:
+        counts[row.number] = len(row.trained)
+    weights = trajectory_weights(counts.tolist(), algorithm.aggregation, algorithm.aggregation_length)
+    packed = pack_rows([len(r.ids) for r in rows], capacity)
+    widths = [sum(len(rows[i].ids) for i in row) for row in packed]
+    return tuple(
+        _assemble([[rows[i] for i in packed[r]] for r in cut], advantages, weights)
+        for cut in cut_rows(widths, settings.micro_batch_tokens)
+    )
+
+
+def cut_for_ranks(batch: Batch, ranks: int) -> list[Share]:
+    """What each rank does: equally many micro-batches in every part, since each takes part in every collective. Ranks
+    that are short of one get a dummy of weight 0.
+    """
+    dealt = [_deal(part, ranks) for part in batch.parts]
+    hands = [tuple(part[rank] for part in dealt) for rank in range(ranks)]
+    return [Share(hand, batch.temperature, batch.num_tokens, batch.stats) for hand in hands]
+
+
+def _deal(part: Part, ranks: int) -> list[Part]:
+    hands = deal([m.ids.size for m in part], ranks)
+    longest = max(len(hand) for hand in hands)
+    return [tuple(part[i] for i in hand) + (_dummy(),) * (longest - len(hand)) for hand in hands]
+
+
+def _trained_part(
+    trajectory: Trajectory,
+    number: int,
+    group: int,
+    tally: _Tally,
+    now_step: int,
+    lineage: Sequence[PolicyVersion],
+    max_lag: int,
+    bootstraps: bool,
+) -> _Row | None:
+    tally.sampled += trajectory.num_sampled
+    if not trajectory.status.votes:
+        tally.unvoted += trajectory.num_sampled
+        return None
+    trained = trajectory.mask.copy()
+    trained[:1] = False  # nothing predicts the first token
+    lags = np.zeros(len(trained), np.int64)
+    base = 0
+    for segment in trajectory.segments:
+        for span in segment.spans:
+            place = slice(base + span.start, base + span.end)
+            lags[place] = lag(now_step, span.version)
+            orphan = is_orphan(span.version, lineage)
+            if orphan or lag(now_step, span.version) > max_lag:
+                trained[place] = False
+                tally.orphan += orphan * (span.end - span.start)
+                tally.stale += (not orphan) * (span.end - span.start)
+        base += len(segment.ids)
+    at = np.flatnonzero(trained)
+    if not len(at):
+        return None
+    ids = trajectory.ids.astype(np.int64)
+    # Attention is causal: what follows the last trained token, and that token itself, need not be read, unless the
+    # critic is asked what would have come after it.
+    return _Row(
+        ids=ids if bootstraps else ids[: at[-1]],
+        trained=at,
+        targets=ids[at],
+        behaviour=trajectory.logprobs[at],
+        rewards=_credit(trajectory, at),
+        outcome=trajectory.reward,
+        lags=lags[at],
+        turn=turn_of_tokens(trajectory)[at],
+        number=number,
+        group=group,
+        bootstraps=bootstraps,
+    )
+
+
+def _credit(trajectory: Trajectory, at: IntArray) -> FloatArray:
+    """[n] float32: rewards at the trained tokens `at`. One that was earned at a token that is not trained goes to the
+    last trained token before it, or to the first of all: no reward is lost, and their sum is the trajectory's.
+    """
+    out = np.zeros(len(at))
+    base, rest = 0, trajectory.reward
+    for segment in trajectory.segments:
+        base += len(segment.ids)
+        if segment.reward:
+            out[max(0, int(np.searchsorted(at, base)) - 1)] += segment.reward
+            rest -= segment.reward
+    out[-1] += rest
+    return out.astype(np.float32)
+
+
+def _assemble(
+    rows: Sequence[Sequence[_Row]], advantages: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
+) -> MicroBatch:
+    width = max(sum(len(r.ids) for r in row) for row in rows)
+    shape = (len(rows), width)
+    ids, positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    index: list[IntArray] = []
+    ends: list[int] = []
+    for y, row in enumerate(rows):
+        x = 0
+        for document, part in enumerate(row):
+            n = len(part.ids)
+            ids[y, x : x + n] = part.ids
+            positions[y, x : x + n] = np.arange(n)
+            documents[y, x : x + n] = document
+            index.append(y * width + x + part.trained - 1)
+            x += n
+            ends.append(y * width + x - 1 if part.bootstraps else -1)
+        positions[y, x:] = np.arange(width - x)
+    parts = [part for row in rows for part in row]
+    numbers = np.repeat([p.number for p in parts], [len(p.trained) for p in parts])
+    turns = np.concatenate([p.turn for p in parts])
+    return MicroBatch(
+        ids=ids,
+        positions=positions,
+        documents=documents,
+        index=np.concatenate(index),
+        targets=np.concatenate([p.targets for p in parts]),
+        behaviour=np.concatenate([p.behaviour for p in parts]),
+        advantages=advantages[numbers, np.minimum(turns, advantages.shape[1] - 1)].astype(np.float32),
+        weights=weights[numbers].astype(np.float32),
+        rewards=np.concatenate([p.rewards for p in parts]),
+        outcome=np.repeat([p.outcome for p in parts], [len(p.trained) for p in parts]).astype(np.float32),
+        lags=np.concatenate([p.lags for p in parts]),
+        trajectory=numbers,
+        turn=turns,
+        end=np.repeat(np.array(ends, np.int64), [len(p.trained) for p in parts]),
+    )
+
+
+def _dummy() -> MicroBatch:
+    one, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+    nothing, no_end = np.zeros(1, np.float32), zero - 1
+    return MicroBatch(one, one, one, zero, zero, nothing, nothing, nothing, nothing, nothing, zero, zero, zero, no_end)
+
+
+def _statistics(
+    rows: Sequence[_Row],
+    micro_batches: Sequence[MicroBatch],
+    tally: _Tally,
+    outcomes: Outcomes,
+    advantages: npt.NDArray[np.float64],
+) -> dict[str, float]:
+    lags = np.concatenate([r.lags for r in rows]) if rows else np.zeros(1, np.int64)
+    room = sum(m.ids.size for m in micro_batches)
+    read = sum(len(r.ids) for r in rows)
+    voting = outcomes.rewards[outcomes.votes]
+    return {
+        "lag_mean": float(lags.mean()),
+        "lag_max": float(lags.max()),
+        "reward_mean": float(voting.mean()) if len(voting) else 0.0,
+        "trajectories": float(len(advantages)),
+        "trajectories_trained": float(len(rows)),
+        "zero_advantage_share": float((advantages == 0).mean()) if len(advantages) else 0.0,
+        "tokens_sampled": float(tally.sampled),
+        "tokens_stale": float(tally.stale),
+        "tokens_orphan": float(tally.orphan),
+        "tokens_unvoted": float(tally.unvoted),
+        "tokens_read": float(read),
+        "padding_share": 1.0 - read / room if room else 0.0,
+        "micro_batches": float(len(micro_batches)),
+    }

@@ -1,0 +1,80 @@
+"""Dynamic filtering: which groups are worth a step (DAPO, arXiv 2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+
+from learner.algorithms.advantages import informative
+from learner.config.learner import FilterSettings
+from protocol.messages import Trajectory, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+NO_VARIANCE = "no_variance"
+"""Reason in the ledger."""
+WHOLE = "reward"
+
+
+class GroupFilter:
+    """Refuses groups whose voters all earned the same. Thread-safe.
+
+    After `patience` batches' worth of refused groups in a row, none is refused until there was a step.
+    """
+
+    def __init__(self, settings: FilterSettings, groups_per_step: int) -> None:
+        self._metric, self._patience = settings.metric, settings.patience * groups_per_step
+        self._lock = threading.Lock()
+        self._refused = 0
+        self._told: set[str] = set()
+
+    def refuses(self, group: TrajectoryGroup) -> bool:
+        """Whether the group is to be left out."""
+        if not self._metric:
+            return False
+        teaches = self._teaches(group)
+        with self._lock:
+            if teaches:
+                self._refused = self._refused if self._refused >= self._patience else 0
+                return False
+            if self._refused >= self._patience:
+                self._tell(
+                    "patience",
+                    f"{self._refused} groups in a row were filtered, since {self._metric!r} did not differ within them:"
+                    " the next ones are trained as they come. The policy may be always right, or always wrong",
+                )
+                return False
+            self._refused += 1
+            return True
+
+    def stepped(self) -> None:
+        """A step was trained."""
+        with self._lock:
+            self._refused = 0
+
+    def _teaches(self, group: TrajectoryGroup) -> bool:
+        # An algorithm without groups (one trajectory a question) finds its baseline elsewhere.
+        if len(group.trajectories) == 1:
+            return True
+        values = np.array([self._value(t) for t in group.trajectories], np.float64)
+        return informative(values, np.array([t.status.votes for t in group.trajectories], bool))
+
+    def _value(self, trajectory: Trajectory) -> float:
+        if self._metric == WHOLE:
+            return trajectory.reward
+        if self._metric not in trajectory.rewards:
+            if trajectory.status.votes:
+                known = ", ".join(sorted(trajectory.rewards)) or "none"
+                self._tell(
+                    "unknown",
+                    f"learner.filter.metric: no reward {self._metric!r}, the whole is used; known: {known}",
+                )
+            return trajectory.reward
+        return trajectory.rewards[self._metric]
+
+    def _tell(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("%s", text)

@@ -1,0 +1,119 @@
+"""Trajectories into rows, rows into micro-batches, micro-batches onto ranks (pure, deterministic, nothing is split)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+LEVELLING = 6
+"""Attempts to find a smaller width that needs no more rows. Each halves what is left to gain."""
+
+
+def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """First-fit decreasing: indices of `lengths` in rows of at most `capacity` tokens, longest row first.
+
+    The rows are then levelled: the smallest width is looked for that needs as many rows, so that no row is left nearly
+    empty beside full ones, where it would be padded, or would keep one rank idle while the others compute.
+
+    capacity 0 gives every trajectory a row of its own; one longer than the capacity gets a row of its own too.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rows = _first_fit(lengths, order, capacity)
+    if lengths and capacity >= max(lengths):
+        # no width below these two can do
+        low, high = max(max(lengths), -(-sum(lengths) // len(rows))), max(sum(lengths[i] for i in row) for row in rows)
+        for _ in range(LEVELLING):
+            if low >= high:
+                break
+            middle = (low + high) // 2
+            tried = _first_fit(lengths, order, middle)
+            if len(tried) <= len(rows):
+                rows, high = tried, middle
+            else:
+                low = middle + 1
+    return sorted(rows, key=lambda row: (-sum(lengths[i] for i in row), row))
+
+
+def _first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> list[list[int]]:
+    rows: list[list[int]] = []
+    room = np.zeros(len(order), np.int64)
+    for i in order:
+        fits = room[: len(rows)] >= lengths[i]
+        place = int(fits.argmax()) if fits.any() else len(rows)
+        if place == len(rows):
+            rows.append([])
+            room[place] = capacity
+        rows[place].append(i)
+        room[place] -= lengths[i]
+    return rows
+
+
+def cut_rows(widths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of rows, given longest first, in micro-batches of at most `budget` tokens with padding, or of one row."""
+    cuts: list[list[int]] = []
+    for i, width in enumerate(widths):
+        if cuts and widths[cuts[-1][0]] * (len(cuts[-1]) + 1) <= budget:
+            cuts[-1].append(i)
+        else:
+            cuts.append([i] if width else [])
+    return [cut for cut in cuts if cut]
+
+
+def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices of `costs` for each rank: the costliest goes to the rank with the fewest items, then the least cost.
+
+    Every rank gets the same number of items or one less, since each takes part in every collective.
+    """
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    spent = [0] * ranks
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = min(range(ranks), key=lambda r: (len(hands[r]), spent[r], r))
+        hands[rank].append(i)
+        spent[rank] += costs[i]
+    return hands
+
+
+# How token losses become one number, as a weight for each token (pure numpy).
+#
+# The loss of a batch is sum_i weight_i * loss_i. Every denominator is taken over the whole batch before it is cut, so
+# the gradient does not depend on how the batch is packed, split into micro-batches or spread over ranks. (Peers divide by
+# counts of the micro-batch or rank and scale back, or not; with an engine that averages over ranks and accumulation
+# steps, the caller undoes that average.)
+
+Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+
+
+def trajectory_weights(counts: Sequence[int], mode: Aggregation, length: int = 0) -> npt.NDArray[np.float64]:
+    """[n] float64: the weight of each token of trajectory i, which has counts[i] trained tokens.
+
+    token_mean               1 / sum(counts)             (DAPO, arXiv 2503.14476; every token the same)
+    token_sum                1
+    seq_mean_token_mean      1 / (counts[i] * present)   (GRPO, arXiv 2402.03300; every trajectory the same)
+    seq_mean_token_sum       1 / present; with a length as below
+    seq_mean_token_sum_norm  1 / (length * present)      (Dr. GRPO, arXiv 2503.20783; the length is a constant of the
+                             run, e.g. the token budget. verl's default is the padded width: padding moves the loss)
+
+    present is the number of trajectories with a trained token. The others count nowhere and get 0; without any, all
+    are 0. Raises ValueError for seq_mean_token_sum_norm without a length, and for a negative count or length.
+    """
+    n = np.asarray(counts, np.float64)
+    if length < 0 or (n < 0).any():
+        raise ValueError("a count or the length is negative")
+    if mode == "seq_mean_token_sum_norm" and not length:
+        raise ValueError("seq_mean_token_sum_norm needs a length")
+    present = n > 0
+    trajectories = present.sum()
+    if not trajectories:
+        return np.zeros_like(n)
+    if mode == "token_mean":
+        weight = np.full_like(n, 1.0 / n.sum())
+    elif mode == "token_sum":
+        weight = np.ones_like(n)
+    elif mode == "seq_mean_token_mean":
+        weight = 1.0 / (np.maximum(n, 1.0) * trajectories)
+    else:
+        weight = np.full_like(n, 1.0 / (max(length, 1) * trajectories))
+    return np.where(present, weight, 0.0)

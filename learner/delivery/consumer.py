@@ -1,0 +1,227 @@
+"""Where batches come from: the stream of trajectory groups, read once each, whatever happens.
+
+An entry is acknowledged only when a durable checkpoint says what became of it. Until then it stays pending, and a
+successor takes it over. So an entry may come twice, and the books decide: a seq that is here or settled is a
+duplicate.
+
+An entry that kills the learner while it is read would kill every successor too. So entries that were pending already
+are read one at a time, each after Redis has counted that it was handed out; one that was handed out DELIVERIES times
+and never got through is a dead letter without being read again.
+
+The reader thread consumes stream entries and produces buffered groups. It waits for Redis (BLOCK_MS at a time) and
+for room in the buffer; it is unblocked by entries and by `take`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+
+from learner.data.filter import NO_VARIANCE, GroupFilter
+from learner.delivery.dead_letters import Evidence, History
+from learner.delivery.entry import BadEntry, Entry, read_entry, read_seq, read_tokens
+from learner.delivery.state import Books
+from learner.delivery.store import Fields, RunStore
+from learner.delivery.token_accounting import Arrived, Bucket
+from protocol.ledger import Outcome
+from protocol.messages import TASK_UNREADABLE, GroupFailed
+from protocol.staleness import lag
+
+log = logging.getLogger(__name__)
+
+READ_COUNT = 16
+DELIVERIES = 3
+"""So many times an entry may be handed out without getting through."""
+POISON = "poison"
+
+
+class Source:
+    """The buffer between Redis and training. `room`: most groups held; at least one batch."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        books: Books,
+        run: str,
+        group_filter: GroupFilter,
+        *,
+        room: int,
+        max_attempts: int,
+        evidence: Evidence,
+        history: History,
+    ) -> None:
+        self._store, self._books, self._run, self._filter = store, books, run, group_filter
+        self._room, self._max_attempts = room, max_attempts
+        self._evidence, self._history = evidence, history
+        self._buffer: deque[Entry] = deque()
+        self._backlog: deque[bytes] = deque()
+        self._tries: Counter[bytes] = Counter()
+        self._changed = threading.Condition(books.lock)
+        self.reclaim = threading.Event()
+        """Set: pending entries must be gone through again (start, lost replies, entries given to a predecessor)."""
+        self.reclaim.set()
+
+    # --- the reader thread ---
+
+    def turn(self) -> None:
+        """Reads what there is room for. Raises RedisUnavailable, StateLost or Fenced; may be called again."""
+        with self._changed:
+            if len(self._buffer) >= self._room:
+                self._changed.wait(0.5)
+                return
+            free = self._room - len(self._buffer)
+        try:
+            if self.reclaim.is_set():
+                self.reclaim.clear()
+                self._claim()
+            if self._backlog:
+                self._replay(min(free, READ_COUNT))
+                return
+            for id_, fields in self._store.read(min(free, READ_COUNT)):
+                self.ingest(id_, fields)
+        except BaseException:
+            # Entries may have been given to us in a reply that never arrived: they are pending, and ours.
+            self.reclaim.set()
+            raise
+
+    def _claim(self) -> None:
+        ids = self._store.claim()
+        with self._books.lock:
+            self._backlog = deque(id_ for id_ in ids if id_ not in self._books.unacked)
+        if self._backlog:
+            log.info("%d pending entries taken over", len(self._backlog))
+            self._history.tell("took-over", f"{len(self._backlog)} entries that were read and not acknowledged")
+
+    def _replay(self, count: int) -> None:
+        for _ in range(min(count, len(self._backlog))):
+            id_ = self._backlog[0]
+            # Without our own tries (a reply may get lost), what is left are the lives that ended over it.
+            self._tries[id_] += 1
+            handed, fields = self._store.hand_out(id_)
+            if fields is not None and id_ not in self._books.unacked:
+                with self._books.lock:
+                    self._books.tally.redelivered += 1
+                if handed - self._tries[id_] >= DELIVERIES:
+                    self._poisoned(id_, fields, handed - self._tries[id_])
+                else:
+                    self.ingest(id_, fields)
+                    self._store.got_through(id_)
+            del self._tries[id_]
+            self._backlog.popleft()
+
+    def _poisoned(self, id_: bytes, fields: Fields, lives: int) -> None:
+        with self._books.lock:
+            self._books.tally.poisoned += 1
+        detail = f"{lives} times the learner ended while it read this entry"
+        self._refuse(id_, fields, BadEntry(POISON, detail, read_seq(fields)))
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether every entry that is pending for us has been looked at."""
+        return not self._backlog and not self.reclaim.is_set()
+
+    def ingest(self, id_: bytes, fields: Fields) -> None:
+        """One entry: buffered, settled, known already, or bad. May ask Redis, to settle doubts."""
+        with self._changed:
+            if id_ in self._books.unacked:
+                return
+        try:
+            entry = read_entry(id_, fields, self._run)
+            self._refuse_unissued(entry)
+            self._refuse_unreadable_task(entry)
+        except BadEntry as bad:
+            self._refuse(id_, fields, bad)
+            return
+        with self._changed:
+            arrived = Arrived(id_, entry.counted or entry.tokens, entry.counted)
+            self._books.arrive(entry.seq, arrived)
+            self._admit(entry, arrived)
+
+    def _admit(self, entry: Entry, arrived: Arrived) -> None:
+        books, seq, message = self._books, entry.seq, entry.message
+        if seq in books.ledger or seq in books.held:
+            books.tally.duplicates += 1
+            books.law.book(Bucket.DUPLICATE, entry.tokens)
+        elif isinstance(message, GroupFailed):
+            log.warning("seq %d is dead: %s %s", seq, message.reason, message.detail[:200])
+            books.settle([seq], Outcome.DEAD, message.reason, tokens=entry.tokens)
+        elif self._filter.refuses(message):
+            # The credit is given back: another seq is issued in its place.
+            books.settle([seq], Outcome.FILTERED, NO_VARIANCE, tokens=entry.tokens)
+        else:
+            books.hold(seq, arrived)
+            self._buffer.append(entry)
+        self._changed.notify_all()
+
+    def _refuse_unissued(self, entry: Entry) -> None:
+        if self._unissued(entry.seq):
+            raise BadEntry("not_issued", f"seq {entry.seq} was never issued", 0)
+
+    def _refuse_unreadable_task(self, entry: Entry) -> None:
+        """A failed attempt, unless another task of the seq is at work: then this one was one too many, and no more."""
+        message = entry.message
+        if isinstance(message, GroupFailed) and message.reason.startswith(TASK_UNREADABLE):
+            detail = f"{message.producer} could not read a task of seq {entry.seq}"
+            if entry.seq in self._store.snapshot().tasks:
+                raise BadEntry(message.reason, f"{detail}; another one is at work", 0, message.attempt)
+            raise BadEntry(message.reason, detail, entry.seq, message.attempt)
+
+    def _unissued(self, seq: int) -> bool:
+        # the reply to an issue may have been lost; but what this learner had no credit for, it has not issued
+        return seq > self._books.issued and (seq > self._books.credit or seq > self._store.issued())
+
+    def _refuse(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
+        """A dead letter. Its tokens failed; its seq, where that is known and one of ours, is due again or dead."""
+        if self._unissued(bad.seq):
+            bad = BadEntry(bad.reason, f"{bad.detail}; seq {bad.seq} was never issued", 0, bad.attempt)
+        log.warning("entry %s (seq %d) is unusable: %s; `foray dlq show %d`", id_.decode(), bad.seq, bad, bad.seq)
+        self._evidence.keep(id_, fields, bad)
+        self._history.tell("dead-letter", f"entry {id_.decode()}, seq {bad.seq or 'unknown'}: {bad}")
+        tokens = read_tokens(fields)
+        with self._changed:
+            books = self._books
+            books.arrive(bad.seq, Arrived(id_, tokens, tokens))
+            books.law.book(Bucket.FAILED, tokens)
+            books.tally.dead_letters += 1
+            # Without a seq the reconciler finds missing what its task was for, if it was ours.
+            if bad.seq:
+                books.failed_attempt(bad.seq, bad.attempt, self._max_attempts, bad.reason)
+
+    # --- the training thread ---
+
+    def take(self, count: int, now_step: int, *, max_lag: int | None, timeout_s: float) -> list[Entry]:
+        """The next `count` groups in order of arrival, or [] when they are not here after `timeout_s`.
+
+        max_lag  drop (settle as stale) groups whose oldest token is older than this many steps; None: take them all
+        The seqs stay `held` until they are settled.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._drop_stale(now_step, max_lag) >= count, timeout_s)
+            if len(self._buffer) < count:
+                return []
+            taken = [self._buffer.popleft() for _ in range(count)]
+            self._changed.notify_all()
+            return taken
+
+    def _drop_stale(self, now_step: int, max_lag: int | None) -> int:
+        if max_lag is not None:
+            old = [e for e in self._buffer if lag(now_step, e.header.first_version) > max_lag and any(e.header.sampled)]
+            self._books.settle([e.seq for e in old], Outcome.STALE, "too_old", tokens=sum(e.tokens for e in old))
+            self._buffer = deque(e for e in self._buffer if e.seq in self._books.held)
+        return len(self._buffer)
+
+    def drain(self) -> int:
+        """The end of the run: what is buffered will not be trained. Returns its tokens."""
+        with self._changed:
+            tokens = sum(e.tokens for e in self._buffer)
+            self._buffer.clear()
+            return tokens
+
+    def wake(self) -> None:
+        """Makes `take` look again (a signal arrived)."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._buffer)

@@ -1,0 +1,74 @@
+"""What is kept of an entry that could not be used: in a file of the run directory (the record) and in Redis (bounded).
+
+Fields of a dead letter, in both: id (of the entry), seq (0: unknown), reason, detail, from ("learner"; rollout servers
+write theirs, `deploy/dlq/dead_letters.py`), h and b (header and body as they came, base64 in the file; at most
+EVIDENCE_BYTES of each there, and STREAM_BYTES in Redis). A stranger who writes to the stream cannot fill the disk.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from pathlib import Path
+
+from learner.delivery.entry import BadEntry
+from learner.delivery.store import Fields, RedisUnavailable, RunStore
+from protocol import events
+from protocol.errors import StateLost, UserError
+from protocol.runtime.redis.errors import Tolerated
+
+log = logging.getLogger(__name__)
+
+EVIDENCE_BYTES = 1 << 20
+STREAM_BYTES = 1 << 16
+FILE_BYTES = 64 << 20
+"""A file of so many bytes takes no more letters: it becomes the older one, and the older one before it goes."""
+
+
+def older(path: Path) -> Path:
+    """Where the letters before those of `path` are."""
+    return path.with_name(f"{path.name}.1")
+
+
+class Evidence:
+    """Appends to `path`, and to the dead-letter stream."""
+
+    def __init__(self, store: RunStore, path: Path) -> None:
+        self._store, self._path = store, path
+
+    def keep(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
+        """One dead letter. Raises nothing: evidence that cannot be kept must not stop the learner."""
+        head, body = (fields.get(name, b"")[:EVIDENCE_BYTES] for name in (b"h", b"b"))
+        facts: dict[str, str | int] = {"id": id_.decode(), "seq": bad.seq, "reason": bad.reason, "detail": bad.detail}
+        facts["from"] = "learner"
+        line = facts | {"h": base64.b64encode(head).decode(), "b": base64.b64encode(body).decode()}
+        try:
+            if self._path.exists() and self._path.stat().st_size >= FILE_BYTES:
+                self._path.replace(older(self._path))
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._store.dead_letter({**facts, "h": head[:STREAM_BYTES], "b": body[:STREAM_BYTES]})
+        except (OSError, RedisUnavailable, UserError) as error:
+            log.error("evidence of the unusable entry %s could not be kept: %s", id_.decode(), error)
+
+
+# The learner's lines in the run's history (`protocol/events.py`). They inform: one that is lost is no fault.
+
+LEARNER_ID = "0"
+"""Rank in metrics and events: a restarted learner takes the place of its predecessor."""
+
+
+class History:
+    """Thread-safe."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self._tolerated = store, Tolerated()
+
+    def tell(self, kind: str, text: str) -> None:
+        """One line. Raises nothing."""
+        fields = events.fields("learner", LEARNER_ID, kind, text)
+        try:
+            self._tolerated(lambda: self._store.add_event(fields))
+        except (RedisUnavailable, StateLost) as error:
+            log.info("the event %r is not told: %s", kind, error)

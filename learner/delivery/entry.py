@@ -1,0 +1,91 @@
+"""One entry of the trajectory stream, checked: header first, then the body's checksum, then the body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from learner.delivery.store import Fields
+from protocol.codec import decode, number_of
+from protocol.errors import CorruptMessage, ForayError, InvalidBody, ProtocolError
+from protocol.header import EntryHeader, check_body, read_header
+from protocol.messages import GroupFailed, TrajectoryGroup
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A readable entry: stream id, header, body as a message, and both as the bytes that came (for the journal)."""
+
+    id: bytes
+    header: EntryHeader
+    message: TrajectoryGroup | GroupFailed
+    raw_header: bytes
+    raw_body: bytes
+
+    counted: int = 0
+    """Tokens that Redis counted when it was published; 0 by a rollout server that does not say."""
+
+    @property
+    def seq(self) -> int:
+        return self.header.seq
+
+    @property
+    def published_s(self) -> float:
+        """When, in seconds by Redis' clock."""
+        return int(self.id.partition(b"-")[0]) / 1000
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the policy sampled for it."""
+        return sampled_in(self.message)
+
+
+class BadEntry(ForayError):
+    """An entry that cannot be used. `seq` is 0 when not even that is known, `attempt` at least 1."""
+
+    def __init__(self, reason: str, detail: str, seq: int, attempt: int = 1) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.seq, self.attempt = reason, detail, seq, attempt
+
+
+def read_seq(fields: Fields) -> int:
+    """The seq in the entry's plain field, 0 where there is none; the publishing function wrote it, not the body."""
+    return number_of(fields.get(b"seq", b""))
+
+
+def read_tokens(fields: Fields) -> int:
+    """Tokens by the entry's plain field `t`, which the publishing function wrote; 0 where it says nothing."""
+    return number_of(fields.get(b"t", b""))
+
+
+def sampled_in(message: TrajectoryGroup | GroupFailed) -> int:
+    """Tokens that the policy sampled for `message`."""
+    if isinstance(message, GroupFailed):
+        return message.generated_tokens
+    return sum(trajectory.num_sampled for trajectory in message.trajectories)
+
+
+def read_entry(id_: bytes, fields: Fields, run: str) -> Entry:
+    """The entry, or BadEntry; nothing else is raised, whatever the bytes."""
+    seq, attempt = read_seq(fields), 1
+    try:
+        raw_header, raw_body = fields[b"h"], fields[b"b"]
+        header = read_header(raw_header)
+        attempt = max(1, header.attempt)
+        if header.run != run:
+            raise BadEntry("foreign_run", f"of run {header.run!r}", seq, attempt)
+        if not seq or header.seq != seq:
+            raise InvalidBody(f"the header says seq {header.seq}, the entry {seq}")
+        check_body(header, raw_body)
+        message = decode(raw_body)
+        if not isinstance(message, TrajectoryGroup | GroupFailed):
+            raise InvalidBody(f"a {type(message).__name__} in the trajectory stream")
+        if (message.run, message.seq) != (run, seq):
+            raise InvalidBody(f"the body is of run {message.run!r}, seq {message.seq}")
+        counted, tokens = read_tokens(fields), sampled_in(message)
+        if counted not in (0, tokens) or (isinstance(message, TrajectoryGroup) and sum(header.sampled) != tokens):
+            raise InvalidBody(f"{tokens} tokens in the body, {sum(header.sampled)} in the header, {counted} counted")
+    except KeyError as error:
+        raise BadEntry(CorruptMessage.reason, f"no field {error}", seq, attempt) from None
+    except ProtocolError as error:
+        raise BadEntry(error.reason, str(error), seq, attempt) from None
+    return Entry(id_, header, message, raw_header, raw_body, counted)

@@ -1,0 +1,38 @@
+"""How far tasks may have been issued, on disk: an upper bound of `issued` that does not depend on Redis.
+
+Written ahead, as databases cache a range of a sequence: a number is durable before any task up to it is issued, and
+AHEAD further, so that it is written seldom. Each epoch has a file of its own beside the file that claims it: a learner
+that was fenced and does not know it yet cannot lower its successor's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from protocol.codec import number_of
+from protocol.runtime.files import write_text
+
+AHEAD = 1000
+SUFFIX = ".issued"
+
+
+class Reserved:
+    """The files in `epochs_dir` (`learner.lease`)."""
+
+    def __init__(self, epochs_dir: Path) -> None:
+        self._folder = epochs_dir
+        self._covered = 0
+
+    def begun(self) -> bool:
+        """Whether a learner has ever begun an epoch from this directory."""
+        return any(self._folder.glob("e*"))
+
+    def most(self) -> int | None:
+        """No seq above it was issued from this directory; None where an older Foray wrote nothing down."""
+        return max((number_of(path.read_bytes().strip()) for path in self._folder.glob(f"e*{SUFFIX}")), default=None)
+
+    def cover(self, seq: int, epoch: int) -> None:
+        """Tasks up to `seq` may be issued now, by the learner of `epoch`. Raises OSError when the disk refuses it."""
+        if seq > self._covered:
+            write_text(self._folder / f"e{epoch}{SUFFIX}", f"{seq + AHEAD}\n")
+            self._covered = seq + AHEAD

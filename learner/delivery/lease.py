@@ -1,0 +1,190 @@
+"""The lease: at most one learner at a time writes to a run. Every write that matters is refused without it.
+
+Two anchors. In Redis, the lease and its epoch, which every function compares. On disk, a file for each epoch that was
+ever begun: Redis may have forgotten, or be away, and a learner that slept through its successor's whole life must see
+that there was one. A learner that finds a higher epoch than its own in either has been fenced and stays so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from learner.delivery.store import Holder, RedisUnavailable, RunStore
+from protocol.errors import Fenced, StateLost, UserError
+from protocol.run_meta import foreign
+from protocol.runtime.files import make_folder, write_once
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+ANOTHER_RUN = (
+    "give this run another run.id (or the other run's run.dir, to go on with it); or start the learner with "
+    "--takeover, which fences the other one and deletes its tasks and trajectories in Redis"
+)
+
+
+class Lease:
+    """Who may write. `epoch` is 0 until the lease is acquired, and one more at each acquisition.
+
+    ttl_s      the lease lapses so long after its last renewal
+    epochs_dir  a file for every epoch ever used, made exclusively: a Redis that rolled back cannot repeat one
+    lineage_id  the run it is a lease of: Redis refuses it for another one's ("": whichever it is)
+    """
+
+    def __init__(self, store: RunStore, ttl_s: float, epochs_dir: Path, lineage_id: str = "") -> None:
+        self._store, self._ttl_ms, self.epochs_dir = store, int(ttl_s * 1000), epochs_dir
+        self.token = f"{_place()}:{os.getpid()}:{_started(os.getpid())}:{uuid.uuid4().hex[:8]}"
+        self.epoch, self.lineage_id = 0, lineage_id
+
+    def acquire(self, floor: int, *, takeover: bool = False) -> int:
+        """The new epoch, above `floor`. Waits for the lease of a dead predecessor to lapse.
+
+        Raises UserError when the holder renews it, so is alive, or when the run in Redis is of another lineage.
+        """
+        told, deadline = False, 0.0
+        while True:
+            answer = self._store.acquire(self.token, floor, self._ttl_ms, takeover=takeover, lineage_id=self.lineage_id)
+            if answer is None:
+                raise self._of_another_run()
+            if isinstance(answer, int):
+                if self._claim_epoch(answer):
+                    self.epoch = answer
+                    self._store.own(answer, self.token)
+                    return answer
+                floor = max(floor, answer)
+                continue
+            if _is_dead(answer.token):
+                log.warning("taking over from %s, which has ended", describe(answer))
+                takeover = True
+                continue
+            if not told:
+                told, deadline = True, time.monotonic() + answer.ttl_s + 1.0
+                log.warning(
+                    "the run is held by %s, waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
+                )
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"run {self._store.keys.run} is held by {describe(answer)}, which is alive",
+                    why="two learners must not train one run: each would undo what the other has done",
+                    todo=f"stop it ({_how_to_stop(answer)}), or start this one with --takeover, which fences the other",
+                )
+            time.sleep(POLL_S)
+
+    def _of_another_run(self) -> UserError:
+        store, ours = self._store, f"lineage {self.lineage_id[:8]}"
+        return foreign(store.meta(), run=store.keys.run, redis=store.url, ours=ours, todo=ANOTHER_RUN)
+
+    def _claim_epoch(self, epoch: int) -> bool:
+        """Whether the epoch is ours. It is on the device then: no Redis can give it to another learner again."""
+        make_folder(self.epochs_dir)
+        return write_once(self.epochs_dir / f"e{epoch}", self.token + "\n")
+
+    def renew(self) -> None:
+        """Extends the lease; raises Fenced when it is not ours any more, RedisUnavailable when nobody knows."""
+        if not self._store.renew(self._ttl_ms):
+            raise Fenced("the lease of this learner lapsed or was taken")
+
+    def lost_to(self) -> Holder | None:
+        """The other learner that holds the lease, or that began a higher epoch since; None when there is none."""
+        holder = self._store.holder()
+        return holder if holder and holder.token != self.token else self._successor()
+
+    def regain(self) -> bool:
+        """After a doubt: the lease, renewed, or taken again when it had lapsed and nobody took it; then True.
+
+        Raises Fenced when another learner has begun meanwhile, RedisUnavailable.
+        """
+        if (other := self.lost_to()) is not None:
+            raise self.fenced_by(other)
+        try:
+            self.renew()
+            return False
+        except Fenced:
+            try:
+                self.acquire(self.epoch)
+            except UserError:  # somebody was faster just now, and is alive
+                if (other := self.lost_to()) is not None:
+                    raise self.fenced_by(other) from None
+                raise
+            return True
+
+    def fenced_by(self, other: Holder) -> Fenced:
+        """The error of a learner that was replaced: by whom, and when."""
+        return Fenced(f"this learner (epoch {self.epoch}, process {os.getpid()}) was replaced by {describe(other)}")
+
+    def confirm(self) -> None:
+        """Raises Fenced unless this learner may move the run's state on disk.
+
+        While Redis does not answer, the files of the epochs decide: a successor would have made a higher one.
+        """
+        if (other := self._successor()) is not None:
+            raise self.fenced_by(other)
+        try:
+            self.renew()
+        except RedisUnavailable as error:
+            log.warning("committing without Redis, since no later epoch has begun on disk: %s", error)
+
+    def _successor(self) -> Holder | None:
+        """The newest epoch on disk and who began it, when it is higher than ours."""
+        epochs = {int(p.name[1:]): p for p in self.epochs_dir.glob("e*") if p.name[1:].isdigit()}
+        newest = max(epochs, default=0)
+        if newest <= self.epoch:
+            return None
+        path = epochs[newest]
+        return Holder(newest, path.read_text().strip(), 0.0, since=path.stat().st_mtime)
+
+    def release(self) -> None:
+        """Frees the lease, so that a successor need not wait."""
+        try:
+            self._store.release()
+        except (RedisUnavailable, StateLost, UserError) as error:
+            log.warning("the lease could not be released and will lapse by itself: %s", error)
+
+
+def describe(holder: Holder) -> str:
+    """A holder in words: epoch, process, host, since when it has held the lease and when it last renewed it."""
+    parts = holder.token.split(":")
+    who = f"process {parts[1]} on {parts[0].split('/')[0]}" if len(parts) > 1 else holder.token or "somebody"
+    text = f"epoch {holder.epoch}, {who}"
+    if holder.since:
+        text += f", since {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(holder.since))} UTC"
+    return text if holder.renewed_s is None else f"{text}, renewed {holder.renewed_s:.1f} s ago"
+
+
+def _how_to_stop(holder: Holder) -> str:
+    parts = holder.token.split(":")
+    if len(parts) < 2 or not parts[1].isdigit():
+        return "SIGTERM: it writes a checkpoint"
+    where = "" if parts[0] == _place() else f" on {parts[0].split('/')[0]}"
+    return f"kill {parts[1]}{where}: it writes a checkpoint first"
+
+
+def _place() -> str:
+    # Host and process namespace: a pid says something only to those who share both.
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = "?"
+    return f"{socket.gethostname()}/{namespace}".replace(":", "")
+
+
+def _started(pid: int) -> str:
+    # Start time in clock ticks since boot: tells a process from another one that was given its number.
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _is_dead(token: str) -> bool:
+    """Whether the holder is a process of this machine that has ended; False where that cannot be known."""
+    parts = token.split(":")
+    if len(parts) != 4 or parts[0] != _place() or not parts[2] or not parts[1].isdigit():
+        return False
+    return _started(int(parts[1])) != parts[2]

@@ -1,0 +1,143 @@
+"""What the learner counts, tells and is asked through Redis, beside the delivery itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+from redis.exceptions import NoPermissionError
+
+from protocol import events, functions
+from protocol.codec import number_of
+from protocol.keys import Keys
+from protocol.runtime.redis.errors import translated
+
+DEAD_LETTERS = 1000
+REQUESTS = 100
+"""Most requests of people that are looked at in one second."""
+LIFE, COMMIT = "life", "commit"
+"""Fields of `Keys.tokens` that the learner writes: a name for the time since the hash was empty; its last commit."""
+
+
+@dataclass(frozen=True)
+class Census:
+    """One moment of the trajectory stream (atomic).
+
+    published, rejected  tokens that this Redis has counted since its hash was empty
+    life, commit         what the learner wrote beside them
+    last                 newest entry that was ever added
+    pending              entries that were given to a learner and not acknowledged
+    unread               entry -> tokens, of those that no learner was given
+    """
+
+    published: int
+    rejected: int
+    life: str
+    commit: str
+    last: bytes
+    pending: frozenset[bytes]
+    unread: Mapping[bytes, int]
+
+
+class Accounts:
+    """Part of `RunStore`, which brings the client and the keys."""
+
+    keys: Keys
+    _db: redis.Redis
+
+    def census(self) -> Census:
+        """Where the entries are now, and what Redis has counted."""
+        with translated():
+            reply: Any = self._db.fcall(functions.CENSUS, 2, self.keys.traj, self.keys.tokens)
+        flat, last, pending, unread = reply
+        counts = dict(zip(flat[::2], flat[1::2], strict=True))
+        return Census(
+            published=number_of(counts.get(b"published", b"")),
+            rejected=number_of(counts.get(b"rejected", b"")),
+            life=counts.get(LIFE.encode(), b"").decode("ascii", "replace"),
+            commit=counts.get(COMMIT.encode(), b"").decode("ascii", "replace"),
+            last=last,
+            pending=frozenset(pending),
+            unread={id_: number_of(raw) for id_, raw in zip(unread[::2], unread[1::2], strict=True)},
+        )
+
+    def tokens_of(self, ids: Iterable[bytes]) -> int:
+        """Tokens of these entries, as the publishing function wrote them."""
+        wanted = list(ids)
+        if not wanted:
+            return 0
+        with translated():
+            reply: Any = self._db.fcall(functions.TOKENS_OF, 1, self.keys.traj, *cast(tuple[str, ...], tuple(wanted)))
+        return sum(number_of(raw) for raw in reply)
+
+    def begin_life(self, name: str) -> str:
+        """Names the time since the hash of tokens was empty, unless it has a name; returns the one that holds."""
+        with translated(), self._db.pipeline(transaction=True) as pipe:
+            pipe.hsetnx(self.keys.tokens, LIFE, name)
+            pipe.hget(self.keys.tokens, LIFE)
+            return str(pipe.execute()[1].decode("ascii", "replace"))
+
+    def committed(self, name: str) -> None:
+        """Leaves a mark of the last checkpoint."""
+        with translated(self.keys.tokens):
+            self._db.hset(self.keys.tokens, COMMIT, name)
+
+    def server(self) -> str:
+        """An id that changes whenever the Redis process does; "" where this user may not ask."""
+        try:
+            with translated():
+                try:
+                    return str(self._db.info("server").get("run_id", ""))
+                except NoPermissionError:
+                    return ""
+        except redis.ResponseError:
+            return ""
+
+    def refusals(self) -> int:
+        """Commands of anybody that this Redis process has refused for want of memory; 0 where this user may not ask."""
+        with translated():
+            try:
+                stats = self._db.info("errorstats")
+            except NoPermissionError:
+                return 0
+        return int(stats.get("errorstat_OOM", {}).get("count", 0))
+
+    def drop_evidence(self) -> int:
+        """Removes the older half of what is kept in Redis for people only; how many entries that were."""
+        with translated(), self._db.pipeline(transaction=False) as pipe:
+            for stream in (self.keys.dlq, self.keys.events):
+                pipe.xlen(stream)
+            lengths: list[int] = pipe.execute()
+            for stream, length in zip((self.keys.dlq, self.keys.events), lengths, strict=True):
+                pipe.xtrim(stream, maxlen=length // 2, approximate=False)
+            return sum(pipe.execute())
+
+    def rejected(self) -> tuple[int, str]:
+        """Tokens of rejected attempts that this Redis has counted, and since when (`life`)."""
+        with translated(self.keys.tokens):
+            counted, life = cast(list[bytes | None], self._db.hmget(self.keys.tokens, ["rejected", LIFE]))
+        return number_of(counted or b""), (life or b"").decode("ascii", "replace")
+
+    def requests(self) -> list[bytes]:
+        """Seqs that people want tried again, as they wrote them; at most REQUESTS."""
+        with translated(self.keys.requeue):
+            return cast(list[bytes], self._db.srandmember(self.keys.requeue, REQUESTS))
+
+    def drop_requests(self, seqs: Iterable[int | bytes]) -> None:
+        """These requests are dealt with."""
+        wanted = list(seqs)
+        if wanted:
+            with translated(self.keys.requeue):
+                self._db.srem(self.keys.requeue, *cast(tuple[str, ...], tuple(wanted)))
+
+    def add_event(self, fields: Mapping[str, str]) -> None:
+        """One line of the run's history."""
+        with translated(self.keys.events):
+            self._db.xadd(self.keys.events, cast(Any, dict(fields)), maxlen=events.MOST, approximate=True)
+
+    def dead_letter(self, fields: dict[str, str | int | bytes]) -> None:
+        """Bounded evidence for people; the file in the run directory is the record."""
+        with translated(self.keys.dlq):
+            self._db.xadd(self.keys.dlq, cast(Any, fields), maxlen=DEAD_LETTERS, approximate=True)

@@ -1,0 +1,62 @@
+"""What a run needs in Redis before anything else: the functions, two streams, their groups.
+
+Looks before it writes: a full Redis refuses to load and to create, also what is there already, and a learner that
+could not start on it would never acknowledge what fills it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+from redis.exceptions import NoPermissionError
+
+from protocol import functions
+from protocol.errors import UserError
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.runtime.redis.errors import translated
+
+
+def prepare(db: redis.Redis, keys: Keys) -> bool:
+    """Makes what is missing; whether a stream or a group was. May be called at any time; raises the four errors."""
+    made = False
+    with translated():
+        try:
+            if not _has_functions(db):
+                db.function_load(functions.source(), replace=True)
+        except redis.ResponseError as error:
+            if "unknown command" not in str(error):
+                raise
+            raise UserError("this Redis has no functions", why="it is older than 7.0", todo="upgrade it") from error
+    for stream, group in ((keys.tasks, TASK_GROUP), (keys.traj, TRAJ_GROUP)):
+        with translated(stream):
+            made |= not _has_group(db, stream, group) and _create(db, stream, group)
+    return made
+
+
+def _has_functions(db: redis.Redis) -> bool:
+    """Whether the functions there are ours, to the last character; False where this user may not ask."""
+    try:
+        found: Any = db.function_list(library=functions.LIBRARY, withcode=True)
+    except NoPermissionError:  # an ACL file of an older Foray
+        return False
+    return functions.source().encode() in [part for library in found for part in library]
+
+
+def _has_group(db: redis.Redis, stream: str, group: str) -> bool:
+    try:
+        return any(found["name"] == group.encode() for found in db.xinfo_groups(stream))
+    except redis.ResponseError as error:
+        if "no such key" not in str(error):
+            raise
+        return False
+
+
+def _create(db: redis.Redis, stream: str, group: str) -> bool:
+    try:
+        db.xgroup_create(stream, group, id="0", mkstream=True)
+    except redis.ResponseError as error:
+        if "BUSYGROUP" not in str(error):
+            raise
+        return False
+    return True

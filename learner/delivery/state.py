@@ -1,0 +1,252 @@
+"""What the learner knows of every seq: ledger, entries that are not acknowledged, seqs to be issued again.
+
+Pure bookkeeping under one lock, shared by the training thread and the I/O threads. Nothing here talks to Redis or to
+a disk, so that the delivery rules can be read, and tested, in one place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from learner.delivery.token_accounting import BUCKET_OF, Arrived, Bucket, Split, TokenLaw
+from protocol.ledger import Ledger, NotReopenable, Outcome
+from protocol.staleness import issue_limit
+
+
+@dataclass
+class Tally:
+    """Counters of one run; they live in the checkpoint and so survive a restart.
+
+    taken       groups that completed steps have trained, counted apart from the ledger to check it
+    duplicates  entries whose seq was already here; redelivered: entries taken over or read a second time
+    reissued    tasks issued a second time; dead_letters: entries that could not be read, poisoned: those never tried
+    requeued    seqs that a person had tried again
+    state_lost  times that Redis had lost streams or functions; lease_lapsed: times that our lease had run out
+    tokens_sampled   tokens the policy sampled in the groups trained; tokens_trained: those of them with a gradient
+    """
+
+    taken: int = 0
+    duplicates: int = 0
+    redelivered: int = 0
+    reissued: int = 0
+    dead_letters: int = 0
+    poisoned: int = 0
+    requeued: int = 0
+    state_lost: int = 0
+    lease_lapsed: int = 0
+    surplus: int = 0
+    skipped_steps: int = 0
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+
+
+@dataclass
+class Books:
+    """State of delivery in memory. `lock` guards all of it and may be taken twice by one thread.
+
+    step       optimiser steps done
+    issued     highest seq with a task in Redis, now or once
+    credit     highest seq that this learner was ever allowed to issue; what Redis says beyond is not its own doing
+    held       seqs that arrived and are not settled: buffered or being trained
+    unacked    stream entry id -> its seq (0: unknown), for every entry read and not acknowledged
+    committed  the ledger as the last durable checkpoint has it
+    durable    those of `unacked` of which it says what became of them
+    due        seqs that must be issued again as soon as Redis allows
+    attempts   seq -> attempts known of, where more than one
+    reasons    (outcome, reason) -> how many seqs, of those that were not trained
+    law        where the tokens of every entry went
+    requests   seqs that were opened again because a person asked, while Redis may still hold the request
+    closed     the last step is done: nothing is opened again
+
+    An entry is acknowledged once a durable checkpoint says what became of it: of its seq and of its tokens. Until then
+    it is in `unacked`, and a successor counts it as if it had never come. So nothing is counted twice, or not at all.
+    """
+
+    step: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    committed: Ledger = field(default_factory=Ledger)
+    durable: set[bytes] = field(default_factory=set)
+    tally: Tally = field(default_factory=Tally)
+    issued: int = 0
+    credit: int = 0
+    held: set[int] = field(default_factory=set)
+    unacked: dict[bytes, int] = field(default_factory=dict)
+    due: set[int] = field(default_factory=set)
+    attempts: dict[int, int] = field(default_factory=dict)
+    reasons: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
+    law: TokenLaw = field(default_factory=TokenLaw)
+    requests: set[int] = field(default_factory=set)
+    closed: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def limit(self, *, max_lag: int, groups_per_step: int, steps: int) -> int:
+        """Highest seq that may be issued now.
+
+        Beyond the credit gate, at most as many seqs may be open as the remaining steps need: a run so ends with
+        nothing in flight. A seq settled without training makes room for another one.
+        """
+        with self.lock:
+            credit = issue_limit(
+                settled=self.ledger.settled,
+                watermark=self.ledger.watermark,
+                max_lag=max_lag,
+                groups_per_step=groups_per_step,
+            )
+            return min(credit, self.ledger.settled + max(0, steps - self.step) * groups_per_step)
+
+    def arrive(self, seq: int, arrived: Arrived) -> None:
+        """An entry was read; before anything is decided. seq: 0 when it cannot be known."""
+        with self.lock:
+            self.unacked[arrived.id] = seq
+            self.law.arrive(arrived)
+
+    def hold(self, seq: int, arrived: Arrived) -> None:
+        """The group of `seq` is here, to be trained."""
+        with self.lock:
+            self.held.add(seq)
+            self.due.discard(seq)
+            self.law.hold(seq, arrived)
+
+    def settle(self, seqs: Iterable[int], outcome: Outcome, reason: str = "", *, tokens: int = 0) -> None:
+        """Books seqs; raises AlreadySettled. tokens: sampled in those that were here, unless they were trained."""
+        with self.lock:
+            for seq in seqs:
+                self.ledger.settle(seq, outcome, reason)
+                if outcome is not Outcome.TRAINED:
+                    self.reasons[outcome, reason] += 1
+                self.held.discard(seq)
+                self.due.discard(seq)
+                self.attempts.pop(seq, None)
+                self.law.land(seq)
+            # A Redis that rolled back may have lost count; whatever is settled was issued.
+            self.issued = max(self.issued, self.ledger.watermark)
+            if outcome is not Outcome.TRAINED:
+                self.law.book(BUCKET_OF[outcome], tokens)
+
+    def finish_step(self, seqs: Iterable[int], *, sampled: int, trained: int, own: Split | None = None) -> None:
+        """Books the groups of a completed step, in one piece: a checkpoint sees all of it or nothing.
+
+        trained  tokens with a gradient, mixed groups included
+        own      tokens of these seqs; None: there was nothing mixed in
+        """
+        with self.lock:
+            seqs = list(seqs)
+            self.settle(seqs, Outcome.TRAINED)
+            self.step += 1
+            self.tally.taken += len(seqs)
+            self.tally.tokens_sampled += sampled
+            self.tally.tokens_trained += trained
+            if seqs:
+                own = own or Split(trained, sampled - trained)
+                self.law.book(Bucket.TRAINED, own.trained)
+                self.law.book(Bucket.UNTRAINED, own.untrained)
+
+    def reopen(self, seq: int) -> str:
+        """A dead or stale seq is due again, with all its attempts; what it was, in words. Raises NotReopenable."""
+        with self.lock:
+            if self.closed:
+                raise NotReopenable(f"seq {seq}: the run has done its last step")
+            outcome, reason = self.ledger.reopen(seq)
+            self.reasons[outcome, reason] -= 1
+            self.attempts.pop(seq, None)
+            self.due.add(seq)
+            self.requests.add(seq)
+            self.tally.requeued += 1
+            return f"{outcome} ({reason})" if reason else str(outcome)
+
+    def failed_attempt(self, seq: int, attempt: int, most: int, reason: str) -> None:
+        """The group of `seq` arrived unusable: it becomes due again, or dead after `most` attempts."""
+        with self.lock:
+            if seq in self.ledger or seq in self.held or seq in self.due:
+                return
+            tried = max(attempt, self.attempts.get(seq, 0))
+            if tried >= most:
+                self.settle([seq], Outcome.DEAD, reason)
+                return
+            self.attempts[seq] = tried + 1
+            self.due.add(seq)
+
+    def filtered(self) -> dict[str, int]:
+        """Numbers for the metrics: seqs filtered since the beginning of the run, by reason."""
+        with self.lock:
+            return {f"groups_filtered_{r}": n for (o, r), n in self.reasons.items() if o is Outcome.FILTERED}
+
+    def in_flight(self) -> list[int]:
+        """Seqs that are issued and not settled, ascending."""
+        with self.lock:
+            return self.ledger.missing(self.issued)
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain JSON values for the checkpoint."""
+        with self.lock:
+            undecided = {arrived.id for arrived in self.law.flying.values()}
+            return {
+                "step": self.step,
+                "ledger": self.ledger.to_state(),
+                "tally": asdict(self.tally),
+                "tokens": self.law.to_state(),
+                "entries": [id_.decode() for id_ in self.unacked if id_ not in undecided],
+                "due": sorted(self.due),
+                "attempts": {str(seq): n for seq, n in sorted(self.attempts.items())},
+                "requests": sorted(self.requests),
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of `to_state`, for books that are still empty; raises ForayError when the ledger does not close.
+
+        What the checkpoint had decided may not have been acknowledged: `commit(state)` says what is left to do.
+        """
+        known = {f.name for f in fields(Tally)}
+        with self.lock:
+            self.step = int(state["step"])
+            self.ledger = Ledger.from_state(state["ledger"])
+            self.committed = Ledger.from_state(state["ledger"])
+            self.reasons = Counter((outcome, reason) for _, outcome, reason in self.ledger.notes)
+            self.tally = Tally(**{k: int(v) for k, v in state["tally"].items() if k in known})
+            self.law = TokenLaw.from_state(state.get("tokens", {}))
+            self.unacked = {id_.encode(): 0 for id_ in state.get("entries", ())}
+            self.durable = set(self.unacked)
+            self.due = {int(seq) for seq in state.get("due", ())}
+            self.attempts = {int(seq): int(n) for seq, n in state.get("attempts", {}).items()}
+            self.requests = {int(seq) for seq in state.get("requests", ())}
+
+    def commit(self, state: dict[str, Any]) -> list[bytes]:
+        """A checkpoint with `state` is durable: the entries that may now be acknowledged."""
+        with self.lock:
+            self.committed = Ledger.from_state(state["ledger"])
+            decided = [id_ for name in state.get("entries", ()) if (id_ := name.encode()) in self.unacked]
+            self.durable.update(decided)
+            return decided
+
+    def changed(self) -> bool:
+        """Whether something was decided that no durable checkpoint says."""
+        with self.lock:
+            undecided = {arrived.id for arrived in self.law.flying.values()}
+            return self.ledger != self.committed or not self.unacked.keys() <= undecided | self.durable
+
+    def forget(self, ids: Iterable[bytes]) -> None:
+        """These entries are acknowledged."""
+        with self.lock:
+            for id_ in ids:
+                self.unacked.pop(id_, None)
+                self.durable.discard(id_)
+
+    def check(self, *, whole: bool = True) -> str:
+        """Where the books do not close, in words; "" when they do.
+
+        whole  also what was issued: not while Redis is being mended, when that is counted anew
+        """
+        with self.lock:
+            counts, settled = self.ledger.counts, self.ledger.settled
+            flying = self.ledger.open(self.issued)
+            if not self.ledger.closes():
+                return f"the outcomes add up to {sum(counts.values())}, not to the {settled} seqs settled"
+            if counts[Outcome.TRAINED] != self.tally.taken:
+                return f"{counts[Outcome.TRAINED]} seqs are booked as trained, {self.tally.taken} groups were trained"
+            if whole and self.issued != settled + flying:
+                return f"{self.issued} issued, but {settled} settled + {flying} in flight"
+            return self.law.check()

@@ -1,0 +1,399 @@
+"""The learner's only door to Redis: typed calls in, and every way they may fail as one of four errors
+(`protocol/runtime/redis/errors.py`). What must be there first is in `learner/delivery/redis_setup.py`, what is counted and told beside
+the delivery itself in `learner/delivery/redis_accounts.py`.
+
+Two clients, as redis-py 8 needs it: its own retries would duplicate an XADD whose reply was lost, and a blocking read
+needs a socket time-out longer than its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import redis
+
+from learner.delivery.redis_accounts import Accounts
+from learner.delivery.redis_setup import prepare
+from protocol import functions
+from protocol.codec import decode_as, encode, number_of
+from protocol.errors import ProtocolError, StateLost
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
+from protocol.runtime.redis.client import connect
+from protocol.runtime.redis.errors import RedisFull as RedisFull
+from protocol.runtime.redis.errors import RedisUnavailable as RedisUnavailable
+from protocol.runtime.redis.errors import translated as translated
+from protocol.runtime.redis.errors import unusable
+from protocol.runtime.redis.memory_policy import SETTING
+from protocol.runtime.redis.url import redacted
+from protocol.versions import PolicyVersion
+
+BLOCK_MS = 500
+METRICS_TTL_MS = 10_000
+CHUNK = 256
+MAX_DIGITS = 15
+"""Of a count: the functions' numbers are exact so far."""
+LAST_ID = (2**64 - 1, 2**64 - 1)
+"""A stream that holds an entry of this id takes no other."""
+CHUNK_BYTES = 1 << 16
+"""Most tasks, and most bytes of them, in one call: a request counts as used memory, too large a one is refused."""
+
+Fields = dict[bytes, bytes]
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds the lease: epoch, token, and seconds until it lapses.
+
+    renewed_s  seconds since it was last renewed; None where the holder does not say (an older Foray)
+    since      when it was taken, in seconds since 1970 by the clock of Redis; 0.0 likewise
+    """
+
+    epoch: int
+    token: str
+    ttl_s: float
+    renewed_s: float | None = None
+    since: float = 0.0
+
+
+@dataclass(frozen=True)
+class InRedis:
+    """Where seqs are at one moment (atomic).
+
+    tasks     seqs with a task that is undelivered or leased
+    unread    trajectory entries wait that no learner was given: their seqs are unknown
+    strays    trajectory entries were given to a learner that is not this one
+    ahead_s   seconds by which the ids of trajectory entries are ahead of the clock of Redis, which makes them
+    """
+
+    tasks: frozenset[int]
+    unread: bool
+    strays: bool
+    ahead_s: float = 0.0
+
+
+class RunStore(Accounts):
+    """One run in one Redis, as the learner sees it. Thread-safe but for `read`, which belongs to one thread."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.keys = Keys(run)
+        self.url = redacted(url)
+        self._owner: tuple[str, str] = ("0", "")
+        self._db = connect(url, run)
+        self._reader = connect(url, run, timeout_s=BLOCK_MS / 1000 + 10)
+        # redis-py's own parser hides the cursor of a claim that asks for ids only.
+        self._db.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
+
+    def close(self) -> None:
+        """Closes both clients."""
+        self._db.close()
+        self._reader.close()
+
+    def own(self, epoch: int, token: str) -> None:
+        """From now on fenced calls are made in this name."""
+        self._owner = (str(epoch), token)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in whose name fenced calls are made; 0 before the first."""
+        return int(self._owner[0])
+
+    def prepare(self) -> bool:
+        """Loads the functions and creates streams and groups where they are missing; whether a stream or group was.
+        May be called at any time.
+        """
+        return prepare(self._db, self.keys)
+
+    def eviction_policy(self) -> str:
+        """`maxmemory-policy` of the server; "" where this user may not ask for it."""
+        with translated():
+            try:
+                return str(self._db.info("memory").get("maxmemory_policy", ""))
+            except redis.exceptions.NoPermissionError:
+                pass
+            try:
+                return str(self._db.config_get(SETTING).get(SETTING, ""))
+            except redis.exceptions.NoPermissionError:
+                return ""
+
+    def _call(self, name: str, keys: Sequence[str], *args: str | bytes | int) -> Any:
+        with translated():
+            return self._db.fcall(name, len(keys), *keys, *cast(tuple[str, ...], args))
+
+    # --- lease ---
+
+    def acquire(
+        self, token: str, floor: int, ttl_ms: int, *, takeover: bool, lineage_id: str = ""
+    ) -> int | Holder | None:
+        """The new epoch, above `floor`, or who holds the lease; None when the run in this Redis is another one."""
+        keys = (self.keys.lease, self.keys.epoch, self.keys.meta)
+        whose = (lineage_id,) if lineage_id else ()
+        reply = self._call(functions.ACQUIRE, keys, token, floor, ttl_ms, "1" if takeover else "0", *whose)
+        if int(reply[0]) == 2:
+            return None
+        if int(reply[0]) == 1:
+            return int(reply[1])
+        found = self.holder()
+        if found is not None and found.token == reply[3].decode(errors="replace"):
+            return found
+        return Holder(int(reply[1]), reply[3].decode(errors="replace"), max(0, int(reply[2])) / 1000)
+
+    def renew(self, ttl_ms: int) -> bool:
+        """Whether the lease is ours; if so it now lives `ttl_ms` longer."""
+        return bool(self._call(functions.RENEW, (self.keys.lease,), *self._owner, ttl_ms))
+
+    def release(self) -> None:
+        """Frees the lease if it is ours."""
+        self._call(functions.RELEASE, (self.keys.lease,), *self._owner)
+
+    def holder(self) -> Holder | None:
+        """Who holds the lease now."""
+        with translated(self.keys.lease):
+            lease = cast(Fields, self._db.hgetall(self.keys.lease))
+            left_s = max(0, self._db.pttl(self.keys.lease)) / 1000
+        if b"token" not in lease:
+            return None
+        epoch, ttl, since = (number_of(lease.get(name, b"")) for name in (b"epoch", b"ttl", b"since"))
+        renewed_s = max(0.0, ttl / 1000 - left_s) if ttl else None
+        return Holder(epoch, lease[b"token"].decode(errors="replace"), left_s, renewed_s, float(since))
+
+    # --- what the run is ---
+
+    def meta(self) -> Fields:
+        """What the run's learner wrote of it; {} where there was none yet."""
+        with translated(self.keys.meta):
+            return cast(Fields, self._db.hgetall(self.keys.meta))
+
+    def write_meta(self, fields: Mapping[str, str]) -> None:
+        """What all processes of the run must agree on."""
+        self._call(functions.META, (self.keys.lease, self.keys.meta), *self._owner, *_flat(fields))
+
+    def reset(self, fields: Mapping[str, str]) -> None:
+        """Deletes the work of the run that this Redis holds, and writes `fields` as what it is from now on."""
+        k = self.keys
+        work = (k.tasks, k.traj, k.issued, k.tokens, k.requeue, k.target, k.view, k.dlq)
+        self._call(functions.RESET, (k.lease, k.meta, *work), *self._owner, *_flat(fields))
+
+    # --- tasks ---
+
+    def issued(self) -> int:
+        """Highest seq ever issued, as far as Redis knows."""
+        with translated(self.keys.issued):
+            found = cast(bytes | None, self._db.get(self.keys.issued)) or b"0"
+        if not found.isdigit() or len(found) > MAX_DIGITS:
+            raise unusable(self.keys.issued, "it holds no count")
+        return int(found)
+
+    def issue(self, floor: int, pairs: Sequence[tuple[int, bytes]], *, ceiling: int = 10**MAX_DIGITS) -> int:
+        """Adds tasks (seq ascending); those that were issued before are passed over. Returns the highest issued.
+
+        ceiling  a higher count in Redis is not believed, and corrected
+        """
+        issued = floor
+        for flat in _chunks(pairs):
+            keys = (self.keys.lease, self.keys.issued, self.keys.tasks)
+            issued = int(self._call(functions.ISSUE, keys, *self._owner, floor, ceiling, *flat))
+        return issued
+
+    def reissue(self, pairs: Sequence[tuple[int, bytes]]) -> None:
+        """Adds tasks whatever was issued before."""
+        for flat in _chunks(pairs):
+            self._call(functions.REISSUE, (self.keys.lease, self.keys.tasks), *self._owner, *flat)
+
+    def snapshot(self) -> InRedis:
+        """Where seqs are: one transaction, since a task that moves while it is looked for would be seen nowhere."""
+        with translated(), self._db.pipeline(transaction=True) as pipe:
+            pipe.xinfo_groups(self.keys.tasks)
+            pipe.xpending_range(self.keys.tasks, TASK_GROUP, "-", "+", 1_000_000)
+            pipe.xrange(self.keys.tasks)
+            pipe.xinfo_groups(self.keys.traj)
+            pipe.xinfo_stream(self.keys.traj)
+            pipe.xinfo_consumers(self.keys.traj, TRAJ_GROUP)
+            pipe.time()
+            groups, pending, tasks, readers, stream, consumers, (now_s, _) = pipe.execute()
+        last = _order(stream["last-generated-id"])
+        if last == LAST_ID:
+            raise unusable(self.keys.traj, "an entry in it has the last id that there is: it can take no other")
+        leased = {item["message_id"] for item in pending}
+        delivered = _order(_group(groups, TASK_GROUP)["last-delivered-id"])
+        # The stream also holds acknowledged tasks until the floor passes them.
+        # One that a stranger has put there may have no seq.
+        seqs = [fields.get(b"seq", b"") for id_, fields in tasks if id_ in leased or _order(id_) > delivered]
+        read = _order(_group(readers, TRAJ_GROUP)["last-delivered-id"])
+        mine = self.consumer.encode()
+        return InRedis(
+            tasks=frozenset(seq for raw in seqs if (seq := number_of(raw))),
+            unread=last > read and stream["length"] > 0,
+            strays=any(c["pending"] for c in consumers if c["name"] != mine),
+            ahead_s=last[0] / 1000 - now_s,
+        )
+
+    # --- trajectories ---
+
+    @property
+    def consumer(self) -> str:
+        """This learner's name in the stream group: one for each epoch."""
+        return f"L{self._owner[0]}"
+
+    def read(self, count: int) -> list[tuple[bytes, Fields]]:
+        """Up to `count` entries that no learner was given yet; waits BLOCK_MS for the first."""
+        with translated(self.keys.traj):
+            reply: Any = self._reader.xreadgroup(
+                TRAJ_GROUP, self.consumer, {self.keys.traj: ">"}, count=count, block=BLOCK_MS
+            )
+        return [(id_, fields) for _, entries in reply or [] for id_, fields in entries]
+
+    def claim(self) -> list[bytes]:
+        """Makes every pending entry ours, whoever had it, and returns their ids, oldest first."""
+        ids: list[bytes] = []
+        cursor: bytes | str = "0-0"
+        while True:
+            with translated(self.keys.traj):
+                # JUSTID: K steps of groups may be pending; their bodies are fetched as the buffer has room.
+                reply: Any = self._db.execute_command(  # type: ignore[no-untyped-call]
+                    "XAUTOCLAIM", self.keys.traj, TRAJ_GROUP, self.consumer, 0, cursor, "COUNT", 500, "JUSTID"
+                )
+            cursor = reply[0]
+            ids += reply[1]
+            if cursor == b"0-0":
+                return ids
+
+    def fetch(self, ids: Sequence[bytes]) -> list[tuple[bytes, Fields]]:
+        """The entries with these ids that are still there."""
+        with translated(), self._db.pipeline(transaction=False) as pipe:
+            for id_ in ids:
+                pipe.xrange(self.keys.traj, id_, id_)
+            return [entry for found in pipe.execute() for entry in found]
+
+    def ack(self, ids: Sequence[bytes]) -> int:
+        """Acknowledges entries; returns how many were pending."""
+        done = 0
+        for start in range(0, len(ids), CHUNK):
+            part = ids[start : start + CHUNK]
+            done += int(self._call(functions.ACK, (self.keys.lease, self.keys.traj), *self._owner, *part))
+        return done
+
+    def hand_out(self, id_: bytes) -> tuple[int, Fields | None]:
+        """A pending entry, and how often Redis has counted that it was handed out, this time included. The fields are
+        None where it is not there (any more).
+        """
+        with translated(), self._db.pipeline(transaction=False) as pipe:
+            pipe.xpending_range(self.keys.traj, TRAJ_GROUP, id_, id_, 1)
+            pipe.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_])
+            pending, claimed = pipe.execute()
+        handed = int(pending[0]["times_delivered"]) + 1 if pending else 1
+        return handed, claimed[0][1] if claimed else None
+
+    def got_through(self, id_: bytes) -> None:
+        """The entry was read and did no harm: it counts as never handed out."""
+        with translated(self.keys.traj):
+            self._db.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_], retrycount=0, justid=True)
+
+    # --- announcements ---
+
+    def target(self, update: WeightUpdate, state: str) -> None:
+        """Announces the version that engines must load; `state` is "ready" or "done"."""
+        self._call(functions.TARGET, (self.keys.lease, self.keys.target), *self._owner, encode(update), state)
+
+    def announced(self) -> PolicyVersion | None:
+        """The version that engines must load, as far as Redis knows."""
+        with translated(self.keys.target):
+            raw = self._db.hget(self.keys.target, "b")
+        update = _decoded(WeightUpdate, cast(bytes, raw)) if raw else None
+        return update.version if update else None
+
+    def view(self, view: WeightView, ttl_s: float) -> None:
+        """Writes where a transfer stands; Redis forgets it after `ttl_s`."""
+        self._call(functions.VIEW, (self.keys.lease, self.keys.view), *self._owner, encode(view), int(ttl_s * 1000))
+
+    def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+        """What the members of a view said last, by member."""
+        with translated(key := self.keys.answers(epoch, number)):
+            found = cast(Fields, self._db.hgetall(key))
+        answers = (_decoded(ViewAnswer, raw) for raw in found.values())
+        return {answer.member: answer for answer in answers if answer is not None}
+
+    def engines(self) -> list[EngineInfo]:
+        """Engines whose registration is alive."""
+        with translated(self.keys.engines):
+            names = cast(list[bytes], self._db.zrange(self.keys.engines, 0, -1))
+            with self._db.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hget(self.keys.engine(name.decode(errors="replace")), "b")
+                raws = pipe.execute()
+        # a registration of another version of Foray says nothing about what it loads
+        return [info for raw in raws if raw is not None and (info := _decoded(EngineInfo, raw)) is not None]
+
+    def generated_per_s(self) -> float | None:
+        """Tokens a second that the rollout servers say they generate, all together; None where none says."""
+        with translated(self.keys.processes):
+            names = [
+                name.decode(errors="replace") for name in cast(list[bytes], self._db.zrange(self.keys.processes, 0, -1))
+            ]
+            with self._db.pipeline(transaction=False) as pipe:
+                for _, _, id_ in (name.partition(":") for name in names if name.startswith("rollout:")):
+                    pipe.get(self.keys.metrics("rollout", id_))
+                raws = pipe.execute()
+        told = [info for raw in raws if raw is not None and (info := _decoded(MetricsSnapshot, raw)) is not None]
+        rates = [info.values["tokens_generated_per_s"] for info in told if "tokens_generated_per_s" in info.values]
+        return sum(rates) if rates else None
+
+    def evaluating(self) -> bool:
+        """Whether an evaluation wants the versions to stand still."""
+        with translated():
+            return bool(self._db.exists(self.keys.evaluation))
+
+    def now(self) -> float:
+        """Seconds by the clock of Redis, which all hosts share."""
+        with translated():
+            seconds, micros = self._db.time()
+        return float(seconds) + float(micros) / 1e6
+
+    def report(self, snapshot: MetricsSnapshot) -> None:
+        """Publishes this second's metrics."""
+        key = self.keys.metrics(snapshot.process, snapshot.id)
+        with translated():
+            expiry = self.now() + METRICS_TTL_MS / 1000
+        member = f"{snapshot.process}:{snapshot.id}"
+        keys = (key, self.keys.processes)
+        self._call(functions.REPORT, keys, encode(snapshot), METRICS_TTL_MS, f"{expiry:.6f}", member)
+
+
+def _chunks(pairs: Sequence[tuple[int, bytes]]) -> Iterator[list[int | bytes]]:
+    """`pairs` one after the other, in pieces of at least one pair and of at most CHUNK_BYTES."""
+    flat: list[int | bytes] = []
+    size = 0
+    for seq, body in pairs:
+        if flat and (size + len(body) > CHUNK_BYTES or len(flat) >= 2 * CHUNK):
+            yield flat
+            flat, size = [], 0
+        flat += (seq, body)
+        size += len(body)
+    if flat:
+        yield flat
+
+
+def _decoded(kind: type[M], raw: bytes) -> M | None:
+    try:
+        return decode_as(kind, raw)
+    except ProtocolError:
+        return None
+
+
+def _flat(fields: Mapping[str, str]) -> list[str]:
+    return [part for pair in fields.items() for part in pair]
+
+
+def _group(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    for group in groups:
+        if group["name"] == name.encode():
+            return group
+    raise StateLost(f"NOGROUP {name}")
+
+
+def _order(id_: bytes) -> tuple[int, int]:
+    ms, _, number = id_.partition(b"-")
+    return int(ms), int(number)

@@ -1,0 +1,146 @@
+"""Conservation by token: where every token went that a received entry brought.
+
+    generated = trained + untrained + filtered + stale + failed + duplicate + in flight
+
+`generated` is counted on arrival, before anything is decided, from what the publisher says (`t`, else the header). The
+other side is counted where the decision falls, from the groups themselves. So a group that is dropped on the way, or
+booked twice, shows as a difference of so many tokens.
+
+trained    had a gradient                     untrained  in trained groups, but masked (stale, orphan, not voting, ...)
+filtered   of groups that teach nothing       stale      of groups too old as a whole
+failed     of unreadable, poisonous, failed and not finite groups
+duplicate  of entries whose seq was here or settled already
+in flight  of groups that are held and not decided
+
+Only tokens of attempts that ended are in these books. What a rollout server had generated when it was killed nobody
+counts; attempts that were rejected are counted by Redis (`Keys.tokens`, `rejected`) and shown beside the law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from learner.data.batch import Batch
+from protocol.ledger import Outcome
+from protocol.messages import TrajectoryGroup
+
+
+class Bucket(StrEnum):
+    """Where a token can end."""
+
+    TRAINED = "trained"
+    UNTRAINED = "untrained"
+    FILTERED = "filtered"
+    STALE = "stale"
+    FAILED = "failed"
+    DUPLICATE = "duplicate"
+
+
+BUCKET_OF = {Outcome.FILTERED: Bucket.FILTERED, Outcome.STALE: Bucket.STALE, Outcome.DEAD: Bucket.FAILED}
+"""Of seqs that were not trained."""
+
+
+class Arrived(NamedTuple):
+    """An entry as it came. tokens: sampled for it; counted: those of them that Redis counted when it was published."""
+
+    id: bytes
+    tokens: int
+    counted: int
+
+
+class Split(NamedTuple):
+    """Tokens of trained groups, with a gradient and without."""
+
+    trained: int
+    untrained: int
+
+
+@dataclass
+class TokenLaw:
+    """The books by token. `flying`: by seq, the entries that are not decided. `received`: as Redis counted them."""
+
+    generated: int = 0
+    received: int = 0
+    buckets: dict[Bucket, int] = field(default_factory=lambda: dict.fromkeys(Bucket, 0))
+    flying: dict[int, Arrived] = field(default_factory=dict)
+
+    def arrive(self, arrived: Arrived) -> None:
+        """An entry came. What becomes of it follows: `book`, or `hold` now and `book` and `land` later."""
+        self.generated += arrived.tokens
+        self.received += arrived.counted
+
+    def hold(self, seq: int, arrived: Arrived) -> None:
+        """Nothing is decided yet."""
+        self.flying[seq] = arrived
+
+    def land(self, seq: int) -> None:
+        """What became of `seq` is decided."""
+        self.flying.pop(seq, None)
+
+    def book(self, bucket: Bucket, tokens: int) -> None:
+        """So many tokens ended there."""
+        self.buckets[bucket] += tokens
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens of groups that are not decided."""
+        return sum(arrived.tokens for arrived in self.flying.values())
+
+    def check(self) -> str:
+        """Where the law is broken, in words; "" when it holds."""
+        ended = sum(self.buckets.values()) + self.in_flight
+        if ended == self.generated:
+            return ""
+        parts = " + ".join(
+            f"{tokens} {bucket}" for bucket, tokens in [*self.buckets.items(), ("in flight", self.in_flight)]
+        )
+        how = (
+            f"{self.generated - ended} are missing" if ended < self.generated else f"{ended - self.generated} too many"
+        )
+        return f"{self.generated} tokens were generated, but {parts} = {ended}: {how}"
+
+    def values(self) -> dict[str, float]:
+        """Numbers for the metrics."""
+        named = {f"tokens_law_{bucket}": float(tokens) for bucket, tokens in self.buckets.items()}
+        return named | {
+            "tokens_generated_total": float(self.generated),
+            "tokens_law_in_flight": float(self.in_flight),
+            "tokens_law_closes": float(not self.check()),
+        }
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain JSON values of what is decided. What is in flight is not acknowledged: it comes, and counts, again."""
+        flying = self.flying.values()
+        return {
+            "generated": self.generated - sum(arrived.tokens for arrived in flying),
+            "received": self.received - sum(arrived.counted for arrived in flying),
+            "buckets": {str(bucket): tokens for bucket, tokens in self.buckets.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> TokenLaw:
+        """Inverse of `to_state`. A checkpoint of a version that kept no such books has {}: they begin there."""
+        buckets = {Bucket(name): int(tokens) for name, tokens in state.get("buckets", {}).items()}
+        return cls(
+            generated=int(state.get("generated", 0)),
+            received=int(state.get("received", 0)),
+            buckets=dict.fromkeys(Bucket, 0) | buckets,
+        )
+
+
+def split_of(batch: Batch, groups: Sequence[TrajectoryGroup], own: int) -> Split:
+    """What of the first `own` of `groups`, from which `batch` was made, is in it and what is not. The rest was mixed
+    in: those tokens were booked when they were trained for the first time.
+    """
+    order = sorted(range(len(groups)), key=lambda i: (groups[i].seq, groups[i].attempt))  # as build_batch numbers them
+    pairs = [(i, trajectory) for i in order for trajectory in groups[i].trajectories]
+    counts = np.zeros(len(pairs), np.int64)
+    for micro_batch in batch.micro_batches:
+        counts += np.bincount(micro_batch.trajectory, minlength=len(pairs))
+    ours = [(int(counts[n]), int(t.mask.sum())) for n, (i, t) in enumerate(pairs) if i < own]
+    return Split(sum(used for used, _ in ours), sum(sampled - used for used, sampled in ours))

@@ -1,0 +1,281 @@
+"""One module under training: gradients over ranks, the update, the weights, an average of them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from learner.config.model import EngineSettings, OptimSettings
+from learner.engine.accelerator import without_gpu
+from learner.engine.optimizer import GuardedAdamW, learning_rate, parameter_groups
+from learner.engine.partition import EMA, byte_chunks, gathered, partition_of, whole_bytes
+from learner.engine.ranks import join_ranks
+from learner.engine.state import StateFiles
+
+# DeepSpeed, told what to leave alone.
+#
+# It divides by accumulation steps (a batch has as many micro-batches as it needs, and the loss is already a share of
+# the batch's), builds C++ operations while starting, looks for MPI, and writes to stdout: none of it here.
+
+NEVER = 1 << 40
+REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's own: numbers that are reduced at a time."""
+
+
+def import_deepspeed() -> Any:
+    """The module."""
+    without_gpu()
+    import deepspeed
+
+    # It would ask gcc which of its C++ operations can be built, and then build one for minutes to save microseconds.
+    deepspeed.ops.__compatible_ops__ = {}
+    # Its optimiser for stage 1 with bfloat16 collects garbage ten times while starting, to report memory to nobody.
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = _unseen
+    # Its logger writes to stdout, which belongs to whoever runs us.
+    logger = logging.getLogger("DeepSpeed")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)  # it reports every buffer
+    # AdamW from torch is on no list of DeepSpeed's, though tests/learner/test_engine.py finds it exact at every stage.
+    logger.addFilter(_no_gossip)
+    warnings.filterwarnings("ignore", "`torch.distributed.[a-z_]+` is deprecated", FutureWarning)
+    return deepspeed
+
+
+def _unseen(*_: object, **__: object) -> None:
+    pass
+
+
+def _no_gossip(record: logging.LogRecord) -> bool:
+    return "untested optimizer" not in record.getMessage()
+
+
+def deepspeed_config(optim: OptimSettings, engine: EngineSettings, dtype: str, parameters: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration, for a model of so many parameters. `engine.deepspeed` is merged last; the settings
+    refuse what would clash.
+    """
+    stage, low = engine.zero_stage, dtype == "bfloat16"
+    pinned = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    # Its buckets are reserved whole: gigabytes for a model of megabytes, until even a fork is refused.
+    bucket = engine.reduce_bucket or min(REDUCE_BUCKET, max(1, parameters))
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": engine.overlap_comm, "reduce_bucket_size": bucket}
+    if engine.allgather_bucket:
+        zero["stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"] = engine.allgather_bucket
+    if engine.offload_optimizer:
+        zero["offload_optimizer"] = pinned
+    if engine.offload_params:
+        zero["offload_param"] = pinned
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        # step() is the boundary, whatever the number of micro-batches before it
+        "managed_gradient_accumulation": False,
+        # at stage 0 the optimiser clips (learner.optimizer)
+        "gradient_clipping": optim.clip_norm if stage else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # its own AdamW for offloaded states has to be compiled first; torch's has a fast CPU path by now
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": low, "check_grad_overflow": True},
+        "steps_per_print": NEVER,
+    }
+    if low:
+        # Sums of many small bfloat16 gradients lose most of them.
+        made["data_types"] = {"grad_accum_dtype": "fp32" if engine.gradient_dtype == "float32" else "bf16"}
+    return _merged(made, engine.deepspeed)
+
+
+def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in extra.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
+
+
+class Update(NamedTuple):
+    """One call of `step`: the norm of the gradient before clipping, whether it was finite and so applied, and the
+    learning rate (that of parameters whose `lr_scale` is 1).
+    """
+
+    grad_norm: float
+    applied: bool
+    lr: float = 0.0
+
+
+class DeepSpeedEngine:
+    """One module under training. `updates` counts the updates that were applied; the learning rate follows it.
+
+    A process may have several (policy, critic): they share its process group, which `join_ranks` makes and
+    `leave_ranks` ends. Methods called collective must be called by every rank, in one order.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        optim: OptimSettings,
+        engine: EngineSettings,
+        dtype: str,
+        total_updates: int,
+        seed: int,
+    ) -> None:
+        if dtype == "bfloat16" and engine.zero_stage == 0:
+            raise ValueError("bfloat16 needs zero_stage 1, 2 or 3: DeepSpeed's stage 0 takes another optimiser for it")
+        self.optim, self.settings, self.total_updates = optim, engine, total_updates
+        self.updates = 0
+        self.stage: int = engine.zero_stage
+        self._deepspeed = import_deepspeed()
+        join_ranks()
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.seed = (seed << 16) + self.rank  # dropout differs from rank to rank
+        torch.manual_seed(self.seed)
+        self._optimizer = GuardedAdamW(
+            parameter_groups(module, optim.weight_decay),
+            optim,
+            guard=self.stage == 0,
+            fused=torch.cuda.is_available() or engine.offload_optimizer,
+        )
+        self._engine, *_ = self._deepspeed.initialize(
+            model=module.train(),
+            optimizer=self._optimizer,
+            config=deepspeed_config(optim, engine, dtype, sum(p.numel() for p in module.parameters())),
+            dist_init_required=False,
+        )
+        self._partition = partition_of(self._engine.module, self._engine.optimizer, self.stage)
+        self._averages = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches must be."""
+        return torch.device(self._engine.device)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The bare module. At stage 3 its parameters are empty outside a forward pass of the engine."""
+        module: torch.nn.Module = self._engine.module
+        return module
+
+    def forward(self, *inputs: Any) -> Any:
+        """The module's forward pass, under the present grad mode; at stage 3 collective."""
+        return self._engine(*inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradient of `loss`, a share of the batch's loss; the shares of all ranks are summed at `step`."""
+        # DeepSpeed takes the mean over ranks.
+        self._engine.backward(loss * self.world_size)
+
+    def step(self) -> Update:
+        """One update with the gradients since the last; none when their norm is not finite, and they are cleared."""
+        rate = learning_rate(self.optim, self.updates, self.total_updates)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate * group["lr_scale"]
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        applied = not self._engine.optimizer.overflow
+        if not applied and self.settings.offload_optimizer and self.stage < 3:
+            # DeepSpeed 0.19.8 keeps them here: every later gradient would be added to what is not finite.
+            gradients = self._engine.optimizer.averaged_gradients
+            gradients.update(dict.fromkeys(gradients))
+        self.updates += applied
+        return Update(float("nan") if norm is None else float(norm), applied, rate)
+
+    def reduce(self, sums: list[float], maxima: list[float]) -> tuple[list[float], list[float]]:
+        """Element-wise sums and maxima over the ranks; collective."""
+        if self.world_size == 1:
+            return sums, maxima
+        largest = torch.tensor(maxima, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        return self.total(torch.tensor(sums, dtype=torch.float64)).tolist(), largest.tolist()
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in a tensor of its own with the same dtype, on the same device; collective."""
+        if self.world_size == 1:
+            return tensor.clone()
+        added = tensor.detach().to(self.device, copy=True)
+        torch.distributed.all_reduce(added)
+        return added.to(tensor.device)
+
+    def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the module, tensor of its own on `device`) of every parameter and saved buffer, shared ones once.
+
+        As the forward pass reads them, in its dtype. Collective: every rank must consume it to the end, and every rank
+        gets the whole tensors.
+        """
+        named = dict(self.module.named_parameters())
+        for names in byte_chunks({name: whole_bytes(p) for name, p in named.items()}):
+            with self._gathered([named[name] for name in names]):
+                copies = [(name, named[name].detach().to(device, copy=True)) for name in names]
+            yield from copies
+        for name, buffer in saved_buffers(self.module):
+            yield name, buffer.detach().to(device, copy=True)
+
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
+        # Below stage 3 this does nothing.
+        return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self.stage == 3)
+
+    def iter_state(self, key: str, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter's name, whole float32 tensor of its own on `device`) of every optimised parameter; collective.
+
+        key  master | exp_avg | exp_avg_sq | ema (after `start_ema`)
+        """
+        kept = {id(flat): self._optimizer.kept(flat, key) for flat, _ in self._partition.groups}
+        return gathered(self._partition, kept, self.device, device)
+
+    @torch.no_grad()
+    def start_ema(self) -> None:
+        """Begins (again) a moving average of the float32 master weights, at their present value.
+
+        It is one more state of the optimiser: partitioned as the moments are, saved, resumed, offloaded with them.
+        """
+        for flat, _ in self._partition.groups:
+            self._optimizer.state_of(flat)[EMA] = flat.detach().clone()
+        self._averages = True
+
+    @torch.no_grad()
+    def update_ema(self, tau: float) -> None:
+        """ema <- tau * ema + (1 - tau) * master, each rank its own partition: nothing is communicated."""
+        for flat, _ in self._partition.groups:
+            self._optimizer.state_of(flat)[EMA].mul_(tau).add_(flat.detach(), alpha=1.0 - tau)
+
+    def save_state(self, directory: Path) -> None:
+        """Write master weights, moments, average, buffers, counters and random state; collective.
+
+        Each rank writes its share of files into `directory`. Raises OSError on all of them when one could not.
+        """
+        self._files(directory).save(self.updates, self.stage, averages=self._averages)
+
+    @torch.no_grad()
+    def load_state(self, directory: Path) -> None:
+        """Take up what `save_state` wrote, with any number of ranks and at any stage; collective.
+
+        With as many ranks at the same stage training goes on bit for bit. Ranks that have no saved random state draw
+        from their own seed. An average that was not saved begins anew, one that was saved is kept. Raises UserError on
+        all ranks when a file is missing, damaged, or of another model for one of them.
+        """
+        self.updates, saved = self._files(directory).load()
+        if self._averages and not saved:
+            self.start_ema()
+        self._averages |= saved
+
+    def _files(self, directory: Path) -> StateFiles:
+        buffers = dict(saved_buffers(self.module))
+        return StateFiles(directory, self._partition, self._optimizer, buffers, self.device, self.seed)
+
+    def close(self) -> None:
+        """Free what DeepSpeed holds; the process group remains (`leave_ranks`)."""
+        self._engine.destroy()
+
+
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of those that belong to the state dict, shared ones once."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,188 @@
+"""A checkpoint as a folder that transformers, peft and engines load; needs neither DeepSpeed nor the ranks of the run.
+
+What is exported is the float32 state cast to the dtype of the run, so it equals what was published at that step, and a
+model with adapters is merged as it is for publishing: the cast first, then the sum in float32, rounded once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from learner.checkpoint.checkpoint import STATE, Checkpoints
+from learner.config.model import LoraSettings, ModelSettings
+from learner.engine.state import BUFFERS, FORMAT, INDEX
+from learner.model.lora import ADAPTER, merge, scale_of
+from learner.model.policy import PREFIX, load_causal
+from learner.trainer.models import POLICY
+from learner.weights.adapter import CONFIG, WEIGHTS, in_peft_names, peft_config
+from protocol.errors import UserError
+
+SHARD = "4GB"
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+MASTER, EMA = "master", "ema"
+Tensors = dict[str, torch.Tensor]
+
+
+def find_state(where: Path) -> Path:
+    """The policy's state in `where`: a run directory (its committed checkpoint, every file verified), or a checkpoint.
+
+    Raises UserError when there is none.
+    """
+    if (where / STATE / POLICY / INDEX).is_file():
+        return where / STATE / POLICY
+    checkpoint = Checkpoints(where / "checkpoints", keep=1).load()
+    if checkpoint is None or not (checkpoint.path / STATE / POLICY / INDEX).is_file():
+        raise UserError(
+            f"there is no checkpoint in {where}",
+            why="neither its state nor a directory `checkpoints` with a committed one was found",
+            todo="give a run directory, or one of the directories in RUN_DIR/checkpoints",
+        )
+    return checkpoint.path / STATE / POLICY
+
+
+def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False) -> None:
+    """Writes a Hugging Face folder to `out`, which must not exist: weights (safetensors), configuration, tokenizer.
+
+    state     the policy's state in a checkpoint (`find_state`)
+    model     the run's initial model; frozen weights, configuration and tokenizer come from there
+    settings  of the run: dtype, and alpha of the adapters
+    average   the moving average (`learner.reference`) instead of the policy itself
+    Raises UserError when the state is damaged, of another model, or has no average.
+    """
+    _refuse_existing(out)
+    tensors = _read(state, EMA if average else MASTER, settings)
+    causal = load_causal(model, settings.model_copy(update={"gradient_checkpointing": False, "attention": "eager"}))
+    own = dict(causal.named_parameters())
+    adapted = any(".lora_" in name for name in tensors)
+    if not adapted and (missing := own.keys() - tensors.keys()):
+        raise _another(state, model, f"{min(missing)} is not there")
+    own |= dict(causal.named_buffers())
+    with torch.no_grad():
+        for name, tensor in _merged(tensors, own, settings.lora):
+            if name not in own or own[name].shape != tensor.shape:
+                raise _another(state, model, f"{name} is {list(tensor.shape)} there")
+            own[name].copy_(tensor)
+
+    def write(folder: Path) -> None:
+        causal.save_pretrained(folder, max_shard_size=SHARD)
+        for path in model.iterdir():
+            if path.is_file() and not path.name.endswith(OTHER_WEIGHTS):
+                shutil.copyfile(path, folder / path.name)
+        # The original one, since the model in memory was told to have no dropout.
+        config = json.loads((model / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": settings.dtype}, indent=2) + "\n")
+
+    _write_whole(out, write)
+
+
+def export_adapter(state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False) -> None:
+    """Writes the adapters alone to `out`, in PEFT's layout, over `model`. Arguments and errors as of `export_model`."""
+    _refuse_existing(out)
+    tensors = _read(state, EMA if average else MASTER, settings)
+    named = {name.replace(f".{ADAPTER}.weight", ".weight"): t for name, t in tensors.items() if ".lora_" in name}
+    if not named:
+        raise UserError(f"the model in {state} has no adapters", todo="export it without --adapter")
+    adapter = dict(in_peft_names(named.items()))
+
+    def write(folder: Path) -> None:
+        save_file(adapter, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(peft_config(adapter, settings.lora.alpha, model))
+
+    _write_whole(out, write)
+
+
+def _read(state: Path, key: str, settings: ModelSettings) -> Tensors:
+    """transformers' name -> tensor in the run's dtype; a value head is left out."""
+    index = _index(state)
+    if key == EMA and not index["averages"]:
+        raise UserError(
+            f"the state in {state} has no moving average",
+            why="only runs with learner.reference.kind ema or refresh keep one",
+            todo="export the policy itself: without --ema",
+        )
+    files = sorted(set(index["files"][key].values()))
+    found = {
+        name: tensor.to(getattr(torch, settings.dtype))
+        for file in files
+        for name, tensor in _tensors(state / file)
+        if name.startswith(PREFIX)
+    }
+    found |= {name: tensor for name, tensor in _tensors(state / BUFFERS) if name.startswith(PREFIX)}
+    missing = [name for name in index["shapes"] if name.startswith(PREFIX) and name not in found]
+    if missing:
+        raise _damaged(state, f"{missing[0]} is in no file")
+    return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+
+
+def _index(state: Path) -> dict[str, Any]:
+    try:
+        index: dict[str, Any] = json.loads((state / INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(state / INDEX, str(error)) from None
+    if index.get("format") != FORMAT:
+        raise _damaged(state / INDEX, f"its format is {index.get('format')}, and this version reads {FORMAT}")
+    return index
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as shard:
+            for name in shard.keys():  # noqa: SIM118  # no mapping: it has keys() only
+                yield name, shard.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _another(state: Path, model: Path, why: str) -> UserError:
+    todo = "name the model that the run began with: --model DIR"
+    return UserError(f"the state in {state} is of another model than {model}", why=why, todo=todo)
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"{path} is missing or damaged", why=why, todo="export an older checkpoint")
+
+
+def _merged(tensors: Tensors, base: Tensors, lora: LoraSettings) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state's own tensors, and of each adapter the sum with the weight in `base`, itself where there is none."""
+    a_end, b_end = (f".lora_{half}.{ADAPTER}.weight" for half in "AB")
+    for name, tensor in tensors.items():
+        if name.endswith(a_end):
+            module = name.removesuffix(a_end)
+            if f"{module}.weight" in base:
+                weight = merge(base[f"{module}.weight"], tensor, tensors[module + b_end], scale_of(lora))
+                yield f"{module}.weight", weight
+            else:
+                yield name, tensor
+        elif not name.endswith(b_end):
+            yield name, tensor
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise UserError(f"{out} exists already", todo="name a directory that does not")
+
+
+def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
+    """`out` appears when all is in it, or not at all."""
+    part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        part.mkdir(parents=True)
+        write(part)
+        for path in part.iterdir():
+            # safetensors writes for the owner alone; what the umask says of the folder holds for its files too
+            path.chmod(part.stat().st_mode & 0o666)
+        part.rename(out)
+    except OSError as error:
+        raise UserError(f"{out} could not be written", why=str(error), todo="see to space and permissions") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

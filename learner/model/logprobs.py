@@ -1,0 +1,309 @@
+"""Log-probs and entropies of sampled tokens from logits or hidden states, in bounded memory (pure torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class Scores(NamedTuple):
+    """Of N tokens, float32 (float64 where the inputs are).
+
+    logprobs [N]     of the tokens
+    entropy  [N]     in nats, of the distributions that they come from
+    at       [N, k]  log-probs of the k given ids at each place; where none were given, those of `top`, without gradient
+    top      [N, k]  int64, the k likeliest ids at each place, most likely first; None where none were asked for
+    values   [N]     the critic's, None where the policy carries no value head
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    at: torch.Tensor | None = None
+    top: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32; float64 stays."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def score_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    top: int = 0,
+    at_ids: torch.Tensor | None = None,
+    among: int | None = None,
+) -> Scores:
+    """Scores of softmax(logits / temperature), in float32; `top` is chosen among the first `among` ids, None: all.
+
+    logits [N, V] of any float dtype, targets [N] int64, at_ids [N, k] int64. The temperature is the sampler's: without
+    it the log-probs would be those of another distribution than the one that the engines sampled from. The entropy
+    carries a gradient only when asked to, since that keeps another [N, V] alive until the backward pass.
+    """
+    scaled = wide(logits) / temperature
+    normaliser = torch.logsumexp(scaled, dim=-1)
+    chosen = scaled.gather(-1, targets[:, None]).squeeze(-1)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        # 0 * -inf is NaN: a token that the model forbids adds nothing to the entropy
+        mean = (torch.softmax(scaled, dim=-1) * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
+        entropy = normaliser - mean
+    at = None if at_ids is None else scaled.gather(-1, at_ids) - normaliser[:, None]
+    likeliest = scaled.detach()[:, :among].topk(top, dim=-1).indices if top else None
+    if at_ids is None and likeliest is not None:
+        at = (scaled.gather(-1, likeliest) - normaliser[:, None]).detach()
+    return Scores(chosen - normaliser, entropy, at, likeliest)
+
+
+def score_hidden(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    project: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    temperature: float,
+    vocabulary: int,
+    chunk_bytes: int,
+    entropy_gradient: bool = False,
+    top: int = 0,
+    at_ids: torch.Tensor | None = None,
+    among: int | None = None,
+) -> Scores:
+    """Scores of `project(hidden)`, as `score_logits`, in at most `chunk_bytes` of logits and what is made of them.
+
+    hidden [N, H], targets [N] int64, at_ids [N, k] int64. Where one chunk does not suffice, each is computed again in
+    the backward pass.
+    """
+    rows = max(1, chunk_bytes // (BUFFERS * wide(hidden[:0]).element_size() * vocabulary))
+
+    def chunk(part: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor | None) -> Scores:
+        given: dict[str, Any] = {"entropy_gradient": entropy_gradient, "top": top, "at_ids": ids, "among": among}
+        return score_logits(project(part), wanted, temperature, **given)
+
+    if len(targets) <= rows:
+        return chunk(hidden, targets, at_ids)
+    starts = range(0, len(targets), rows)
+    parts = [
+        (hidden[s : s + rows], targets[s : s + rows], None if at_ids is None else at_ids[s : s + rows]) for s in starts
+    ]
+    if torch.is_grad_enabled():
+        scores = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
+    else:
+        scores = [chunk(*part) for part in parts]
+    return Scores(
+        torch.cat([s.logprobs for s in scores]),
+        torch.cat([s.entropy for s in scores]),
+        None if at_ids is None and not top else torch.cat([s.at for s in scores if s.at is not None]),
+        torch.cat([s.top for s in scores if s.top is not None]) if top else None,
+    )
+
+
+BUFFERS = 5
+"""[rows, V] tensors that `score_logits` and its backward pass hold at once."""
+
+
+# Output layer, log-softmax and their gradients in one: what is kept for the backward pass is one number a token.
+#
+# Plain autograd keeps logits, their float32 copies and a weight gradient for each chunk. Here logits are computed again
+# in the backward pass, chunk by chunk, turned into their own gradient in place, and added straight into the gradients of
+# hidden states and weight. With p = softmax(z), z = W h + b over the temperature, H the entropy:
+#
+#     d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
+#
+# Logits of bfloat16 weights and states are float32 where the layer says so (`fp32`): exact products, summed and kept in
+# float32. On CUDA that is one matrix product with a float32 output and costs nothing; elsewhere the weight is converted
+# once for all chunks of a pass, and its float32 copy (4 bytes x V x H) lives as long as the pass. Models that cap their
+# logits (Gemma 2) go through `_Float32Linear` instead, which converts in every chunk, and again where a chunk is
+# recomputed. The gradient of the logits is float32, and rounded once, to the weight's dtype, for its two products.
+
+
+class Wanted(NamedTuple):
+    """What is asked of N hidden states. Fields as the arguments of `score_hidden`; scale multiplies the logits."""
+
+    targets: torch.Tensor
+    at_ids: torch.Tensor | None
+    scale: float
+    entropy_gradient: bool
+    top: int
+    chunk_bytes: int
+    among: int | None = None
+
+
+class ScoringLinear(torch.nn.Linear):
+    """A linear output layer that also scores. Its class is put over an existing layer's, which so keeps its name, its
+    parameters and DeepSpeed's hooks: at ZeRO stage 3 those gather the weight around `forward` and its backward pass.
+
+    fp32  whether logits of bfloat16 weights are float32
+    """
+
+    fp32 = False
+
+    def forward(self, input: torch.Tensor, wanted: Wanted | None = None) -> Any:
+        """Logits; or, with `wanted`, the tuple (log-probs, entropy, at or empty, top or empty)."""
+        if wanted is not None:
+            return _Score.apply(input, self.weight, self.bias, wanted, self.fp32)  # type: ignore[no-untyped-call]
+        if self.fp32 and self.weight.dtype == torch.bfloat16:
+            return _Float32Linear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return F.linear(input, self.weight, self.bias)
+
+
+def can_score(layer: Any) -> bool:
+    """Whether `layer` may be made a `ScoringLinear`: not with an adapter around it, nor anything else of its own."""
+    return type(layer) in (torch.nn.Linear, ScoringLinear)
+
+
+def score_fused(layer: ScoringLinear, hidden: torch.Tensor, wanted: Wanted) -> Scores:
+    """Scores of softmax(scale * layer(hidden)), in chunks of at most `chunk_bytes`."""
+    logprobs, entropy, at, top = layer(hidden, wanted)
+    return Scores(logprobs, entropy, at if at.shape[1] else None, top if wanted.top else None)
+
+
+def _chunks(count: int, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slice]:
+    # Logits in the weight's dtype, two of them in float32.
+    bytes_of_row = len(weight) * (weight.element_size() + 2 * max(4, weight.element_size()))
+    rows = max(1, chunk_bytes // bytes_of_row)
+    return (slice(start, start + rows) for start in range(0, count, rows))
+
+
+class _Output(NamedTuple):
+    """The output layer of one pass. fp32: float32 logits of a weight that is not float32 itself."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    fp32: bool
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, *, fp32: bool) -> _Output:
+        """Converts the weight where there is no product of bfloat16 with a float32 output."""
+        if not fp32 or weight.dtype != torch.bfloat16:
+            return cls(weight, bias, False)
+        if weight.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+            return cls(weight, bias, True)
+        return cls(weight.float(), None if bias is None else bias.float(), False)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, V] of hidden states [n, H]."""
+        if not self.fp32:
+            return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        logits: torch.Tensor = torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+        return logits if self.bias is None else logits.add_(self.bias)
+
+
+def _scaled_logits(hidden: torch.Tensor, layer: _Output, scale: float) -> torch.Tensor:
+    """[n, V], a tensor of its own, in float32 (float64 stays); what the model forbids (-inf) is very unlikely."""
+    logits = wide(layer.logits(hidden))
+    return logits.mul_(scale).clamp_(min=torch.finfo(logits.dtype).min / 2)
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted, fp32: bool
+    ) -> Any:
+        count, k = len(hidden), wanted.top if wanted.at_ids is None else wanted.at_ids.shape[1]
+        dtype = wide(hidden[:0]).dtype
+        logprobs, entropy, normaliser = (hidden.new_empty(count, dtype=dtype) for _ in range(3))
+        at = hidden.new_empty((count, k), dtype=dtype)
+        top = hidden.new_empty((count, wanted.top), dtype=torch.long)
+        layer = _Output.of(weight, bias, fp32=fp32)
+        for part in _chunks(count, weight, wanted.chunk_bytes):
+            z = _scaled_logits(hidden[part], layer, wanted.scale)
+            if wanted.top:
+                top[part] = z[:, : wanted.among].topk(wanted.top, dim=-1).indices
+            peak = z.amax(-1, keepdim=True)
+            z -= peak
+            chosen = z.gather(-1, wanted.targets[part, None]).squeeze(-1)
+            if k:
+                at[part] = z.gather(-1, (top if wanted.at_ids is None else wanted.at_ids)[part])
+            p = z.exp()
+            total = p.sum(-1)
+            mean = p.mul_(z).sum(-1) / total
+            logs = total.log()
+            logprobs[part], entropy[part] = chosen - logs, logs - mean
+            at[part] -= logs[:, None]
+            normaliser[part] = logs + peak.squeeze(-1)
+        ctx.save_for_backward(hidden, weight, bias, wanted.targets, wanted.at_ids, normaliser, entropy)
+        ctx.wanted, ctx.fp32 = wanted, fp32
+        fixed = (*(() if wanted.entropy_gradient else (entropy,)), *((at,) if wanted.at_ids is None else ()))
+        ctx.mark_non_differentiable(top, *fixed)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy, at, top
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_logprobs: Any, g_entropy: Any, g_at: Any, _: Any) -> Any:
+        hidden, weight, bias, targets, at_ids, normaliser, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        layer = _Output.of(weight, bias, fp32=ctx.fp32)
+        g_hidden = torch.empty_like(hidden) if needs_hidden else None
+        g_weight = torch.zeros_like(weight) if needs_weight else None
+        g_bias = torch.zeros_like(bias) if needs_bias else None
+        if g_logprobs is None:
+            g_logprobs = torch.zeros_like(normaliser)
+        for part in _chunks(len(hidden), weight, ctx.wanted.chunk_bytes):
+            z = _scaled_logits(hidden[part], layer, ctx.wanted.scale).sub_(normaliser[part, None])
+            at = None if g_at is None or at_ids is None else (at_ids[part], g_at[part])
+            g = _gradient(
+                z,
+                (targets[part, None], g_logprobs[part, None]),
+                at,
+                None if g_entropy is None else (entropy[part, None], g_entropy[part, None]),
+            )
+            del z
+            g = g.mul_(ctx.wanted.scale).to(weight.dtype)
+            if g_hidden is not None:
+                torch.mm(g, weight, out=g_hidden[part])
+            if g_weight is not None:
+                g_weight.addmm_(g.T, hidden[part])
+            if g_bias is not None:
+                g_bias += g.sum(0)
+        return g_hidden, g_weight, g_bias, None, None
+
+
+class _Float32Linear(torch.autograd.Function):
+    """Float32 logits [..., V] of bfloat16 states and weights, for models whose logits are not only scored."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        logits = _Output.of(weight, bias, fp32=True).logits(hidden.flatten(0, -2))
+        return logits.view(*hidden.shape[:-1], len(weight))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        g = g.to(weight.dtype).flatten(0, -2)
+        return (
+            torch.mm(g, weight).view_as(hidden) if needs_hidden else None,
+            torch.mm(g.T, hidden.flatten(0, -2)) if needs_weight else None,
+            g.sum(0) if needs_bias else None,
+        )
+
+
+Weighted = tuple[torch.Tensor, torch.Tensor]
+
+
+def _gradient(logs: torch.Tensor, chosen: Weighted, at: Weighted | None, entropy: Weighted | None) -> torch.Tensor:
+    """[n, V], the gradient of the scaled logits; `logs` [n, V] are log-probs, and are used up.
+
+    chosen, at  ids [n, k] and the gradients [n, k] of their log-probs
+    entropy     entropies [n, 1] and their gradients [n, 1]
+    """
+    p = logs.exp()
+    mass = chosen[1] if at is None else chosen[1] + at[1].sum(-1, keepdim=True)
+    if entropy is None:
+        p.mul_(-mass)
+    else:
+        p.mul_(logs.add_(entropy[0]).mul_(-entropy[1]).sub_(mass))
+    p.scatter_add_(-1, *chosen)
+    if at is not None:
+        p.scatter_add_(-1, *at)
+    return p

@@ -1,0 +1,163 @@
+"""What the learner measured: seconds by cause, numbers of the last step, rates. Read each second by the I/O thread."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from learner.observability.metric_table import LEARNER
+from protocol.messages import MetricsSnapshot
+from protocol.runtime.metrics import Histogram
+
+log = logging.getLogger(__name__)
+
+RATE_WINDOW_S = 30.0
+MAX_NAME, MAX_TEXT = 200, 500
+
+
+class Meter:
+    """Thread-safe. `waits` are seconds since the start, by cause: data, publish, checkpoint, redis, compute."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        self._waits = dict.fromkeys(("data", "compute", "publish", "checkpoint", "redis"), 0.0)
+        self._open: dict[str, tuple[int, float]] = {}
+        """cause -> (how many wait, since when at least one does)"""
+        self._values: dict[str, float] = {}
+        self._step: dict[str, float] = {}
+        """What the last step measured; the next one replaces all of it."""
+        self._text: dict[str, str] = {"state": "starting", "bottleneck": ""}
+        self._trained: deque[tuple[float, int, int]] = deque([(self._start, 0, 0)])
+        """(when, tokens, groups) of steps"""
+        self.generated_per_s: float | None = None
+        """Tokens a second as the rollout servers measured them last, all together; None where none says."""
+        self._histograms: dict[str, Histogram] = {}
+
+    @contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        """Books the seconds spent inside under `cause`, as they pass; those of two at once count once."""
+        with self._lock:
+            count, since = self._open.get(cause, (0, 0.0))
+            self._open[cause] = (count + 1, since if count else time.monotonic())
+        try:
+            yield
+        finally:
+            with self._lock:
+                count, since = self._open.pop(cause)
+                if count > 1:
+                    self._open[cause] = (count - 1, since)
+                else:
+                    self._waits[cause] += time.monotonic() - since
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by cause so far, those of waits that still go on included."""
+        with self._lock:
+            return self._booked(time.monotonic())
+
+    def _booked(self, now: float) -> dict[str, float]:
+        """By one clock reading, so that no cause can grow faster than the uptime of the same snapshot."""
+        going_on = {cause: now - since for cause, (_, since) in self._open.items()}
+        return {cause: total + going_on.get(cause, 0.0) for cause, total in self._waits.items()}
+
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def put(self, **values: float) -> None:
+        """Sets numbers; what is not finite is left out, since a snapshot may not carry it."""
+        with self._lock:
+            self._values.update(_sendable(values))
+
+    def put_step(self, values: Mapping[str, float]) -> None:
+        """Sets the numbers of a step in the place of those of the one before; what is not finite is left out."""
+        with self._lock:
+            self._step = _sendable(values)
+
+    def say(self, **text: str) -> None:
+        """Sets texts (state, bottleneck)."""
+        with self._lock:
+            self._text.update({k: v[:MAX_TEXT] for k, v in text.items()})
+
+    def trained(self, tokens: int, groups: int) -> None:
+        """Books a step for the rates."""
+        with self._lock:
+            self._trained.append((time.monotonic(), tokens, groups))
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        """Adds a value to the histogram `name` of `learner.metric_table`, measured so often."""
+        with self._lock:
+            self._histograms.setdefault(name, Histogram(LEARNER[name].buckets)).observe(value, times)
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Those that something was added to, as they are now."""
+        with self._lock:
+            return copy.deepcopy(self._histograms)
+
+    def snapshot(self, learner_id: str, **values: float) -> MetricsSnapshot:
+        """Everything as a message; `values` go before the numbers that were put, and those before the step's."""
+        with self._lock:
+            now = time.monotonic()
+            while len(self._trained) > 1 and self._trained[0][0] < now - RATE_WINDOW_S:
+                self._trained.popleft()
+            span = max(now - max(self._trained[0][0], now - RATE_WINDOW_S), 1e-3)
+            numbers = self._step | self._values | {k: float(v) for k, v in values.items()}
+            numbers["tokens_trained_per_s"] = sum(tokens for _, tokens, _ in self._trained) / span
+            numbers["groups_trained_per_s"] = sum(groups for _, _, groups in self._trained) / span
+            return MetricsSnapshot(
+                process="learner",
+                id=learner_id,
+                uptime_s=now - self._start,
+                values=numbers,
+                waits=self._booked(now),
+                text=dict(self._text),
+            )
+
+
+def _sendable(values: Mapping[str, float]) -> dict[str, float]:
+    return {k[:MAX_NAME]: float(v) for k, v in values.items() if math.isfinite(v)}
+
+
+class StepLog:
+    """`metrics.jsonl`: one line a step, each with the step's epoch. A resumed learner appends; of two lines for one
+    step, the one with the higher epoch survived.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, facts: dict[str, Any]) -> None:
+        """One line. What a full disk does not take is kept in memory and written with a later one."""
+        self._file.write(json.dumps(_finite(facts), separators=(",", ":")) + "\n")
+        try:
+            self._file.flush()
+        except OSError as error:
+            log.error("metrics.jsonl could not be written, and will be when there is room: %s", error)
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            log.error("the last lines of metrics.jsonl are lost: %s", error)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with what JSON cannot say (nan, inf) as null, and floats rounded: six digits after the point, or six
+    digits at all of what is below 1, such as a learning rate of 1e-6."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return round(value, 6) if abs(value) >= 1 else float(f"{value:.6g}")
+    return value

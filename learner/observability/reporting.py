@@ -1,0 +1,262 @@
+"""A finished step, told: to the terminal, to metrics.jsonl, to the trackers, and into the next snapshot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from learner.config.learner import LearnerSettings
+from learner.data.sampler import Sampler
+from learner.delivery.audit import Audit
+from learner.delivery.dead_letters import LEARNER_ID
+from learner.delivery.identity import place_facts
+from learner.delivery.lease import Lease
+from learner.delivery.state import Books
+from learner.interfaces import Report
+from learner.observability.metrics import Meter, StepLog
+from learner.observability.trackers.base import RunFacts
+from learner.observability.trackers.fanout import Trackers
+from protocol.ledger import Outcome
+from protocol.messages import MetricsSnapshot, Owner, Status, Trajectory, TrajectoryGroup
+from protocol.run_meta import RunMeta, tokenizer_digest
+from protocol.settings import RunSettings
+from protocol.staleness import lag
+
+# What the learner says of itself: the numbers of each second, the sum at the end, and what all others must share.
+
+SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "top_p", "top_k", "seed")
+"""Settings of the run that every process must have alike."""
+
+
+def measure(run: RunSettings, books: Books, lease: Lease, meter: Meter, audit: Audit) -> Callable[[], MetricsSnapshot]:
+    """What makes the present snapshot; thread-safe."""
+
+    def snapshot() -> MetricsSnapshot:
+        with books.lock:
+            counts, tally = books.ledger.counts, books.tally
+            values = {
+                **{str(outcome): counts[outcome] for outcome in Outcome},
+                "step": books.step,
+                "steps": run.steps,
+                "epoch": lease.epoch,
+                "groups_trained": counts[Outcome.TRAINED],
+                "tokens_trained": tally.tokens_trained,
+                "tokens_sampled": tally.tokens_sampled,
+                "issued": books.issued,
+                "settled": books.ledger.settled,
+                "watermark": books.ledger.watermark,
+                "in_flight": books.ledger.open(books.issued),
+                "held": len(books.held),
+                "duplicates": tally.duplicates,
+                "redelivered": tally.redelivered,
+                "reissued": tally.reissued,
+                "dead_letters": tally.dead_letters,
+                "poisoned": tally.poisoned,
+                "requeued": tally.requeued,
+                "skipped_steps": tally.skipped_steps,
+                "state_lost": tally.state_lost,
+                "lease_lapsed": tally.lease_lapsed,
+                **audit.values(),
+                **books.filtered(),
+            }
+        return meter.snapshot(LEARNER_ID, **values)
+
+    return snapshot
+
+
+def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str, float]:
+    """What the rollouts of a step were like, from all its groups: before they are packed, or cut over the ranks.
+
+    now_step  of the policy that is trained on them, before its update
+
+    Means are over all trajectories, those of rewards over the ones that vote. What these groups do not have (a reward
+    of some name, a token of the policy) is left out, and never 0; without a trajectory there is nothing at all.
+    """
+    everyone = [t for g in groups for t in g.trajectories]
+    if not everyone:
+        return {}
+    voting = [t for t in everyone if t.status.votes]
+    values = {f"status/{status}": _mean([t.status is status for t in everyone]) for status in Status}
+    for name, of_each in {
+        "response_length": [t.num_sampled for t in everyone],
+        "trajectory_length": [sum(len(s.ids) for s in t.segments) for t in everyone],
+        "turns": [t.turns for t in everyone],
+        "searches": [t.searches for t in everyone],
+        "group_lag": group_lags(groups, now_step),
+    }.items():
+        if of_each:  # a group without a sampled token has no lag
+            values |= {f"{name}_mean": _mean(of_each), f"{name}_max": float(max(of_each))}
+    values["tool_errors_mean"] = _mean([sum(bool(s.error) for s in t.segments) for t in everyone])
+    values["invalid_actions_mean"] = _mean([_invalid_actions(t) for t in everyone])
+    if voting:
+        rewards = [t.reward for t in voting]
+        values |= {"reward_mean": _mean(rewards), "reward_std": float(np.std(np.asarray(rewards, np.float64)))}
+    for part in sorted({name for t in voting for name in t.rewards}):
+        values[f"reward/{part}"] = _mean([t.rewards[part] for t in voting if part in t.rewards])
+    return values
+
+
+def group_lags(groups: Sequence[TrajectoryGroup], now_step: int) -> list[int]:
+    """Steps between the oldest version in each group and `now_step`; a group without a sampled token has none."""
+    return [lag(now_step, first) for g in groups if (first := g.first_version()) is not None]
+
+
+def token_lags(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[int, int]:
+    """Lag in steps -> tokens of the policy with that lag."""
+    found: Counter[int] = Counter()
+    for span in (span for g in groups for t in g.trajectories for s in t.segments for span in s.spans):
+        found[lag(now_step, span.version)] += span.end - span.start
+    return dict(found)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(np.asarray(list(values), np.float64)))
+
+
+def _invalid_actions(trajectory: Trajectory) -> int:
+    """Turns that asked for nothing the environment knows: its answer is about no query and no tool."""
+    return sum(s.owner is Owner.ENVIRONMENT and not s.query and not s.tool for s in trajectory.segments)
+
+
+def summary(books: Books) -> str:
+    """Both laws in one line, at the end of a run."""
+    counts = ", ".join(f"{books.ledger.counts[outcome]} {outcome}" for outcome in Outcome)
+    tokens = ", ".join(f"{number} {bucket}" for bucket, number in books.law.buckets.items())
+    return (
+        f"{books.issued} seqs issued = {counts}, 0 in flight; {books.tally.duplicates} duplicates suppressed; "
+        f"{books.law.generated} tokens generated = {tokens}"
+    )
+
+
+def meta_of(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
+    """What every other process of the run must agree with."""
+    try:
+        tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
+    except OSError:  # a model without a tokenizer of its own: nobody can disagree
+        tokenizer = ""
+    facts = {name: str(getattr(run, name)) for name in SHARED} | {"run": run.id, "foray": version("foray")}
+    facts |= place_facts(run) | {"questions": sampler.questions.fingerprint[:16]}
+    return RunMeta(tokenizer=tokenizer, facts=facts, lineage_id=lineage_id)
+
+
+# What a person reads while it trains: one line a step, with who waits for whom in words.
+
+WORDS = {
+    "wait": "learner waits for rollouts",
+    "compute": "rollouts wait for the learner",
+    "publish": "publishing weights",
+    "checkpoint": "writing a checkpoint",
+    "redis": "waiting for Redis",
+}
+"""By the names of `seconds` in `metrics.jsonl`."""
+BALANCED = 0.5
+"""Below this share of the step, no single cause is called the bottleneck."""
+SHOWN = {
+    "reward_mean": ".3f",
+    "reward/em": ".3f",
+    "response_length_mean": ".0f",
+    "searches_mean": ".1f",
+    "lag_mean": ".1f",
+    "lag_max": ".0f",
+}
+"""Fields of `metrics.jsonl` in the line of a step, under their names; one that was not measured is left out."""
+
+
+def step_line(record: Mapping[str, Any], *, steps: int) -> str:
+    """The line for the terminal of one record of `metrics.jsonl`; what is missing or null in it is left out."""
+    parts = [f"step {int(record['step']):>{len(str(steps))}}/{steps}"]
+    parts += [f"{name} {record[name]:{how}}" for name, how in SHOWN.items() if record.get(name) is not None]
+    generated, total_s = record.get("tokens_generated_per_s"), record.get("step_s") or 0.0
+    if generated is not None:
+        parts.append(f"generated {_short(generated)} tok/s")
+    if total_s:
+        trained = (record.get("tokens_trained") or 0) / total_s
+        parts += [f"trained {_short(trained)} tok/s", f"{total_s:.1f} s", bottleneck(record)]
+    return "  ".join(part for part in parts if part)
+
+
+def bottleneck(record: Mapping[str, Any]) -> str:
+    """Who waits for whom, in words; "" in a replay, where nothing is waited for."""
+    seconds = {name: s or 0.0 for name, s in (record.get("seconds") or {}).items() if name in WORDS}
+    if "wait" not in seconds:
+        return ""
+    cause = max(seconds, key=lambda name: seconds[name])
+    share = seconds.get(cause, 0.0) / max(record.get("step_s") or 0.0, 1e-9)
+    return f"{WORDS[cause]} ({share:.0%})" if share >= BALANCED else "balanced"
+
+
+def _short(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+
+
+class Teller:
+    """The one place that numbers of a step go through: the same names everywhere (`docs/observability.md`)."""
+
+    def __init__(self, meter: Meter, log: StepLog, trackers: Trackers, *, steps: int) -> None:
+        self._meter, self._log, self._trackers, self._steps = meter, log, trackers, steps
+
+    def step(
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        report: Report,
+        lap: tuple[float, Mapping[str, float]],
+        *,
+        now_step: int,
+        epoch: int,
+        more: Mapping[str, float],
+    ) -> None:
+        """One step.
+
+        groups    trained in it, without those that were mixed in
+        lap       its seconds, whole and by cause
+        now_step  of the policy before the update
+        more      numbers of the caller
+        """
+        step_s, by_cause = lap
+        self._meter.trained(report.tokens_trained, len(groups))
+        for lag in group_lags(groups, now_step):
+            self._meter.observe("group_lag_steps", lag)
+        for lag, tokens in token_lags(groups, now_step).items():
+            self._meter.observe("token_lag_steps", lag, tokens)
+        values = report.metrics | group_metrics(groups, now_step)
+        rate = 1 / max(step_s, 1e-9)
+        values |= {
+            "step": step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "step_s": step_s,
+            "groups_per_s": len(groups) * rate,
+            "trajectories_per_s": sum(len(g.trajectories) for g in groups) * rate,
+            **more,
+        }
+        self._meter.put_step(values)
+        generated = self._meter.generated_per_s
+        whole = values | {
+            "epoch": epoch,
+            "time_s": self._meter.uptime_s(),
+            "tokens_trained": report.tokens_trained,
+            "tokens_generated": sum(t.num_sampled for g in groups for t in g.trajectories),
+            **({} if generated is None else {"tokens_generated_per_s": generated}),
+            "seqs": [group.seq for group in groups],
+            "seconds": {"wait" if cause == "data" else cause: s for cause, s in by_cause.items()},
+        }
+        print(step_line(whole, steps=self._steps), flush=True)
+        self._meter.say(bottleneck=bottleneck(whole))
+        self._log.append(whole)
+        self._trackers.log(step, whole)
+
+    def close(self) -> None:
+        """Closes metrics.jsonl and the trackers, which may take a moment to write out what is left."""
+        self._log.close()
+        self._trackers.close()
+
+
+def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:
+    """The trackers of a run that goes on after `step`; UserError when one's package is missing."""
+    facts = RunFacts.of(run, settings, first_step=step + 1, epoch=epoch)
+    return Trackers([tracker.build() for tracker in settings.trackers], facts)

@@ -1,0 +1,150 @@
+"""Every tracker in a thread of its own behind a bounded queue, so that none stops or delays training.
+
+loop           consumes             produces           waits for        unblocked by
+_Lane._work    records of steps     calls of a tracker a record         the training thread, or `close`
+
+A tracker that raises loses that record and is tried again with the next; one that hangs loses what its queue has no
+room for. Both are counted, and said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from learner.observability.trackers.base import RunFacts, Tracker
+
+log = logging.getLogger(__name__)
+
+QUEUE_STEPS = 1024
+"""Steps that a tracker may be behind before it loses some."""
+REOPEN_S = 30.0
+"""A tracker that could not be opened is tried again so much later."""
+RESERVED = frozenset({"step", "time", "timestamp", "project", "run"})
+"""Names of Trackio's own columns."""
+CLOSE_S = 15.0
+"""All trackers together may take so long to write out what is left."""
+
+
+class Trackers:
+    """All trackers of a run; none is fine too."""
+
+    def __init__(self, trackers: Sequence[Tracker], facts: RunFacts) -> None:
+        self._lanes = [_Lane(tracker, facts) for tracker in trackers]
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """The numbers among `values`, to every tracker; a dict among them is taken apart. Returns at once.
+
+        `step` and `time` are left out as names: Trackio keeps them for itself, and every tracker is given the step.
+        """
+        if self._lanes:
+            numbers = {name: value for name, value in _numbers(values).items() if name not in RESERVED}
+            for lane in self._lanes:
+                lane.put(step, numbers)
+
+    @property
+    def dropped(self) -> int:
+        """Records that some tracker has lost so far."""
+        return sum(lane.dropped for lane in self._lanes)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Let them write out what is left, for at most `timeout_s`; who takes longer is left behind."""
+        for lane in self._lanes:
+            lane.end()
+        deadline = time.monotonic() + timeout_s
+        for lane in self._lanes:
+            lane.join(max(deadline - time.monotonic(), 0.0))
+
+
+class _Lane:
+    """One tracker. `dropped` is written by two threads, under the lock."""
+
+    def __init__(self, tracker: Tracker, facts: RunFacts) -> None:
+        self._tracker, self._facts = tracker, facts
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
+        self._lock = threading.Lock()
+        self._opened, self._retry_at, self._complained = False, 0.0, False
+        self.dropped = 0
+        # a daemon: a tracker that hangs must not keep the process from ending
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{tracker.name}", daemon=True)
+        self._ending = threading.Event()
+        self._thread.start()
+
+    def put(self, step: int, values: dict[str, float]) -> None:
+        try:
+            self._queue.put_nowait((step, values))
+        except queue.Full:
+            self._lose(f"is {QUEUE_STEPS} steps behind")
+
+    def end(self) -> None:
+        self._ending.set()
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            pass  # it looks at the event after each record
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            with self._lock:
+                self.dropped += self._queue.qsize()
+            log.warning("tracker %s did not end in time and is left behind", self._tracker.name)
+        if self.dropped:
+            log.warning("tracker %s lost %d steps; metrics.jsonl has them all", self._tracker.name, self.dropped)
+
+    def _work(self) -> None:
+        self._try_to_open()
+        while (record := self._next()) is not None:
+            step, values = record
+            if not self._opened and time.monotonic() >= self._retry_at:
+                self._try_to_open()
+            if not self._opened:
+                self._lose("is not open")
+                continue
+            try:
+                self._tracker.log(step, values)
+            except Exception as error:
+                self._lose(f"failed: {error!r}")
+        if self._opened:
+            try:
+                self._tracker.close()
+            except Exception as error:
+                log.warning("tracker %s could not be closed: %r", self._tracker.name, error)
+
+    def _next(self) -> tuple[int, dict[str, float]] | None:
+        if self._ending.is_set() and self._queue.empty():
+            return None
+        return self._queue.get()
+
+    def _try_to_open(self) -> None:
+        try:
+            self._tracker.open(self._facts)
+            self._opened = True
+        except Exception as error:
+            self._retry_at = time.monotonic() + REOPEN_S
+            self._complain(f"could not be opened: {error!r}")
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            self.dropped += 1
+        self._complain(why)
+
+    def _complain(self, why: str) -> None:
+        with self._lock:
+            first, self._complained = not self._complained, True
+        if first:
+            log.warning("tracker %s %s; training goes on (this is said once)", self._tracker.name, why)
+
+
+def _numbers(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found[prefix + name] = float(value)
+    return found

@@ -1,0 +1,63 @@
+"""MLflow: a server, or an sqlite file in the run directory. Credentials come from MLflow's own variables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from learner.config.trackers import MlflowSettings
+from learner.observability.trackers.base import RunFacts, required
+
+TAG = "foray.run"
+MAX_PARAMS, MAX_METRICS = 100, 1000
+"""What one `log_batch` takes of each (MLflow's REST API)."""
+
+
+class MlflowTracker:
+    """A resumed learner finds its MLflow run by a tag. MLflow keeps every value of a step that was logged twice, with
+    its time, and shows the later one.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, settings: MlflowSettings) -> None:
+        for module in settings.modules:
+            required(module, "mlflow")
+        self._mlflow = required("mlflow", "mlflow")
+        self._entities = required("mlflow.entities", "mlflow")
+        self._settings = settings
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, facts: RunFacts) -> None:
+        """Finds or creates experiment and run."""
+        facts.directory.mkdir(parents=True, exist_ok=True)
+        uri = self._settings.tracking_uri or f"sqlite:///{(facts.directory / 'mlflow.db').resolve()}"
+        client = self._mlflow.MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name(self._settings.experiment)
+        number = client.create_experiment(self._settings.experiment) if experiment is None else experiment.experiment_id
+        found = client.search_runs([number], f"tags.`{TAG}` = '{facts.id}'", max_results=1)
+        if found:
+            self._run_id = found[0].info.run_id
+            client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._run_id = client.create_run(number, run_name=facts.id, tags={TAG: facts.id}).info.run_id
+            self._log_config(client, facts)
+        self._client = client
+
+    def _log_config(self, client: Any, facts: RunFacts) -> None:
+        params = [self._entities.Param(name, str(value)[:500]) for name, value in facts.config.items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One request a step."""
+        now = int(time.time() * 1000)
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
+        for start in range(0, len(metrics), MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
+
+    def close(self) -> None:
+        """Marks the run as finished; a resume opens it again."""
+        self._client.set_terminated(self._run_id)

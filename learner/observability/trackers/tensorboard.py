@@ -1,0 +1,41 @@
+"""TensorBoard: event files in the run directory; works anywhere, needs no service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from learner.config.trackers import TensorBoardSettings
+from learner.observability.trackers.base import RunFacts, required
+
+
+class TensorBoardTracker:
+    """`tensorboard --logdir RUNS` shows it. Steps that a crash rolled back are hidden (purge_step)."""
+
+    name = "tensorboard"
+
+    def __init__(self, settings: TensorBoardSettings) -> None:
+        required("tensorboard", "tensorboard")
+        self._settings = settings
+        self._writer: Any = None
+
+    def open(self, facts: RunFacts) -> None:
+        """Begins a new event file beside those of earlier epochs."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = self._settings.directory or facts.directory / "tensorboard"
+        writer: Any = SummaryWriter(
+            str(directory), purge_step=facts.first_step, flush_secs=int(self._settings.flush_s), max_queue=1000
+        )
+        writer.add_text("config", f"```\n{json.dumps(dict(facts.config), indent=1)}\n```", facts.first_step)
+        self._writer = writer
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One scalar for each number."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes the event file."""
+        self._writer.close()

@@ -1,0 +1,99 @@
+"""The critic: a value for the state before each trained token, by a backbone of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.algorithms.base import LossOutput
+from learner.algorithms.losses import value_loss, variance_sums, weighted_sum
+from learner.config.model import CriticSettings, LoraSettings, ModelSettings
+from learner.engine import DeepSpeedEngine
+from learner.model.parity_check import settle_attention
+from learner.model.policy import PolicyModel, ValueHead, hidden_states, load_causal
+from learner.trainer.forward import Prepared
+
+
+class ValueModel(torch.nn.Module):
+    """A base model of transformers and a linear head; the output layer of the language model is left out."""
+
+    def __init__(self, backbone: Any, width: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = ValueHead(width, backbone.dtype)
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None, index: torch.Tensor
+    ) -> torch.Tensor:
+        """[N] float32: values of the states that `index` names, each knowing only what comes before its token.
+
+        Inputs as those of `PolicyModel.forward`.
+        """
+        values: torch.Tensor = self.head(hidden_states(self.backbone, ids, positions, documents)[index])
+        return values
+
+
+def load_critic(run_model: Path, critic: CriticSettings, model: ModelSettings, *, packed: bool = True) -> ValueModel:
+    """The critic before training: the model in `critic.model` or `run_model`, with a head of zeros, on the CPU.
+
+    Never with adapters: all of it is trained. Raises UserError as `load_policy` does.
+    """
+    directory = critic.model or run_model
+    settings = model.model_copy(update={"lora": LoraSettings()})
+    causal = load_causal(directory, settings)
+    settle_attention(PolicyModel(causal, settings), directory, packed=packed)
+    return ValueModel(causal.base_model, causal.get_output_embeddings().weight.shape[1])
+
+
+# The critic under training: what it says of tokens, and its loss against the returns.
+
+
+class Critic:
+    """A value model with an optimiser of its own, over the same packed rows as the policy.
+
+    updates_per_step  of the optimiser, for a warm-up that is counted in steps
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, settings: CriticSettings, *, updates_per_step: int) -> None:
+        self.engine, self.settings = engine, settings
+        self._warmup = settings.warmup_steps * updates_per_step
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether it is still to learn alone."""
+        return self.engine.updates < self._warmup
+
+    @torch.no_grad()
+    def values(self, *read: Any) -> torch.Tensor:
+        """[N] float32: what is to be expected from before each trained token on."""
+        values: torch.Tensor = self.engine.forward(*read)
+        return values
+
+    def loss(self, prepared: Prepared) -> LossOutput:
+        """Of one micro-batch, with gradient."""
+        return value_output(self.engine.forward(*prepared.tensors.read), prepared, self.settings)
+
+
+def value_output(values: torch.Tensor, prepared: Prepared, settings: CriticSettings) -> LossOutput:
+    """The clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the pieces of the explained
+    variance, which spans the batch (`learner.totals`).
+    """
+    t = prepared.tensors
+    assert prepared.returns is not None and prepared.values is not None
+    huber = settings.huber_delta if settings.loss == "huber" else None
+    found = value_loss(values, prepared.values, prepared.returns, t.mask, clip=settings.clip or None, huber=huber)
+    pieces = variance_sums(prepared.values, prepared.returns, t.mask)
+    return LossOutput(
+        weighted_sum(found.loss, t.weights, t.mask),
+        sums={
+            "value_loss": torch.where(t.mask, found.loss.detach(), 0.0).sum(),
+            "value_clip_fraction": found.clipped.sum(),
+            "value_mean": torch.where(t.mask, prepared.values, 0.0).sum(),
+            "return_mean": pieces.returns,
+            "return_square": pieces.return_squares,
+            "value_error": pieces.errors,
+            "value_error_square": pieces.error_squares,
+        },
+    )

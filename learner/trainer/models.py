@@ -1,0 +1,108 @@
+"""The models of a trainer, each in an engine of its own: policy, critic and reference, over the same packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from learner.algorithms.base import Needs
+from learner.config.learner import TrainerSettings
+from learner.config.model import OptimSettings
+from learner.engine import DeepSpeedEngine
+from learner.model.lora import adapter_only, merged, scale_of
+from learner.model.policy import PREFIX, as_saved, load_policy
+from learner.trainer.critic import Critic, load_critic
+from learner.trainer.reference import Reference, build_reference
+from protocol.settings import RunSettings
+
+POLICY, CRITIC = "policy", "critic"
+"""Folders of a saved state."""
+
+
+@dataclass
+class Models:
+    """policy: always; critic, reference: where the algorithm needs them, and they are not part of the policy."""
+
+    settings: TrainerSettings
+    policy: DeepSpeedEngine
+    critic: Critic | None
+    reference: Reference | None
+    vocabulary: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches must be."""
+        return self.policy.device
+
+    def after_update(self) -> None:
+        """The reference follows the policy, where it does; collective."""
+        if self.reference is not None:
+            self.reference.after_update(self.policy.updates)
+
+    def iter_published(self, device: str, *, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor of its own on `device`) of all that engines must hold; collective.
+
+        adapters  of a model with adapters these alone, instead of merged weights
+        """
+        lora = self.settings.model.lora
+        weights = self.policy.iter_weights(device)
+        causal = ((name.removeprefix(PREFIX), tensor) for name, tensor in weights if name.startswith(PREFIX))
+        if lora.rank and adapters:
+            yield from adapter_only(causal)
+        else:
+            plain = merged(causal, scale_of(lora)) if lora.rank else causal
+            yield from as_saved(self.policy.module.causal, plain)
+
+    def save(self, directory: Path) -> None:
+        """Every engine's state, in a folder of its own; collective."""
+        self.policy.save_state(directory / POLICY)
+        if self.critic is not None:
+            self.critic.engine.save_state(directory / CRITIC)
+
+    def load(self, directory: Path) -> None:
+        """Takes up what `save` wrote; collective."""
+        self.policy.load_state(directory / POLICY)
+        if self.critic is not None:
+            self.critic.engine.load_state(directory / CRITIC)
+        if self.reference is not None:
+            self.reference.reload()
+
+    def close(self) -> None:
+        """Of no use afterwards."""
+        if self.critic is not None:
+            self.critic.engine.close()
+        self.policy.close()
+
+
+def build_models(run: RunSettings, settings: TrainerSettings, needs: Needs, updates: int) -> Models:
+    """The models of `run`, with as many updates of the policy to come in all; collective."""
+    torch.manual_seed(run.seed)  # adapters begin at random, equal on all ranks and after every start
+    packed = settings.batch.row_tokens > 0
+    head = settings.critic if needs.values and settings.critic.backbone == "policy" else None
+    module = load_policy(run.model, settings.model, packed=packed, critic=head)
+    policy = _engine(module, settings.optim, run, settings, updates)
+    critic = None
+    if needs.values and head is None:
+        value_model = load_critic(run.model, settings.critic, settings.model, packed=packed)
+        engine = _engine(value_model, settings.critic.optim, run, settings, updates)
+        critic = Critic(engine, settings.critic, updates_per_step=updates // run.steps)
+    reference = None
+    if needs.reference:
+        reference = build_reference(settings.reference, run.model, settings.model, policy, packed=packed)
+    return Models(settings, policy, critic, reference, module.vocabulary)
+
+
+def _engine(
+    module: torch.nn.Module, optim: OptimSettings, run: RunSettings, settings: TrainerSettings, updates: int
+) -> DeepSpeedEngine:
+    return DeepSpeedEngine(
+        module,
+        optim=optim,
+        engine=settings.engine,
+        dtype=settings.model.dtype,
+        total_updates=updates,
+        seed=run.seed,
+    )

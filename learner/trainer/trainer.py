@@ -1,0 +1,181 @@
+"""One training step: a batch in, moved weights and a report out. What the learner's service half talks to.
+
+share -> score (policy, reference, critic: no gradient) -> judge (advantages, returns: over all ranks)
+      -> epochs x parts: micro-batches forward and backward -> update of the policy, update of the critic
+      -> the reference follows
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from learner.algorithms.base import Algorithm
+from learner.config.learner import TrainerSettings
+from learner.data.batch import Batch, Share, cut_for_ranks
+from learner.engine import DeepSpeedEngine, Update, leave_ranks
+from learner.trainer.forward import ScoredShare, score_share
+from learner.trainer.models import Models, build_models
+from learner.trainer.update import Learned, Totals, learn_part
+from protocol.errors import UserError
+from protocol.settings import RunSettings
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+STATE = "trainer.json"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What came of one batch.
+
+    loss            of the batch, before the update (of the last epoch)
+    grad_norm       before clipping; not finite when `skipped` for that reason, 0 when nothing was trained
+    skipped         the weights are as before, for the `reason` "no tokens" or "not finite"
+    metrics         means over the trained tokens and maxima, with the statistics of the batch
+    tokens_trained  tokens with a share in the loss, 0 when skipped
+    seconds         of wall time
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    reason: str
+    metrics: dict[str, float]
+    tokens_trained: int
+    seconds: float
+
+
+class Trainer:
+    """The policy of `run.model` under training, on every rank of a launcher or alone.
+
+    Every rank must call the collective methods (`train` or `learn`, `iter_weights`, `save_state`, `load_state`) in one
+    order. Raises UserError when there is no such model.
+
+    adapters  `iter_weights` gives the adapters of a model that has some, instead of merged weights
+    """
+
+    def __init__(self, run: RunSettings, settings: TrainerSettings, *, adapters: bool = False) -> None:
+        if settings.engine.threads:
+            torch.set_num_threads(settings.engine.threads)  # of the calling thread only, so train in the same one
+        if settings.engine.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first call
+            torch.use_deterministic_algorithms(True)
+        self.algorithm: Algorithm = settings.algorithm.build()
+        self.settings = settings
+        self._directory, self._adapters = run.model, adapters
+        updates = run.steps * self.algorithm.epochs * self.algorithm.minibatches
+        self._models: Models = build_models(run, settings, self.algorithm.needs, updates)
+
+    @property
+    def engine(self) -> DeepSpeedEngine:
+        """The policy's."""
+        return self._models.policy
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among the ranks."""
+        return self.engine.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.engine.world_size
+
+    @property
+    def updates(self) -> int:
+        """Updates of the policy since the beginning of the run."""
+        return self.engine.updates
+
+    @property
+    def model_files(self) -> list[Path]:
+        """Config, tokenizer and what else lies beside the initial weights: what makes a published version loadable."""
+        files = (path for path in sorted(self._directory.iterdir()) if path.is_file())
+        return [path for path in files if not path.name.endswith(WEIGHT_SUFFIXES)]
+
+    def shares(self, batch: Batch) -> list[Share]:
+        """What each rank is to `learn` of a batch. Raises UserError when it holds tokens that the model has not."""
+        largest = max((int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches), default=0)
+        if largest >= self._models.vocabulary:
+            # On a GPU the embedding would fail asynchronously, naming nothing, and leave the process unusable.
+            raise UserError(
+                f"a trajectory holds token {largest}, and the model has {self._models.vocabulary}",
+                why="an engine serves another model than the learner trains",
+                todo="start every process with the same run.model",
+            )
+        return cut_for_ranks(batch, self.world_size)
+
+    def train(self, batch: Batch) -> StepReport:
+        """`learn` on this rank's share of a batch that every rank holds; collective."""
+        return self.learn(self.shares(batch)[self.rank])
+
+    def learn(self, share: Share) -> StepReport:
+        """Update the weights with a batch, of which this rank has `share`; collective."""
+        start = time.perf_counter()
+        if not share.num_tokens:
+            return StepReport(0.0, 0.0, True, "no tokens", dict(share.stats), 0, time.perf_counter() - start)
+        scored = score_share(share, self._models, self.algorithm)
+        judged, facts = self.algorithm.judge(scored.flat, self.engine.total)
+        learned = self._passes(share, scored.with_judgements(judged))
+        if learned.applied:
+            self._models.after_update()
+        metrics = self._metrics(share, learned.totals) | facts | learned.facts
+        return StepReport(
+            loss=metrics.pop("loss"),
+            grad_norm=learned.update.grad_norm,
+            skipped=not learned.applied,
+            reason="" if learned.applied else "not finite",
+            metrics=metrics,
+            tokens_trained=share.num_tokens if learned.applied else 0,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _passes(self, share: Share, scored: ScoredShare) -> Learned:
+        """Every epoch over every part; ends early at an update that was not finite. Totals are of the last epoch."""
+        learned = Learned(Update(0.0, False))
+        for _ in range(self.algorithm.epochs):
+            learned.totals = Totals()
+            for number in range(len(share.parts)):
+                learn_part(number, scored, self._models, self.algorithm, learned)
+                if not learned.update.applied:
+                    return learned
+        return learned
+
+    def _metrics(self, share: Share, totals: Totals) -> dict[str, float]:
+        # Every rank has at least a dummy, so all of them hold the same names in the same order.
+        sums, maxima = self.engine.reduce(totals.sums_list(), list(totals.maxima.values()))
+        return totals.report(sums, maxima, share.num_tokens) | share.stats
+
+    def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor on `device`) of every weight, tied ones once, as `save_pretrained` would;
+        collective. Adapters are merged in, or are all there is where they are published by themselves.
+        """
+        yield from self._models.iter_published(device, adapters=self._adapters)
+
+    def save_state(self, directory: Path) -> None:
+        """Write all that another process needs to go on bit for bit; collective."""
+        self._models.save(directory)
+        if self.rank == 0:
+            (directory / STATE).write_text(json.dumps({"algorithm": self.algorithm.state()}))
+
+    def load_state(self, directory: Path) -> None:
+        """Take up what `save_state` wrote, by any number of ranks and at any ZeRO stage; collective."""
+        self._models.load(directory)
+        try:
+            self.algorithm.load(json.loads((directory / STATE).read_text())["algorithm"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"the algorithm's state in {directory / STATE} cannot be taken up",
+                why=f"{type(error).__name__}: {error}",
+                todo="resume with the learner.algorithm settings that the run began with",
+            ) from None
+
+    def close(self) -> None:
+        """Leave the process group; the trainer is of no use afterwards."""
+        self._models.close()
+        leave_ranks()

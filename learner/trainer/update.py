@@ -1,0 +1,148 @@
+"""One optimiser update of the policy, and one of the critic, with one part of a share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from learner.algorithms.base import Algorithm, LossOutput, TokenInputs, TopTokens
+from learner.algorithms.losses import VarianceSums, WeightSums, effective_sample_size, explained_variance
+from learner.engine import Update
+from learner.trainer.critic import value_output
+from learner.trainer.forward import Prepared, ScoredShare
+from learner.trainer.models import Models
+
+# Sums over micro-batches and ranks, and the metrics made of them.
+
+
+@dataclass
+class Totals:
+    """What `LossOutput`s of one pass add up to. The order of names is that of their first occurrence."""
+
+    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, output: LossOutput) -> None:
+        """One micro-batch more."""
+        self.loss += float(output.loss.detach())
+        for name, value in output.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        for name, (above, below) in output.ratios.items():
+            before = self.ratios.get(name, (0.0, 0.0))
+            self.ratios[name] = (before[0] + float(above), before[1] + float(below))
+        for name, value in output.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
+
+    def sums_list(self) -> list[float]:
+        """Everything that is added up over the ranks, as `report` wants it back."""
+        return [self.loss, *self.sums.values(), *(x for pair in self.ratios.values() for x in pair)]
+
+    def report(self, sums: list[float], maxima: list[float], num_tokens: int) -> dict[str, float]:
+        """Metrics by name, from the numbers of all ranks.
+
+        ess                 effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2)
+        explained_variance  1 - var(R - V) / var(R); 0 where returns do not vary
+        """
+        loss, *rest = sums
+        count = len(self.sums)
+        found = {"loss": loss, **{name: rest[i] / num_tokens for i, name in enumerate(self.sums)}}
+        for i, name in enumerate(self.ratios):
+            above, below = rest[count + 2 * i : count + 2 * i + 2]
+            if below:
+                found[name] = above / below
+        _derive(found)
+        return found | dict(zip(self.maxima, maxima, strict=True))
+
+
+def _derive(found: dict[str, float]) -> None:
+    """What is made of sums over the whole batch takes their place; both do not mind that these are means."""
+    square = found.pop("ratio_square", None)
+    if square is not None:
+        sums = (torch.tensor(x, dtype=torch.float64) for x in (found["ratio_mean"], square, 1.0))
+        found["ess"] = effective_sample_size(WeightSums(*sums))
+    if "return_square" in found:
+        names = ("return_square", "value_error", "value_error_square")
+        pieces = (1.0, found["return_mean"], *(found.pop(name) for name in names))
+        sums = (torch.tensor(x, dtype=torch.float64) for x in pieces)
+        found["explained_variance"] = explained_variance(VarianceSums(*sums))
+
+
+@dataclass
+class Learned:
+    """What has come of the updates of a batch so far. applied: whether any of them moved the weights."""
+
+    update: Update
+    totals: Totals = field(default_factory=Totals)
+    applied: bool = False
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+def learn_part(number: int, share: ScoredShare, models: Models, algorithm: Algorithm, learned: Learned) -> None:
+    """Gradients of every micro-batch of part `number`, then the update; collective. `learned` is brought up to date.
+
+    While the critic warms up it alone is updated. An update whose gradient is not finite on any rank is not applied
+    on any (`DeepSpeedEngine.step`).
+    """
+    warming = models.critic is not None and models.critic.warms_up
+    for prepared in share.parts[number]:
+        if not warming:
+            output = policy_output(prepared, models, algorithm)
+            models.policy.backward(output.loss)
+            learned.totals.add(output)
+        if models.critic is not None:
+            output = models.critic.loss(prepared)
+            models.critic.engine.backward(output.loss)
+            learned.totals.add(replace(output, loss=torch.zeros(()) if not warming else output.loss))
+    if models.critic is not None:
+        critic = models.critic.engine.step()
+        learned.facts |= {
+            "critic_grad_norm": critic.grad_norm,
+            "critic_skipped": float(not critic.applied),
+            "critic_lr": critic.lr,
+        }
+        learned.update = critic
+    if not warming:
+        learned.update = models.policy.step()
+        learned.facts["lr"] = learned.update.lr
+    learned.applied |= learned.update.applied
+
+
+def policy_output(prepared: Prepared, models: Models, algorithm: Algorithm) -> LossOutput:
+    """The policy's loss on one micro-batch, that of a value head on it included."""
+    t, needs = prepared.tensors, algorithm.needs
+    scores = models.policy.forward(*t.scored, needs.entropy_gradient, 0, prepared.top)
+    # Before a single update the proximal policy is the policy itself.
+    proximal = scores.logprobs.detach() if prepared.old is None else prepared.old
+    top = None
+    if prepared.top is not None and prepared.reference_top is not None:
+        inside = (prepared.top == t.targets[:, None]).any(-1)
+        top = TopTokens(scores.at, prepared.reference_top, inside)
+    output = algorithm.loss(
+        TokenInputs(
+            logprobs=scores.logprobs,
+            entropy=scores.entropy,
+            behaviour=t.behaviour,
+            old=proximal if needs.old else t.behaviour,
+            reference=prepared.reference,
+            advantages=t.advantages if prepared.advantages is None else prepared.advantages,
+            weights=t.weights,
+            mask=t.mask,
+            trajectory=t.trajectory,
+            lags=t.lags,
+            outcome=t.outcome,
+            top=top,
+        )
+    )
+    if scores.values is None:
+        return output
+    valued = value_output(scores.values, prepared, models.settings.critic)
+    return replace(
+        output,
+        loss=output.loss + models.settings.critic.coefficient * valued.loss,
+        sums=output.sums | valued.sums,
+        ratios=output.ratios | valued.ratios,
+    )

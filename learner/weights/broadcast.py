@@ -1,0 +1,325 @@
+"""Weights over a process group of the learner (rank 0) and the engines, in flattened buckets.
+
+What goes by files all the same: the first version of an epoch; a version for which no engine is ready to receive;
+one whose transfer failed, whatever the reason (counted, and logged with it). An engine that is in no view gets files
+of a version that was sent (`snapshot.py`); for these, and for a failed transfer, the learner keeps a copy of the
+weights in main memory: as many bytes as the model has, and one bucket more while it is renewed.
+
+With backend `nccl` the tensors stay on the learner's device, each bucket is sent from there, and copied to main memory
+meanwhile. That has not been run: there was no machine with two GPUs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from learner.config.learner import DistributedPublishSettings
+from learner.delivery.store import RedisUnavailable
+from learner.weights.base import Announcement, Link
+from learner.weights.buckets import Named, Packed, layout, num_bytes, pack, plan
+from learner.weights.checksums import Mispacked, SourceSums
+from learner.weights.disk import DiskPublisher
+from learner.weights.process_group import Meeting, Sender, free_port
+from learner.weights.snapshots import Snapshots
+from learner.weights.transfer import Transfer, TransferFailed
+from protocol.messages import EngineInfo, NodeState, WeightBucket, WeightUpdate, WeightView
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+SHUNNED_S = 60.0
+"""A member that kept the others waiting is left out for so long."""
+PIECES, SMALLEST_BUCKET = 8, 8 << 20
+"""A model smaller than eight buckets is cut finer, so that there is something to overlap; but a call has its price."""
+MOST_SKIPPED = 32
+"""After failures in a row 0, 1, 3, 7 ... versions go by files before the group is tried again, at most so many."""
+
+
+class DistributedPublisher:
+    """See the module. `disk` writes what must be files."""
+
+    def __init__(self, run: RunSettings, settings: DistributedPublishSettings, disk: DiskPublisher, link: Link) -> None:
+        self._run, self._settings, self._disk, self._link = run.id, settings, disk, link
+        self._announcement = Announcement(link)
+        self._plan: tuple[WeightBucket, ...] = ()
+        self._sender: Sender | None = None
+        self._disbanded: list[Sender] = []
+        """Senders whose threads have yet to end."""
+        self._group: tuple[str, ...] = ()
+        """Members of the group that `_sender` leads."""
+        self._transfer: Transfer | None = None
+        """A transfer that is verified and waits for its announcement."""
+        self._epoch, self._number = 0, 0
+        self._hashing = ThreadPoolExecutor(1, "hash weights")
+        self._failures, self._skip = 0, 0
+        self._shunned: dict[str, float] = {}
+        self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks"), 0)
+        self._last: dict[str, float] = {}
+        self._copy: tuple[PolicyVersion, list[Packed]] | None = None
+        self._copy_lock, self._writing = threading.Lock(), threading.Lock()
+        self._snapshots = Snapshots(link, self._announcement, self._snapshot, patience_s=settings.patience_s)
+
+    # --- the seam ---
+
+    @property
+    def device(self) -> str:
+        """NCCL sends from GPUs only, gloo from main memory."""
+        return "cuda" if self._settings.backend == "nccl" else "cpu"
+
+    def publish(self, version: PolicyVersion, weights: Iterable[Named]) -> WeightUpdate:
+        """Sends `version` to the engines that are ready, or writes it. Raises BadWeights, OSError, Fenced."""
+        named = iter(weights)
+        self._last = {}
+        members, why = self._members(version)
+        if not members:
+            return self._by_disk(version, named, why)
+        copy: list[Packed] = []
+        inspection, sums = self._disk.sanity.inspection(), SourceSums(self._hashing, (_dtype(e) for e in members))
+        blind = any(not _dtype(engine) for engine in members)
+        packed = self._kept(pack(self._plan, named, inspection, sums.add), copy, sums.check if blind else None)
+        transfer = self._begin(version, members, sums)
+        try:
+            s = self._settings
+            transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s)
+        except (TransferFailed, Mispacked, RedisUnavailable) as error:
+            self._failed(transfer, error)
+            log.warning("%s goes by files: %s", version.label, error)
+            self._counts["publish_fallbacks"] += 1
+            try:
+                return self._fall_back(version, packed, copy, sums, error)
+            except Mispacked as wrong:
+                if isinstance(weights, Iterator):
+                    raise
+                log.error("%s is gathered again: %s", version.label, wrong)
+                for _ in named:  # gathering is collective and must be brought to its end
+                    pass
+                return self._write(version, weights)
+        except BaseException:
+            self._failed(transfer, None)
+            raise
+        self._disk.sanity.published(version, inspection)
+        return self._sent(version, transfer, copy)
+
+    def announce(self, update: WeightUpdate, state: str) -> None:
+        """The commit of a transfer. At the end of the run the last version is written as files first."""
+        began = time.monotonic()
+        if state == "done" and not update.path and (written := self._snapshot(update)) is not None:
+            update = written
+        self._announcement.set(update, state)
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None and transfer.view.version == update.version:
+            transfer.commit()
+            self._last["publish_commit_s"] = time.monotonic() - began
+
+    def collect(self, in_use: Collection[PolicyVersion]) -> None:
+        """Removes old directories."""
+        self._disk.collect(in_use)
+
+    def facts(self) -> Mapping[str, float]:
+        """Seconds of each phase and bytes of the last version, and how versions went since the start."""
+        return {**self._counts, "publish_snapshots": self._snapshots.written, **self._last}
+
+    def close(self) -> None:
+        """Ends the thread and the group."""
+        self._snapshots.close()
+        self._hashing.shutdown()
+        self._disband()
+        for sender in self._disbanded:
+            sender.join()
+
+    # --- a version over the group ---
+
+    def _members(self, version: PolicyVersion) -> tuple[list[EngineInfo], str]:
+        """Who receives, in the order of their ranks; or nobody, and why."""
+        last = self._announcement.update
+        if last is None or last.epoch != version.epoch or not self._plan:
+            return [], "first version of an epoch"
+        if self._skip:
+            self._skip -= 1
+            return [], "transfers have failed"
+        now = time.monotonic()
+        self._shunned = {member: until for member, until in self._shunned.items() if until > now}
+        try:
+            if self._link.evaluating():
+                return [], "an evaluation runs"
+            engines = self._link.engines()
+        except RedisUnavailable as error:
+            return [], f"Redis: {error}"
+        found = [e for e in engines if self._can_receive(e, last) and _member(e) not in self._shunned]
+        return sorted(found, key=_member), "no engine is ready to receive"
+
+    @staticmethod
+    def _can_receive(engine: EngineInfo, last: WeightUpdate) -> bool:
+        """One that is behind while there are files for it is probably reading them."""
+        idle = engine.version == last.version or not last.path
+        ready = engine.state is NodeState.READY and engine.epoch == last.epoch
+        return ready and idle and "distributed" in engine.transports
+
+    def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceSums) -> Transfer:
+        members = tuple(_member(e) for e in engines)
+        self._number = self._number + 1 if self._epoch == version.epoch else 1
+        self._epoch = version.epoch
+        offsets = [1]
+        for engine in engines:
+            offsets.append(offsets[-1] + engine.ranks)
+        name = f"{self._run}-{version.epoch}-{self._number}"
+        if self._sender is None or self._group != members:
+            self._disband()
+            self._sender = Sender(self._meeting(name, offsets[-1]))
+            self._group = members
+            if blind := [e.id for e in engines if not _dtype(e)]:
+                log.info("%s cannot be compared with the policy, only with engines of their kind", ", ".join(blind))
+        meeting = self._sender.meeting
+        view = WeightView(
+            run=self._run,
+            epoch=version.epoch,
+            step=version.step,
+            number=self._number,
+            phase="prepare",
+            members=members,
+            rank_offsets=tuple(offsets[:-1]),
+            group=meeting.name,
+            address=meeting.address,
+            port=meeting.port,
+            world_size=meeting.world_size,
+            backend=self._settings.backend,
+            buckets=self._plan,
+            flattened=self._settings.flattened,
+        )
+        return Transfer(self._link, self._sender, view, sums, {_member(e): _dtype(e) for e in engines})
+
+    def _meeting(self, name: str, world_size: int) -> Meeting:
+        s = self._settings
+        return Meeting(
+            name=name,
+            address=s.address,
+            port=s.port or free_port(s.address),
+            world_size=world_size,
+            backend=s.backend,
+            join_s=s.prepare_s,
+            timeout_s=s.transfer_s,
+        )
+
+    def _kept(
+        self, packed: Iterator[Packed], copy: list[Packed], check: Callable[[Packed], None] | None
+    ) -> Iterator[Packed]:
+        """The buckets as they pass, checked and kept. The copy of the version before gives way to them one by one."""
+        with self._copy_lock:
+            old, self._copy = self._copy, None
+        for one in packed:
+            if old is not None and old[1]:
+                del old[1][0]
+            if check is not None:
+                check(one)
+            yield one  # on its way before it is copied
+            copy.append(replace(one, flat=one.flat.cpu()))  # the same tensor, where it is on the CPU already
+
+    def _sent(self, version: PolicyVersion, transfer: Transfer, copy: list[Packed]) -> WeightUpdate:
+        self._failures = 0
+        self._transfer = transfer
+        with self._copy_lock:
+            self._copy = version, copy
+        self._counts["publish_distributed"] += 1
+        total = sum(num_bytes(one.bucket) for one in copy)
+        self._last = {f"publish_{phase}_s": seconds for phase, seconds in transfer.seconds.items()}
+        self._last |= {"publish_bytes": total, "publish_members": len(transfer.view.members)}
+        return WeightUpdate(
+            run=self._run,
+            epoch=version.epoch,
+            step=version.step,
+            digest=transfer.digest(),
+            transport="distributed",
+            path="",
+            num_bytes=total,
+        )
+
+    # --- files ---
+
+    def _failed(self, transfer: Transfer, error: BaseException | None) -> None:
+        """The group is over, and the members are told if Redis takes it; their deadline tells them else."""
+        self._disband()
+        self._failures += 1
+        self._skip = min(MOST_SKIPPED, 2 ** (self._failures - 1) - 1)
+        if isinstance(error, TransferFailed):
+            self._shunned |= dict.fromkeys(error.missing, time.monotonic() + SHUNNED_S)
+        try:
+            transfer.abort()
+        except RedisUnavailable as unavailable:
+            log.warning("the members of view %d are not told: %s", transfer.view.number, unavailable)
+
+    def _fall_back(
+        self,
+        version: PolicyVersion,
+        rest: Iterator[Packed],
+        copy: list[Packed],
+        sums: SourceSums,
+        error: TransferFailed | Mispacked | RedisUnavailable,
+    ) -> WeightUpdate:
+        """Files of what was gathered, and of the rest. Raises Mispacked when that is not the policy."""
+        if isinstance(error, Mispacked):
+            raise error
+        for _ in rest:
+            pass
+        for one in copy:
+            sums.check(one)
+        return self._write(version, (named for one in copy for named in one.tensors()))
+
+    def _by_disk(self, version: PolicyVersion, named: Iterator[Named], why: str) -> WeightUpdate:
+        log.info("%s goes by files: %s", version.label, why)
+        with self._copy_lock:
+            self._copy = None
+        seen: list[Named] = []
+
+        def passing() -> Iterator[Named]:
+            for name, tensor in named:
+                seen.append((name, torch.empty_like(tensor, device="meta")))
+                yield name, tensor
+
+        update = self._write(version, passing())
+        whole = layout(seen)
+        size = min(self._settings.bucket_mb << 20, max(SMALLEST_BUCKET, num_bytes(whole) // PIECES))
+        self._plan = plan(whole, size)
+        return update
+
+    def _write(self, version: PolicyVersion, named: Iterable[Named]) -> WeightUpdate:
+        began = time.monotonic()
+        update = self._disk.publish(version, named)
+        self._counts["publish_disk"] += 1
+        self._last |= {"publish_disk_s": time.monotonic() - began, "publish_bytes": update.num_bytes}
+        return update
+
+    def _snapshot(self, update: WeightUpdate) -> WeightUpdate | None:
+        """Files of a version that was sent; None when its copy has given way to the next one's."""
+        with self._writing:  # by either thread, but once
+            known = self._announcement.update
+            if known is not None and known.version == update.version and known.path:
+                return known
+            with self._copy_lock:
+                if self._copy is None or self._copy[0] != update.version:
+                    return None
+                copy = list(self._copy[1])
+            written = self._disk.publish(update.version, (named for one in copy for named in one.tensors()))
+            return written.model_copy(update={"transport": "distributed"})
+
+    def _disband(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._disbanded = [sender for sender in self._disbanded if sender.alive] + [self._sender]
+        self._sender, self._group = None, ()
+
+
+def _dtype(engine: EngineInfo) -> str:
+    """torch's word for what the engine says that it holds; "" where it says nothing that torch knows."""
+    return engine.dtype if isinstance(getattr(torch, engine.dtype or "dtype", None), torch.dtype) else ""
+
+
+def _member(engine: EngineInfo) -> str:
+    return f"{engine.id}/{engine.incarnation}"

@@ -1,0 +1,166 @@
+"""Weights as files: `weights/v{epoch}.{step}/`, a directory that Hugging Face's loaders can open.
+
+Written beside its place, flushed, manifest last, renamed: a directory under its final name is whole. Nodes check the
+manifest's sha256 before they load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from learner.config.learner import FilesSettings
+from learner.weights.base import Link
+from learner.weights.checks import Inspection, Sanity
+from protocol.messages import Transport, WeightUpdate
+from protocol.runtime.files import flush, flush_tree, make_folder, sha256
+from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+"""Names that nodes take, and endings that they do not (`rollout_server.node.manifest`)."""
+Tensors = dict[str, torch.Tensor]
+
+
+class DiskPublisher:
+    """Publishes into `run.weights_dir`. `model_files`: configuration and tokenizer, put into every version."""
+
+    device = "cpu"
+    transport: Transport = "disk"
+    weights_file = WEIGHTS
+
+    def __init__(self, run: RunSettings, settings: FilesSettings, model_files: Sequence[Path], link: Link) -> None:
+        self._run, self._settings, self._link = run.id, settings, link
+        self.sanity = Sanity(settings.max_norm_jump)
+        self._last: dict[str, float] = {}
+        self._folder = run.weights_dir.absolute()
+        make_folder(self._folder)
+        for left in self._folder.glob(".v*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+        if any(p.name == self.weights_file for p in model_files):
+            raise ValueError("weights among the model's files would replace those that are published")
+        self._files = {p.name: (p, p.stat().st_size, sha256(p)) for p in model_files if _travels(p)}
+
+    def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
+        """Writes the version and returns what to announce. Raises BadWeights and OSError; neither leaves a trace."""
+        began = time.monotonic()
+        inspection = self.sanity.inspection()
+        tensors, digest = _checked(weights, inspection)
+        made = self._described(tensors)
+        final = self._folder / f"v{version.label}"
+        part = self._folder / f".v{version.label}.{os.getpid()}.tmp"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        try:
+            _save(tensors, part / self.weights_file)
+            for name, text in made.items():
+                (part / name).write_text(text)
+            files = {}
+            for name in (self.weights_file, *made):
+                files[name] = {"bytes": (part / name).stat().st_size, "sha256": sha256(part / name)}
+            for name, (source, size, digest_of_file) in self._files.items():
+                _place(source, part / name)
+                files[name] = {"bytes": size, "sha256": digest_of_file}
+            manifest = {"version": version.label, "digest": digest, "files": files, "tensors": len(tensors)}
+            (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            if self._settings.fsync:
+                flush_tree(part)
+            shutil.rmtree(final, ignore_errors=True)  # what a learner left that died before it announced it
+            part.rename(final)
+            if self._settings.fsync:
+                flush(self._folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self.sanity.published(version, inspection)
+        num_bytes = int(str(files[self.weights_file]["bytes"]))
+        self._last = {"publish_disk_s": time.monotonic() - began, "publish_bytes": num_bytes}
+        return WeightUpdate(
+            run=self._run,
+            epoch=version.epoch,
+            step=version.step,
+            digest=digest,
+            transport=self.transport,
+            path=str(final),
+            num_bytes=num_bytes,
+        )
+
+    def announce(self, update: WeightUpdate, state: str) -> None:
+        """Makes `update` the target."""
+        self._link.target(update, state)
+
+    def collect(self, in_use: Collection[PolicyVersion]) -> None:
+        """Removes versions but for the newest `keep_versions` and those in use."""
+        found = {p: v for p in self._folder.glob("v*") if (v := PolicyVersion.parse(p.name[1:])) is not None}
+        newest = sorted(found.values())[-self._settings.keep_versions :]
+        for path, version in found.items():
+            if version not in newest and version not in in_use:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def facts(self) -> Mapping[str, float]:
+        """Seconds and bytes of the last version."""
+        return self._last
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _described(self, tensors: Tensors) -> dict[str, str]:
+        """More files of a version, by name, that follow from its tensors."""
+        return {}
+
+
+def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: Inspection) -> tuple[Tensors, str]:
+    """Tensors that safetensors can write, and the sha256 hex over their bytes in order of name. Raises BadWeights."""
+    tensors: Tensors = {}
+    places: set[int] = set()
+    for name, tensor in weights:
+        tensor = tensor.detach().cpu().contiguous()
+        inspection.look(name, tensor)
+        # Two names for one tensor (tied embeddings) are refused by safetensors.
+        tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor
+        places.add(tensor.data_ptr())
+    inspection.finish()
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return tensors, digest.hexdigest()
+
+
+def _travels(path: Path) -> bool:
+    """Whether a file beside the model goes into every version: nodes take plain names only, and no pickles."""
+    plain = PLAIN.fullmatch(path.name) is not None and not path.name.endswith(PICKLES)
+    if not plain and not path.name.startswith("."):
+        log.warning("%s is not published with the weights: engines would refuse it", path)
+    return plain
+
+
+def _save(tensors: Tensors, path: Path) -> None:
+    """Raises OSError: a full disk is a SafetensorError, which is none."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+
+
+def _place(source: Path, target: Path) -> None:
+    # A tokenizer of 10 MB need not be written again for every step.
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

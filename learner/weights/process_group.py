@@ -1,0 +1,189 @@
+"""The trainer's end of an engine's weight-update group: rank 0 of a process group beside the default one.
+
+SGLang's `init_weights_update_group` joins with `PrefixStore(name, TCPStore)` and a group helper of torch that is not
+public; `torch.distributed.init_process_group` never meets it (and would clash with DeepSpeed's own group). So the
+same is done here. torch must be of one version on both sides.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not in __all__
+
+from protocol.runtime.torch_safety import gloo_at
+
+log = logging.getLogger(__name__)
+
+
+class UpdateGroup:
+    """Rank 0 of a group of `world_size` ranks under `name`, which listens at `address`:`port`.
+
+    Constructing blocks until every rank has joined; raises RuntimeError (torch's DistError) after `join_s` (by default
+    `timeout_s`). A broadcast may take `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        address: str,
+        port: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        join_s: float | None = None,
+    ) -> None:
+        from torch.distributed.distributed_c10d import (
+            Backend,
+            GroupName,
+            _new_process_group_helper,
+            _set_pg_timeout,
+            _world,
+        )
+
+        timeout = timedelta(seconds=timeout_s if join_s is None else join_s)
+        self.name = name
+        # Rank 0 owns the store, as `tcp://` would have it; the others are clients of it.
+        # It asks nobody who he is, so it listens at this address alone; left to itself it would at every interface.
+        listener = _listener(address, port)
+        fd = None if listener is None else listener.detach()
+        self._store = TCPStore(address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
+        self._group: ProcessGroup
+        with gloo_at(address):
+            self._group, _ = _new_process_group_helper(
+                world_size,
+                0,
+                [],
+                Backend(backend),
+                PrefixStore(name, self._store),
+                group_name=GroupName(name),
+                timeout=timeout,
+            )
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        _set_pg_timeout(timedelta(seconds=timeout_s), self._group)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send `tensor` to every other rank; blocks. Raises RuntimeError when a rank is gone or late."""
+        torch.distributed.broadcast(tensor, src=0, group=self._group)
+
+    def close(self) -> None:
+        """Leave, once; the other ranks' pending receives fail. Never raises for a group that is broken already."""
+        try:
+            torch.distributed.destroy_process_group(self._group)
+        finally:
+            del self._group, self._store
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at `address` only; None where that is none of this host's own (behind a translation)."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise RuntimeError(f"cannot listen on {address}:{port}: {error.strerror}") from None
+        log.warning("%s is no address of this host: the update group listens on every interface", address)
+        return None
+
+
+def free_port(address: str) -> int:
+    """A port at `address` that nothing listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+# The thread that speaks to torch: joins a weight-update group as rank 0, then broadcasts what it is given.
+#
+# gloo cannot be interrupted. So nobody waits for this thread but with a deadline of his own; one that hangs in a
+# broadcast ends when the group's timeout is over, and closes the group then.
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a group find each other; `join_s` bounds the joining, `timeout_s` every broadcast."""
+
+    name: str
+    address: str
+    port: int
+    world_size: int
+    backend: str
+    join_s: float
+    timeout_s: float
+
+
+class Sender:
+    """One group, from joining to its end.
+
+    Loop: consumes lists of tensors in the order of `send`; produces broadcasts, and done futures. Waits for the next
+    list, and for the other ranks; is unblocked by `close`, or by the group's timeout.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.joined: Future[None] = Future()
+        self._orders: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"send {meeting.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread has yet to end."""
+        return self._thread.is_alive()
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> Future[None]:
+        """Broadcast them one by one; the future fails with RuntimeError when a rank is gone or late."""
+        done: Future[None] = Future()
+        self._orders.put((tensors, done))
+        return done
+
+    def close(self) -> None:
+        """End the group after what is being sent; does not wait."""
+        self._orders.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread's end, which one of its timeouts brings about: torch does not survive it at exit."""
+        self._thread.join(self.meeting.join_s + self.meeting.timeout_s)
+
+    def _run(self) -> None:
+        meeting = self.meeting
+        try:
+            group = UpdateGroup(
+                name=meeting.name,
+                address=meeting.address,
+                port=meeting.port,
+                world_size=meeting.world_size,
+                backend=meeting.backend,
+                join_s=meeting.join_s,
+                timeout_s=meeting.timeout_s,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            self.joined.set_exception(error)
+            return
+        self.joined.set_result(None)
+        broken = False
+        while (order := self._orders.get()) is not None:
+            tensors, done = order
+            try:
+                if broken:
+                    raise RuntimeError("an earlier broadcast of this group has failed")
+                for tensor in tensors:
+                    group.broadcast(tensor)
+                done.set_result(None)
+            except RuntimeError as error:
+                broken = True
+                done.set_exception(error)
+        try:
+            group.close()
+        except RuntimeError as error:
+            log.info("group %s is closed: %s", meeting.name, error)

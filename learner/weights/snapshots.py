@@ -1,0 +1,91 @@
+"""Files of the present version for engines that were not in its view: joiners, and those that came to harm.
+
+A thread of its own, so that neither a training step nor a wait for data is in the way: an engine that needs the
+files may be the only one there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from learner.delivery.store import RedisUnavailable
+from learner.weights.base import Announcement, Link
+from protocol.errors import Fenced, StateLost, UserError
+from protocol.messages import EngineInfo, NodeState, WeightUpdate
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+LONGEST_PAUSE_S = 30.0
+LEAVING = (NodeState.DRAINING, NodeState.GONE)
+STARTING = ("launching", "reading")
+"""How the detail of a SYNCING engine begins that is being launched: it looks at the target again when it is up."""
+
+
+class Snapshots:
+    """Looks who needs files, and calls `write` for the version that is announced without any.
+
+    write       the version's files, from the copy in main memory; None when there is no copy of it (any more)
+    patience_s  an engine that serves, and is only behind, is left for the next view for so long
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        announcement: Announcement,
+        write: Callable[[WeightUpdate], WeightUpdate | None],
+        *,
+        patience_s: float,
+    ) -> None:
+        self._link, self._announcement, self._write, self._patience_s = link, announcement, write, patience_s
+        self.written = 0
+        self._since: tuple[WeightUpdate | None, float] = (None, 0.0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after what it is writing."""
+        self._stop.set()
+        self._thread.join(60.0)
+
+    def _run(self) -> None:
+        """Consumes registrations; produces files and the target with their path; waits LOOK_S; unblocked by close."""
+        pause_s = LOOK_S
+        while not self._stop.wait(pause_s):
+            try:
+                self._turn()
+                pause_s = LOOK_S
+            except (RedisUnavailable, StateLost, Fenced, UserError) as error:
+                log.debug("no look at the engines: %s", error)  # the training thread mends it, or ends
+            except OSError as error:
+                pause_s = min(LONGEST_PAUSE_S, 4 * pause_s)
+                log.error("no snapshot could be written: %s", error)
+
+    def _turn(self) -> None:
+        update = self._announcement.update
+        if update is None or update.path:
+            return
+        if self._since[0] is not update:
+            self._since = update, time.monotonic()
+        needy = [e.id for e in self._link.engines() if self._needs(e, update)]
+        if needy:
+            written = self._write(update)
+            if written is not None and self._announcement.improve(written):
+                self.written += 1
+                log.info("%s was written for %s", update.version.label, ", ".join(needy))
+
+    def _needs(self, engine: EngineInfo, update: WeightUpdate) -> bool:
+        if engine.state in LEAVING or engine.version == update.version:
+            return False
+        if engine.state is NodeState.LOADING:
+            return False  # a member of the view that is about to go on
+        if engine.state is NodeState.JOINING or (
+            engine.state is NodeState.SYNCING and engine.detail.startswith(STARTING)
+        ):
+            return False
+        serves = engine.state is NodeState.READY and engine.epoch == update.epoch
+        return not serves or time.monotonic() > self._since[1] + self._patience_s

@@ -1,0 +1,269 @@
+"""Who may call what over HTTP: roles and tokens from the environment. `protocol.http_rules` decides on requests.
+
+    viewer    reads: /status, /metrics, /info
+    node      machine to machine: searches, generation; reads too
+    operator  what costs money (POST /v1/episodes), and all that the others may
+
+Without any token a service is open, and then it listens on loopback only. With a token set every route asks for one,
+but for `OPEN`. Pure, but for the files that `FORAY_*_TOKEN_FILE` names; knows no HTTP library.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from protocol.errors import UserError
+from protocol.redaction import remember
+
+Role = Literal["viewer", "node", "operator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+OPEN = frozenset({"/health", "/ready"})
+"""Paths that need no token: probes of orchestrators carry none, and the answers say nothing."""
+
+MAY: Mapping[Role, frozenset[Role]] = {
+    "viewer": frozenset({"viewer", "node", "operator"}),
+    "node": frozenset({"node", "operator"}),
+    "operator": frozenset({"operator"}),
+}
+"""Roles that a route for the key's role takes."""
+
+MIN_CHARS, MIN_DISTINCT = 32, 10
+"""A token is at least so long, with so many different characters: `token_urlsafe(32)` has 43, of about 31 kinds."""
+MAKE_ONE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+_TOKEN = re.compile(r"[!-~]+")
+
+
+def variable(role: Role) -> str:
+    """The environment variable that holds the token of `role`; with `_FILE` behind it, the one that names its file."""
+    return f"FORAY_{role.upper()}_TOKEN"
+
+
+@dataclass(frozen=True)
+class Access:
+    """The tokens of this process by role, never shown. Without any the service is open."""
+
+    tokens: Mapping[Role, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def open(self) -> bool:
+        """Whether nobody is asked for a token."""
+        return not self.tokens
+
+    def role_of(self, authorization: str) -> Role | None:
+        """The role whose token stands in an `Authorization` header; every token is compared, in constant time."""
+        scheme, _, given = authorization.partition(" ")
+        found: Role | None = None
+        for role, token in self.tokens.items():
+            raw = given.strip().encode("utf-8", "replace")  # what is no UTF-8 comes as surrogates
+            if hmac.compare_digest(raw, token.encode()) and scheme.lower() == "bearer":
+                found = role
+        return found
+
+    def headers(self, *roles: Role) -> dict[str, str]:
+        """The `Authorization` header of a client: the first of `roles` that this process has a token of, or none."""
+        token = next((self.tokens[role] for role in roles if role in self.tokens), None)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def read_access(environ: Mapping[str, str]) -> Access:
+    """The tokens in `environ`. Raises UserError for one that is weak, given twice, unreadable or that of two roles."""
+    tokens: dict[Role, str] = {}
+    for role in ROLES:
+        value = read_secret(environ, variable(role))
+        if value:
+            tokens[role] = _strong(value, variable(role))
+    if len(set(tokens.values())) < len(tokens):
+        raise UserError(
+            "two roles have the same token", why="who holds one would have both roles", todo=f"make another: {MAKE_ONE}"
+        )
+    return Access(tokens)
+
+
+def read_secret(environ: Mapping[str, str], name: str) -> str:
+    """The secret in variable `name`, or in the file that `name`_FILE names; "" where neither is set.
+
+    Raises UserError when both are set or the file cannot be read; no text of this process shows it from then on.
+    """
+    value, path = environ.get(name, "").strip(), environ.get(f"{name}_FILE", "")
+    if value and path:
+        raise UserError(f"{name} and {name}_FILE are both set", todo="keep one of them")
+    try:
+        value = Path(path).read_text().strip() if path else value
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror or "" if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"cannot read {path}", why=f"{name}_FILE names it; {why}") from None
+    remember(value)
+    return value
+
+
+def check_bind(host: str, access: Access, setting: str, *, off: str = "") -> None:
+    """Raises UserError when a service without tokens would listen beyond this machine.
+
+    setting  name of the setting that says where, e.g. "retriever.host"
+    off      the override that leaves the service out, where one does
+    """
+    if access.open and not is_loopback(host):
+        raise UserError(
+            f"{setting} = {host!r} opens this service to the network, and no token is set",
+            why="anyone who reaches the port could use it",
+            todo="`foray init run.yaml --secure` makes tokens, and launch.secrets hands them out; "
+            f"or export {variable('node')}=$({MAKE_ONE}); or set {setting}=127.0.0.1"
+            + (f"; or leave it out: {off}" if off else ""),
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, can only be this machine. Names are not resolved."""
+    if host.rstrip(".").lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def engine_key(access: Access, engine_id: str, incarnation: str) -> str:
+    """The API key of one incarnation of a launched engine, "" without a node token.
+
+    Its node and the rollout servers derive it each for itself, HMAC-SHA256 of the engine's name by the node token: so
+    nothing secret stands in Redis, and the key of one engine opens no other.
+    """
+    token = access.tokens.get("node", "")
+    if not token:
+        return ""
+    return hmac.new(token.encode(), f"engine\0{engine_id}\0{incarnation}".encode(), "sha256").hexdigest()
+
+
+def _strong(token: str, name: str) -> str:
+    if len(token) < MIN_CHARS or len(set(token)) < MIN_DISTINCT or not _TOKEN.fullmatch(token):
+        raise UserError(
+            f"{name} is too weak",
+            why=f"a token has {MIN_CHARS} or more printable characters, {MIN_DISTINCT} of them different, no blanks",
+            todo=f"export {name}=$({MAKE_ONE})",
+        )
+    return token
+
+
+# One decision on every HTTP request, before its body is read: all services and the embedded engine ask for it.
+#
+#     401, 403  tokens and roles, where tokens are set (`protocol.access`)
+#     403       without a token: a `Host` that is no loopback name (DNS rebinding), a page of another origin
+#     415       without a token: a body that is not `application/json`, the only kind that a page cannot send to another
+#               origin without a CORS preflight
+#     415       a compressed body: a megabyte of it could hold a gigabyte
+#
+# Pure; knows no HTTP library.
+
+SERVER_OPTIONS: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": 1.0}
+"""`handler_args` of every aiohttp application. By default aiohttp inflates bodies, also those that nothing reads: after
+an early answer it goes on for 10 s."""
+JSON = "application/json"
+OWN_SITES = frozenset({"", "none", "same-origin"})
+"""Values of `Sec-Fetch-Site` that are let in: no browser, an address typed by hand, a page of the service itself."""
+
+
+class Headers(Protocol):
+    """A request's headers; names are found in any case."""
+
+    def get(self, name: str, default: str, /) -> str: ...
+
+
+class Asked(NamedTuple):
+    """A request as far as it is known before its body is read."""
+
+    path: str
+    headers: Headers
+
+
+class Verdict(NamedTuple):
+    """What to answer: status 0 lets the request pass, else 401, 403 or 415 with `message`."""
+
+    status: int = 0
+    message: str = ""
+
+
+PASS = Verdict()
+
+
+def decide(asked: Asked, *, needs: Role, access: Access) -> Verdict:
+    """Whether a request, to a route for `needs`, may pass."""
+    if asked.path in OPEN:
+        return PASS
+    if not access.open:
+        role = access.role_of(asked.headers.get("Authorization", ""))
+        if role is None:
+            return Verdict(401, f"a token is needed: Authorization: Bearer <{variable(needs)}>")
+        if role not in MAY[needs]:
+            return Verdict(403, f"this needs the role {needs}, the token is of {role}")
+    return check_request(asked, is_open=access.open)
+
+
+def check_request(asked: Asked, *, is_open: bool) -> Verdict:
+    """Whether a request may pass, whoever sends it.
+
+    is_open  the service asks for no token: a web page in a browser of this machine must not use it
+    """
+    headers = asked.headers
+    if is_open:
+        if not _names_loopback(headers.get("Host", "")):
+            return Verdict(403, "without tokens only loopback names are answered")
+        if not _is_own_page(headers):
+            return Verdict(403, "without tokens no page of another origin is answered")
+    if headers.get("Content-Encoding", "").strip().lower() not in ("", "identity"):
+        return Verdict(415, "a compressed body is not read: send it without Content-Encoding")
+    if is_open and _has_body(headers) and headers.get("Content-Type", "").partition(";")[0].strip().lower() != JSON:
+        return Verdict(415, f"without tokens a body must be JSON: send Content-Type: {JSON}")
+    return PASS
+
+
+def _names_loopback(header: str) -> bool:
+    return not header or _is_loopback_url(f"//{header}")
+
+
+def _is_own_page(headers: Headers) -> bool:
+    origin = headers.get("Origin", "")
+    return headers.get("Sec-Fetch-Site", "").lower() in OWN_SITES and (not origin or _is_loopback_url(origin))
+
+
+def _is_loopback_url(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+
+
+def _has_body(headers: Headers) -> bool:
+    return bool(headers.get("Transfer-Encoding", "") or headers.get("Content-Length", "").strip("0 "))
+
+
+# Who may call which route of the retriever: anybody on this machine, or whoever brings a token of the right role.
+
+NEEDS: Mapping[str, Role] = {"/metrics": "viewer", "/info": "viewer", "/openapi.json": "viewer", "/v1/models": "viewer"}
+"""Routes that say how the service is. All others give out passages or cost the machine, or a provider's money: node."""
+
+
+def guard(access: Access) -> Middleware:
+    """Middleware that refuses what `protocol.runtime.http.auth.decide` refuses, before a body is read."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked = Asked(request.path, request.headers)
+        verdict = decide(asked, needs=NEEDS.get(request.path, "node"), access=access)
+        if verdict.status == 0:
+            return await handler(request)
+        code = "unsupported_media_type" if verdict.status == 415 else "unauthorized"
+        error = {"message": verdict.message, "type": "invalid_request_error", "param": None, "code": code}
+        openai = request.path.startswith("/v1/")
+        return web.json_response({"error": error if openai else verdict.message}, status=verdict.status)
+
+    return middleware

@@ -1,0 +1,49 @@
+"""Where gloo listens. It asks nobody who he is, so on one machine both ends of an update group keep it on loopback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protocol.errors import UserError
+from protocol.runtime.http.auth import is_loopback
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@contextmanager
+def gloo_at(address: str) -> Iterator[None]:
+    """Groups made in the block send over loopback where `address` is there, not by the address of the host's name."""
+    if not is_loopback(address) or INTERFACE in os.environ or not sys.platform.startswith("linux"):
+        yield
+        return
+    os.environ[INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(INTERFACE, None)
+
+
+# Weights are safetensors, everywhere: torch's own format is pickle, and its author's program runs where it is read.
+
+_CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; "
+    "state = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
+    "save_file({k: v.clone().contiguous() for k, v in state.items()}, sys.argv[2], {'format': 'pt'})"
+)
+
+
+def refuse_pickled(folder: Path) -> None:
+    """Raises UserError where `folder` holds weights, and none of them as safetensors. No file is opened."""
+    pickled = sorted(path for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if not pickled or any(folder.glob("*.safetensors")):
+        return
+    raise UserError(
+        f"{pickled[0]} holds pickled weights, and only safetensors are loaded",
+        why="whoever wrote a pickle can run a program where it is read",
+        todo=f'where you trust its author, convert it once: python -c "{_CONVERT}" {pickled[0]} '
+        f"{pickled[0].with_name('model.safetensors')}",
+    )

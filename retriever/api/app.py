@@ -1,0 +1,144 @@
+"""The HTTP face: the dialects' routes, `GET /passages/{id}`, and what operators ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from protocol.runtime.http.auth import SERVER_OPTIONS, Access, guard
+from protocol.search import MAX_QUERY_CHARS
+from retriever.api import flashrag as app_flashrag
+from retriever.api import openai as app_openai
+from retriever.api import search_r1 as app_search_r1
+from retriever.api.base import NOT_OPEN, SERVICE, Refusal, Service, refusal_of
+from retriever.api.openapi import openapi
+from retriever.backends.base import Backend
+from retriever.backends.index import document_json
+from retriever.backends.web.provider import Failed
+
+_CLIENT_GONE = 499
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Shape = Callable[[Refusal], dict[str, Any]]
+
+
+def create_app(service: Service, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
+    """The aiohttp application. Run it with `handler_cancellation=True`, so that abandoned requests are dropped."""
+    limit = int(service.settings.max_body_mb * 2**20)
+    app = web.Application(
+        middlewares=[guard(access), _errors_as_json], client_max_size=limit, handler_args=SERVER_OPTIONS
+    )
+    app[SERVICE] = service
+    post, get, metrics = app.router.add_post, app.router.add_get, service.metrics
+    post("/retrieve", _counted(metrics, "/retrieve", app_search_r1.retrieve))
+    post("/search", _counted(metrics, "/search", app_flashrag.search, _fastapi_shape))
+    post("/batch_search", _counted(metrics, "/batch_search", app_flashrag.batch_search, _fastapi_shape))
+    post("/v1/embeddings", _counted(metrics, "/v1/embeddings", app_openai.embeddings, _openai_shape))
+    get("/v1/models", _counted(metrics, "/v1/models", app_openai.models, _openai_shape))
+    passages = _counted(metrics, "/passages", _passage)
+    get("/passages", passages)
+    get("/passages/{id:.+}", passages)
+    get("/info", _counted(metrics, "/info", _info))
+    get("/openapi.json", openapi)
+    get("/health", _health)
+    get("/ready", _ready)
+    get("/metrics", _metrics)
+    return app
+
+
+def _our_shape(refusal: Refusal) -> dict[str, Any]:
+    return {"error": refusal.message} | ({"cause": refusal.cause} if refusal.cause else {})
+
+
+def _fastapi_shape(refusal: Refusal) -> dict[str, Any]:
+    return _our_shape(refusal) | {"detail": refusal.message}
+
+
+def _openai_shape(refusal: Refusal) -> dict[str, Any]:
+    kind = "invalid_request_error" if refusal.status < 429 else "server_error"
+    return {"error": {"message": refusal.message, "type": kind, "param": None, "code": refusal.cause or None}}
+
+
+def _counted(metrics: Any, route: str, handler: Handler, shape: Shape = _our_shape) -> Handler:
+    """The handler with its refusals as answers in the dialect's shape, and every answer counted."""
+
+    async def counted(request: web.Request) -> web.StreamResponse:
+        status = 500
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        except Refusal as refusal:
+            status = refusal.status
+            return web.json_response(shape(refusal), status=status, headers=refusal.headers())
+        except web.HTTPException as error:
+            status = error.status
+            return web.json_response(shape(Refusal(status, error.reason)), status=status)
+        except asyncio.CancelledError:
+            status = _CLIENT_GONE
+            raise
+        finally:
+            metrics.request(route, status)
+
+    return counted
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """For what no handler sees: unknown paths, other methods."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.reason}, status=error.status)
+
+
+async def _passage(request: web.Request) -> web.Response:
+    """By path (slashes may stand as they are, or escaped) or by `?id=`."""
+    backend = _open_backend(request)
+    wanted = request.match_info.get("id") or request.query.get("id")
+    if not wanted:
+        raise Refusal(400, "which passage? GET /passages/ID or /passages?id=ID")
+    try:
+        passage = await backend.find(wanted)
+    except Failed as failure:
+        raise refusal_of(failure.fault) from None
+    if passage is None:
+        raise Refusal(404, "no passage has this id")
+    return web.Response(body=document_json(passage), content_type="application/json")
+
+
+async def _health(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    retrievers = {"total": 1, "available": int(service.ready)}  # what ReSearch's clients look at
+    return web.json_response({"status": "healthy", "ready": service.ready, "retrievers": retrievers})
+
+
+async def _ready(request: web.Request) -> web.Response:
+    if not request.app[SERVICE].ready:
+        return web.json_response({"error": NOT_OPEN}, status=503, headers={"Retry-After": "1"})
+    return web.json_response({"status": "ready"})
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    return web.Response(body=request.app[SERVICE].metrics.render(), content_type="text/plain", charset="utf-8")
+
+
+async def _info(request: web.Request) -> web.Response:
+    settings = request.app[SERVICE].settings
+    service = {
+        "backend": "index" if settings.online is None else "online",
+        "topk": settings.topk,
+        "max_topk": settings.max_topk,
+        "max_hits": settings.max_hits,
+        "max_query_chars": MAX_QUERY_CHARS,
+    }
+    return web.json_response({**_open_backend(request).info(), **service})
+
+
+def _open_backend(request: web.Request) -> Backend:
+    backend = request.app[SERVICE].backend
+    if backend is None:
+        raise Refusal(503, NOT_OPEN, retry_s=1)
+    return backend

@@ -1,0 +1,79 @@
+"""The dialect of ReSearch's and ReCall's server over FlashRAG (their `scripts/serving/retriever_serving.py`).
+
+    POST /search        {"query": "..", "top_n": 10, "return_score": false}
+                        -> [{"id", "contents"}, ..]               or [[documents], [scores]]
+    POST /batch_search  {"query": ["..", ..], "top_n": 10, "return_score": false}
+                        -> [[{"id", "contents"}, ..], ..]         or [[[documents], ..], [[scores], ..]]
+
+A blank query is refused in `/search`, as there, and has no hits in `/batch_search`. Errors also have FastAPI's
+`detail`. This form has no place for the failure of one query of several: it fails the request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+
+from protocol.search import Queries, Query
+from retriever.api.base import SERVICE, Refusal, answers_of, reading
+from retriever.serving.cache import Answer
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    top_n: int = Field(default=10, ge=1)
+    return_score: bool = False
+
+
+class OneQuery(_Request):
+    """Body of `POST /search`."""
+
+    query: Query
+
+
+class ManyQueries(_Request):
+    """Body of `POST /batch_search`."""
+
+    query: Queries
+
+
+async def search(request: web.Request) -> web.Response:
+    """`POST /search`."""
+    async with reading(OneQuery, request) as body:
+        if not body.query.strip():
+            raise Refusal(400, "Query content cannot be empty")
+        (answer,) = await answers_of(request.app[SERVICE], [body.query], body.top_n)
+    return _json(render_one(answer, scores=body.return_score))
+
+
+async def batch_search(request: web.Request) -> web.Response:
+    """`POST /batch_search`."""
+    async with reading(ManyQueries, request) as body:
+        answers = await answers_of(request.app[SERVICE], body.query, body.top_n)
+    return _json(render_many(answers, scores=body.return_score))
+
+
+def render_one(answer: Answer, *, scores: bool) -> bytes:
+    """Body of the answer to `/search`."""
+    documents = b"[%b]" % b",".join(answer.documents)
+    return b"[%b,%b]" % (documents, _numbers(answer.scores)) if scores else documents
+
+
+def render_many(answers: Sequence[Answer], *, scores: bool) -> bytes:
+    """Body of the answer to `/batch_search`."""
+    documents = b"[%b]" % b",".join(render_one(answer, scores=False) for answer in answers)
+    if not scores:
+        return documents
+    return b"[%b,[%b]]" % (documents, b",".join(_numbers(answer.scores) for answer in answers))
+
+
+def _numbers(scores: Sequence[float]) -> bytes:
+    return json.dumps(scores).encode()
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,108 @@
+"""OpenAI's `POST /v1/embeddings` and `GET /v1/models`, over the encoder of the index that is served.
+
+    {"input": "text" | ["text", ..], "model": "..", "encoding_format": "float" | "base64", "input_type": "passage"}
+    -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [..]}], "model", "usage"}
+
+`input_type` is ours: encoders of the E5 family put another prefix before a query than before a passage. Texts wait in
+the searches' queue and are bounded with them. Errors have OpenAI's shape: {"error": {"message", "type", "code"}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from aiohttp import web
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from retriever.api.base import NOT_OPEN, SERVICE, Embedding, Refusal, Service, Text, overloaded, reading, refusal_of
+from retriever.backends.base import Fault, Kind
+from retriever.serving.admission import Overloaded
+from retriever.serving.batcher import Stopped
+
+MAX_CHARS, MAX_TEXTS = 32768, 4096
+"""Longest text (an encoder cuts by tokens long before), and most texts of a request."""
+
+_Text = Annotated[str, Field(max_length=MAX_CHARS, min_length=1)]
+_OFF_LOOP = 16
+"""Answers with more vectors than this are rendered in a thread."""
+
+
+def _as_list(texts: object) -> object:
+    """One text is a list of one: so a fault in a list is told as such, and not as one of a union's."""
+    return [texts] if isinstance(texts, str) else texts
+
+
+class EmbeddingRequest(BaseModel):
+    """Body of `POST /v1/embeddings`. `model` is not compared: there is one encoder, and the answer says which."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    input: Annotated[list[_Text], BeforeValidator(_as_list), Field(min_length=1, max_length=MAX_TEXTS)]
+    model: str = Field(default="", max_length=512)
+    encoding_format: Literal["float", "base64"] = "float"
+    input_type: Kind = "passage"
+    dimensions: int | None = None
+
+
+async def embeddings(request: web.Request) -> web.Response:
+    """`POST /v1/embeddings`."""
+    service = request.app[SERVICE]
+    async with reading(EmbeddingRequest, request) as body:
+        embedding = _embedding(service)
+        keys = [Text(body.input_type, text) for text in body.input]
+        try:
+            found = await embedding.texts.ask(keys)
+        except Overloaded as error:
+            raise overloaded(service, error) from None
+        except Stopped as error:
+            raise Refusal(503, str(error), retry_s=1) from None
+    vectors = []
+    for key in keys:
+        outcome = found[key]
+        if isinstance(outcome, Fault):
+            raise refusal_of(outcome)
+        vectors.append(outcome)
+    if body.dimensions is not None and body.dimensions != len(vectors[0]):
+        raise Refusal(400, f"dimensions: this encoder has {len(vectors[0])}")
+    rendering = (vectors, body, body.model or embedding.model)
+    rendered = await asyncio.to_thread(render, *rendering) if len(vectors) > _OFF_LOOP else render(*rendering)
+    return web.Response(body=rendered, content_type="application/json")
+
+
+async def models(request: web.Request) -> web.Response:
+    """`GET /v1/models`."""
+    embedding = _embedding(request.app[SERVICE])
+    entry = {"id": embedding.model, "object": "model", "created": 0, "owned_by": "foray"}
+    return web.json_response({"object": "list", "data": [entry]})
+
+
+def _embedding(service: Service) -> Embedding:
+    if not service.ready:
+        raise Refusal(503, NOT_OPEN, retry_s=1)
+    if service.embedding is None:
+        raise Refusal(404, "what is served here has no encoder", cause="model_not_found")
+    return service.embedding
+
+
+def render(vectors: Sequence[npt.NDArray[np.float32]], body: EmbeddingRequest, model: str) -> bytes:
+    """The answer. Tokens are counted as words: the encoder's own count is not known here."""
+    words = sum(len(text.split()) for text in body.input)
+    data: list[dict[str, Any]] = [
+        {"object": "embedding", "index": index, "embedding": _spelt(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": words, "total_tokens": words}
+    return json.dumps({"object": "list", "data": data, "model": model, "usage": usage}).encode()
+
+
+def _spelt(vector: npt.NDArray[np.float32], form: str) -> list[float] | str:
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers

@@ -1,0 +1,70 @@
+"""Search-R1's dialect: `POST /retrieve {"queries", "topk", "return_scores"}`, see `protocol.search`.
+
+Search-R1's own server answers `return_scores: false` wrongly (its loop unpacks a list of documents as if it were a
+pair); here all three forms are right. `partial` and `run` are ours. SkyRL's and rLLM's clients send other names here,
+and rLLM's reads `results`: [{"id", "content", "score"}, ..].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from protocol.search import SearchRequest
+from retriever.api.base import SERVICE, answers_of, outcomes_of, reading
+from retriever.backends.base import Fault
+from retriever.serving.cache import Answer
+
+_NOTHING = Answer((), ())
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """`POST /retrieve`."""
+    service = request.app[SERVICE]
+    async with reading(SearchRequest, request) as body:
+        k = body.topk or service.settings.topk
+        if not body.partial:
+            answers = await answers_of(service, body.queries, k, body.run)
+            return _json(render(answers, scores=body.return_scores, results=body.results))
+        outcomes = await outcomes_of(service, body.queries, k, body.run)
+    answers = [_NOTHING if isinstance(outcome, Fault) else outcome for outcome in outcomes]
+    errors = [outcome.cause if isinstance(outcome, Fault) else None for outcome in outcomes]
+    told = errors if any(errors) else None
+    return _json(render(answers, scores=body.return_scores, errors=told, results=body.results))
+
+
+def render(
+    answers: Sequence[Answer],
+    *,
+    scores: bool,
+    errors: Sequence[str | None] | None = None,
+    results: bool = False,
+) -> bytes:
+    """Body of the answer to `/retrieve`, put together from documents that are JSON already. `results` adds the first
+    answer in rLLM's form."""
+    if scores:
+        lists = [b",".join(map(_scored, answer.documents, answer.scores)) for answer in answers]
+    else:
+        lists = [b",".join(answer.documents) for answer in answers]
+    result = b"],[".join(lists)
+    body = b'{"result":[[%b]]' % result if lists else b'{"result":[]'
+    if results:
+        body += b',"results":%b' % json.dumps(_for_rllm(answers[0] if answers else _NOTHING)).encode()
+    return body + (b',"errors":%b}' % json.dumps(errors).encode() if errors else b"}")
+
+
+def _for_rllm(answer: Answer) -> list[dict[str, Any]]:
+    """One object a hit: the document's fields, its `contents` as `content`, and `score`."""
+    hits = [json.loads(document) | {"score": score} for document, score in zip(*answer, strict=True)]
+    return [hit | {"content": hit.pop("contents")} for hit in hits]
+
+
+def _scored(document: bytes, score: float) -> bytes:
+    return b'{"document":%b,"score":%b}' % (document, repr(score).encode())
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

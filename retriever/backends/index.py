@@ -1,0 +1,310 @@
+"""An index over a corpus as a backend: one owner thread for index, encoder and reranker, which none of them shares.
+
+The thread that searches also opens: FAISS keeps its number of threads by thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import UserError
+from protocol.search import Passage
+from retriever.backends.base import Fault, Kind
+from retriever.build.build import build_index
+from retriever.build.input import refuse_large
+from retriever.config import RerankSettings, RetrieverSettings
+from retriever.corpus.corpus import Corpus
+from retriever.corpus.formats.base import MAX_FIELDS
+from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
+from retriever.encoder.base import EncoderUnavailable
+from retriever.encoder.config import EncoderSettings
+from retriever.index.base import NO_ROW, Index
+from retriever.index.config import IndexSettings
+from retriever.rerank.base import Reranker, order
+from retriever.serving.cache import Answer
+
+# The reranker as a stage between the index and the answer. Belongs to the owner thread.
+
+Ranked = tuple[list[int], list[float]]
+"""Rows of one query, best first, and their scores."""
+
+
+class Reranking:
+    """Made by `open_reranking`.
+
+    candidates  hits of the index that are scored again; those behind them keep their order behind them
+    identity    of what decides the scores
+    """
+
+    def __init__(self, reranker: Reranker, candidates: int, identity: dict[str, Any]) -> None:
+        self._reranker, self.candidates, self.identity = reranker, candidates, identity
+
+    def apply(self, queries: Sequence[str], ranked: Sequence[Ranked], text: Callable[[int], str]) -> list[Ranked]:
+        """The hits of each query in their new order; `text` gives a row's contents.
+
+        Scores are the reranker's, in one call for all queries. What was not scored again gets the lowest of them less
+        its distance, so that scores fall with the rank throughout.
+        """
+        heads = [rows[: self.candidates] for rows, _ in ranked]
+        asked = [(query, list(map(text, head))) for query, head in zip(queries, heads, strict=True)]
+        results: list[Ranked] = []
+        for head, (rows, _), scores in zip(heads, ranked, self._reranker.scores(asked), strict=True):
+            places = order(scores)
+            fresh = scores[places].tolist()
+            rest = rows[len(head) :]
+            behind = [fresh[-1] - distance for distance in range(1, len(rest) + 1)]
+            results.append(([head[place] for place in places] + rest, fresh + behind))
+        return results
+
+
+def open_reranking(settings: RerankSettings) -> Reranking:
+    """Load the model. To be called in the thread that will use it. UserError where it cannot be."""
+    return Reranking(settings.build(), settings.candidates, settings.identity())
+
+
+# An opened index with its corpus: queries in, documents out. Used by one thread, the owner, except `find`.
+
+log = logging.getLogger(__name__)
+
+
+class Searcher:
+    """Made by `open_searcher`."""
+
+    def __init__(
+        self,
+        index: Index,
+        corpus: Corpus,
+        manifest: Manifest,
+        settings: IndexSettings,
+        reranking: Reranking | None,
+        fields: Collection[str] | None = None,
+    ) -> None:
+        """`fields`: what documents carry beside id and contents, None: all that the corpus has."""
+        self._fields = fields
+        self._index, self._corpus, self._manifest, self._reranking = index, corpus, manifest, reranking
+        self._encoder = _encoder_of(settings)
+        self._search_time = settings.search_time()
+        rerank = None if reranking is None else reranking.identity
+        chosen = None if fields is None else sorted(fields)
+        decides = json.dumps([manifest.fingerprint, self._search_time, rerank, chosen], sort_keys=True)
+        self.fingerprint = hashlib.sha256(decides.encode()).hexdigest()[:16]
+        """Of all that decides an answer: what the index holds, how it is searched, what orders the hits anew, which
+        fields are sent."""
+
+    @property
+    def num_passages(self) -> int:
+        """Size of the corpus."""
+        return self._index.ntotal
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the index has an encoder."""
+        return self._index.encoder is not None
+
+    @property
+    def model(self) -> str:
+        """The encoder's name for people: its model's, or that of its folder, else its type."""
+        if self._encoder is None:
+            return "none"
+        model = getattr(self._encoder, "model", self._encoder.type)
+        return model.name if isinstance(model, Path) else str(model)
+
+    def info(self) -> dict[str, Any]:
+        """Its part of the body of `/info`."""
+        return {
+            "fingerprint": self.fingerprint,
+            "index_fingerprint": self._manifest.fingerprint,
+            "type": self._manifest.type,
+            "index": self._manifest.index,
+            "search_time": self._search_time,
+            "encoder": None if self._encoder is None else self._encoder.identity(),
+            "rerank": None if self._reranking is None else self._reranking.identity,
+            "passages": self.num_passages,
+            "fields": self._sent(),
+            "corpus_sha256": self._manifest.corpus_sha256,
+            "index_bytes": self._manifest.index_bytes,
+        }
+
+    def _sent(self) -> list[str] | None:
+        """Names of the fields of documents beside id and contents, None where that is not known."""
+        known, chosen = self._manifest.fields, self._fields
+        if known is None or chosen is None:
+            given = known if chosen is None else chosen
+            return None if given is None else list(given)
+        return [name for name in known if name in chosen]
+
+    def search(self, queries: Sequence[str], k: int) -> list[Answer]:
+        """The best documents of every query, best first: min(k, num_passages), fewer where an approximate index finds
+        fewer."""
+        hits = self._index.search(queries, k if self._reranking is None else max(k, self._reranking.candidates))
+        ranked = list(map(_found, hits.rows.tolist(), hits.scores.tolist()))
+        if self._reranking is not None:
+            ranked = self._reranking.apply(queries, ranked, lambda row: self._corpus.passage(row).contents)
+        return [Answer(tuple(map(self._document, rows[:k])), tuple(scores[:k])) for rows, scores in ranked]
+
+    def embed(self, texts: Sequence[str], kind: Kind) -> npt.NDArray[np.float32]:
+        """float32 [len(texts), dim]. Only where `embeds`."""
+        encoder = self._index.encoder
+        assert encoder is not None
+        return encoder.encode_queries(texts) if kind == "query" else encoder.encode_passages(texts)
+
+    def find(self, passage_id: str) -> Passage | None:
+        """The passage with this id, or None. Any thread."""
+        passage = self._corpus.find(passage_id)
+        return None if passage is None else self._chosen(passage)
+
+    def _document(self, row: int) -> bytes:
+        return document_json(self._chosen(self._corpus.passage(row)))
+
+    def _chosen(self, passage: Passage) -> Passage:
+        further = passage.model_extra
+        if self._fields is None or not further:
+            return passage
+        kept = {name: value for name, value in further.items() if name in self._fields}
+        return Passage(id=passage.id, contents=passage.contents, **kept)
+
+
+def _found(rows: list[int], scores: list[float]) -> Ranked:
+    found = rows.index(NO_ROW) if NO_ROW in rows else len(rows)
+    return rows[:found], scores[:found]
+
+
+def _encoder_of(settings: IndexSettings) -> EncoderSettings | None:
+    """The index's, or that of a hybrid's first member that has one: the one that the opened index shows."""
+    for part in getattr(settings, "members", (settings,)):
+        encoder: EncoderSettings | None = getattr(part, "encoder", None)
+        if encoder is not None:
+            return encoder
+    return None
+
+
+def document_json(passage: Passage) -> bytes:
+    """A passage as it is sent."""
+    further = passage.model_extra or {}
+    return json.dumps({"id": passage.id, "contents": passage.contents, **further}, ensure_ascii=False).encode()
+
+
+def open_searcher(settings: RetrieverSettings) -> Searcher:
+    """Open the index, building it first when it is missing and the corpus is small.
+
+    To be called in the thread that will search. UserError for all that a person must mend.
+    """
+    directory = settings.index_path
+    if not directory.exists() and settings.given_corpus is not None:
+        _build_if_small(settings)
+    manifest = read_manifest(directory)
+    chosen = settings.given_index or settings_of(directory)
+    corpus = corpus_of(directory, settings.given_corpus)
+    check_manifest(manifest, directory, chosen.identity(), corpus, verify_corpus=settings.verify_corpus)
+    index = chosen.open(directory, threads=settings.threads)
+    passages = Corpus(corpus, directory)
+    if not index.ntotal == len(passages) == manifest.passages:
+        raise UserError(
+            f"{directory} is inconsistent",
+            why=f"{index.ntotal} rows in the index, {len(passages)} offsets, {manifest.passages} in the manifest",
+            todo="build the index again, with --overwrite",
+        )
+    _check_fields(manifest, settings.fields or ())
+    reranking = None if settings.rerank is None else open_reranking(settings.rerank)
+    return Searcher(index, passages, manifest, chosen, reranking, settings.fields)
+
+
+def _check_fields(manifest: Manifest, fields: Collection[str]) -> None:
+    """UserError for a field that no document has: it would be missing without a word."""
+    known = manifest.fields
+    if known is None or len(known) >= MAX_FIELDS:
+        return  # an older index, or one whose corpus may have more than are listed
+    if unknown := [name for name in fields if name not in known]:
+        raise UserError(
+            f"retriever.fields: the corpus has no field {unknown[0]!r}",
+            why="beside `id` and `contents`, which are always sent, it has: " + (", ".join(known) or "none"),
+            todo="correct the name or leave it out",
+        )
+
+
+def _build_if_small(settings: RetrieverSettings) -> None:
+    directory = settings.index_path
+    refuse_large(settings)
+    log.info("no index at %s yet: building it", directory)
+    try:
+        build_index(settings.corpus, directory, settings.index, progress=log.info)
+    except UserError:
+        if not directory.exists():
+            raise
+        # another replica was faster; whether its index fits is checked like any other
+
+
+T = TypeVar("T")
+
+
+class IndexBackend:
+    """Made by `open_index`. As `backend.Backend`, and as `backend.Embedder` where the index has an encoder."""
+
+    def __init__(self, searcher: Searcher, owner: ThreadPoolExecutor) -> None:
+        self.searcher, self._owner = searcher, owner
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Backend`."""
+        return self.searcher.fingerprint
+
+    @property
+    def model(self) -> str:
+        """See `Embedder`."""
+        return self.searcher.model
+
+    async def search(self, queries: Sequence[str], k: int, run: str) -> list[Answer | Fault]:
+        """See `Backend`. One call of the index; when it fails, one call a query, so that only those fail that must."""
+        return await self._one_by_one(lambda some: self.searcher.search(some, k), queries)
+
+    async def embed(self, texts: Sequence[str], kind: Kind) -> list[npt.NDArray[np.float32] | Fault]:
+        """See `Embedder`."""
+        return await self._one_by_one(lambda some: list(self.searcher.embed(some, kind)), texts)
+
+    async def _one_by_one(self, work: Callable[[Sequence[str]], list[T]], texts: Sequence[str]) -> list[T | Fault]:
+        try:
+            return [*await asyncio.get_running_loop().run_in_executor(self._owner, work, texts)]
+        except EncoderUnavailable as error:
+            if error.for_all or len(texts) == 1:
+                log.warning("no vectors for %d texts: %s", len(texts), error)
+                return [Fault(error.cause, error.detail)] * len(texts)
+            return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
+        except Exception as error:
+            if len(texts) > 1:
+                log.warning("a batch of %d failed (%r): trying its members one by one", len(texts), error)
+                return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
+            log.exception("the index failed on %r", texts[0])
+            return [Fault("index", f"{type(error).__name__}: {error}")]
+
+    async def find(self, passage_id: str) -> Passage | None:
+        """See `Backend`. Reads the memory map, perhaps from a slow disk: not in the event loop, nor in the owner."""
+        return await asyncio.to_thread(self.searcher.find, passage_id)
+
+    def info(self) -> dict[str, Any]:
+        """See `Backend`."""
+        return self.searcher.info()
+
+    async def close(self) -> None:
+        """See `Backend`. Waits for the call that runs."""
+        await asyncio.to_thread(self._owner.shutdown)
+
+
+async def open_index(settings: RetrieverSettings) -> IndexBackend:
+    """The index of `settings`, opened by its owner. UserError for all that a person must mend."""
+    owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="owner")
+    try:
+        searcher = await asyncio.get_running_loop().run_in_executor(owner, open_searcher, settings)
+    except BaseException:
+        owner.shutdown(wait=False)
+        raise
+    return IndexBackend(searcher, owner)

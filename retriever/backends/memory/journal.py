@@ -1,0 +1,203 @@
+"""The memory on disk: one file of JSON lines a run, appended to, so that a restarted service remembers.
+
+    DIRECTORY/FINGERPRINT-SLOT/lock, RUN.jsonl
+    {"run": "..", "format": 1}
+    {"query": "..", "k": 3, "vector": base64 of float32, "documents": [".."], "scores": [..]}
+
+FINGERPRINT is that of the back-end and the encoder: what another index brought is never reused. A process holds the
+lock of its slot, so replicas that are given the same directory have a memory each, and find their own again or one
+that nobody else holds. A file holds what the memory holds and what it let go of since the file was last rewritten;
+a line that was cut off by a crash is dropped. How recently a search was used is not kept: it counts as of its writing.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import UserError
+from protocol.search import Passage
+from retriever.serving.cache import Answer
+
+# One remembered search, and the documents in it by their ids.
+
+_OVERHEAD = 600
+"""Roughly what CPython adds to an entry with a few documents (bytes)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A search that was answered.
+
+    query   normalised
+    k       hits that were asked for
+    vector  float32 [dim] of length 1, or 0 for a query that the encoder knows no word of
+    answer  the back-end's own, not what was made of it with earlier ones
+    """
+
+    query: str
+    k: int
+    vector: npt.NDArray[np.float32]
+    answer: Answer
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, about."""
+        # the vector is here and in the run's matrix
+        return _OVERHEAD + 4 * len(self.query) + 2 * self.vector.nbytes + sum(map(len, self.answer.documents))
+
+
+def document_id(document: bytes) -> str:
+    """The id of a document as it is sent."""
+    return str(json.loads(document).get("id", ""))
+
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+SLOTS = 1024
+_SLACK = 64
+"""Lines beyond twice the entries at which a file is rewritten."""
+
+
+class Journal:
+    """Owned by the memory's thread. Raises OSError where the disk does."""
+
+    def __init__(self, directory: Path, fingerprint: str, dim: int) -> None:
+        """UserError when the directory cannot be written."""
+        self._dim = dim
+        self._lines: dict[str, int] = {}
+        try:
+            self.directory, self._lock = _take_slot(directory, fingerprint)
+        except OSError as error:
+            raise UserError(
+                f"cannot keep a memory in {directory}",
+                why=error.strerror or str(error),
+                todo="give retriever.memory.directory a directory that can be written",
+            ) from None
+
+    def load(self) -> Iterator[tuple[str, Entry]]:
+        """(run, entry) of all files, oldest file first, in the order of their writing. Mends what a crash tore
+        and skips what is no entry, with a warning."""
+        paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        for path in paths:
+            whole = _without_torn_line(path)
+            try:
+                run = str(json.loads(whole[0])["run"])
+            except (LookupError, ValueError, TypeError, RecursionError):
+                log.warning("%s does not say which run it is of: deleted", path)
+                path.unlink()
+                continue
+            self._lines[run] = len(whole) - 1
+            for number, line in enumerate(whole[1:], start=2):
+                try:
+                    entry = _read(line, self._dim)
+                except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                    log.warning("line %d of %s is skipped: %r", number, path, error)
+                    continue
+                yield run, entry
+
+    def append(self, run: str, entries: Sequence[Entry]) -> None:
+        """Write behind what is there."""
+        path = self._path(run)
+        head = b"" if path.exists() else _head(run)
+        with path.open("ab") as file:
+            file.write(head + b"".join(map(_line, entries)))
+        self._lines[run] = self._lines.get(run, 0) + len(entries)
+
+    def must_rewrite(self, run: str, alive: int) -> bool:
+        """Whether most of the run's file is of the past."""
+        return self._lines.get(run, 0) > 2 * alive + _SLACK
+
+    def rewrite(self, run: str, entries: Sequence[Entry]) -> None:
+        """Put a file of these entries in the place of the run's."""
+        path = self._path(run)
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            file.write(_head(run))
+            file.writelines(map(_line, entries))
+        partial.replace(path)
+        self._lines[run] = len(entries)
+
+    def forget(self, run: str) -> None:
+        """Delete the run's file."""
+        self._path(run).unlink(missing_ok=True)
+        self._lines.pop(run, None)
+
+    def close(self) -> None:
+        """Let go of the slot. Safe to call twice."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _path(self, run: str) -> Path:
+        return self.directory / f"{hashlib.sha256(run.encode('utf-8', 'replace')).hexdigest()[:32]}.jsonl"
+
+
+def _take_slot(directory: Path, fingerprint: str) -> tuple[Path, int]:
+    """The first slot that nobody holds, and the descriptor that holds it."""
+    for slot in range(SLOTS):
+        place = directory / f"{fingerprint}-{slot}"
+        place.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        except OSError:
+            os.close(descriptor)
+            raise
+        return place, descriptor
+    raise OSError(f"{SLOTS} processes hold a memory there")
+
+
+def _without_torn_line(path: Path) -> list[bytes]:
+    """The file's whole lines; what follows the last line end is cut off the file, or the next entry would be glued to
+    it. Empty when not even the head is whole."""
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        log.warning("%s: the last %d bytes are of a line that was never finished", path, len(content) - end)
+        os.truncate(path, end)
+    return content[:end].splitlines()
+
+
+def _head(run: str) -> bytes:
+    return json.dumps({"run": run, "format": FORMAT}).encode() + b"\n"
+
+
+def _line(entry: Entry) -> bytes:
+    record = {
+        "query": entry.query,
+        "k": entry.k,
+        "vector": base64.b64encode(entry.vector.astype("<f4").tobytes()).decode(),
+        "documents": [document.decode() for document in entry.answer.documents],
+        "scores": entry.answer.scores,
+    }
+    return json.dumps(record).encode() + b"\n"
+
+
+def _read(line: bytes, dim: int) -> Entry:
+    record: dict[str, Any] = json.loads(line)
+    vector = np.frombuffer(base64.b64decode(record["vector"]), dtype="<f4").astype(np.float32)
+    if vector.shape != (dim,):
+        raise ValueError(f"a vector of {vector.shape}, where {dim} numbers are needed")
+    documents = tuple(document.encode() for document in record["documents"])
+    for document in documents:
+        Passage.model_validate_json(document)
+    query, k, scores = record["query"], record["k"], tuple(map(float, record["scores"]))
+    if not isinstance(query, str) or type(k) is not int or len(scores) != len(documents):
+        raise ValueError("not a query, a number of hits and as many scores as documents")
+    return Entry(query, k, vector, Answer(documents, scores))

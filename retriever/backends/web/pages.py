@@ -1,0 +1,266 @@
+"""Fetching the page behind a hit: guarded, capped in bytes and time, redirects by hand.
+
+    address --> Guard.url --> resolve once --> Guard.addresses --> connect to that one --> html or plain text --> Page
+       ^                                                                  |
+       +----------------------- redirect, checked as the first -----------+
+
+Failures: refused (by the guard), timeout, unreachable, http_NNN, content_type, redirects, garbage, not_recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import html
+import re
+import socket
+import time
+from html.parser import HTMLParser
+from typing import Any, Literal, NamedTuple
+
+import aiohttp
+from yarl import URL
+
+from retriever.backends.web.config import PageSettings
+from retriever.backends.web.provider import Ask, Failed
+from retriever.backends.web.recordings import Recordings
+from retriever.backends.web.ssrf import Guard, Lookup
+
+# The text of a page: title and body without scripts, styles and navigation. Standard library only.
+
+_SKIPPED = frozenset(
+    {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside", "form", "iframe", "select"}
+)
+_CONTENT = frozenset({"main", "article"})
+"""Where what was skipped ends at the latest: a `nav` that is never closed must not hide the page."""
+_BREAKING = _CONTENT | frozenset(
+    {"body", "p", "div", "br", "hr", "li", "ul", "ol", "dl", "dt", "dd", "tr", "table", "section", "blockquote", "pre"}
+    | {"h1", "h2", "h3", "h4", "h5", "h6", "figcaption"}
+)
+_DEEPEST = 64
+"""Skipped elements inside each other that are told apart."""
+_CHUNK, _UNFINISHED, _LEFTOVER, _LONGEST_S = 1 << 16, 1 << 17, 1 << 12, 2.0
+"""Characters fed at once; of a tag or comment that does not end, before the rest is given up; of an unfinished rest
+that is still looked at; seconds for one page. Python's parser takes quadratic time for some unfinished constructs
+(CVE-2025-6069), and pages are written by strangers."""
+_META = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([A-Za-z0-9_.:-]{1,40})""", re.IGNORECASE)
+
+_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_SECTION = re.compile(r"<!\[(?!CDATA\[)[^>]{0,200}>", re.IGNORECASE)
+"""`<![if ..]>` and the like: some of them the parser does not survive."""
+
+
+class Page(NamedTuple):
+    """What is left of a page."""
+
+    title: str
+    text: str
+
+
+def page_of_html(content: str, max_chars: int) -> Page:
+    """Title and text, one block a line, blanks collapsed, the text cut after `max_chars` characters.
+
+    Failed("garbage") where there is no reading it.
+    """
+    reader, end = _Reader(), time.monotonic() + _LONGEST_S
+    content = _SECTION.sub("", content)
+    try:
+        for start in range(0, len(content), _CHUNK):
+            reader.feed(content[start : start + _CHUNK])
+            # a script may be long: its text is waited for, and costs nothing
+            if time.monotonic() > end or (len(reader.rawdata) > _UNFINISHED and not reader.cdata_elem):
+                break
+        if "<" not in reader.rawdata:
+            reader.handle_data(html.unescape(reader.rawdata))
+        elif len(reader.rawdata) <= _LEFTOVER:
+            reader.close()
+    except (AssertionError, ValueError):  # a character reference of thousands of digits is a ValueError
+        raise Failed("garbage", "HTML that cannot be parsed") from None
+    return Page(" ".join("".join(reader.title).split())[:500], _tidy("".join(reader.parts), max_chars))
+
+
+def page_of_plain(content: str, max_chars: int) -> Page:
+    """A page that is text already."""
+    return Page("", _tidy(content, max_chars))
+
+
+def decode(content: bytes, charset: str | None) -> str:
+    """Bytes as text: by byte order mark, header (`charset`), `meta`, else UTF-8; what does not fit becomes U+FFFD."""
+    for mark, name in (
+        (codecs.BOM_UTF8, "utf-8-sig"),
+        (codecs.BOM_UTF16_LE, "utf-16"),
+        (codecs.BOM_UTF16_BE, "utf-16"),
+    ):
+        if content.startswith(mark):
+            return content.decode(name, "replace")
+    meta = _META.search(content[:2048])
+    for given in (charset, meta.group(1).decode() if meta else None):
+        if given is not None and _is_text_encoding(given):
+            return content.decode(given, "replace")
+    return content.decode("utf-8", "replace")
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        "".encode(name)  # refuses unknown names, and codecs that are no text encoding (zlib, base64)
+        # the codec's own name: blanks and hyphens in the given one mean nothing
+        known = codecs.lookup(name).name
+    except (LookupError, UnicodeError, ValueError):
+        return False
+    return known.replace("_", "-") not in ("idna", "punycode", "unicode-escape", "raw-unicode-escape")
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.title: list[str] = []
+        self.parts: list[str] = []
+        self._open: list[str] = []
+        self._in_title = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in _CONTENT:
+            self._open.clear()
+        if tag in _SKIPPED:
+            if len(self._open) < _DEEPEST:
+                self._open.append(tag)
+        elif tag == "title" and not self.title and not self._open:
+            self._in_title = True
+        elif tag in _BREAKING:
+            self._in_title = False
+            self.parts.append("\n")
+        elif tag in ("td", "th"):
+            self.parts.append(" ")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in _BREAKING:
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._open:
+            del self._open[self._open.index(tag) :]
+        elif tag == "title":
+            self._in_title = False
+        elif tag in _BREAKING:
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title:
+            self.title.append(data)
+        elif not self._open:
+            self.parts.append(data)
+
+
+def _tidy(text: str, max_chars: int) -> str:
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    return "\n".join(line for line in lines if line)[:max_chars].rstrip()
+
+
+_HEADERS = {"Accept": "text/html, text/plain;q=0.9", "User-Agent": "foray"}
+_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """The system's resolver."""
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))
+
+
+class Pages:
+    """Reads pages by their addresses, from recordings where there are some."""
+
+    def __init__(
+        self,
+        settings: PageSettings,
+        recordings: Recordings | None = None,
+        record: Literal["off", "record", "replay", "auto"] = "off",
+        lookup: Lookup = resolve,
+    ) -> None:
+        self._settings, self._guard, self._lookup = settings, Guard(settings), lookup
+        self._recordings, self._record = recordings, record
+        self._places = asyncio.Semaphore(settings.concurrency)
+
+    async def read(self, url: str) -> Page:
+        """The page's title and text. Failed where it cannot be had, or must not."""
+        recordings, ask = self._recordings, Ask(url)
+        if recordings is not None and self._record in ("replay", "auto"):
+            try:
+                return _recorded(await asyncio.to_thread(recordings.load, ask))
+            except Failed as failure:
+                if self._record == "replay" or failure.fault.cause != "not_recorded":
+                    raise
+        page = await self._fetched(url)
+        if recordings is not None:
+            await asyncio.to_thread(recordings.save, ask, page._asdict())
+        return page
+
+    async def _fetched(self, url: str) -> Page:
+        limit = self._settings.timeout_s
+        async with self._places:
+            try:
+                async with asyncio.timeout(limit):
+                    content, kind, charset = await self._follow(url)
+            except TimeoutError:
+                raise Failed("timeout", f"no page within {limit} s") from None
+            # parsing takes longer than the event loop should stand still
+            return await asyncio.to_thread(self._text, content, kind, charset)
+
+    def _text(self, content: bytes, kind: str, charset: str | None) -> Page:
+        text = decode(content, charset)
+        read = page_of_plain if kind == "text/plain" else page_of_html
+        return read(text, self._settings.max_chars)
+
+    async def _follow(self, text: str) -> tuple[bytes, str, str | None]:
+        for _ in range(self._settings.max_redirects + 1):
+            url = self._guard.url(text)
+            answer = await self._hop(url)
+            if not isinstance(answer, URL):
+                return answer
+            text = str(answer)
+        raise Failed("redirects", f"more than {self._settings.max_redirects} redirects")
+
+    async def _hop(self, url: URL) -> URL | tuple[bytes, str, str | None]:
+        """One request: where it is redirected to, or the content, its type and its charset."""
+        host = url.raw_host or ""
+        try:
+            address = self._guard.addresses(await self._lookup(host, url.port or 0))
+            connector = self._guard.connector(host, address)
+            session = aiohttp.ClientSession(
+                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=_HEADERS, trust_env=False
+            )
+            async with session, session.get(url, allow_redirects=False) as response:
+                if response.status in _REDIRECTS and (target := response.headers.get("Location")):
+                    return _joined(url, target)
+                if response.status != 200:
+                    raise Failed(f"http_{response.status}")
+                kind = response.content_type
+                if kind not in _TYPES:
+                    raise Failed("content_type", kind[:80])
+                return await self._capped(response), kind, response.charset
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, socket.gaierror, UnicodeError) as error:
+            raise Failed("unreachable", type(error).__name__) from None
+        except (aiohttp.ClientError, ValueError) as error:
+            raise Failed("garbage", type(error).__name__) from None
+
+    async def _capped(self, response: aiohttp.ClientResponse) -> bytes:
+        """At most `max_mb` of the content after decompression, which aiohttp does piece by piece."""
+        limit, content = int(self._settings.max_mb * 2**20), bytearray()
+        async for chunk in response.content.iter_any():
+            content += chunk
+            if len(content) >= limit:
+                break
+        return bytes(content[:limit])
+
+
+def _joined(url: URL, target: str) -> URL:
+    # the raw text is checked too: a parser may have mended what the guard would have refused
+    if "\\" in target or not target.isprintable() or " " in target:
+        raise Failed("refused", "a redirect to something that is no address")
+    return url.join(URL(target))
+
+
+def _recorded(reply: Any) -> Page:
+    if not isinstance(reply, dict) or not all(isinstance(reply.get(name), str) for name in Page._fields):
+        raise Failed("garbage", "a recording that is no page")
+    return Page(reply["title"], reply["text"])

@@ -1,0 +1,54 @@
+"""Services that speak Bing's Web Search API v7. Shapes:
+https://learn.microsoft.com/en-us/bing/search-apis/bing-web-search/search-responses and
+https://learn.microsoft.com/en-us/rest/api/cognitiveservices-bingsearch/bing-web-api-v7-reference; a service that
+speaks them with `Authorization: Bearer`: https://docs.cloudsway.net/Search-Bing-API/api-reference/websearch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from retriever.backends.web.config import BingSettings
+from retriever.backends.web.provider import Ask, Failed, Found, KeyPlace, expect, inner, objects, text
+
+
+class Bing:
+    """See `Provider`."""
+
+    quota_words = ("out of call volume quota", "quota exceeded")
+
+    def __init__(self, settings: BingSettings) -> None:
+        self._settings = settings
+
+    @property
+    def key_place(self) -> KeyPlace:
+        """See `Provider`."""
+        name = self._settings.key_header
+        return KeyPlace("header", name, "Bearer " if name.lower() == "authorization" else "")
+
+    def ask(self, query: str, k: int) -> Ask:
+        """See `Provider`."""
+        settings = self._settings
+        params = {"q": query, "count": str(min(k, settings.MAX_HITS)), "mkt": settings.market}
+        return Ask(settings.base_url, params | {"textFormat": "Raw", "textDecorations": "false"})
+
+    def read(self, reply: dict[str, Any]) -> list[Found]:
+        """See `Provider`. `webPages` is absent where nothing was found."""
+        expect(reply, "_type", "webPages", "queryContext")
+        if reply.get("_type") == "ErrorResponse":
+            raise Failed("garbage", "an ErrorResponse with status 200")
+        found = _boxes(reply) if self._settings.answers else []
+        for item in objects(inner(reply, "webPages"), "value"):
+            found.append(Found(text(item, "name"), text(item, "snippet"), text(item, "url")))
+        return found
+
+
+def _boxes(reply: dict[str, Any]) -> list[Found]:
+    computed = inner(reply, "computation")
+    found = []
+    if value := text(computed, "value"):
+        found.append(Found("Answer", f"{text(computed, 'expression')} = {value}", box=True))
+    for item in objects(inner(reply, "entities"), "value"):
+        if description := text(item, "description"):
+            found.append(Found(text(item, "name"), description, text(item, "url"), box=True))
+    return found

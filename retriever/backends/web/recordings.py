@@ -1,0 +1,86 @@
+"""Replies on disk, found again by their request: a run that can be repeated without network and without cost.
+
+One JSON file a reply, `PROVIDER-HASH.json` with `request` and `reply`, written whole or not at all. A request has no
+key in it and a reply is cleared of it before it comes here, so the files can be shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import UserError
+from retriever.backends.web.provider import Ask, Failed
+
+log = logging.getLogger(__name__)
+
+
+class Recordings:
+    """A directory of replies. Blocking: to be called in a thread."""
+
+    def __init__(self, directory: Path, provider: str, *, writing: bool) -> None:
+        self._directory, self._provider = directory, provider
+        self.unwritten = 0
+        try:
+            if writing:
+                directory.mkdir(parents=True, exist_ok=True)
+            elif not directory.is_dir():
+                raise FileNotFoundError(2, "there is no such directory")
+        except OSError as error:
+            raise UserError(
+                f"cannot use {directory} for recordings",
+                why=error.strerror or str(error),
+                todo="set retriever.online.recordings to a directory of recordings, or record=record to make one",
+            ) from None
+
+    def path(self, ask: Ask) -> Path:
+        """Where the reply to a request is, or would be."""
+        line = json.dumps([self._provider, _plain(ask)], sort_keys=True, ensure_ascii=True)
+        return self._directory / f"{self._provider}-{hashlib.sha256(line.encode()).hexdigest()[:32]}.json"
+
+    def load(self, ask: Ask) -> Any:
+        """The reply. Failed("not_recorded") without one, Failed("garbage") for a file that is not one of these."""
+        path = self.path(ask)
+        try:
+            content = json.loads(path.read_bytes())
+            if content["request"] != _plain(ask):
+                raise ValueError("of another request")
+            return content["reply"]
+        except FileNotFoundError:
+            raise Failed("not_recorded", path.name) from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Failed("garbage", f"recording {path.name}: {type(error).__name__}") from None
+
+    def save(self, ask: Ask, reply: Any) -> bool:
+        """Keep a reply, in place of an older one; whether that went well.
+
+        A disk that does not take it costs the recording, not the answer, which has been paid for: it is counted in
+        `unwritten` and told in the log.
+        """
+        path = self.path(ask)
+        # two threads may keep the same page at once
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        content = {"provider": self._provider, "request": _plain(ask), "reply": reply}
+        try:
+            # ASCII: a reply may hold half a surrogate pair, which UTF-8 cannot
+            partial.write_text(json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
+            partial.replace(path)
+            return True
+        except OSError as error:
+            self.unwritten += 1
+            log.error("a reply could not be recorded: %s", error.strerror)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            return False
+
+
+def _plain(ask: Ask) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(ask)))
+    return plain

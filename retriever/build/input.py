@@ -1,0 +1,217 @@
+"""What `--corpus` names, and how it becomes the one file of `{"id", "contents"}` lines that is indexed and served.
+
+A file of such lines is taken where it lies. Everything else (another format, gzip, parquet, several files, long
+documents to be split, synthetic text) is streamed into `corpus.jsonl` in the index directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import UserError
+from retriever.config import RetrieverSettings
+from retriever.corpus.corpus import open_corpus, read_texts
+from retriever.corpus.formats.base import Document, Record, content_id
+from retriever.corpus.formats.base import Records
+from retriever.corpus.formats.synthetic import PREFIX, Synthetic
+from retriever.corpus.formats import FORMATS, detect
+
+CORPUS = "corpus.jsonl"
+"""Name of a converted corpus in the index directory."""
+_SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".tsv"}
+_PROGRESS_EVERY = 256
+
+
+@dataclass(frozen=True)
+class CorpusInput:
+    """A corpus as it was named.
+
+    spec    what was said: a path made absolute, or `synthetic:N:SEED`
+    paths   the files, in order; none for synthetic text
+    format  name in `formats.table`, or "synthetic"
+    words   longer documents are cut into passages of this many words; 0: they are not
+    """
+
+    spec: str
+    paths: tuple[Path, ...]
+    format: str
+    words: int
+    in_place: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files as they lie."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest says about the origin."""
+        return {"spec": self.spec, "format": self.format, "words": self.words}
+
+    def stamp(self) -> dict[str, Any]:
+        """Changes when a file is written, replaced or touched: cheap, so that a resumed build need not read it all."""
+        stats = [path.stat() for path in self.paths]
+        return self.describe() | {"files": [[s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for s in stats]}
+
+
+def read_input(corpus: Path | str, form: str | None = None, words: int | None = None) -> CorpusInput:
+    """Find out what `corpus` is. UserError when it cannot be read or its format is not known."""
+    if str(corpus).startswith(PREFIX):
+        if form not in (None, "synthetic"):
+            raise UserError(f"{corpus} is synthetic text and not {form}", todo="leave out --format")
+        return CorpusInput(spec_of(corpus), (), "synthetic", words or 0, False)
+    if form is not None and form not in FORMATS:
+        raise UserError(f"unknown format {form!r}", todo="known here: " + ", ".join(FORMATS))
+    path = Path(corpus).absolute()
+    paths = _files(path)
+    with closing(iter(Records(paths[0]))) as records:
+        first = next(records, None)
+    chosen = form or (detect(first[1], paths[0]) if first is not None else "contents")
+    in_place = chosen == "contents" and not words and len(paths) == 1 and _is_lines(paths[0])
+    return CorpusInput(spec_of(path), paths, chosen, words or 0, in_place)
+
+
+def spec_of(corpus: Path | str) -> str:
+    """What `CorpusInput.spec` will be, without looking whether it is there."""
+    return str(Synthetic.parse(str(corpus)) if str(corpus).startswith(PREFIX) else Path(corpus).absolute())
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    if not path.is_dir():
+        return (open_corpus(path),)
+    found = tuple(sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()))
+    if not found:
+        raise UserError(f"there is no corpus in {path}", why="no file ends in " + ", ".join(sorted(_SUFFIXES)))
+    return found
+
+
+def _is_lines(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return not head or (head.startswith(b"{") and path.suffix != ".tsv")
+
+
+Tick = Callable[[float, int], None]
+"""Called with (share of the input that has been read, passages so far)."""
+
+
+def documents(given: CorpusInput, tick: Tick) -> Generator[Document, None, None]:
+    """Every passage of the input, named. UserError names the first record that does not fit the format."""
+    split = _split(given.words) if given.words else iter_one
+    seen: set[str] = set()
+    count = 0
+    for fraction, document in _named(given, seen):
+        for passage in split(document):
+            count += 1
+            if count % _PROGRESS_EVERY == 0:
+                tick(fraction(), count)
+            yield passage
+    tick(1.0, count)
+
+
+def first_passages(corpus: Path, count: int) -> int:
+    """Reads the first `count` passages as a build would, and returns how many there were.
+
+    Raises what a build would raise because of them, and UserError for a corpus without any.
+    """
+    given = read_input(corpus)
+    passages = read_texts(given.paths[0]) if given.in_place else documents(given, lambda share, passages: None)
+    with closing(passages):
+        found = sum(1 for _ in islice(passages, count))
+    if not found:
+        raise UserError(f"the corpus {corpus} holds no passage", todo='give a file of {"id", "contents"} lines')
+    return found
+
+
+def refuse_large(settings: RetrieverSettings) -> None:
+    """Raises UserError for a corpus without an index that is too large for the service to build one at its start."""
+    directory = settings.index_path
+    size = open_corpus(settings.corpus).stat().st_size
+    if not directory.exists() and size > settings.build_limit_mb * 2**20:
+        raise UserError(
+            f"there is no index at {directory}",
+            why=f"{settings.corpus} has {size / 2**20:.0f} MiB, and the service builds up to "
+            f"retriever.build_limit_mb = {settings.build_limit_mb:g} by itself",
+            todo=f"foray index build --corpus {settings.corpus} --out {directory} --index {settings.index.type}",
+        )
+
+
+def iter_one(document: Document) -> Iterator[Document]:
+    """The document as one passage."""
+    yield document
+
+
+def _named(given: CorpusInput, seen: set[str]) -> Iterator[tuple[Callable[[], float], Document]]:
+    """Documents with an id; those without one are named after their content, and of equal ones the first is kept.
+
+    `seen` takes about 100 bytes for each of the latter.
+    """
+    for fraction, document in _raw(given):
+        if document.id:
+            yield fraction, document
+        elif document.title or document.text:
+            name = content_id(document)
+            if name not in seen:
+                seen.add(name)
+                yield fraction, document._replace(id=name)
+
+
+def _raw(given: CorpusInput) -> Iterator[tuple[Callable[[], float], Document]]:
+    if given.format == "synthetic":
+        synthetic = Synthetic.parse(given.spec)
+        for row, document in enumerate(synthetic.documents(), start=1):
+            yield (lambda row=row: row / synthetic.passages), document  # type: ignore[misc]
+        return
+    total, before = max(given.size, 1), 0
+    for path in given.paths:
+        records, size = Records(path), path.stat().st_size
+
+        def fraction(records: Records = records, before: int = before, size: int = size) -> float:
+            return (before + records.fraction * size) / total
+
+        with closing(iter(records)) as numbered:
+            for number, record in numbered:
+                for document in _documents_of(record, number, path, given.format):
+                    yield fraction, document
+        before += size
+
+
+def _documents_of(record: Record, number: int, path: Path, name: str) -> list[Document]:
+    try:
+        return list(FORMATS[name].documents(record))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"record {number} of {path} does not fit the format {name!r}",
+            why=f"no {error}" if isinstance(error, KeyError) else str(error),
+            todo=f"mend or remove it; this format is {FORMATS[name].help}",
+        ) from None
+
+
+def _split(words: int) -> Callable[[Document], Iterator[Document]]:
+    """Passages of `words` words, the last one of a document shorter; white space becomes one space."""
+
+    def split(document: Document) -> Iterator[Document]:
+        parts = document.text.split()
+        for k, start in enumerate(range(0, max(len(parts), 1), words)):
+            text = " ".join(parts[start : start + words])
+            yield document._replace(id=f"{document.id}#{k}", text=text)
+
+    return split
+
+
+def as_line(document: Document) -> bytes:
+    """A passage as a line of the corpus. Lone surrogates become `?`."""
+    record = {"id": document.id, "contents": document.contents, **document.fields}
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def write_corpus(given: CorpusInput, path: Path, tick: Tick) -> None:
+    """Stream the input into `path`."""
+    with path.open("wb", buffering=1 << 20) as file:
+        for document in documents(given, tick):
+            file.write(as_line(document))

@@ -1,0 +1,194 @@
+"""A plan of a build: the corpus is sampled, the encoder is timed, and what is needed is compared with what is there."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import UserError
+from retriever.build.input import CorpusInput, as_line, documents
+from retriever.build.progress import amount, duration
+from retriever.index.config import IndexSettings
+from retriever.encoder.base import Encoder
+from retriever.build.estimate import RATES, Facts, Need, dense_members, estimate
+from retriever.corpus.formats.synthetic import Synthetic
+
+SAMPLE = 2000
+"""Passages that the corpus is judged by: its first ones."""
+PROBE_S, PROBE_CHUNK = 1.5, 64
+"""Seconds for which the encoder is timed, and passages at a time."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a build will take. `encode_rate` passages/s; None: not known, or there is nothing to encode."""
+
+    facts: Facts
+    type: str
+    dim: int
+    dtype: str
+    encode_rate: float | None
+    need: Need
+
+    def lines(self) -> list[str]:
+        """For people."""
+        facts, need = self.facts, self.need
+        about = "" if facts.exact else "about "
+        shape = f", {self.dim} x {self.dtype}" if self.dim else ""
+        out = [
+            f"{self.type} over {about}{facts.passages:,} passages of {facts.words:.0f} words{shape}",
+            f"  disk          {amount(need.disk)}, and {amount(need.scratch)} more while building",
+            f"  memory        {amount(need.build)} to build, {amount(need.serve)} to serve without reading the disk",
+        ]
+        if need.gpu:
+            out.append(f"  GPU memory    {amount(need.gpu)}")
+        total = sum(need.seconds.values())
+        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in need.seconds.items() if seconds >= 1)
+        out.append(f"  time          {duration(total)} on one core" + (f": {parts}" if parts else ""))
+        if dense_unknown(self):
+            out.append("  (without the encoding: the encoder was not timed; give --encode-rate PASSAGES_PER_SECOND)")
+        return out
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines: bytes and seconds."""
+        return asdict(self) | {"seconds": sum(self.need.seconds.values())}
+
+
+def dense_unknown(plan: Plan) -> bool:
+    """Whether there is something to encode and nobody knows how fast."""
+    return plan.dim > 0 and plan.encode_rate is None
+
+
+def plan_build(given: CorpusInput, index: IndexSettings, rate: float | None = None) -> Plan:
+    """Read the first passages and, unless its `rate` is given, time the encoder on them."""
+    facts, texts = sample(given)
+    if not dense_members(index):
+        return make_plan(index, facts, 0, None)
+    encoder: Encoder = _dense(index).encoder.build()
+    if rate is None and texts:
+        rate = probe(encoder, texts)
+    return make_plan(index, facts, encoder.dim, rate)
+
+
+def make_plan(index: IndexSettings, facts: Facts, dim: int, encode_rate: float | None) -> Plan:
+    """A plan on paper."""
+    need = estimate(index, facts, dim, encode_rate, _model_bytes(index))
+    first = _dense(index)
+    dtype = "" if first is None else first.dtype
+    return Plan(facts, index.type, 0 if first is None else dim, dtype, encode_rate, need)
+
+
+def _dense(index: Any) -> Any:
+    """The first index with an encoder: itself, or a member."""
+    members = [index, *getattr(index, "members", ())]
+    return next((member for member in members if hasattr(member, "encoder")), None)
+
+
+def dim_of(index: IndexSettings) -> int | None:
+    """Width of the vectors where the settings alone say it; 0 where there are none; None: only the model knows."""
+    dense = _dense(index)
+    if dense is None:
+        return 0
+    found: int | None = getattr(dense.encoder, "dim", None)
+    return found
+
+
+def _model_bytes(index: IndexSettings) -> int:
+    model = getattr(getattr(_dense(index), "encoder", None), "model", None)
+    if not isinstance(model, Path):
+        return 0
+    return sum(file.stat().st_size for file in model.glob("*") if file.suffix in (".safetensors", ".bin"))
+
+
+def sample(given: CorpusInput) -> tuple[Facts, list[str]]:
+    """The corpus in numbers from its first passages, and their texts."""
+    count, lines, words, distinct, share = 0, 0, 0, 0, 0.0
+    at_share = 0
+    texts: list[str] = []
+
+    def tick(fraction: float, passages: int) -> None:
+        nonlocal share, at_share
+        if fraction > share:
+            share, at_share = fraction, passages
+
+    with closing(documents(given, tick)) as passages:
+        for document in passages:
+            count += 1
+            lines += len(as_line(document))
+            found = document.contents.lower().split()
+            words, distinct = words + len(found), distinct + len(set(found))
+            if len(texts) < SAMPLE:
+                texts.append(document.contents)
+            if count >= SAMPLE and share > 0:
+                break
+    exact = share >= 1.0
+    total = count if exact else round(at_share / share) if share else count
+    if given.format == "synthetic" and not given.words:
+        total, exact = Synthetic.parse(given.spec).passages, True
+    line = given.size / max(total, 1) if given.in_place and not exact else lines / max(count, 1)
+    n = max(count, 1)
+    return Facts(total, line, words / n, distinct / n, not given.in_place, exact), texts
+
+
+def probe(encoder: Encoder, texts: Sequence[str]) -> float:
+    """Passages/s of the encoder, over a second or two; the first chunk warms it up."""
+    encoder.encode_passages(texts[:PROBE_CHUNK])
+    done, start = 0, time.monotonic()
+    while (spent := time.monotonic() - start) < PROBE_S:
+        chunk = [texts[(done + i) % len(texts)] for i in range(PROBE_CHUNK)]
+        encoder.encode_passages(chunk)
+        done += len(chunk)
+    return done / spent
+
+
+def memory_available() -> int | None:
+    """Bytes that a new process can take: the kernel's estimate, or what is left of the control group's limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        left = int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return left if free is None else min(free, left)
+
+
+def refuse_if_too_large(plan: Plan, out: Path, *, have: int = 0) -> None:
+    """UserError unless disk and memory are enough. `have`: bytes that an interrupted build has on disk already."""
+    place = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(place).free + have
+    wanted = plan.need.disk + plan.need.scratch
+    if wanted > free:
+        raise UserError(
+            f"there is not enough disk for this index at {out}",
+            why=f"it takes {amount(wanted)} while building, and {amount(free)} are free",
+            todo="free some, give another --out, take dtype=float16 or faiss_ivfpq, or --force if you know better",
+        )
+    memory = memory_available()
+    if memory is not None and plan.need.build > memory:
+        raise UserError(
+            f"there is not enough memory to build {plan.type}",
+            why=f"it takes {amount(plan.need.build)}, and {amount(memory)} are available",
+            todo="build it on a larger machine, take another --index (faiss_flat and faiss_ivfpq need little), or "
+            "--force if you know better",
+        )
+
+
+def constants() -> dict[str, float]:
+    """What the plan's seconds are made from."""
+    from retriever.build import estimate as formulas
+
+    return RATES | {
+        "hnsw_macs": formulas.HNSW_MACS,
+        "blas_macs": formulas.BLAS_MACS,
+        "pq_macs": formulas.PQ_MACS,
+        "bm25_tokens": formulas.BM25_TOKENS,
+    }

@@ -1,0 +1,130 @@
+"""Does a built index hold what its manifest says, and does it find its own passages?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import UserError
+from retriever.build.progress import BuildProgress
+from retriever.index.config import IndexSettings
+from retriever.corpus.corpus import Corpus, file_sha256
+from retriever.encoder.base import Encoder
+from retriever.index import store
+from retriever.index.base import Index
+from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
+
+SAMPLE_ROWS = 100_000
+"""Vectors that are looked at, evenly spread, unless all are."""
+PASSAGES = 5
+"""Passages that are searched by their own text."""
+FOUND_AMONG = 10
+_EPSILON = {"float32": 1e-3, "float16": 5e-3}
+"""By how much a vector may be longer than 1."""
+_BLOCK = 4096
+
+
+def verify_index(
+    directory: Path,
+    progress: BuildProgress,
+    *,
+    corpus: Path | None = None,
+    full: bool = False,
+    quick: bool = False,
+    changes: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """What was looked at and found to be right, one line each; UserError names the first thing that is wrong.
+
+    full     look at every vector and not at some      quick  sizes only, no checksums: seconds instead of minutes
+    changes  settings of the index other than at the build, e.g. {"encoder": {"device": "cpu"}}
+    """
+    manifest, settings = read_manifest(directory), settings_of(directory, changes)
+    path = corpus_of(directory, corpus)
+    check_manifest(manifest, directory, settings.identity(), path, verify_corpus=not quick)
+    done = [f"{len(manifest.files)} files have their sizes, the corpus {'its size' if quick else 'its SHA-256'}"]
+    if not quick:
+        done.append(_checksums(directory, manifest, progress))
+    for file in sorted(directory.rglob(store.FILE)):
+        done.append(_vectors(file, manifest.passages, full=full))
+    return [*done, *_searches(directory, manifest, settings, path)]
+
+
+def _wrong(directory: Path, what: str, why: str) -> UserError:
+    return UserError(f"{directory} is damaged: {what}", why=why, todo="build the index again, with --overwrite")
+
+
+def _checksums(directory: Path, manifest: Manifest, progress: BuildProgress) -> str:
+    total, done = max(manifest.index_bytes, 1), 0
+    with progress.passing("checksums") as report:
+        for name, expected in manifest.checksums.items():
+            if name != manifest.corpus and file_sha256(directory / name) != expected:
+                raise _wrong(directory, name, "its content is not what was written: the SHA-256 differs")
+            done += manifest.files[name]
+            report(done / total, manifest.passages * done // total)
+    return f"{len(manifest.checksums)} files have their SHA-256"
+
+
+def _vectors(path: Path, passages: int, *, full: bool) -> str:
+    vectors = store.open_vectors(path.parent)
+    if len(vectors) != passages:
+        raise _wrong(path.parent, path.name, f"{len(vectors)} rows for {passages} passages")
+    longest, looked = 0.0, 0
+    for rows in _rows(passages, full=full):
+        lengths = _lengths(vectors[rows])
+        looked += len(lengths)
+        if not np.isfinite(lengths).all():
+            raise _wrong(path.parent, path.name, "some of its numbers are not finite")
+        longest = max(longest, float(lengths.max(initial=0.0)))
+    if longest > 1 + _EPSILON[vectors.dtype.name]:
+        raise _wrong(path.parent, path.name, f"a vector has length {longest:.4f}; at most 1 is possible")
+    return f"{looked:,} of {passages:,} vectors x {vectors.shape[1]} are finite, the longest has length {longest:.4f}"
+
+
+def _rows(passages: int, *, full: bool) -> Iterator[slice]:
+    """Blocks of rows, all or evenly spread."""
+    blocks = max(1, -(-passages // _BLOCK))
+    step = 1 if full else max(1, blocks // max(1, SAMPLE_ROWS // _BLOCK))
+    for block in range(0, blocks, step):
+        yield slice(block * _BLOCK, min((block + 1) * _BLOCK, passages))
+
+
+def _lengths(block: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    lengths: npt.NDArray[np.float64] = np.sqrt(np.square(block.astype(np.float64)).sum(axis=1))
+    return lengths
+
+
+def _searches(directory: Path, manifest: Manifest, settings: IndexSettings, path: Path) -> list[str]:
+    index, corpus = settings.open(directory, threads=0), Corpus(path, directory)
+    if not index.ntotal == len(corpus) == manifest.passages:
+        counts = f"{index.ntotal} rows in the index, {len(corpus)} offsets, {manifest.passages} in the manifest"
+        raise _wrong(directory, "its parts do not fit together", counts)
+    rows = sorted({round(i * (manifest.passages - 1) / max(PASSAGES - 1, 1)) for i in range(PASSAGES)})
+    found, searched = 0, 0
+    for row in rows:
+        passage = corpus.passage(row)
+        by_id = corpus.find(passage.id)
+        if by_id is None:
+            raise _wrong(directory, "its ids", f"the passage in row {row} is not found by its id {passage.id!r}")
+        if _is_searchable(index.encoder, passage.contents):
+            searched += 1
+            found += _finds(index, corpus, passage.contents)
+    # an approximate index may miss one, and a model may think another passage nearer; missing all is no accident
+    if searched and not found:
+        raise _wrong(directory, "it does not find its passages", f"none of {searched} by their own text")
+    return [f"{found} of {searched} passages are found by their own text, {len(rows)} of {len(rows)} by their id"]
+
+
+def _finds(index: Index, corpus: Corpus, contents: str) -> bool:
+    hits = index.search([contents], FOUND_AMONG).rows[0]
+    return any(corpus.passage(int(row)).contents == contents for row in hits if row >= 0)
+
+
+def _is_searchable(encoder: Encoder | None, contents: str) -> bool:
+    """Blank passages are found by nothing; nor is one by an encoder that gives it no direction."""
+    if not contents.strip():
+        return False
+    return encoder is None or bool(np.any(encoder.encode_passages([contents])))

@@ -1,0 +1,232 @@
+"""The directory `.NAME.building` in which an index NAME grows: one builder at a time, and it survives being killed.
+
+The lock is the kernel's (`flock`), so it goes with the process that holds it, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+import json
+from typing import Any
+from protocol.errors import UserError
+from retriever.corpus.corpus import Scan
+
+
+_LOCK = "lock"
+_POLL_S = 0.1
+_NAME_LOOKS = 20
+
+
+class BuildSite:
+    """`with BuildSite(out, say) as site:` waits until nobody else builds `out`; then `site.directory` is ours.
+
+    The directory that holds `out` exists. The site stays where it is unless `publish` or `discard` is called.
+    `waited`: somebody else was at it before us.
+    """
+
+    def __init__(self, out: Path, say: Callable[[str], None]) -> None:
+        self.out, self._say = out, say
+        self.directory = out.with_name(f".{out.name}.building")
+        self.waited = False
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        while not self._try():
+            if not self.waited:
+                self._say(f"another process is building {self.out} ({self._holder()}): waiting for it")
+            self.waited = True
+            time.sleep(_POLL_S)
+        return self
+
+    def _try(self) -> bool:
+        try:
+            # not exist_ok, which looks whether it is there after making it failed: by then it may be published
+            self.directory.mkdir()
+        except FileExistsError:
+            pass
+        try:
+            lock = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            return False  # it was published just now
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # the directory that we locked may have become the finished index meanwhile
+            if os.fstat(lock).st_ino != (self.directory / _LOCK).stat().st_ino:
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
+            os.close(lock)
+            return False
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._lock = lock
+        return True
+
+    def _holder(self) -> str:
+        for _ in range(_NAME_LOOKS):
+            try:
+                if name := (self.directory / _LOCK).read_text():
+                    return name
+            except OSError:
+                return "it is just finishing"
+            time.sleep(_POLL_S)  # it has the lock and not yet written its name
+        return "it does not say who"
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._lock)
+
+    def clear(self, keep: set[str]) -> None:
+        """Delete what an earlier builder left, except the files named (paths relative to the directory)."""
+        for path in sorted(self.directory.rglob("*"), reverse=True):
+            name = path.relative_to(self.directory).as_posix()
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif name not in keep and name != _LOCK:
+                path.unlink()
+
+    def discard(self) -> None:
+        """Delete everything."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def sync(self) -> None:
+        """Make everything durable."""
+        for path in [*self.directory.rglob("*"), self.directory]:
+            fsync(path)
+
+    def publish(self, without: str) -> None:
+        """Make everything durable, rename the directory to `out`, and then delete the file `without` in it, with which
+        a killed builder could still have gone on. What was there before is moved aside and deleted last; open readers
+        keep their files."""
+        self.sync()
+        aside = self.directory.with_name(self.directory.name + ".old")
+        shutil.rmtree(aside, ignore_errors=True)
+        if self.out.exists():
+            self.out.rename(aside)
+        self.directory.rename(self.out)
+        fsync(self.out.parent)
+        (self.out / without).unlink(missing_ok=True)
+        (self.out / _LOCK).unlink()
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def fsync(path: Path) -> None:
+    """Wait until the file (or the directory's entries) would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def files_in(directory: Path) -> list[str]:
+    """Names of the files below a directory, in order, except the lock."""
+    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != _LOCK)
+
+
+# `journal.json` in the building directory: what of an unfinished build is on disk for certain.
+#
+# A line in the journal is a promise, so data are flushed before it is written, and it is replaced by a rename.
+
+JOURNAL = "journal.json"
+
+
+class Journal:
+    """Content of the journal, read at the start; every setter writes it durably.
+
+    input    what `CorpusInput.stamp` said when the corpus was scanned
+    scan     fields of `corpus.Scan`
+    index    identity of the index whose files are all there, None while they are not
+    vectors  name of a vector file -> {"identity": of corpus and encoder, "rows": on disk for certain}
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / JOURNAL
+        self._content: dict[str, Any] = {}
+        if self._path.exists():
+            self._content = _read(self._path)
+
+    @property
+    def input(self) -> dict[str, Any] | None:
+        """None: nothing has been scanned."""
+        found: dict[str, Any] | None = self._content.get("input")
+        return found
+
+    @property
+    def scan(self) -> dict[str, Any]:
+        """Only where `input` is not None."""
+        found: dict[str, Any] = self._content["scan"]
+        return found
+
+    @property
+    def vector_files(self) -> set[str]:
+        """Those that have rows."""
+        return set(self._content.get("vectors", {}))
+
+    @property
+    def index(self) -> dict[str, Any] | None:
+        """See the class."""
+        found: dict[str, Any] | None = self._content.get("index")
+        return found
+
+    def scanned(self, stamp: dict[str, Any], scan: dict[str, Any]) -> None:
+        """The corpus and the arrays beside it are on disk. Whatever was known before is forgotten."""
+        self._content = {"input": stamp, "scan": scan, "vectors": {}}
+        self._write()
+
+    def restamped(self, stamp: dict[str, Any]) -> None:
+        """The same corpus under another date."""
+        self._content["input"] = stamp
+        self._write()
+
+    def rows(self, name: str) -> tuple[dict[str, Any], int]:
+        """(identity, rows on disk) of a vector file; ({}, 0) when it is new."""
+        entry = self._content["vectors"].get(name)
+        return ({}, 0) if entry is None else (entry["identity"], entry["rows"])
+
+    def wrote(self, name: str, identity: dict[str, Any], rows: int) -> None:
+        """The first `rows` rows of the file are on disk."""
+        self._content["vectors"][name] = {"identity": identity, "rows": rows}
+        self._content.pop("index", None)
+        self._write()
+
+    def built(self, identity: dict[str, Any]) -> None:
+        """Everything that the index needs is on disk."""
+        self._content["index"] = identity
+        self._write()
+
+    def _write(self) -> None:
+        fresh = self._path.with_suffix(".new")
+        with fresh.open("w") as file:
+            json.dump(self._content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(self._path)
+        fsync(self._path.parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a journal. UserError where it is none: what it promises must not be guessed."""
+    try:
+        content = json.loads(path.read_text())
+        vectors = content.get("vectors", {})
+        if content.get("input") is not None:
+            Scan(**content["scan"])
+        if not all(isinstance(entry["identity"], dict) and type(entry["rows"]) is int for entry in vectors.values()):
+            raise ValueError("an entry of a vector file that is none")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is damaged",
+            why=f"{type(error).__name__}: {str(error)[:200]}",
+            todo=f"remove {path.parent} and build again: nothing in it can be trusted",
+        ) from None
+    found: dict[str, Any] = content
+    return found

@@ -1,0 +1,42 @@
+"""`{"id", "contents"}` with `"Title"`, newline, text in `contents`: Search-R1, FlashRAG, pyserini."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from retriever.corpus.formats.base import Document, Format, Record, fields_of, id_of, text_of
+
+_NAMED = frozenset({"id", "_id", "contents"})
+
+
+def split_contents(contents: str) -> tuple[str, str]:
+    """(title, text); the title is the first line where that stands in double quotes, and "" otherwise."""
+    first, newline, rest = contents.partition("\n")
+    first = first.strip()
+    if newline and len(first) >= 2 and first.startswith('"') and first.endswith('"'):
+        return first[1:-1], rest
+    return "", contents
+
+
+def _documents(record: Record) -> Iterator[Document]:
+    title, text = split_contents(text_of(record["contents"], "contents"))
+    yield Document(id_of(record), title, text, fields_of(record, _NAMED))
+
+
+CONTENTS = Format('{"id", "contents"}: Search-R1, FlashRAG', lambda record: "contents" in record, _documents)
+
+
+# `{"id", "title", "text"}`: BEIR, DPR's table of Wikipedia passages, many dumps. The title may be missing.
+
+_title_text_NAMED = frozenset({"id", "_id", "title", "text", "contents"})
+"""`contents` holds title and text: a second copy would double the corpus."""
+
+
+def _title_text_documents(record: Record) -> Iterator[Document]:
+    title = text_of(record.get("title") or "", "title")
+    yield Document(id_of(record), title, text_of(record["text"], "text"), fields_of(record, _title_text_NAMED))
+
+
+TITLE_TEXT = Format(
+    '{"id", "title", "text"}: BEIR, DPR, FlashRAG', lambda record: "text" in record, _title_text_documents
+)

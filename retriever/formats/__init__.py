@@ -1,1 +1,0 @@
-"""What a corpus may look like before it is `{"id", "contents"}` lines."""

@@ -1,0 +1,193 @@
+"""The HTTP side of a rollout server: is it well, what does it do, and episodes on request.
+
+GET  /health       200 while the event loop turns
+GET  /ready        200 when Redis answers and an engine takes requests (before the learner's first version: one that is
+                   ready); else 503 with the reasons
+GET  /status       JSON: target, engines as this server sees them, work in flight, counters, waits
+GET  /metrics      Prometheus
+GET  /openapi.json all of this, for machines
+POST /v1/episodes  see `rollout_server.episodes`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from protocol.runtime.http.auth import SERVER_OPTIONS
+from protocol.runtime.redis.aio import RedisDown, RedisFull
+from rollout_server.api.episodes import Episodes, EpisodesRequest, FleetUnknown, summarise
+from rollout_server.api.evaluation_pin import PinLost
+from rollout_server.api.openapi import openapi
+from rollout_server.dispatch.fleet import Fleet
+from rollout_server.engine.admission import incarnation_key
+from rollout_server.engine.router import Router
+from rollout_server.metrics import Stats, prometheus_text
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+"""Ten thousand questions of a few kilobytes."""
+BODY_S = 60.0
+"""Longest wait for a body in seconds."""
+READ_S = 60.0
+"""Longest time that a client of a stream may read nothing while events wait for it."""
+REDIS_SILENT_S = 5.0
+"""Without an answer from Redis for so long the server is not ready."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the handlers look at."""
+
+    run: str
+    fleet: Fleet
+    router: Router
+    stats: Stats
+    episodes: Episodes
+    stopping: Callable[[], bool]
+
+
+SERVED = web.AppKey("served", Served)
+
+
+def build_app(served: Served) -> web.Application:
+    app = web.Application(client_max_size=MAX_BODY_BYTES, handler_args=SERVER_OPTIONS)
+    app[SERVED] = served
+    app.router.add_get("/health", _health)
+    app.router.add_get("/ready", _ready)
+    app.router.add_get("/status", _status)
+    app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/openapi.json", openapi)
+    app.router.add_post("/v1/episodes", _episodes)
+    return app
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def _ready(request: web.Request) -> web.Response:
+    served = request.app[SERVED]
+    reasons = []
+    if served.stopping():
+        reasons.append("stopping")
+    if time.monotonic() - served.fleet.read_at > REDIS_SILENT_S:
+        reasons.append("Redis does not answer")
+    if not served.router.candidates(pinned=served.fleet.table.target is None):
+        reasons.append("no engine takes requests")
+    return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+
+
+async def _status(request: web.Request) -> web.Response:
+    served = request.app[SERVED]
+    table, stats = served.fleet.table, served.stats
+    takes = {engine.id for engine in served.router.candidates(pinned=False)}
+    engines = [
+        {
+            "id": engine.id,
+            "url": engine.url,
+            "state": str(engine.state),
+            "version": engine.version.label,
+            "role": engine.role,
+            "takes_requests": engine.id in takes,
+            "obstacle": served.router.obstacle(engine),
+            "strikes": round(served.router.health.strikes(incarnation_key(engine)), 3),
+            "trouble": served.router.health.last(incarnation_key(engine)),
+            "window": served.router.places.window(engine),
+            "requests_in_flight": served.router.places.requests(engine),
+            "tokens_in_flight": served.router.places.tokens(engine),
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "detail": engine.detail,
+        }
+        for engine in sorted(table.engines.values(), key=lambda e: e.id)
+    ]
+    return web.json_response(
+        {
+            "run": served.run,
+            "id": stats.id,
+            "stopping": served.stopping(),
+            "target": table.target.label if table.target else None,
+            "done": table.done,
+            "engines": engines,
+            "values": stats.values(),
+            "waits": stats.waits.seconds(),
+        }
+    )
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    served = request.app[SERVED]
+    text = prometheus_text(served.stats, served.run)
+    return web.Response(body=text, content_type="text/plain", charset="utf-8")
+
+
+async def _episodes(request: web.Request) -> web.StreamResponse:
+    served = request.app[SERVED]
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
+    try:
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+        wanted = EpisodesRequest.model_validate_json(raw)
+    except TimeoutError:
+        return web.json_response({"error": f"the body did not come within {BODY_S:g} s"}, status=408)
+    except web.RequestPayloadError:
+        return web.json_response({"error": "the body is not what its headers say"}, status=400)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return web.json_response({"error": f"{where}: {first['msg']}".removeprefix(": ")}, status=400)
+    try:
+        if wanted.stream:
+            return await _stream(request, served.episodes, wanted)
+        async with aclosing(served.episodes.run(wanted)) as running:
+            finished = [episode async for episode in running]
+    except (RedisDown, RedisFull, PinLost) as error:
+        return web.json_response({"error": f"the version cannot be pinned: {error}"}, status=503)
+    except FleetUnknown as error:
+        return web.json_response({"error": str(error)}, status=503)
+    order = {question.id: i for i, question in enumerate(wanted.questions)}
+    finished.sort(key=lambda e: (order[e["question_id"]], e["index"]))
+    return web.json_response({"episodes": finished} | summarise(finished))
+
+
+async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequest) -> web.StreamResponse:
+    """`data:` lines of one JSON object for each episode as it ends, then `event: summary`, or `event: error` when the
+    version was lost. A client that reads nothing for READ_S is left: its pin would hold up training.
+    """
+    finished: list[dict[str, Any]] = []
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+    async def send(event: str) -> None:
+        try:
+            async with asyncio.timeout(READ_S):
+                await response.write(event.encode())
+        except TimeoutError:
+            raise ConnectionResetError(f"the client has read nothing for {READ_S:g} s") from None
+
+    async with aclosing(episodes.run(wanted)) as running:
+        try:
+            async for episode in running:
+                if not response.prepared:
+                    await response.prepare(request)
+                finished.append(episode)
+                await send(f"data: {json.dumps(episode)}\n\n")
+        except PinLost as error:
+            if not response.prepared:
+                raise
+            await send(f"event: error\ndata: {json.dumps({'error': str(error)})}\n\n")
+        else:
+            await send(f"event: summary\ndata: {json.dumps(summarise(finished))}\n\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,244 @@
+"""`POST /v1/episodes`: questions in, finished episodes out, through the running engines. Evaluation, chat and demo.
+
+These episodes have no seq and never reach the ledger or the learner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, nullcontext
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+
+from protocol.errors import ForayError
+from protocol.messages import Name, Question, Sampling, Segment, Status, Text
+from rollout_server.api.evaluation_pin import LOOK_S, Pin
+from rollout_server.dispatch.fleet import Fleet
+from rollout_server.engine.base import Generate
+from rollout_server.environment.environment import Episode
+from rollout_server.metrics import Stats
+from rollout_server.rollout.group import EpisodeResult, run_episode
+from rollout_server.search import NoSearch
+from rollout_server.search.base import Search
+
+REPEATS = 3
+"""An episode that was sampled at another version than the pinned one is repeated so often, and then passed on as it is:
+an engine that names its weights otherwise than its node does so for ever."""
+EPISODE_LIMIT = 100_000
+"""Most episodes of one request."""
+
+
+class Asked(BaseModel):
+    """A question of the request. Its text is called `question`, as in data sets, or `text`, as in our messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: Name
+    question: Annotated[Text, Field(validation_alias=AliasChoices("question", "text"))]
+    answers: tuple[Text, ...] = ()
+
+    def as_message(self) -> Question:
+        return Question(id=self.id, text=self.question, answers=self.answers)
+
+
+class EpisodesRequest(BaseModel):
+    """Body of the request. Unknown keys are refused: a misspelt `pin` would silently mix policy versions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    questions: tuple[Asked, ...] = Field(min_length=1, max_length=EPISODE_LIMIT)
+    n: Annotated[int, Field(ge=1, le=512)] = 1
+    """Episodes of each question."""
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that make up this probability; 1: from all."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Draw from this many of the likeliest tokens; -1 (or 0): from all."""
+    search: bool = True
+    """False: every search finds nothing, and no tool brings a document."""
+    pin: bool = False
+    """True: all episodes are of one policy version, and engines hold it until the last one has ended. False: the newest
+    weights serve, as in training; without a learner any engine that is ready."""
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Episodes in flight at once."""
+    stream: bool = False
+    """True: server-sent events, one for each episode as it ends."""
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> EpisodesRequest:
+        if len(self.questions) * self.n > EPISODE_LIMIT:
+            raise ValueError(
+                f"{len(self.questions)} questions times n = {self.n} are more than {EPISODE_LIMIT} episodes"
+            )
+        return self
+
+
+class FleetUnknown(ForayError):
+    """Redis has not answered yet, so which engines there are is not known."""
+
+
+class Episodes:
+    """Runs requests. `RedisDown`, `RedisFull` and `PinLost` are raised only for a request that wants the pin,
+    `FleetUnknown` for others.
+
+    policy  what each episode says of the policy beside its version: run, lineage_id and digest of the initial model
+    wait_s  longest wait for Redis to say which engines there are
+    """
+
+    def __init__(
+        self,
+        episode: Episode,
+        generate: Generate,
+        search: Search,
+        fleet: Fleet,
+        pin: Pin,
+        stats: Stats,
+        *,
+        policy: Callable[[], dict[str, str]],
+        wait_s: float,
+    ) -> None:
+        self._policy, self._wait_s = policy, wait_s
+        self._episode, self._generate, self._search = episode, generate, search
+        self._fleet, self._pin, self._stats = fleet, pin, stats
+        self._closed_book = episode.without_documents()
+        self._requests = 0
+        stats.gauges["evaluations"] = lambda: self._requests
+
+    async def run(self, request: EpisodesRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """Finished episodes, as they end. Closing the iterator cancels those in flight and lets go of the pin."""
+        self._requests += 1
+        try:
+            if not request.pin:
+                await self._look()
+            async with (
+                self._pin.held() if request.pin else nullcontext() as lost,
+                aclosing(self._all(request, lost)) as finished,
+            ):
+                async for one in finished:
+                    yield one
+        finally:
+            self._requests -= 1
+
+    async def _look(self) -> None:
+        """Waits for the first answer of Redis: whether there is a learner is not known before that."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not self._fleet.looked:
+                    await self._fleet.changed(timeout_s=LOOK_S)
+        except TimeoutError:
+            raise FleetUnknown(f"Redis did not say for {self._wait_s:g} s which engines there are") from None
+
+    async def _all(
+        self, request: EpisodesRequest, lost: asyncio.Future[None] | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """lost  fails when the version cannot be held any more: so do we then, and what has ended is not lost"""
+        places = asyncio.Semaphore(request.concurrency)
+        ended: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._one(request, question, index, places), name=f"episode-{question.id}-{index}")
+            for question in (asked.as_message() for asked in request.questions)
+            for index in range(request.n)
+        ]
+        for future in (*tasks, *([lost] if lost is not None else ())):
+            future.add_done_callback(ended.put_nowait)
+        try:
+            for _ in tasks:
+                yield (await ended.get()).result()
+        finally:
+            if lost is not None:
+                lost.remove_done_callback(ended.put_nowait)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(
+        self, request: EpisodesRequest, question: Question, index: int, places: asyncio.Semaphore
+    ) -> dict[str, Any]:
+        async with places:
+            result = await self._play(request, question)
+            for _ in range(REPEATS):
+                if not request.pin or self._pin.confirms(_versions(result)):
+                    break
+                self._stats.counts["episodes_repeated"] += 1
+                result = await self._play(request, question)
+        return self._describe(question, index, result)
+
+    async def _play(self, request: EpisodesRequest, question: Question) -> EpisodeResult:
+        result = await run_episode(
+            self._episode if request.search else self._closed_book,
+            question,
+            self._generate,
+            self._search if request.search else NoSearch(),
+            Sampling(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or -1),
+            group=f"{id(request)}-{question.id}",
+            # without a learner there is no newest version: any engine will do
+            pinned=request.pin or self._fleet.table.target is None,
+        )
+        self._stats.counts["episodes"] += 1
+        self._stats.counts["episode_tokens"] += result.trajectory.num_sampled
+        return result
+
+    def _describe(self, question: Question, index: int, result: EpisodeResult) -> dict[str, Any]:
+        trajectory = result.trajectory
+        return {
+            "question_id": question.id,
+            "index": index,
+            **self._policy(),
+            "version": "+".join(_versions(result)),
+            "status": str(trajectory.status),
+            "cause": trajectory.cause,
+            "answer": trajectory.answer,
+            "reward": trajectory.reward,
+            "rewards": dict(trajectory.rewards),
+            "searches": trajectory.searches,
+            "tool_calls": dict(Counter(segment.tool for segment in trajectory.segments if segment.tool)),
+            "turns": trajectory.turns,
+            "tokens": len(trajectory.ids),
+            "tokens_generated": trajectory.num_sampled,
+            "seconds": trajectory.seconds,
+            "text": result.text,
+            "segments": [self._segment(segment) for segment in trajectory.segments],
+        }
+
+    def _segment(self, segment: Segment) -> dict[str, Any]:
+        return {
+            "owner": str(segment.owner),
+            "text": self._episode.tokens.decode(segment.ids.tolist()),
+            "tokens": len(segment.ids),
+            # two versions: the weights changed while the turn was sampled
+            "version": "+".join(_labels(segment)),
+            "tool": segment.tool,
+            "query": segment.query,
+            "passage_ids": list(segment.passage_ids),
+            "error": segment.error,
+        }
+
+
+def _labels(segment: Segment) -> list[str]:
+    return list(dict.fromkeys(span.version.label for span in segment.spans))
+
+
+def _versions(result: EpisodeResult) -> list[str]:
+    """The policy versions that sampled an episode, in their order; none for one that failed before its first token."""
+    return list(dict.fromkeys(label for segment in result.trajectory.segments for label in _labels(segment)))
+
+
+def summarise(episodes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the episodes that say something about the policy; `failed` counts the others.
+
+    em is None when the settings measure no exact match. versions: how many of them are of each version.
+    """
+    valid = [e for e in episodes if Status(e["status"]).votes]
+    scored = [e["rewards"]["em"] for e in valid if "em" in e["rewards"]]
+    return {
+        "em": sum(scored) / len(scored) if scored else None,
+        "count": len(episodes),
+        "failed": len(episodes) - len(valid),
+        "versions": dict(Counter(e["version"] for e in valid)),
+        "searches_mean": sum(e["searches"] for e in valid) / len(valid) if valid else 0.0,
+        "tokens_generated": sum(e["tokens_generated"] for e in episodes),
+    }

@@ -1,0 +1,243 @@
+"""One engine step on tensors: decode tokens of the running rows and prompts of new rows in a single forward pass,
+then sampling.
+
+Row i belongs to the i-th running request of the scheduler. Per-row numbers are kept in arrays, so that a step
+does no Python work for each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rollout_server.cpu_engine.model.llama import DecodePart, Model, PromptPart
+from rollout_server.cpu_engine.model.lora import Adapter, AdapterPart
+from rollout_server.cpu_engine.model.sampler import Rules, draw, mix
+from rollout_server.cpu_engine.scheduler.kv_cache import KvRows
+from rollout_server.cpu_engine.scheduler.request import SamplingParams
+
+CHUNK = 1024
+"""Most new tokens of one prompt in one forward pass: bounds the attention mask and scores."""
+SCORE_CHUNK = 256
+"""Prompt positions whose logits are held at once when a prompt is scored."""
+
+
+@dataclass
+class Prompt:
+    """New tokens for the next free row: ids[start:] are to be computed, ids[:start] are there already.
+
+    score_from  with a number s, `scores` receives the log-probs (T = 1) of ids[s + 1:] given what precedes each, and
+                `tops` for each of these places the `top` best (log-prob, token) pairs
+    """
+
+    ids: list[int]
+    start: int
+    params: SamplingParams
+    seed: int
+    score_from: int | None = None
+    adapter: Adapter | None = None
+    top: int = 0
+    scores: list[float] = field(default_factory=list)
+    tops: list[list[tuple[float, int]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ban:
+    """Tokens that row `row` must not draw in this step."""
+
+    row: int
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Per row: the token, its log-prob (NaN: the logits were not finite), and the `top` best (log-prob, token)
+    pairs."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: dict[int, list[tuple[float, int]]]
+
+
+class Runner:
+    """Owns model, rows and the per-row numbers. `length` counts the tokens of a row whose keys and values are
+    stored."""
+
+    def __init__(self, model: Model, kv: KvRows, max_running: int) -> None:
+        self.model, self.kv = model, kv
+        self.length = np.zeros(max_running, np.int64)
+        self._newest = np.zeros(max_running, np.int64)
+        self._temperature = np.ones(max_running, np.float32)
+        self._top_k = np.ones(max_running, np.int64)
+        self._top_p = np.ones(max_running, np.float32)
+        self._min_p = np.zeros(max_running, np.float32)
+        self._seed = np.zeros(max_running, np.uint64)
+        columns = (self.length, self._newest, self._temperature, self._top_k, self._top_p, self._min_p, self._seed)
+        self._columns = columns
+        self._adapters: list[Adapter | None] = [None] * max_running
+
+    def move(self, source: int, target: int) -> None:
+        """Row `source` becomes row `target`."""
+        self.kv.copy(source, target, int(self.length[source]))
+        for column in self._columns:
+            column[target] = column[source]
+        self._adapters[target] = self._adapters[source]
+
+    def step(self, active: int, prompts: Sequence[Prompt], bans: Sequence[Ban], top: dict[int, int]) -> Sampled:
+        """Advance rows 0..active-1 by one token and start `prompts` in the rows after them.
+
+        top  row -> how many of its best tokens to report. The caller has reserved the memory in `kv`.
+        """
+        for number, prompt in enumerate(prompts):
+            self._start_row(active + number, prompt)
+        hidden = self._forward(active, prompts)
+        logits = self.model.logits(hidden)
+        for ban in bans:
+            logits[ban.row, ban.ids] = -torch.inf
+        n = active + len(prompts)
+        self.length[:active] += 1
+        for number, prompt in enumerate(prompts):
+            self.length[active + number] = len(prompt.ids)
+        rules = Rules(
+            temperature=self._temperature[:n],
+            top_k=self._top_k[:n],
+            top_p=self._top_p[:n],
+            min_p=self._min_p[:n],
+            seed=self._seed[:n],
+            position=self.length[:n],
+        )
+        drawn = draw(logits, rules)
+        self._newest[:n] = drawn.tokens.numpy()
+        return Sampled(drawn.tokens.tolist(), drawn.logprobs.tolist(), _best(drawn.all_logprobs, top))
+
+    def _start_row(self, row: int, prompt: Prompt) -> None:
+        p = prompt.params
+        self._temperature[row], self._top_k[row], self._top_p[row], self._min_p[row] = (
+            p.temperature,
+            p.top_k,
+            p.top_p,
+            p.min_p,
+        )
+        self._adapters[row] = prompt.adapter
+        self._seed[row] = mix(np.array([prompt.seed], np.uint64))[0]
+        while len(prompt.ids) - prompt.start > CHUNK:
+            end = prompt.start + CHUNK
+            hidden = self._run(0, [(row, prompt.ids[prompt.start : end], prompt.start)])
+            self._score(prompt, prompt.start, hidden)
+            prompt.start = end
+
+    def _forward(self, active: int, prompts: Sequence[Prompt]) -> torch.Tensor:
+        """Hidden states [active + prompts, E] from which the next tokens are drawn."""
+        parts = [(active + i, p.ids[p.start :], p.start) for i, p in enumerate(prompts)]
+        hidden = self._run(active, parts)
+        if not parts:
+            return hidden
+        ends = active + np.cumsum([len(ids) for _, ids, _ in parts])
+        for prompt, (_, ids, start), end in zip(prompts, parts, ends, strict=True):
+            self._score(prompt, start, hidden[end - len(ids) : end])
+        last = torch.from_numpy(np.concatenate((np.arange(active), ends - 1)))
+        return hidden[last]
+
+    def _run(self, active: int, parts: Sequence[tuple[int, list[int], int]]) -> torch.Tensor:
+        """Forward pass over the decode tokens of rows 0..active-1 and over `parts` (row, new ids, start) of
+        adjacent rows."""
+        past = torch.from_numpy(self.length[:active])
+        ids, positions, rows = [torch.from_numpy(self._newest[:active])], [past], [torch.arange(active)]
+        prompts = _prompt_parts(parts, self.model.windows)
+        if parts:
+            lengths = torch.tensor([len(new) for _, new, _ in parts])
+            starts = torch.tensor([start for _, _, start in parts])
+            ids.append(torch.tensor([token for _, new, _ in parts for token in new]))
+            first = (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+            positions.append(first + torch.arange(len(first)))
+            rows.append(torch.tensor([row for row, _, _ in parts]).repeat_interleave(lengths))
+        decode = _decode_part(past, self.model.windows) if active else None
+        adapters = self._adapter_parts(active, parts)
+        return self.model.forward(
+            torch.cat(ids), torch.cat(positions), torch.cat(rows), self.kv, decode, prompts, adapters
+        )
+
+    def _adapter_parts(self, active: int, parts: Sequence[tuple[int, list[int], int]]) -> list[AdapterPart]:
+        """Which tokens of a forward pass use which adapter."""
+        owners = self._adapters[:active] + [self._adapters[row] for row, _, _ in parts]
+        used = {owner for owner in owners if owner is not None}
+        if len(used) == 1 and None not in owners:
+            return [AdapterPart(adapter, None) for adapter in used]
+        sizes = [1] * active + [len(new) for _, new, _ in parts]
+        found = []
+        for adapter in used:
+            tokens = np.flatnonzero(np.repeat([owner is adapter for owner in owners], sizes))
+            found.append(AdapterPart(adapter, torch.from_numpy(tokens)))
+        return found
+
+    def _score(self, prompt: Prompt, start: int, hidden: torch.Tensor) -> None:
+        """Append log-probs of the tokens that follow positions start..start+len(hidden)-1, as far as asked for."""
+        if prompt.score_from is None:
+            return
+        first = max(start, prompt.score_from)
+        last = min(start + len(hidden), len(prompt.ids) - 1)
+        for at in range(first, last, SCORE_CHUNK):
+            end = min(at + SCORE_CHUNK, last)
+            logprobs = torch.log_softmax(self.model.logits(hidden[at - start : end - start]), -1)
+            following = torch.tensor(prompt.ids[at + 1 : end + 1])[:, None]
+            prompt.scores.extend(logprobs.gather(1, following)[:, 0].tolist())
+            if prompt.top:
+                best, tokens = logprobs.topk(prompt.top)
+                pairs = zip(best.tolist(), tokens.tolist(), strict=True)
+                prompt.tops.extend(list(zip(*pair, strict=True)) for pair in pairs)
+
+
+def _decode_part(past: torch.Tensor, windows: Sequence[int]) -> DecodePart:
+    width = int(past.max()) + 1
+    masks = {window: _mask(past[:, None], width, window) for window in windows}
+    return DecodePart(len(past), width, masks)
+
+
+def _mask(queries: torch.Tensor, width: int, window: int) -> torch.Tensor:
+    """[rows, 1, queries, width]: 0 where a query at its position (int64 [rows, queries]) sees a key, else -inf.
+
+    A window of w shows the query's own position and the w - 1 before it; 0 shows all.
+    """
+    keys, last = torch.arange(width), queries[..., None]
+    unseen = keys > last
+    if window:
+        unseen |= keys <= last - window
+    return torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None]
+
+
+def _prompt_parts(parts: Sequence[tuple[int, list[int], int]], windows: Sequence[int]) -> list[PromptPart]:
+    """`parts` (row, new ids, start) by the length of what is new, up to a factor of four together: after new weights
+    whole prompts are computed beside those that lack an observation only."""
+    classes: dict[int, list[int]] = {}
+    for number, (_, ids, _) in enumerate(parts):
+        classes.setdefault(len(ids).bit_length() // 2, []).append(number)
+    lengths = torch.tensor([len(ids) for _, ids, _ in parts])
+    begins = lengths.cumsum(0) - lengths
+    return [_prompt_part([parts[i] for i in chosen], begins[chosen], windows) for chosen in classes.values()]
+
+
+def _prompt_part(
+    parts: Sequence[tuple[int, list[int], int]], begins: torch.Tensor, windows: Sequence[int]
+) -> PromptPart:
+    """`begins`: where the new tokens of each part begin among those of all prompts."""
+    lengths = torch.tensor([len(ids) for _, ids, _ in parts])
+    starts = torch.tensor([start for _, _, start in parts])
+    longest, width = int(lengths.max()), int((starts + lengths).max())
+    row = torch.repeat_interleave(lengths)
+    offset = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+    # padded queries see what a real one would see: something, so that softmax stays finite
+    seen_to = (starts[:, None] + torch.arange(longest)).clamp_(max=width - 1)
+    masks = {window: _mask(seen_to, width, window) for window in windows}
+    rows = torch.tensor([row for row, _, _ in parts])
+    return PromptPart(rows, longest, width, begins[row] + offset, row, offset, masks)
+
+
+def _best(logprobs: torch.Tensor, top: dict[int, int]) -> dict[int, list[tuple[float, int]]]:
+    found = {}
+    for row, count in top.items():
+        values, tokens = logprobs[row].topk(min(count, logprobs.shape[1]))
+        found[row] = list(zip(values.tolist(), tokens.tolist(), strict=True))
+    return found

@@ -1,0 +1,248 @@
+"""One generation request: what was asked, what came out so far, why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout_server.cpu_engine.model.lora import Adapter
+from protocol.runtime.metrics import Histogram
+from rollout_server.cpu_engine.model.tokenizer import Tokenizer
+
+Finish = dict[str, Any]
+"""SGLang's `finish_reason`."""
+
+ABORTED: Finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+ABORTED_WAITING: Finish = {"type": "abort", "message": "Abort in waiting queue"}
+
+
+def failed(message: str) -> Finish:
+    """The finish reason of a request that the engine could not carry on; answered with HTTP 500."""
+    return {"type": "abort", "message": message, "status_code": 500, "err_type": "InternalServerError"}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """SGLang's sampling_params, checked. `top_k` 1 is greedy (temperature 0 becomes that), 1 << 30 filters nothing.
+
+    stream_interval  0: as the engine was told
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 1 << 30
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    sampling_seed: int | None = None
+    stream_interval: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Lists only grow, and only on the engine thread; the HTTP side reads prefixes whose length it was told.
+
+    versions  [label, index of the first output token sampled under it], in order
+    first     the first attempt at the same prompt, which scores it for all; None: this is it
+    extra_key what may share keys and values; differs between adapters
+    seed      64 bits; with a position it determines the draw
+    limit     most output tokens: max_new_tokens, or less where context or cache could not hold them
+    notify    called with the number of output tokens at the end and, with a `stream_interval` n > 0, after the first
+              token and every n more
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    limit: int
+    notify: Callable[[Request, int], None]
+    end_ids: frozenset[int] = frozenset()
+    stream_interval: int = 0
+    return_logprob: bool = False
+    logprob_start: int = -1
+    top_logprobs: int = 0
+    logprob_texts: bool = False
+    extra_key: str = ""
+    adapter: Adapter | None = None
+    arrived: float = 0.0
+    first: Request | None = None
+
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_top: list[list[tuple[float, int]]] = field(default_factory=list)
+    input_logprobs: list[float] | None = None
+    input_top: list[list[tuple[float, int]]] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)
+    cached_tokens: int = 0
+    retractions: int = 0
+    finish: Finish | None = None
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
+    row: int = -1
+    generation: int = -1
+    order: int = 0
+    block_keys: list[int] = field(default_factory=list)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probs of prompt tokens are still to be computed."""
+        return self.return_logprob and self.logprob_start >= 0 and self.input_logprobs is None
+
+    def due(self, length: int) -> bool:
+        """Whether a stream gets a chunk after `length` tokens: after 1, n + 1, 2n + 1, ..., as in SGLang."""
+        n = self.stream_interval
+        return n == 1 or (n > 1 and length % n == 1)
+
+    def spans(self, length: int) -> list[dict[str, Any]]:
+        """SGLang's `weight_versions` of the first `length` output tokens: half-open [start, end)."""
+        ends = [start for _, start in self.versions[1:]] + [length]
+        return [
+            {"version": label, "start": start, "end": min(end, length)}
+            for (label, start), end in zip(self.versions, ends, strict=False)
+            if start < length
+        ]
+
+
+# What the engine has done, as numbers. Written by the engine thread only, read by anybody.
+
+
+@dataclass
+class Counters:
+    """Totals since start; `throughput` is generated tokens a second over about the last second of work."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    requests: int = 0
+    aborted: int = 0
+    retractions: int = 0
+    step_errors: int = 0
+    weight_updates: int = 0
+    throughput: float = 0.0
+    first_token: Histogram = field(default_factory=Histogram)
+    latency: Histogram = field(default_factory=Histogram)
+    _since: float = 0.0
+    _tokens: int = 0
+
+    def count_tokens(self, tokens: int, now: float) -> None:
+        """One step gave `tokens` tokens at `now` (perf_counter)."""
+        self.steps += 1
+        self.generated_tokens += tokens
+        self._tokens += tokens
+        if now - self._since > 5.0:  # after a rest: start anew, do not average the rest in
+            self._since, self._tokens = now, 0
+        elif now - self._since >= 1.0:
+            self.throughput = self._tokens / (now - self._since)
+            self._since, self._tokens = now, 0
+
+    def count_end(self, request: Request) -> None:
+        """A request ended."""
+        self.requests += 1
+        self.aborted += bool(request.finish and request.finish["type"] == "abort")
+        self.latency.observe(request.ended_at - request.arrived)
+        if request.first_token_at:
+            self.first_token.observe(request.first_token_at - request.arrived)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were not computed."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+# When a generation ends: length, end tokens, stop strings.
+#
+# A stop string may span tokens, and a token may be a piece of a character, so the tail has to be decoded. Decoding
+# at every token would cost more than the forward pass of a small model; but a stop string can only end inside the newest
+# token if that token's own text has a beginning that is an end of the stop string (or holds it whole). That is a yes
+# or no for each token id, worked out once, and nearly always no.
+
+
+class StopStrings:
+    """One set of stop strings under one tokenizer; shared by all requests that use the same set."""
+
+    def __init__(self, stops: tuple[str, ...], tokenizer: Tokenizer) -> None:
+        self.stops, self._tokenizer = stops, tokenizer
+        # a character takes up to 4 byte tokens; the margin covers tokens that add no text
+        self._window = 4 * max(len(stop) for stop in stops) + 8
+        self._may_end: dict[int, bool] = {}
+
+    def hit(self, ids: list[int]) -> str | None:
+        """The first of the stop strings (in the order given) that the text of the tail of `ids` contains."""
+        newest = ids[-1]
+        may_end = self._may_end.get(newest)
+        if may_end is None:
+            may_end = self._may_end[newest] = self._can_end_with(newest)
+        if not may_end:
+            return None
+        tail = self._tokenizer.decode(ids[-self._window :], False)
+        return next((stop for stop in self.stops if stop in tail), None)
+
+    def _can_end_with(self, token: int) -> bool:
+        text = self._tokenizer.decode([token], False)
+        if not text or "\ufffd" in text:
+            return True
+        # tokenizers drop or add a space between words, which one token alone does not show
+        return any(_reaches(stop, form) for stop in self.stops for form in (text, text.lstrip(), " " + text))
+
+
+def _reaches(stop: str, text: str) -> bool:
+    return stop in text or any(text.startswith(stop[-n:]) for n in range(1, min(len(stop), len(text)) + 1))
+
+
+class Stopping:
+    """Decides after each token; holds the shared StopStrings."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._strings: dict[tuple[str, ...], StopStrings] = {}
+
+    def end_ids(self, request: Request) -> frozenset[int]:
+        """Tokens that end `request`: none with ignore_eos, which in SGLang silences stop_token_ids too."""
+        params = request.params
+        return frozenset() if params.ignore_eos else self._tokenizer.eos_ids | params.stop_token_ids
+
+    def check(self, request: Request) -> Finish | None:
+        """Why `request` ends with its newest token, or None. Length comes first, as in SGLang."""
+        ids = request.output_ids
+        if len(ids) >= request.limit:
+            return {"type": "length", "length": len(ids)}
+        if ids[-1] in request.end_ids:
+            return {"type": "stop", "matched": ids[-1]}
+        if request.params.stop:
+            matched = self._of(request.params.stop).hit(ids)
+            if matched is not None:
+                return {"type": "stop", "matched": matched}
+        return None
+
+    def _of(self, stops: tuple[str, ...]) -> StopStrings:
+        found = self._strings.get(stops)
+        if found is None:
+            if len(self._strings) >= 256:  # a client that sends ever new sets must not grow us
+                self._strings.clear()
+            found = self._strings[stops] = StopStrings(stops, self._tokenizer)
+        return found
+
+
+def visible_text(request: Request, length: int, tokenizer: Tokenizer) -> str:
+    """Text of the first `length` output tokens. The ids are never cut, the text is as in SGLang: before what ended it.
+
+    With no_stop_trim it ends with what ended it: the newest token may reach beyond a stop string.
+    """
+    ids, params, finish = request.output_ids[:length], request.params, request.finish
+    matched = finish.get("matched") if finish else None
+    if isinstance(matched, int) and not params.no_stop_trim and ids and ids[-1] == matched:
+        ids.pop()
+    text = tokenizer.decode(ids, params.skip_special_tokens)
+    if isinstance(matched, str) and (at := text.find(matched)) >= 0:
+        return text[: at + len(matched)] if params.no_stop_trim else text[:at]
+    return text

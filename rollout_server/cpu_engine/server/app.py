@@ -1,0 +1,152 @@
+"""Composition: build every part, listen, run until a signal, take everything down again.
+
+main thread (asyncio, aiohttp)                         engine thread (torch)
+POST /generate -> contract.parse -> Request  --queue-->  Engine -> Scheduler.step -> Runner.step -> Model.forward
+     ^                                                                                  |
+     +---- answer <--- call_soon_threadsafe <--- Request.notify <--- stopping <--- sampling
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+
+import torch
+from aiohttp import web
+
+from protocol.errors import UserError
+from protocol.redaction import start_logging
+from protocol.runtime.http.auth import SERVER_OPTIONS
+from rollout_server.cpu_engine.config import EngineSettings
+from rollout_server.cpu_engine.model.config import ModelConfig, read_model_config
+from rollout_server.cpu_engine.model.llama import Model
+from rollout_server.cpu_engine.model.loader import Weights, WeightsError
+from rollout_server.cpu_engine.model.runner import Runner
+from rollout_server.cpu_engine.model.tokenizer import Tokenizer
+from rollout_server.cpu_engine.scheduler.engine import Engine
+from rollout_server.cpu_engine.scheduler.kv_cache import WIDTH_STEP, KvRows
+from rollout_server.cpu_engine.scheduler.request import Counters, Stopping
+from rollout_server.cpu_engine.scheduler.scheduler import Scheduler
+from rollout_server.cpu_engine.server.admin import Control
+from rollout_server.cpu_engine.server.auth import guard
+from rollout_server.cpu_engine.server.generate import Generation, Streaming
+from rollout_server.cpu_engine.server.lora import Adapters
+from rollout_server.cpu_engine.server.openai_routes import OpenAI
+from rollout_server.cpu_engine.server.validation import Limits
+from rollout_server.cpu_engine.server.weights import Updates
+
+log = logging.getLogger("rollout_server.cpu_engine")
+
+SWITCH_INTERVAL = 0.0002
+"""Seconds after which Python hands the interpreter lock on. The default of 5 ms would let the HTTP thread stall every
+one of the engine's hundred short torch calls a step."""
+BODY_LIMIT = 64 << 20
+UPDATES = web.AppKey("updates", Updates)
+
+
+def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConfig]:
+    """Engine (not started), tokenizer and architecture. Raises UserError."""
+    torch.set_num_threads(settings.threads)
+    config = read_model_config(settings.model_path)
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    weights = Weights(config, dtype)
+    try:
+        weights.load(settings.model_path)
+    except WeightsError as error:
+        raise UserError(str(error), todo="point --model-path at a complete model directory") from None
+    tokenizer = Tokenizer(settings.model_path)
+    budget = cache_tokens(settings, config, dtype.itemsize)
+    kv = KvRows(config.layers, config.kv_heads, config.head_dim, dtype, budget)
+    runner = Runner(Model(config, weights), kv, settings.max_running)
+    scheduler = Scheduler(runner, Stopping(tokenizer), Counters(), settings.max_running, settings.weight_version)
+    return Engine(scheduler, settings.model_path, settings.threads), tokenizer, config
+
+
+def cache_tokens(settings: EngineSettings, config: ModelConfig, itemsize: int) -> int:
+    """Size of the cache in tokens, a multiple of WIDTH_STEP. Raises UserError when too small to be of use."""
+    wanted = settings.max_total_tokens
+    if not wanted:
+        wanted = max(min((1 << 30) // config.kv_bytes_per_token(itemsize), 1 << 17), config.context + WIDTH_STEP)
+    if wanted < 2 * WIDTH_STEP:
+        raise UserError(f"--max-total-tokens {wanted} is too small", todo=f"give at least {2 * WIDTH_STEP}")
+    return wanted // WIDTH_STEP * WIDTH_STEP
+
+
+def build_app(
+    engine: Engine, tokenizer: Tokenizer, config: ModelConfig, settings: EngineSettings, keys: tuple[str, str]
+) -> web.Application:
+    """The HTTP application over a started engine."""
+    limits = Limits(config.vocab, config.context, engine.scheduler.runner.kv.budget)
+    streaming = Streaming(settings.stream_interval, settings.incremental_streaming_output)
+    adapters = Adapters(engine)
+    generation = Generation(engine, tokenizer, limits, adapters, settings.seed, streaming)
+    info = {
+        "served_model_name": settings.model_path.name or "model",
+        "engine": "foray-cpu",
+        "model_type": config.family,
+        "vocab_size": config.vocab,
+        "context_length": config.context,
+        "is_generation": True,
+        "eos_token_ids": sorted(tokenizer.eos_ids),
+        "dtype": settings.dtype,
+    }
+    app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)], handler_args=SERVER_OPTIONS)
+    app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
+    app.add_routes(OpenAI(generation, tokenizer, limits, adapters, settings.model_path, settings.date).routes())
+    app.add_routes(Control(engine, generation, info, settings.model_dump(mode="json")).routes())
+    updates = app[UPDATES] = Updates(engine, settings.update_timeout_s)
+    app.add_routes(updates.routes() + adapters.routes())
+    return app
+
+
+def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
+    """Run until SIGINT or SIGTERM. Raises UserError for a bad model or an occupied port."""
+    start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s %(message)s", level=settings.log_level.upper())
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    engine, tokenizer, config = build_engine(settings)
+    listener = _listen(settings)
+    app = build_app(engine, tokenizer, config, settings, (api_key, admin_key))
+    engine.start()
+    try:
+        clean = asyncio.run(_serve(app, engine, listener, settings.host))
+    finally:
+        engine.stop()
+    if not clean:
+        # gloo's destructors, run when the interpreter ends, would wait for the trainer until the timeout
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+async def _serve(app: web.Application, engine: Engine, listener: socket.socket, host: str) -> bool:
+    """Waits for a signal; unblocked by SIGINT and SIGTERM. Whether no thread is left behind."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    # handler_cancellation: a client that hangs up cancels its handler, which aborts its requests
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.SockSite(runner, listener, backlog=1024).start()
+    shown = f"[{host}]" if ":" in host else host
+    print(f"listening on http://{shown}:{listener.getsockname()[1]}", flush=True)
+    await stop.wait()
+    await runner.cleanup()
+    # while the loop still runs: the engine's last words go through it
+    await asyncio.to_thread(engine.stop)
+    return await app[UPDATES].close()
+
+
+def _listen(settings: EngineSettings) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {settings.host}:{settings.port}",
+            why=error.strerror or str(error),
+            todo="choose another --port, or 0",
+        ) from None

@@ -1,0 +1,93 @@
+"""Who may call which route, by SGLang's rules for keys and ours for requests, and how errors are answered."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from protocol.errors import UserError
+from protocol.runtime.http import auth as access
+from protocol.runtime.http.auth import Asked, check_request
+from rollout_server.cpu_engine.model.loader import WeightsError
+from rollout_server.cpu_engine.scheduler.engine import Refused
+from rollout_server.cpu_engine.server.absent import ABSENT
+from rollout_server.cpu_engine.server.validation import BadRequest
+
+log = logging.getLogger(__name__)
+
+OPEN = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
+ADMIN = frozenset(
+    {
+        *ABSENT,
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/update_weight_version",
+        "/weights_checker",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/update_weights_from_distributed",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/post_process_weights",
+    }
+)
+
+
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | dict.fromkeys(
+    (500, 503), "server_error"
+)
+"""OpenAI's `type` of an error, by status; all other statuses are errors of the request."""
+
+
+def guard(api_key: str, admin_key: str) -> Middleware:
+    """Middleware. OPEN never needs a key; ADMIN takes only the admin key where there is one; the rest the API key.
+
+    Without an API key the engine is on loopback, and no web page may use it; SGLang has no such rule.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        key = "" if request.path in OPEN else admin_key if admin_key and request.path in ADMIN else api_key
+        if key and not _matches(request.headers.get("Authorization", ""), key):
+            return problem(401, "Unauthorized")
+        if request.path not in access.OPEN:
+            asked = Asked(request.path, request.headers)
+            verdict = check_request(asked, is_open=not api_key)
+            if verdict.status:
+                return problem(verdict.status, verdict.message)
+        try:
+            return await handler(request)
+        except (BadRequest, Refused, WeightsError) as error:
+            return problem(400, str(error))
+        except UserError as error:
+            return problem(400, f"{error.what}: {error.why}" if error.why else error.what)
+        except web.HTTPException as error:
+            return problem(error.status, error.reason)
+        except ConnectionError:
+            raise  # the client went away: aiohttp knows how to end that quietly
+        except Exception as error:
+            log.exception("%s %s failed", request.method, request.path)
+            return problem(500, f"{type(error).__name__}: {error}")
+
+    return middleware
+
+
+def problem(status: int, message: str) -> web.Response:
+    """An error as OpenAI's clients (`error`), SGLang's (`message`, `type`, `code`) and those of the control routes
+    (`success`) read it."""
+    what = {"message": message, "type": KINDS.get(status, "invalid_request_error"), "param": None, "code": status}
+    return web.json_response({"object": "error", "success": False, **what, "error": what}, status=status)
+
+
+def _matches(header: str, key: str) -> bool:
+    return secrets.compare_digest(header.encode("utf-8", "replace"), f"Bearer {key}".encode())

@@ -1,0 +1,274 @@
+"""POST /generate: from a body to requests on the engine thread and back, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from rollout_server.cpu_engine.model.tokenizer import Tokenizer
+from rollout_server.cpu_engine.scheduler.engine import Engine
+from rollout_server.cpu_engine.scheduler.request import Request
+from rollout_server.cpu_engine.scheduler.scheduler import one_of
+from rollout_server.cpu_engine.server.auth import problem
+from rollout_server.cpu_engine.server.lora import Adapters
+from rollout_server.cpu_engine.server.response import Chunks, answer
+from rollout_server.cpu_engine.server.validation import (
+    BadRequest,
+    Call,
+    Limits,
+    Parsed,
+    is_large,
+    parse,
+    read_json,
+    unblocked,
+)
+
+# From the engine thread to the event loop: many letters, one wake-up.
+#
+# A wake-up is a system call, at which the engine thread would hand the interpreter lock to the loop; done for each token
+# of each request it would cost more than the tokens.
+
+
+class Inbox:
+    """What is new of one call's requests: {number of the request: its output tokens so far}. Used on the loop only."""
+
+    def __init__(self) -> None:
+        self._news: dict[int, int] = {}
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, number: int, length: int) -> None:
+        """Later news of a request replace earlier ones that nobody has taken."""
+        self._news[number] = length
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> dict[int, int]:
+        """All news; waits until there are some."""
+        if not self._news:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        news, self._news = self._news, {}
+        return news
+
+
+class Mailbox:
+    """`put` and `ring` are called by the engine thread; letters arrive in order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._letters: deque[tuple[Inbox, int, int]] = deque()
+
+    def put(self, addressee: Inbox, number: int, length: int) -> None:
+        """Leave a letter; it is delivered at the next `ring`."""
+        self._letters.append((addressee, number, length))
+
+    def ring(self) -> None:
+        """Have the loop deliver what lies here."""
+        if self._letters:
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._letters:
+            addressee, number, length = self._letters.popleft()
+            addressee.put(number, length)
+
+
+LARGE_ANSWER = 1 << 15
+"""Log-probs beyond which an answer is not written out on the event loop."""
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How streams are sent: a chunk every `interval` tokens unless a request says otherwise, cumulative or not."""
+
+    interval: int = 1
+    incremental: bool = False
+
+
+class Generation:
+    """The generating routes. `seed` starts the seeds of requests that bring none."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        adapters: Adapters,
+        seed: int,
+        streaming: Streaming,
+    ) -> None:
+        self._engine, self._tokenizer, self._limits, self._streaming = engine, tokenizer, limits, streaming
+        self._adapters = adapters
+        self._next_seed = (seed & 0xFFFFFFFF) << 32
+        self._live: set[str] = set()
+        self._mailbox: Mailbox | None = None
+
+    @property
+    def label(self) -> str:
+        """The engine's present weight version."""
+        return self._engine.scheduler.version
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        """SGLang's /generate."""
+        body = await read_json(http)
+        parsed = await unblocked(await is_large(http), lambda: parse(body, self._tokenizer, self._limits))
+        with self.running(parsed) as (requests, inbox):
+            if not parsed.stream:
+                await self.ended(requests, inbox)
+                return await self._whole(requests, parsed.single)
+            streams = [
+                Chunks(
+                    r, self._tokenizer, incremental=self._streaming.incremental, index=None if parsed.single else number
+                )
+                for number, r in enumerate(requests)
+            ]
+            return await self.send(http, requests, inbox, lambda n, *news: streams[n].chunk(*news, self.label))
+
+    @contextmanager
+    def running(self, parsed: Parsed) -> Iterator[tuple[list[Request], Inbox]]:
+        """The requests of a body, on the engine, and where their news come; what has not ended at exit is aborted."""
+        inbox = Inbox()
+        requests = self._requests(parsed.calls, parsed.stream, inbox)
+        names = {r.rid for r in requests}
+        if names & self._live:
+            raise BadRequest(f"rid {min(names & self._live)!r} is in use")
+        self._live |= names
+        self._engine.submit(requests)
+        try:
+            yield requests, inbox
+        finally:
+            self._live -= names
+            # the client went away, or sending failed: nobody will read the rest
+            if any(r.finish is None for r in requests):
+                self._engine.abort(one_of(requests))
+
+    async def ended(self, requests: list[Request], inbox: Inbox) -> None:
+        """Wait until all have ended; without a stream there is news of a request only then."""
+        ended: set[int] = set()
+        while len(ended) < len(requests):
+            ended.update(await inbox.take())
+
+    async def probe(self) -> bool:
+        """Whether one token comes back within 20 seconds."""
+        inbox = Inbox()
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+        requests = self._requests(parse(body, self._tokenizer, self._limits).calls, False, inbox)
+        self._engine.submit(requests)
+        try:
+            await asyncio.wait_for(inbox.take(), 20)
+        except TimeoutError:
+            self._engine.abort(one_of(requests))
+        finish = requests[0].finish
+        return finish is not None and finish["type"] != "abort"
+
+    def _requests(self, calls: list[Call], stream: bool, inbox: Inbox) -> list[Request]:
+        mailbox, now = self._open_mailbox(), time.perf_counter()
+        requests: list[Request] = []
+        for call in calls:
+            adapter = self._adapters.named(call.adapter)
+            first: Request | None = None
+            for attempt, rid in enumerate(call.rids):
+                number = len(requests)
+
+                def notify(_: Request, length: int, number: int = number) -> None:
+                    mailbox.put(inbox, number, length)
+
+                room = min(self._limits.cache, self._limits.context) - len(call.ids)
+                requests.append(
+                    Request(
+                        rid=rid,
+                        prompt_ids=call.ids,
+                        params=call.params,
+                        seed=self._seed(call.params.sampling_seed, attempt),
+                        limit=min(call.params.max_new_tokens, room),
+                        notify=notify,
+                        stream_interval=(call.params.stream_interval or self._streaming.interval) if stream else 0,
+                        return_logprob=call.return_logprob,
+                        logprob_start=call.logprob_start,
+                        top_logprobs=call.top_logprobs,
+                        logprob_texts=call.logprob_texts,
+                        extra_key=f"{call.extra_key}\0{adapter.number}" if adapter else call.extra_key,
+                        adapter=adapter,
+                        arrived=now,
+                        first=first,
+                    )
+                )
+                first = first or requests[-1]
+        return requests
+
+    def _open_mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            self._mailbox = Mailbox(asyncio.get_running_loop())
+            self._engine.scheduler.ring = self._mailbox.ring
+        return self._mailbox
+
+    def _seed(self, given: int | None, attempt: int) -> int:
+        if given is not None:
+            return (given + attempt) % (1 << 64)
+        self._next_seed = (self._next_seed + 1) % (1 << 64)
+        return self._next_seed
+
+    async def _whole(self, requests: list[Request], single: bool) -> web.Response:
+        if failed := failure(requests):
+            return failed
+        label = self.label
+
+        def answers() -> object:
+            found = [answer(r, self._tokenizer, label) for r in requests]
+            return found[0] if single else found
+
+        return await send_whole(requests, answers)
+
+    async def send(
+        self,
+        http: web.Request,
+        requests: list[Request],
+        inbox: Inbox,
+        chunk: Callable[[int, int, bool], bytes],
+        last: Callable[[], bytes] = bytes,
+    ) -> web.StreamResponse:
+        """Server-sent events: `chunk` of (number of the request, its tokens so far, whether it ended), then `last` and
+        [DONE].
+
+        Tokens that come while a chunk is being sent go out together with the next: a slow client holds nobody up.
+        """
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(http)
+        live = set(range(len(requests)))
+        while live:
+            events = []
+            for number, length in (await inbox.take()).items():
+                request = requests[number]
+                if number in live:
+                    # it may have ended after this news: then there is another, and that chunk says so
+                    ended = request.finish is not None and length == len(request.output_ids)
+                    events.append(chunk(number, length, ended))
+                    live -= {number} if ended else set()
+            if live:
+                await response.write(b"".join(events))
+            else:  # the last chunk and the end go out in one write
+                await response.write_eof(b"".join((*events, last(), b"data: [DONE]\n\n")))
+        return response
+
+
+async def send_whole(requests: list[Request], build: Callable[[], object]) -> web.Response:
+    """The JSON of what `build` makes of requests that have ended; many log-probs of theirs take seconds."""
+    held = sum((len(r.output_ids) + len(r.input_logprobs or ())) * (1 + r.top_logprobs) for r in requests)
+    text = await unblocked(held > LARGE_ANSWER, lambda: json.dumps(build()))
+    return web.Response(text=text, content_type="application/json")
+
+
+def failure(requests: list[Request]) -> web.Response | None:
+    """The answer where the engine could not carry a request on."""
+    for request in requests:
+        finish = request.finish or {}
+        if finish.get("status_code"):
+            return problem(finish["status_code"], str(finish["message"]))
+    return None

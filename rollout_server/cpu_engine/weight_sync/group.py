@@ -1,0 +1,173 @@
+"""The engine's end of a weight-update group: one rank of a gloo group whose rank 0 is the trainer.
+
+SGLang's `init_weights_update_group` meets the trainer with `PrefixStore(name, TCPStore)` and a group helper of torch
+that is not public; the same is done here, so that a trainer need not know which engine it talks to.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not in __all__
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
+
+from protocol.runtime.torch_safety import gloo_at
+
+log = logging.getLogger(__name__)
+
+
+Sink = Callable[[str, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and as whom to join: rank `rank` of `world_size` at `address`:`port`, under `name`."""
+
+    name: str
+    address: str
+    port: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor that is announced."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one call announces: a broadcast for each part in order or, `flattened`, one of all their bytes."""
+
+    parts: Sequence[Part]
+    flattened: bool
+
+
+class GroupLost(Exception):
+    """The group does not come about, or the trainer is gone or late. The message says which."""
+
+
+class UpdateGroup:
+    """Membership in one group, with a thread of its own.
+
+    Loop: joins, then consumes buckets in the order of `receive`; produces tensors into their sinks. Waits for the
+    next bucket and, in torch without the interpreter lock, for the trainer; is unblocked by `leave`, by the trainer's
+    end, or by the timeout. gloo cannot be interrupted: after a `leave` in the middle of a join or a receive the thread
+    ends when the timeout is over, and nobody waits for it.
+    """
+
+    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+        self._meeting, self._timeout = meeting, timedelta(seconds=timeout_s)
+        self._orders: queue.SimpleQueue[tuple[Bucket, Sink, Future[None]] | None] = queue.SimpleQueue()
+        self._pending: set[Future[None]] = set()
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self.joined: Future[None] = Future()
+        self.left: Future[None] = Future()
+        self.thread = threading.Thread(target=self._run, name=f"group {meeting.name}", daemon=True)
+        self.thread.start()
+
+    def receive(self, bucket: Bucket, sink: Sink) -> Future[None]:
+        """Take part in the broadcast of `bucket`; done when each tensor is in the sink. Fails with GroupLost."""
+        done: Future[None] = Future()
+        self._pending.add(done)
+        done.add_done_callback(self._pending.discard)
+        self._orders.put((bucket, sink, done))
+        return done
+
+    def leave(self) -> Future[None]:
+        """Leave the group. What is being received fails at once; then the future is done without waiting for gloo."""
+        pending = [done for done in list(self._pending) if _settle(done, GroupLost("the group was destroyed"))]
+        self._orders.put(None)
+        if pending:
+            _settle(self.left)
+        return self.left
+
+    def _run(self) -> None:
+        try:
+            store, group = self._join()
+        except (RuntimeError, ValueError) as error:
+            _settle(self.joined, GroupLost(_first_line(error)))
+            return
+        _settle(self.joined)
+        while (order := self._orders.get()) is not None:
+            bucket, sink, done = order
+            if done.done():
+                continue
+            try:
+                self._receive(group, bucket, sink)
+                _settle(done)
+            except RuntimeError as error:
+                _settle(done, GroupLost(_first_line(error)))
+        try:
+            torch.distributed.destroy_process_group(group)
+        except RuntimeError as error:  # a group that is broken already is gone all the same
+            log.warning("group %s: %s", self._meeting.name, _first_line(error))
+        del group, store
+        _settle(self.left)
+
+    def _join(self) -> tuple[TCPStore, ProcessGroup]:
+        m = self._meeting
+        store = TCPStore(m.address, m.port, m.world_size, False, self._timeout, wait_for_workers=False)
+        with gloo_at(m.address):
+            group, _ = _new_process_group_helper(
+                m.world_size,
+                m.rank,
+                [],
+                Backend("gloo"),
+                PrefixStore(m.name, store),
+                group_name=GroupName(m.name),
+                timeout=self._timeout,
+            )
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(m.world_size)}
+        return store, group
+
+    def _receive(self, group: ProcessGroup, bucket: Bucket, sink: Sink) -> None:
+        if not bucket.flattened:
+            for part in bucket.parts:
+                tensor = torch.empty(part.shape, dtype=part.dtype)
+                torch.distributed.broadcast(tensor, src=0, group=group)
+                sink(part.name, tensor)
+            return
+        total = sum(part.num_bytes for part in bucket.parts)
+        if total > len(self._flat):  # kept from bucket to bucket: to touch fresh pages costs as much as the transfer
+            self._flat = torch.empty(total, dtype=torch.uint8)
+        flat = self._flat[:total]
+        torch.distributed.broadcast(flat, src=0, group=group)
+        start = 0
+        for part in bucket.parts:
+            piece = flat[start : start + part.num_bytes]
+            start += part.num_bytes
+            aligned = piece if piece.storage_offset() % part.dtype.itemsize == 0 else piece.clone()
+            sink(part.name, aligned.view(part.dtype).view(part.shape))
+
+
+def _settle(future: Future[None], error: Exception | None = None) -> bool:
+    """Finish a future unless somebody else did; whether it was us."""
+    try:
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,288 @@
+"""Leasing tasks: which this server works on, that it still does, and what dead servers left behind.
+
+A task that was read stays in the stream's pending list under our name until it is published. As long as we beat, it
+is ours; when we stop, another server takes it over after `idle_ms`. So a killed server costs its unfinished groups
+and nothing else, and a server that wakes from a long stop finds that its tasks are no longer its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.codec import decode_as, number_of
+from protocol.errors import ProtocolError, StateLost
+from protocol.functions import BEAT
+from protocol.keys import TASK_GROUP
+from protocol.messages import GroupFailed, Task
+from protocol.runtime.redis.aio import Outage, RedisClient, RedisDown, RedisFull
+from rollout_server.dispatch.publisher import Sink
+from rollout_server.metrics import Stats
+
+log = logging.getLogger(__name__)
+
+MAX_DELIVERIES = 3
+"""A task that was taken over more often than this has probably killed its servers: it is given up as poison."""
+HOPELESS_S = 3.0
+"""How long a drain goes on without any engine: a restarted one may be back within it."""
+BACKLOG_LOOK_S = 0.05
+"""How often a server that is held up looks whether it still is."""
+HAND_BACK_S = 3.0
+"""How long an orderly stop tries to hand tasks back. Without it they are taken over later."""
+
+
+@dataclass
+class Lease:
+    """A task of ours. `entry` is its id in the task stream.
+
+    publishing  set once its result is on the way: a lost lease then no longer matters, publishing decides
+    """
+
+    entry: str
+    task: Task
+    publishing: bool = False
+
+
+Perform = Callable[[Lease], Awaitable[None]]
+"""Carries a lease to its end: published, replaced by its next attempt, or given up. Raises nothing but bugs."""
+
+
+class Tasks:
+    """The leases of this server. `consumer` is unique to this process, so that nobody else beats under its name."""
+
+    def __init__(
+        self,
+        redis: RedisClient,
+        sink: Sink,
+        stats: Stats,
+        *,
+        consumer: str,
+        concurrency: int,
+        idle_ms: int,
+        held_up: Callable[[], str] = lambda: "",
+    ) -> None:
+        """held_up  what a group more would only wait for, by the name of the wait; "" when it could begin. The task is
+        better left in the stream: to a server that can, or until this one can"""
+        self._redis, self._sink, self._stats = redis, sink, stats
+        self._consumer, self._concurrency, self._idle_ms = consumer, concurrency, idle_ms
+        self._held_up = held_up
+        self.in_flight: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._freed = asyncio.Event()
+        self._accepting = asyncio.Event()
+        self._accepting.set()
+        self._stopping = False
+        self._cursor = "0-0"
+        self._next_reclaim = 0.0
+
+    def accept(self, yes: bool) -> None:
+        """Whether new tasks are leased; those in flight go on either way."""
+        if yes:
+            self._accepting.set()
+        else:
+            self._accepting.clear()
+
+    def stop(self) -> None:
+        """Lease nothing more, for good: `lease_loop` returns when its read does."""
+        self._stopping = True
+        self._accepting.set()
+        self._freed.set()
+
+    async def lease_loop(self, group: asyncio.TaskGroup, perform: Perform) -> None:
+        """Consumes tasks (new ones, and those whose server fell silent); produces one `perform` in `group` for each.
+
+        Waits for a free place, for permission (`accept`), for engines or retriever (`held_up`) and for credit: a task
+        in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease that ran
+        out. Ended by `stop`, within BLOCK_MS.
+        """
+        waiting = f"waiting for the learner to start run {self._redis.keys.run}"
+        outage = Outage("leasing tasks", self._stats.waits, at_first=waiting)
+        while not self._stopping:
+            await self._accepting.wait()
+            await self._place()
+            if self._stopping:
+                return
+            if cause := self._held_up():
+                with self._stats.waits.during(cause):
+                    await asyncio.sleep(BACKLOG_LOOK_S)
+                continue
+            try:
+                entries = await self._reclaim() or await self._read()
+            except (RedisDown, RedisFull, StateLost) as error:
+                await outage.wait(error)
+                continue
+            outage.over()
+            for entry, fields in entries:
+                # a Redis that lost its last second hands out once more what we already work on
+                lease = await self._open(entry, fields) if entry not in self.in_flight else None
+                if lease is not None:
+                    self._start(group, lease, perform)
+
+    async def beat_loop(self) -> None:
+        """Consumes the leases in flight; produces fresh idle times in Redis; waits a third of `idle_ms`.
+
+        A lease that another server has taken is cancelled here, unless its result is already being published.
+        """
+        outage = Outage("renewing leases", self._stats.waits, longest_s=self._idle_ms / 6000)
+        while True:
+            await asyncio.sleep(self._idle_ms / 3000)
+            while True:
+                try:
+                    await self._beat()
+                except (RedisDown, RedisFull, StateLost) as error:
+                    await outage.wait(error)
+                else:
+                    outage.over()
+                    break
+
+    async def drain(self, seconds: float, hurry: asyncio.Event, *, hopeful: Callable[[], bool] = lambda: True) -> None:
+        """Let groups in flight finish, for `seconds` or until `hurry`; hand back the tasks of those that did not.
+
+        hopeful  False while nothing can finish (every engine is gone, as when a whole run is stopped): after
+                 HOPELESS_S of that the wait ends too
+        """
+        running = {task for _, task in self.in_flight.values()}
+        now = hoped = time.monotonic()
+        deadline = now + seconds
+        while running and not hurry.is_set() and now < min(deadline, hoped + HOPELESS_S):
+            await asyncio.wait(running, timeout=min(0.1, deadline - now))
+            running = {task for task in running if not task.done()}
+            now = time.monotonic()
+            hoped = now if hopeful() else hoped
+        unfinished = [lease for lease, task in self.in_flight.values() if not task.done()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        try:
+            async with asyncio.timeout(HAND_BACK_S):
+                for lease in unfinished:
+                    log.info("handing back seq %d", lease.task.seq)
+                    if await self._sink.replace(lease.entry, lease.task):
+                        self._stats.counts["handed_back"] += 1
+        except TimeoutError:
+            log.warning("Redis is away: the tasks not handed back are taken over when their leases run out")
+
+    async def leave(self) -> None:
+        """Remove our consumer from the group, when nothing is pending under its name; raises RedisDown, StateLost."""
+        tasks = self._redis.keys.tasks
+        async with self._redis.commands() as commands:
+            if not await commands.xpending_range(tasks, TASK_GROUP, "-", "+", 1, consumername=self._consumer):
+                await commands.xgroup_delconsumer(tasks, TASK_GROUP, self._consumer)
+
+    @property
+    def free(self) -> int:
+        """Groups that may still be started. Those that only wait to be published are bounded by the spool."""
+        return self._concurrency - sum(not lease.publishing for lease, _ in self.in_flight.values())
+
+    def finished(self, lease: Lease) -> None:
+        """Its group has come to its end and only has to be published: another one may begin."""
+        lease.publishing = True
+        self._freed.set()
+
+    async def _place(self) -> None:
+        while self.free <= 0 and not self._stopping:
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def _read(self) -> list[tuple[str, dict[bytes, bytes]]]:
+        with self._stats.waits.during("credit"):
+            entries = await self._redis.read(self._redis.keys.tasks, TASK_GROUP, self._consumer, self.free)
+        return [(entry.decode(), fields) for entry, fields in entries]
+
+    async def _reclaim(self) -> list[tuple[str, dict[bytes, bytes]]]:
+        """Tasks whose server fell silent, now ours; looked for a few times within each idle time."""
+        if time.monotonic() < self._next_reclaim:
+            return []
+        # our own first: after an outage of Redis they are idle too, and being claimed counts as a delivery
+        await self._beat()
+        tasks = self._redis.keys.tasks
+        async with self._redis.commands(tasks) as commands:
+            cursor, entries, *_ = await commands.xautoclaim(
+                tasks, TASK_GROUP, self._consumer, self._idle_ms, start_id=self._cursor, count=self.free
+            )
+        self._cursor = cursor.decode()
+        if self._cursor == "0-0":
+            self._next_reclaim = time.monotonic() + self._idle_ms / 4000
+        sound = []
+        for raw_entry, fields in entries:
+            entry = raw_entry.decode()
+            # an idle time shorter than a stop of ours may hand us what we already work on
+            if fields and entry not in self.in_flight and not await self._poisonous(entry, fields):
+                sound.append((entry, fields))
+        self._stats.counts["reclaimed"] += len(sound)
+        return sound
+
+    async def _poisonous(self, entry: str, fields: dict[bytes, bytes]) -> bool:
+        tasks = self._redis.keys.tasks
+        async with self._redis.commands(tasks) as commands:
+            pending: list[dict[str, Any]] = await commands.xpending_range(tasks, TASK_GROUP, entry, entry, 1)
+        deliveries = int(pending[0]["times_delivered"]) if pending else 0
+        if deliveries <= MAX_DELIVERIES:
+            return False
+        lease = await self._open(entry, fields)
+        if lease is not None:
+            detail = f"delivered {deliveries} times without an outcome"
+            log.error("seq %d is given up as poison: %s", lease.task.seq, detail)
+            await self._sink.keep_evidence(entry, lease.task.seq, fields[b"b"], "task_poison", detail)
+            await self._sink.tell("poison", f"seq {lease.task.seq} is given up: {detail}")
+            await self._sink.publish(entry, self.failed(lease.task, "poison", detail))
+        return True
+
+    def failed(self, task: Task, reason: str, detail: str = "", generated_tokens: int = 0) -> GroupFailed:
+        """The message that gives a task up."""
+        return GroupFailed(
+            run=self._redis.keys.run,
+            seq=task.seq,
+            attempt=task.attempt,
+            question_id=task.question.id,
+            reason=reason,
+            detail=detail,
+            generated_tokens=generated_tokens,
+            producer=self._stats.id,
+        )
+
+    async def _open(self, entry: str, fields: dict[bytes, bytes]) -> Lease | None:
+        """The lease on an entry; None when it cannot be read, after it was buried."""
+        raw = fields.get(b"b", b"")
+        seq = number_of(fields.get(b"seq", b"")) or None
+        try:
+            task = decode_as(Task, raw)
+            if task.seq != seq:
+                raise ProtocolError(f"the body is of seq {task.seq}")
+        except ProtocolError as error:
+            self._stats.counts["unreadable_tasks"] += 1
+            await self._sink.bury(entry, seq, raw, error, self._redis.keys.run)
+            return None
+        return Lease(entry, task)
+
+    def _start(self, group: asyncio.TaskGroup, lease: Lease, perform: Perform) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
+            del self.in_flight[lease.entry]
+            self._freed.set()
+
+        issued_s = int(lease.entry.partition("-")[0]) / 1000
+        self._stats.distribute("task_queue_age_seconds", max(0.0, time.time() - issued_s))
+        running = group.create_task(_carry(perform, lease), name=f"seq-{lease.task.seq}")
+        self.in_flight[lease.entry] = (lease, running)
+        # a callback and not a `finally`: a task that is cancelled before its first step runs no `finally`
+        running.add_done_callback(ended)
+
+    async def _beat(self) -> None:
+        entries = list(self.in_flight)
+        if not entries:
+            return
+        mine: Any = await self._redis.call(BEAT, [self._redis.keys.tasks], self._consumer, *entries)
+        for entry in sorted(set(entries) - {raw.decode() for raw in mine}):
+            lease, task = self.in_flight.get(entry, (None, None))
+            if lease is not None and task is not None and not lease.publishing:
+                log.warning("the lease on seq %d is lost: another server has it", lease.task.seq)
+                self._stats.counts["leases_lost"] += 1
+                task.cancel()
+                await self._sink.tell("lease-lost", f"another server has taken seq {lease.task.seq}")
+
+
+async def _carry(perform: Perform, lease: Lease) -> None:
+    await perform(lease)

@@ -1,0 +1,81 @@
+"""One lease to its end: run the group, then publish it, pass the task on to its next attempt, or give it up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from protocol.messages import Segment, Task, Trajectory, TrajectoryGroup
+from protocol.versions import PolicyVersion
+from rollout_server.dispatch.fleet import Fleet
+from rollout_server.dispatch.leases import Lease, Tasks
+from rollout_server.dispatch.publisher import Sink
+from rollout_server.metrics import Stats
+from rollout_server.rollout.group import GroupRejected
+from rollout_server.rollout.trajectory import OnProgress, ShouldStop
+
+log = logging.getLogger(__name__)
+
+Roll = Callable[[Task, ShouldStop, OnProgress], Awaitable[TrajectoryGroup | GroupRejected]]
+"""Runs all trajectories of a task's question."""
+
+
+class Work:
+    """What `Tasks.lease_loop` starts for every lease."""
+
+    def __init__(
+        self, tasks: Tasks, roll: Roll, sink: Sink, fleet: Fleet, stats: Stats, *, max_lag: int, max_attempts: int
+    ) -> None:
+        self._tasks, self._roll, self._sink, self._fleet, self._stats = tasks, roll, sink, fleet, stats
+        self._max_lag, self._max_attempts = max_lag, max_attempts
+        self.trajectories_in_flight = 0
+
+    async def __call__(self, lease: Lease) -> None:
+        task = lease.task
+        unfinished = task.group_size
+        self.trajectories_in_flight += unfinished
+
+        def progress(event: Segment | Trajectory) -> None:
+            nonlocal unfinished
+            if isinstance(event, Segment):
+                self._stats.count_segment(event)
+            else:
+                self._stats.count_trajectory(event)
+                self.trajectories_in_flight -= 1
+                unfinished -= 1
+
+        try:
+            outcome = await self._roll(task, self.too_old, progress)
+        except Exception as error:
+            # a fault of ours with one question must not end the others' groups: it is logged, counted and reported
+            log.exception("seq %d broke", task.seq)
+            outcome = GroupRejected(f"error_{type(error).__name__}", str(error)[:2000], 0)
+        finally:
+            self.trajectories_in_flight -= unfinished
+        self._tasks.finished(lease)
+        await self._settle(lease, outcome)
+
+    def too_old(self, first: PolicyVersion) -> bool:
+        """Whether a group whose oldest token is of version `first` has fallen too far behind to be finished.
+
+        Across epochs steps cannot be compared here: what the learner does with such a group is its decision.
+        """
+        target = self._fleet.table.target
+        return target is not None and target.epoch == first.epoch and target.step - first.step > self._max_lag
+
+    async def _settle(self, lease: Lease, outcome: TrajectoryGroup | GroupRejected) -> None:
+        task = lease.task
+        if isinstance(outcome, TrajectoryGroup):
+            await self._sink.publish(lease.entry, outcome)
+            return
+        self._stats.counts["groups_rejected"] += 1
+        log.warning(
+            "seq %d, attempt %d of %d, is rejected: %s (%s)",
+            *(task.seq, task.attempt, self._max_attempts, outcome.reason, outcome.detail),
+        )
+        if task.attempt < self._max_attempts:
+            again = task.model_copy(update={"attempt": task.attempt + 1})
+            await self._sink.replace(lease.entry, again, outcome.generated_tokens)
+            return
+        given_up = self._tasks.failed(task, outcome.reason, outcome.detail, outcome.generated_tokens)
+        await self._sink.publish(lease.entry, given_up)

@@ -1,0 +1,344 @@
+"""Client of one engine that speaks SGLang's HTTP API, real SGLang or the embedded CPU engine: generation.
+
+Answers are streamed, so that what an engine has sampled is here when it dies. Everything that can go wrong comes out
+as an EngineError with a cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from rollout_server.engine.base import Completion, EngineError, GenerateRequest
+from rollout_server.engine.continuation import Turn
+from rollout_server.engine.decoding import Reader, Received, cause_of_status
+
+# One request at one engine while it runs: what came, how long it may take, and how to end it from outside.
+
+GRACE_S = 1.0
+"""How long an engine may take to end a stream whose last chunk has come."""
+RECHECK_S = 1.0
+"""How often an engine that may be silent is looked at again."""
+
+
+def _never() -> bool:
+    return False
+
+
+class Call:
+    """`async with call:` around the request; ends it with an EngineError when a limit is reached or on `leave`.
+
+    received   the caller's: whatever ends the call, the tokens are there
+    timeout_s  for all of it
+    stall_s    between two pieces of the answer, once the first has come
+    may_pause  whether the engine is known to be silent for a reason (it loads weights); asked before it is a stall
+    enough     asked after each piece of the answer: True ends the call at once, without an error
+    """
+
+    def __init__(
+        self,
+        received: Received,
+        *,
+        timeout_s: float,
+        stall_s: float = math.inf,
+        may_pause: Callable[[], bool] = _never,
+        enough: Callable[[], bool] | None = None,
+    ) -> None:
+        self.received, self.enough = received, enough
+        self._timeout_s, self._stall_s, self._may_pause = timeout_s, stall_s, may_pause
+        self._loop = asyncio.get_running_loop()
+        self._scope = asyncio.timeout(None)
+        self._deadline = math.inf
+        self.heard_at = -math.inf
+        """When the last piece of the answer came, by the loop's clock."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._why: EngineError | None = None
+        self._open = False
+
+    def leave(self, cause: str, detail: str) -> None:
+        """Ends the call from outside, with this error. Nothing happens when it has ended already."""
+        if self._open:
+            self._open = False
+            self._why = EngineError(cause, self.received.engine, detail)
+            self._scope.reschedule(self._loop.time())
+
+    def heard(self) -> None:
+        """A piece of the answer has come."""
+        if self.heard_at == -math.inf and self._stall_s < self._timeout_s:
+            self._arm(self._stall_s)
+        self.heard_at = self._loop.time()
+        if self.received.finish_reason and self._stall_s > GRACE_S:
+            self._stall_s = GRACE_S
+            self._arm(GRACE_S)
+
+    async def __aenter__(self) -> Call:
+        await self._scope.__aenter__()
+        self._open = True
+        self._deadline = self._loop.time() + self._timeout_s
+        self._arm(self._timeout_s)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open = False
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:
+            if self._why is None:
+                raise
+            raise self._why from None
+
+    def _arm(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """Ends the call when a limit has been reached; else looks again when the next one may be."""
+        now = self._loop.time()
+        if now >= self._deadline:
+            self.leave("timeout", f"not done within {self._timeout_s:g} s, {len(self.received.ids)} tokens")
+            return
+        due = self.heard_at + self._stall_s if self.heard_at > -math.inf else self._deadline
+        if now >= due:
+            if not self._may_pause():
+                self.leave("stalled", f"silent for {self._stall_s:g} s after {len(self.received.ids)} tokens")
+                return
+            self.heard_at = now  # when it goes on it has the whole time again
+            due = now + RECHECK_S
+        self._arm(max(0.0, min(due, self._deadline) - now))
+
+
+# One HTTP call to an engine, with a deadline and typed errors. Everything that can go wrong is an EngineError.
+#
+# SGLang with `--admin-api-key` wants that key for control, and `--api-key` for everything else. Both come from the
+# environment, or from the node that launched the engine (`node/launch.py`).
+
+API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"
+
+CONTROL_TIMEOUT_S = 30.0
+"""Deadline of a control call that computes nothing."""
+
+
+KEEP_ALIVE_S = 4.0
+"""An idle connection is closed from here after so long. SGLang's server does it after 5 s, and a request that crosses
+that closing would look like an engine that has died."""
+
+
+def connector() -> aiohttp.TCPConnector:
+    """Pooled connections to engines, as many as there are requests: how many an engine runs together is decided by
+    windows and by the engines themselves."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+
+
+class EngineHttp:
+    """Calls to the engine at `url`. `session` is shared and owned by the caller; `name` goes into errors."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "", key: str = "") -> None:
+        self.session, self.url, self.name = session, url.rstrip("/"), name or url
+        self.use_keys(os.environ.get(API_KEY_VARIABLE, "") or key, os.environ.get(ADMIN_KEY_VARIABLE, ""))
+
+    def use_keys(self, api_key: str, admin_key: str) -> None:
+        """Calls from now on bring these keys, "" for none; without an admin key control calls bring the API key."""
+        self.open_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.admin_headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else self.open_headers
+
+    async def control(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Any:
+        """A call that the admin key opens; the decoded JSON, or the text where the engine answers with that."""
+        return await self.call(method, path, body, timeout_s=timeout_s, headers=self.admin_headers)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        timeout_s: float,
+        headers: dict[str, str],
+        parse: bool = True,
+    ) -> Any:
+        """One request and its whole answer, within timeout_s. Raises EngineError."""
+        deadline = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(5.0, timeout_s))
+        try:
+            async with self.session.request(
+                method, self.url + path, json=body, headers=headers, timeout=deadline, allow_redirects=False
+            ) as response:
+                if response.status >= 400:
+                    cause = "http_500" if response.status >= 500 else "refused"
+                    raise EngineError(cause, self.name, f"{path}: {response.status} {(await response.text())[:500]}")
+                return await _content(response) if parse else None
+        except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
+            raise EngineError("unreachable", self.name, f"{path}: {error}") from None
+        except TimeoutError:
+            raise EngineError("timeout", self.name, f"{path}: no answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError("unreachable", self.name, f"{path}: {type(error).__name__}: {error}") from None
+        except ValueError as error:
+            raise EngineError("bad_output", self.name, f"{path}: not JSON: {str(error)[:200]}") from None
+
+
+async def _content(response: aiohttp.ClientResponse) -> Any:
+    # flush_cache, pause, abort and metrics answer with plain text or nothing
+    return await (response.json() if response.content_type == "application/json" else response.text())
+
+
+def json_object(reply: Any, name: str) -> dict[str, Any]:
+    if not isinstance(reply, dict):
+        raise EngineError("bad_output", name, f"expected a JSON object, got {type(reply).__name__}")
+    return reply
+
+
+STREAM_INTERVAL = 8
+"""Tokens between two chunks: what is lost at most when an engine dies."""
+CONNECT_S = 5.0
+LARGEST_ANSWER = 64 << 20
+"""Bytes of an answer that is not a stream."""
+
+
+class SglangClient:
+    """One engine at `url`. `session` is shared and owned by the caller; `name` goes into errors and completions.
+
+    adapter  name of the LoRA adapter that answers; "": the weights themselves
+    key      its API key, where the environment holds none (`protocol.runtime.http.auth.engine_key`)
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        name: str = "",
+        adapter: str = "",
+        stream_interval: int = STREAM_INTERVAL,
+        key: str = "",
+    ) -> None:
+        self._http = EngineHttp(session, url, name=name, key=key)
+        self.name = self._http.name
+        self._adapter, self._stream_interval = adapter, stream_interval
+
+    async def generate(
+        self, request: GenerateRequest, *, version: str, timeout_s: float, vocab_size: int | None = None
+    ) -> Completion:
+        """One whole turn from this engine, or an EngineError. `version`: see `stream`."""
+        received = Received(self.name, request.max_new_tokens, vocab_size=vocab_size, label=version)
+        await self.stream(request, Call(received, timeout_s=timeout_s), version=version)
+        turn = Turn(request)
+        turn.add(received)
+        completion = turn.completion()
+        if completion is None:
+            raise EngineError("bad_output", self.name, "the versions of its tokens are not known")
+        return completion
+
+    async def stream(self, request: GenerateRequest, call: Call, *, version: str) -> None:
+        """Generate into `call.received`, until the turn ends or `call.enough`. Raises EngineError.
+
+        version  label that keeps the prefix cache of this version apart
+
+        Leaving (a limit, a cancellation) closes the connection, and the engine then aborts the request.
+        """
+        body, received = json.dumps(self._body(request, version)), call.received
+        try:
+            async with call:
+                await self._exchange(body, call)
+            return
+        except EngineError as error:
+            failure = error
+        except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
+            failure = EngineError("unreachable", self.name, str(error))
+        except (aiohttp.ClientError, OSError) as error:
+            cause = "cut" if received.chunks else "unreachable"
+            failure = EngineError(cause, self.name, f"{type(error).__name__}: {error}"[:500])
+        if failure.cause == "bad_output" or not received.finish_reason:
+            raise failure from None
+
+    async def _exchange(self, body: str, call: Call) -> None:
+        headers = self._http.open_headers | {"Content-Type": "application/json"}
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with self._http.session.post(
+            self._http.url + "/generate", data=body, headers=headers, timeout=limits, allow_redirects=False
+        ) as response:
+            if response.status >= 400:
+                said = (await response.content.read(2000)).decode(errors="replace")
+                raise EngineError(cause_of_status(response.status), self.name, f"{response.status} {said[:500]}")
+            if response.content_type == "text/event-stream":
+                await self._read_events(response, call)
+            elif response.content_type == "application/json":
+                await self._read_whole(response, call.received)
+            else:
+                raise EngineError("bad_output", self.name, f"an answer of type {response.content_type[:100]}")
+
+    async def _read_events(self, response: aiohttp.ClientResponse, call: Call) -> None:
+        received = call.received
+        reader = Reader(received)
+        try:
+            async for data in response.content.iter_any():
+                reader.feed(data)
+                call.heard()
+                if call.enough is not None:
+                    reader.settle()
+                    if call.enough():
+                        return
+        except asyncio.CancelledError:
+            with suppress(EngineError):  # a chunk that is not sound brings no tokens, and a cancellation goes first
+                reader.settle()
+            raise
+        except aiohttp.ClientError:
+            # of a connection that is lost aiohttp hands out no more, but what had come by then is here
+            for data in response.content._buffer:
+                reader.feed(data)
+            reader.settle()
+            raise
+        reader.settle()
+        if not received.finish_reason:
+            raise EngineError("cut", self.name, f"no last chunk after {len(received.ids)} tokens")
+
+    async def _read_whole(self, response: aiohttp.ClientResponse, received: Received) -> None:
+        """The answer of an engine that does not stream."""
+        if (response.content_length or 0) > LARGEST_ANSWER:
+            raise EngineError("bad_output", self.name, f"an answer of {response.content_length} bytes")
+        try:
+            received.take(json.loads(await response.read()))
+        except (ValueError, RecursionError) as error:
+            raise EngineError("bad_output", self.name, f"not JSON: {str(error)[:200]}") from None
+        if not received.finish_reason:
+            raise EngineError("bad_output", self.name, "an answer without a finish reason")
+
+    def _body(self, request: GenerateRequest, version: str) -> dict[str, Any]:
+        sampling = request.sampling
+        params: dict[str, Any] = {
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop": list(request.stop),
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+            "stream_interval": self._stream_interval,
+        }
+        if request.seed is not None:
+            params["sampling_seed"] = request.seed
+        body = {
+            "input_ids": [int(i) for i in request.ids],
+            "sampling_params": params,
+            # the scheduler matches an abort's rid by prefix: only ids of one length are safe
+            "rid": uuid.uuid4().hex,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": True,
+            "extra_key": version,
+        }
+        return body | {"lora_path": self._adapter} if self._adapter else body

@@ -1,0 +1,103 @@
+"""One turn out of one or more requests: what is there, what is still to be asked for, whether it is over. Pure.
+
+An engine ends a turn at a stop string or at an end-of-sequence token, but it sees only what it sampled itself. Of a
+turn that was continued, it does not see a stop string whose beginning came from the engine before; and the last chunk
+of an answer may be lost when everything else is there. So the end is looked for here too, in those two cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from protocol.messages import VersionSpan
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import Completion, GenerateRequest
+from rollout_server.engine.decoding import Received
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the end of a turn shows in its tokens. `decode`: all ids as text; `eos_ids`: tokens that end a turn."""
+
+    decode: Callable[[Sequence[int]], str]
+    eos_ids: frozenset[int] = frozenset()
+
+    def find(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str | int] | None:
+        """(number of tokens up to and with the one that ends the turn, what ended it); None: it goes on."""
+        over = next((k for k, i in enumerate(ids, 1) if i in self.eos_ids), 0)
+        ids = ids[:over] if over else ids
+        text = self.decode(ids)
+        if any(stop in text for stop in stops):
+            for k in range(1, len(ids) + 1):
+                text = self.decode(ids[:k])
+                for stop in stops:
+                    if stop in text:
+                        return k, stop
+        return (over, ids[over - 1]) if over else None
+
+
+class Turn:
+    """The tokens of a turn as its pieces come. `ending` None: only engines say when it is over."""
+
+    def __init__(self, request: GenerateRequest, ending: Ending | None = None) -> None:
+        self._request, self._ending = request, ending
+        self.ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[tuple[PolicyVersion, int, int]] = []
+        self.pieces = 0
+        self._engine = ""
+        self._finish: tuple[str, str | int | None] | None = None
+
+    def add(self, received: Received) -> int:
+        """Join what a request brought; returns how many of its tokens are left out, their version being unknown."""
+        spans = received.spans()
+        sure = spans[-1][2] if spans else 0
+        before = len(self.ids)
+        self.ids += received.ids[:sure]
+        self._logprobs += received.logprobs[:sure]
+        for version, start, end in spans:
+            self._join(version, before + start, before + end)
+        if sure:
+            self.pieces += 1
+            self._engine = received.engine
+        whole = sure == len(received.ids)
+        self._finish = (received.finish_reason, received.matched) if whole and received.finish_reason else None
+        return len(received.ids) - sure
+
+    def rest(self) -> GenerateRequest:
+        """What is still to be generated: from the tokens that are there, and no more than is left."""
+        if not self.ids:
+            return self._request
+        left = self._request.max_new_tokens - len(self.ids)
+        return replace(self._request, ids=[*self._request.ids, *self.ids], max_new_tokens=left)
+
+    def over_with(self, more: Sequence[int]) -> bool:
+        """Whether the turn ends within `more`, which a request that continues it has brought so far."""
+        return self._ending is not None and self._ending.find([*self.ids, *more], self._request.stop) is not None
+
+    def completion(self) -> Completion | None:
+        """The turn when it is over, None while it is not."""
+        count, finish = len(self.ids), self._finish
+        if self._ending is not None and count and (finish is None or self.pieces > 1):
+            found = self._ending.find(self.ids, self._request.stop)
+            if found is not None:
+                count, finish = found[0], ("stop", found[1])
+        if finish is None and count and count >= self._request.max_new_tokens:
+            finish = ("length", None)
+        if finish is None:
+            return None
+        spans = tuple(
+            VersionSpan(epoch=version.epoch, step=version.step, start=start, end=min(end, count))
+            for version, start, end in self._spans
+            if start < count
+        )
+        return Completion(
+            self.ids[:count], self._logprobs[:count], spans, finish[0], finish[1], self._engine, max(1, self.pieces)
+        )
+
+    def _join(self, version: PolicyVersion, start: int, end: int) -> None:
+        """Append a span; one with the last one's version makes that longer."""
+        if self._spans and self._spans[-1][0] == version:
+            start = self._spans.pop()[1]
+        self._spans.append((version, start, end))

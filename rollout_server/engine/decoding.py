@@ -1,0 +1,329 @@
+"""Server-sent events of /generate, as tokens in a `Received`: pure.
+
+SGLang's chunks hold all tokens so far, so decoding each one costs the square of the turn's length. Of a chunk that
+says nothing new but more tokens only its bytes are kept, until the stream ends or somebody looks (`settle`): then the
+last one is decoded and checked, and it holds what the others held.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import EngineError
+
+# One answer of /generate, or one chunk of a streamed one, as tokens: pure, and suspicious.
+#
+# Nothing that an engine says is believed before it is checked: an id beyond the vocabulary, a NaN or a version span
+# with a gap would be trained on. Facts of the API: SGLang 0.5.21 to 0.5.23.
+
+MAX_LOGPROB = 0.9e-3
+"""A log-prob is at most 0; rounding in the engine's softmax may lift it by a little. Less than the 1e-3 that a message
+takes, which is more than 1e-3 as float32."""
+MIN_LOGPROB = -1e38
+"""They travel as float32, whose least number is -3.4e38."""
+MAX_VOCAB = 1 << 31
+"""Ids travel as int32."""
+
+Spans = tuple[tuple[PolicyVersion, int, int], ...]
+"""(version, start, end) over the tokens of one request, without gaps."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a chunk adds to the `have` tokens before it.
+
+    ids, logprobs  [n] the new ones
+    label          the engine's weight version when it sent the chunk
+    spans          the versions of all have + n tokens; None where the chunk does not say
+    finish         SGLang's finish_reason; None: more is to come
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    label: str
+    spans: Spans | None
+    finish: dict[str, Any] | None
+
+
+def read_chunk(reply: Any, have: Sequence[int]) -> Chunk:
+    """The chunk in a decoded JSON object; raises ValueError (or its like) for whatever does not add up.
+
+    A chunk holds all tokens of the request so far or (SGLang's --incremental-streaming-output) only the new ones;
+    `completion_tokens` counts all of them either way.
+    """
+    meta = reply["meta_info"]
+    finish = meta["finish_reason"]
+    if finish is not None and finish["type"] not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {str(finish['type'])[:40]!r}")
+    given, pairs = reply.get("output_ids"), meta.get("output_token_logprobs")
+    total = meta.get("completion_tokens")
+    if total is None and finish is not None and finish["type"] == "abort" and (not pairs or given[: len(have)] != have):
+        given, pairs, total = [], [], len(have)  # aborted while it waited: SGLang leaves most fields out
+    if given is None or pairs is None:
+        raise ValueError("no token ids, or no log-probs")
+    total = len(given) if total is None else total
+    start = _first_new(given, total, have)
+    ids, sampled = given[start:], pairs[start:]
+    logprobs = [pair[0] for pair in sampled]
+    if [pair[1] for pair in sampled] != ids:
+        raise ValueError(f"{len(ids)} ids, {len(sampled)} log-probs, or log-probs of other ids")
+    label = str(meta["weight_version"])
+    spans = meta.get("weight_versions")
+    return Chunk(ids, logprobs, label, _spans(spans, total) if spans else None, finish)
+
+
+def _first_new(given: list[Any], total: int, have: Sequence[int]) -> int:
+    """Index of the first new token in a chunk. Raises ValueError when the chunk does not follow the ones before."""
+    known = len(have)
+    if len(given) == total:
+        if given[:known] != have:
+            raise ValueError(f"a chunk of {total} tokens contradicts the {known} before it")
+        return known
+    if len(given) == total - known:
+        return 0
+    raise ValueError(f"a chunk of {len(given)} tokens after {known}, {total} in all")
+
+
+def check_tokens(chunk: Chunk, room: int, vocab_size: int | None) -> None:
+    """Raises ValueError for numbers that cannot be. `room`: tokens that the request may still bring."""
+    ids, logprobs = chunk.ids, chunk.logprobs
+    if not ids:
+        return
+    if len(ids) > room:
+        raise ValueError(f"{len(ids)} more tokens where {room} were allowed")
+    if set(map(type, ids)) != {int}:
+        raise ValueError("a token id is not an integer")
+    if min(ids) < 0 or max(ids) >= (MAX_VOCAB if vocab_size is None else vocab_size):
+        raise ValueError(f"a token id is outside the vocabulary of {vocab_size}")
+    if not set(map(type, logprobs)) <= {float, int}:
+        raise ValueError("a log-prob is not a number")
+    # a sum is finite only where every one is; max says nothing of a NaN that is not the first
+    if not math.isfinite(sum(logprobs)) or max(logprobs) > MAX_LOGPROB or min(logprobs) < MIN_LOGPROB:
+        raise ValueError("a log-prob is not finite as float32, or above zero")
+
+
+def _spans(given: Any, total: int) -> Spans:
+    """Versions that cover [0, total); raises ValueError for a gap. A version with a foreign label counts as (0, 0)."""
+    spans = []
+    position = 0
+    for item in given:
+        start, end = int(item["start"]), int(item["end"])
+        if start == end:
+            continue
+        if start != position or end < start:
+            raise ValueError(f"version spans leave a gap or overlap at token {position}")
+        spans.append((version_of(str(item["version"])), start, end))
+        position = end
+    if position != total:
+        raise ValueError(f"version spans end at {position} of {total} tokens")
+    return tuple(spans)
+
+
+def version_of(label: str) -> PolicyVersion:
+    """The policy version with this label; (0, 0) for a foreign one."""
+    return PolicyVersion.parse(label) or PolicyVersion(0, 0)
+
+
+def error_in_stream(reply: Any, engine: str) -> EngineError | None:
+    """The error that SGLang sends as an event, since a stream's status is 200 before anything is known."""
+    if not isinstance(reply, dict) or not isinstance(reply.get("error"), dict):
+        return None
+    error = reply["error"]
+    cause = cause_of_status(error.get("code") if isinstance(error.get("code"), int) else 500)
+    return EngineError(cause, engine, str(error.get("message", ""))[:500])
+
+
+def cause_of_status(status: int) -> str:
+    """The cause that an HTTP status of 400 or more stands for."""
+    if status in (400, 413, 422):
+        return "refused"
+    return "http_500" if status >= 500 or status == 429 else "denied"
+
+
+# What one request has brought so far, kept whatever ends it: pure.
+#
+# Versions. Where the engine says which version sampled which token (`weight_versions`: the embedded engine in every
+# chunk, SGLang in the last one), that counts. A stream that breaks before that has only the label that each chunk
+# carries. A chunk during which the label changed may hold tokens of both versions: from there on no token is kept, and
+# they are counted, since a token with a wrong version would be trained with a wrong ratio.
+
+ABORT_CAUSE = {400: "refused", 500: "http_500"}
+"""Status code in an abort's finish reason -> cause. Any other abort, 503 (the queue is full) included: `aborted`."""
+
+
+class Received:
+    """Tokens of one request to `engine`.
+
+    limit       most tokens that were asked for
+    vocab_size  ids must be below it; None: unknown
+    label       version that the engine was known to hold when it was asked; "" unknown
+    fixed       version of every token, whatever the engine says: it knows its base model, and not the adapter's step
+
+    ids [n], logprobs [n]; finish_reason and matched as in Completion, "" while more may come.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        limit: int,
+        *,
+        vocab_size: int | None = None,
+        label: str = "",
+        fixed: PolicyVersion | None = None,
+    ) -> None:
+        self.engine, self._limit, self._vocab_size = engine, limit, vocab_size
+        self._fixed = fixed
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason = ""
+        self.matched: str | int | None = None
+        self.chunks = 0
+        self._expected = label
+        """Label of every chunk so far; the one that was known beforehand at first."""
+        self._sure = 0
+        """Tokens before the first chunk whose label was another."""
+        self._changed = False
+        self._labels: set[str] = set()
+        self._spans: Spans = ()
+
+    def take(self, reply: Any) -> None:
+        """A decoded answer or chunk. Raises EngineError: bad_output, aborted (tokens kept), refused, http_500."""
+        error = error_in_stream(reply, self.engine)
+        if error is not None:
+            raise error
+        try:
+            chunk = read_chunk(reply, self.ids)
+            check_tokens(chunk, self._limit - len(self.ids), self._vocab_size)
+            if chunk.finish is not None and chunk.finish["type"] != "abort" and not (self.ids or chunk.ids):
+                raise ValueError("no tokens")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as problem:
+            detail = f"{type(problem).__name__}: {str(problem)[:200]}"
+            raise EngineError("bad_output", self.engine, detail) from None
+        self.chunks += 1
+        self.ids += chunk.ids
+        self.logprobs += chunk.logprobs
+        self._note_version(chunk.label, chunk.spans)
+        if chunk.finish is not None:
+            self._finish(chunk.finish)
+
+    def _note_version(self, label: str, spans: Spans | None) -> None:
+        self._labels.add(label)
+        self._expected = self._expected or label
+        self._changed = self._changed or label != self._expected
+        if not self._changed:
+            self._sure = len(self.ids)
+        if spans is not None:
+            self._spans = spans
+
+    def _finish(self, finish: dict[str, Any]) -> None:
+        if finish["type"] == "abort":
+            status = finish.get("status_code")
+            cause = ABORT_CAUSE.get(status if isinstance(status, int) else 0, "aborted")
+            raise EngineError(cause, self.engine, str(finish.get("message", ""))[:200])
+        self.finish_reason = finish["type"]
+        matched = finish.get("matched")
+        self.matched = matched if isinstance(matched, str | int) else None
+
+    def spans(self) -> Spans:
+        """The versions of the first tokens, as far as they are known for sure: they may end before the tokens do."""
+        n = len(self.ids)
+        if self._fixed is not None:
+            return ((self._fixed, 0, n),) if n else ()
+        if self._spans:
+            return self._spans
+        # an answer that ended well under one label is that version's, even if the table was behind
+        sure = n if self.finish_reason and len(self._labels) == 1 else self._sure
+        label = next(iter(self._labels), "") if sure == n else self._expected
+        return ((version_of(label), 0, sure),) if sure else ()
+
+
+LONGEST_LINE = 8 << 20
+"""Bytes. A turn of 32768 tokens with log-probs, cumulative, takes less than 2 MB."""
+
+_FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
+_GOES_ON = re.compile(rb'"finish_reason": ?null')
+_DONE_WELL = re.compile(rb'"finish_reason": ?\{"type": ?"(stop|length)"')
+
+
+class Events:
+    """Splits a byte stream into the payloads of its `data:` lines. Raises EngineError("bad_output")."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes."""
+        payloads = []
+        if b"\n" in data:
+            *lines, rest = (bytes(self._rest) + data).split(b"\n")
+            self._rest = bytearray(rest)
+            for line in lines:
+                if line.startswith(b"data:"):
+                    payloads.append(line[5:].strip())
+                elif line not in (b"", b"\r") and not line.startswith(_FIELDS):
+                    raise EngineError("bad_output", self._engine, f"not an event: {line[:100]!r}")
+        else:
+            self._rest += data
+        begun = bytes(self._rest[:6])
+        if not begun.startswith(_FIELDS) and not any(field.startswith(begun) for field in (*_FIELDS, b"\r")):
+            raise EngineError("bad_output", self._engine, f"not an event: {bytes(self._rest[:100])!r}")
+        if len(self._rest) > LONGEST_LINE:
+            raise EngineError("bad_output", self._engine, f"a line of more than {LONGEST_LINE} bytes")
+        return payloads
+
+
+class Reader:
+    """Feeds `received` from the bytes of one answer."""
+
+    def __init__(self, received: Received) -> None:
+        self._received = received
+        self._events = Events(received.engine)
+        self._cumulative = False
+        self._pending = b""
+        self._same = re.compile(b"")
+        """Finds the label of the last decoded chunk."""
+
+    def feed(self, data: bytes) -> None:
+        """Takes what `data` completes. Raises EngineError as `Received.take` does."""
+        for payload in self._events.feed(data):
+            if self._can_wait(payload):
+                self._pending = payload
+            elif payload != b"[DONE]":
+                if self._holds_all(payload):
+                    self._pending = b""
+                self.settle()
+                self._take(payload)
+
+    def settle(self) -> None:
+        """Decodes the chunk that was put off, if there is one. Raises EngineError as `Received.take` does."""
+        pending, self._pending = self._pending, b""
+        if pending:
+            self._take(pending)
+
+    def _can_wait(self, payload: bytes) -> bool:
+        """Whether a chunk need not be decoded now: it is not the last, and its label is that of the one before."""
+        return self._cumulative and bool(_GOES_ON.search(payload)) and bool(self._same.search(payload))
+
+    def _holds_all(self, payload: bytes) -> bool:
+        """Whether a last chunk says all that the one before said, versions included."""
+        return self._cumulative and b'"weight_versions"' in payload and _DONE_WELL.search(payload) is not None
+
+    def _take(self, payload: bytes) -> None:
+        received = self._received
+        try:
+            reply = json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            raise EngineError("bad_output", received.engine, f"not JSON: {str(error)[:200]}") from None
+        known = len(received.ids)
+        received.take(reply)
+        # a second chunk tells the kinds of stream apart: it repeats the tokens of the first, or it does not
+        self._cumulative = bool(known) and len(reply["output_ids"]) == len(received.ids)
+        label = json.dumps(reply["meta_info"]["weight_version"]).encode()
+        self._same = re.compile(b'"weight_version": ?' + re.escape(label))

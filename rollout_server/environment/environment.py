@@ -1,0 +1,189 @@
+"""What every trajectory of a process shares: template, tokenizer, limits and rewards, made once from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+
+from protocol.errors import UserError
+from protocol.messages import Trajectory
+from protocol.search import Passage
+from rollout_server.environment.actions import MAX_CHARS_PER_TOKEN, enclose, neutralise, passages_text
+from rollout_server.environment.config import EpisodeSettings, SearchSettings
+from rollout_server.environment.prompts import TEMPLATES
+from rollout_server.environment.prompts.base import PromptTemplate, tokens_for
+from rollout_server.environment.tokenizer import Tokens, load_tokens
+from rollout_server.rewards.composite import Composite
+from rollout_server.rewards.resources import Io
+from rollout_server.search.base import SearchService
+from rollout_server.tools.base import NoTool, Tool
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The environment's side of the protocol, in tokens.
+
+    prompter       encodes prompts, with the template's system message; `tokens` does everything else
+    before, after  ids of the tags around the passages of an observation
+    one_text       those tags are plain text to the tokenizer: an observation is encoded as one text, as the authors do
+    invalid        ids of the answer to a turn that did nothing, empty when such a turn ends the trajectory
+    io             what the rewards ask others through
+    tools          the enabled tools by their tags, in the order of the settings
+    """
+
+    settings: EpisodeSettings
+    template: PromptTemplate
+    tokens: Tokens
+    prompter: Tokens
+    score: Composite
+    io: Io
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    invalid: tuple[int, ...]
+    one_text: bool
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags of the enabled tools."""
+        return tuple(self.tools)
+
+    def prompt(self, question: str) -> list[int]:
+        """Ids of the prompt for a question."""
+        before, after = self.template.frame
+        return self.prompter.prompt(before, self.template.wording(question), after, chat=self.template.chat)
+
+    @property
+    def least_observation(self) -> int:
+        """Tokens of an observation with next to nothing in it."""
+        return len(self.before) + len(self.after) + 1
+
+    def observation(self, passages: Sequence[Passage], limit: int, *, failed: bool = False) -> list[int]:
+        """Ids of the answer to a search, at most `limit` of them (not less than `least_observation`).
+
+        No passage can put a control token or a protocol tag in there.
+        """
+        if failed or not passages:
+            return self._framed(self.template.failed if failed else self.template.empty, limit, self.tokens.own)
+        return self._framed(passages_text(self.template, passages, limit, self.tags), limit, self.tokens.foreign)
+
+    def told(self, text: str, limit: int) -> list[int]:
+        """Ids of what a tool says in words, at most `limit` of them: neutralised and cut as passages are."""
+        return self._framed(neutralise(text[: limit * MAX_CHARS_PER_TOKEN], self.tags), limit, self.tokens.foreign)
+
+    def tool_failed(self, limit: int) -> list[int]:
+        """Ids of the answer to a call whose tool failed, at most `limit` of them."""
+        return self._framed(self.template.tool_failed, limit, self.tokens.own)
+
+    def _framed(self, text: str, limit: int, encode: Callable[[str], list[int]]) -> list[int]:
+        """Ids of `text` between the tags, at most `limit`: the text is cut, the tags never are.
+
+        One text where the tags are plain text: a token may then span a border (">Doc", ".</"), as in the encoding that
+        Search-R1's and ReSearch's models were trained with. Tags that are tokens by themselves are encoded apart.
+        """
+        if self.one_text:
+            before, after = self.template.around
+            start = encode(before + text)
+            # a long text is encoded once: with the closing tag it is no shorter
+            if len(start) <= limit and len(ids := encode(before + text + after)) <= limit:
+                return ids
+            start = start[: limit - len(self.after)]
+            if self.tokens.decode(start).startswith(before):
+                return [*start, *self.after]
+        return enclose(self.before, encode(text), self.after, limit)
+
+    def inside(self, ids: Sequence[int]) -> str:
+        """The text between the tags of an observation."""
+        if self.one_text:
+            before, after = self.template.around
+            text = self.tokens.decode(ids)
+            if text.startswith(before) and text.endswith(after):
+                return text[len(before) : len(text) - len(after)]
+        return self.tokens.decode(ids[len(self.before) : len(ids) - len(self.after)])
+
+    def most_calls(self, tool: str) -> int | None:
+        """Most calls of a tool in one trajectory, None without a limit."""
+        return next((given.max_calls for given in self.settings.tools if given.type == tool), None)
+
+    def shown(self, passages: Sequence[Passage], limit: int, used: int) -> Sequence[Passage]:
+        """Those of `passages` that `observation(passages, limit)`, `used` ids long, shows; the last may be cut."""
+        if used < limit:
+            return passages
+        room = limit - len(self.before) - len(self.after)
+        for number in range(1, len(passages)):
+            if len(self.tokens.foreign(passages_text(self.template, passages[:number], limit, self.tags))) >= room:
+                return passages[:number]
+        return passages
+
+    def without_documents(self) -> Episode:
+        """The same episode, prompt and all, whose tools bring no documents: for where searches find nothing either."""
+        silent = {tool.type for tool in self.settings.tools if tool.retrieves}
+        return replace(self, tools={name: NoTool(name) if name in silent else t for name, t in self.tools.items()})
+
+    async def close(self) -> None:
+        """Let go of what rewards and tools hold. Safe to call twice, and not needed where none of them holds anything.
+
+        Calls of tools in flight end.
+        """
+        for tool in self.tools.values():
+            await tool.close()
+        await self.io.close()
+
+
+def build_episode(
+    settings: EpisodeSettings, model_dir: Path, *, urls: Sequence[str] = (), day: date | None = None
+) -> Episode:
+    """The episode of a process; whoever scores with it, or plays it with tools, closes it.
+
+    day   what a chat template that says the day says (`run.date`)
+    urls  base addresses of the retrievers that searches go to: where tools fetch documents unless they say otherwise
+
+    Raises UserError for a missing or broken tokenizer, limits that cannot work, or a reward or tool that cannot be
+    built.
+    """
+    given = settings.tools
+    template = TEMPLATES[settings.template].equipped(
+        [(tool.type, tool.sentence) for tool in given], show_ids=any(tool.shows_ids for tool in given)
+    )
+    tokens = load_tokens(model_dir, day)
+    before, after = (tuple(tokens.own(text)) for text in template.around)
+    io = Io()
+    episode = Episode(
+        settings=settings,
+        template=template,
+        tokens=tokens,
+        prompter=tokens_for(template, tokens, model_dir, day),
+        score=Composite([(reward.build(io), reward.weight) for reward in settings.rewards]),
+        io=io,
+        before=before,
+        after=after,
+        invalid=tuple(tokens.own(template.invalid)),
+        one_text=all(tokens.own(text) == tokens.foreign(text) for text in template.around),
+        tools={tool.type: tool.build(urls) for tool in given},
+    )
+    needed = len(episode.prompt("")) + settings.reserve_tokens
+    if needed > settings.max_context:
+        raise UserError(
+            f"rollout.episode.max_context = {settings.max_context} is too small",
+            why=f"the prompt of template {template.name!r} alone takes {needed - settings.reserve_tokens} tokens",
+            todo="raise rollout.episode.max_context",
+        )
+    if episode.least_observation > settings.max_obs_tokens:
+        raise UserError(
+            f"rollout.episode.max_obs_tokens = {settings.max_obs_tokens} is too small",
+            why=f"the tags of an observation of template {template.name!r} take {episode.least_observation - 1} tokens",
+            todo="raise rollout.episode.max_obs_tokens",
+        )
+    return episode
+
+
+def build_search(settings: SearchSettings) -> SearchService:
+    """The search that the settings name; the caller closes it. Nothing is connected before the first query."""
+    return settings.build()
+
+
+def render(episode: Episode, trajectory: Trajectory) -> str:
+    """Every token of a trajectory as text, tags and control tokens included."""
+    return episode.tokens.decode(trajectory.ids.tolist())

@@ -1,0 +1,289 @@
+"""Text to ids and back, from the tokenizer files of a model directory, without transformers.
+
+Three ways to encode, by who wrote the text:
+  prompt    ours, around a question: added tokens are recognised, chat template or the tokenizer's own prefix included
+  own       ours, inside a trajectory (tags, the invalid-action text): added tokens are recognised, nothing is added
+  foreign   a stranger's (a passage): no text can become a control token, by construction. The tokenizer used for it
+            does not know them, and the id of one that its vocabulary spells out is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+import hashlib
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+# A tokenizer's chat template, rendered in jinja2's sandbox: the template came with a checkpoint, so it is not ours.
+#
+# The same text as transformers' `apply_chat_template(..., add_generation_prompt=True, tokenize=False)`, with one
+# difference: `strftime_now` is the run's day (`run.date`) and not the clock's, so that a prompt is a pure function of its
+# question. Without a day, templates that can do without get none, and others are refused when they are used.
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_NOW = "strftime_now"
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """`source` is jinja2; `special` the spellings of the named special tokens; `day` what `strftime_now` tells.
+
+    Raises UserError when it is broken.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], day: date | None = None) -> None:
+        from jinja2 import TemplateError
+
+        self.source, self.day = source, day
+        self._special = dict(special)
+        try:
+            self._template = _environment(day).from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise _unusable(error) from None
+        if day is not None or _NOW not in source:
+            self.render("")
+
+    def render(self, message: str) -> str:
+        """The conversation of one user message, up to where the assistant begins. Raises UserError."""
+        return self.render_messages([{"role": "user", "content": message}], True, {})
+
+    def render_messages(self, messages: Sequence[Message], begin: bool, variables: Mapping[str, Any]) -> str:
+        """A conversation, up to where the assistant begins if `begin`, with further variables of the template (`tools`,
+        `enable_thinking`, ..). Raises UserError where the template refuses it, or fails."""
+        given = {"tools": None, "documents": None, **variables, **self._special}
+        try:
+            return self._template.render(given | {"messages": messages, "add_generation_prompt": begin})
+        except Exception as error:  # a template is a program: whatever it raises is its own fault
+            if self.day is None and _NOW in str(error):
+                raise UserError(
+                    "the tokenizer's chat template asks for the day",
+                    why="a prompt must not change over night, so it is the day of the run and not the clock's",
+                    todo="set run.date, e.g. run.date=2026-01-31 (`foray up` sets it to the run's first day)",
+                ) from None
+            raise _unusable(error) from None
+
+
+def load_chat_template(model_dir: Path, config: Mapping[str, Any], day: date | None = None) -> ChatTemplate | None:
+    """The template of a model directory: `chat_template.jinja`, else the one in tokenizer_config.json, else None."""
+    path = model_dir / "chat_template.jinja"
+    found: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(found, list):
+        by_name = {entry["name"]: entry["template"] for entry in found}
+        found = by_name.get("default")
+    if not found:
+        return None
+    special = {name: _spelling(config.get(name)) for name in _NAMED}
+    return ChatTemplate(str(found), {name: text for name, text in special.items() if text}, day)
+
+
+def _environment(day: date | None) -> ImmutableSandboxedEnvironment:
+    """What transformers gives a template: its settings, extensions, filter and functions."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant wrote, for training; here its content passes through. A block
+        that is called, as in transformers: what is set inside is not seen outside."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+        def _content(self, caller: Any) -> Any:
+            return caller()
+
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    if day is not None:
+        environment.globals[_NOW] = datetime.combine(day, time()).strftime
+    return environment
+
+
+def _unusable(error: Exception) -> UserError:
+    return UserError(
+        "the tokenizer's chat template cannot be used",
+        why=str(error) or type(error).__name__,
+        todo="mend chat_template in the model directory, or remove it to prompt with plain text",
+    )
+
+
+def _spelling(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML, which no template means here.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+class Tokens:
+    """The tokenizer of one model.
+
+    eos_ids       ids that end a generation
+    control_ids   ids that only we and the policy may write: special tokens, and added ones that look like a tag
+    fingerprint   sha256 of everything that decides what an id means; two processes that differ must not work together
+    """
+
+    def __init__(self, spec: dict[str, Any], *, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None) -> None:
+        from tokenizers import Tokenizer
+
+        spec = {**spec, "truncation": None, "padding": None}
+        self._whole: Tokenizer = Tokenizer.from_str(json.dumps(spec))
+        # Without added tokens a text is nothing but words to it, whatever it spells.
+        self._foreign: Tokenizer = Tokenizer.from_str(json.dumps({**spec, "post_processor": None, "added_tokens": []}))
+        self._chat = chat
+        self._prefix: list[int] = list(self._whole.encode("", add_special_tokens=True).ids)
+        self._expected: dict[tuple[str, str, bool], list[int]] = {}
+        self.eos_ids = frozenset(eos_ids)
+        control = {int(token["id"]) for token in spec.get("added_tokens") or [] if _is_control(token)}
+        self.control_ids = frozenset(control | self.eos_ids) - _unknown_ids(spec, self._whole)
+        self.fingerprint = _digest(spec, self.eos_ids, chat)
+
+    def prompt(self, before: str, question: str, after: str, *, chat: bool) -> list[int]:
+        """Ids of `before + question + after`: one user message when `chat` and the tokenizer has a template, else
+        plain text with the tokenizer's own prefix (Llama's begin-of-sequence).
+
+        The question is a stranger's. Encoded as one text, as the model's training has it, unless it brings a control
+        token of its own: then it is encoded apart as a foreign text.
+        """
+        key = (before, after, chat)
+        if key not in self._expected:
+            self._expected[key] = self._controls(self._wrapped(before + "x" + after, chat))
+        ids = self._wrapped(before + question + after, chat)
+        if self._controls(ids) == self._expected[key]:
+            return ids
+        left, right = self._frame(before, after, chat)
+        return left + self.foreign(question) + right
+
+    def _wrapped(self, text: str, chat: bool) -> list[int]:
+        if chat and self._chat is not None:
+            return self.own(self._chat.render(text))  # the template writes any prefix itself
+        return self._prefix + self.own(text)
+
+    def _frame(self, before: str, after: str, chat: bool) -> tuple[list[int], list[int]]:
+        """Ids of what stands before and after the question."""
+        if not (chat and self._chat is not None):
+            return self._prefix + self.own(before), self.own(after)
+        mark = uuid.uuid4().hex
+        left, _, right = self._chat.render(before + mark + after).partition(mark)
+        return self.own(left), self.own(right)
+
+    def _controls(self, ids: Sequence[int]) -> list[int]:
+        return [i for i in ids if i in self.control_ids]
+
+    def own(self, text: str) -> list[int]:
+        """Ids of a text of ours, tags as the tokens that they are."""
+        return list(self._whole.encode(text, add_special_tokens=False).ids)
+
+    def foreign(self, text: str) -> list[int]:
+        """Ids of a stranger's text: never a control id."""
+        ids = self._foreign.encode(text, add_special_tokens=False).ids
+        return [i for i in ids if i not in self.control_ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of all ids, control tokens included."""
+        return str(self._whole.decode(list(ids), skip_special_tokens=False))
+
+    def decode_turn(self, ids: Sequence[int]) -> str:
+        """The text of a turn of the policy, without the end-of-sequence token that ended it."""
+        end = len(ids)
+        while end and ids[end - 1] in self.eos_ids:
+            end -= 1
+        return self.decode(ids[:end])
+
+
+def load_tokens(model_dir: Path, day: date | None = None) -> Tokens:
+    """The tokenizer of a model directory in Hugging Face layout; `day` is for its chat template.
+
+    Raises UserError when tokenizer.json is missing or broken, or the chat template is.
+    """
+    path = model_dir / "tokenizer.json"
+    config = _read_json(model_dir / "tokenizer_config.json")
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+        return Tokens(spec, eos_ids=_eos_ids(model_dir, spec, config), chat=load_chat_template(model_dir, config, day))
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}",
+            why=error.strerror or str(error),
+            todo="run.model must be a model directory in Hugging Face layout with a tokenizer.json",
+        ) from None
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UserError(f"{path} is not a tokenizer", why=str(error)[:300]) from None
+
+
+def _is_control(token: dict[str, Any]) -> bool:
+    """Special, or written like a tag: <think>, <tool_call>, [INST]. Runs of blanks and the like are plain text."""
+    content = str(token["content"])
+    bracketed = len(content) > 2 and (content[0], content[-1]) in (("<", ">"), ("[", "]"))
+    return bool(token.get("special")) or bracketed
+
+
+def _unknown_ids(spec: dict[str, Any], tokenizer: Tokenizer) -> set[int]:
+    """The id of unknown words. It is no control token, though it is listed among the special ones."""
+    model = spec.get("model") or {}
+    found = {model.get("unk_id"), tokenizer.token_to_id(str(model.get("unk_token") or ""))}
+    return {int(i) for i in found if i is not None}
+
+
+def _eos_ids(model_dir: Path, spec: dict[str, Any], config: dict[str, Any]) -> set[int]:
+    """What generation_config.json, config.json and tokenizer_config.json call the end, all together."""
+    found: set[int] = set()
+    model = _read_json(model_dir / "config.json")
+    for holder in (_read_json(model_dir / "generation_config.json"), model, model.get("text_config") or {}):
+        value = holder.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [value] if value is not None else [])
+    name = config.get("eos_token")
+    spelling = name.get("content") if isinstance(name, dict) else name
+    found.update(token["id"] for token in spec.get("added_tokens") or [] if token["content"] == spelling)
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON", why=str(error)) from None
+    return value if isinstance(value, dict) else {}
+
+
+def _digest(spec: dict[str, Any], eos_ids: frozenset[int], chat: ChatTemplate | None) -> str:
+    parts = [spec, sorted(eos_ids), chat.source if chat else ""]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

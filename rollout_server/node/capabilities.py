@@ -1,0 +1,58 @@
+"""What an engine can do, asked of the engine itself: it goes into the registration, so that nobody has to be told."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from protocol.errors import UserError
+from protocol.messages import Transport
+from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.base import EngineError
+
+log = logging.getLogger(__name__)
+
+EVERY_TRANSPORT: tuple[Transport, ...] = ("disk", "distributed", "adapter")
+EMBEDDED = "foray-cpu"
+"""What the embedded engine's /server_info calls itself."""
+NO_OVERLAP = "--disable-overlap-schedule"
+
+
+async def read_facts(client: EngineControl, *, pause_mode: str) -> dict[str, Any]:
+    """Fields of EngineInfo that the engine decides; empty for one that says nothing of itself. Raises EngineError.
+
+    Raises UserError for an SGLang that cannot be swapped in place: with overlap scheduling it launches a step before it
+    has booked the one before, so a pause in place finds tokens that are sampled and not booked. They are then said to
+    be of the new version, for some requests and not for others: nobody outside can tell which.
+    """
+    try:
+        info = await client.server_info()
+    except EngineError as error:
+        if error.cause not in ("refused", "bad_output"):
+            raise
+        log.warning("the engine does not describe itself: %s", error)
+        return {}
+    loads = await client.loads()
+    real = info.get("engine") != EMBEDDED
+    if real and pause_mode == "in_place" and not info.get("disable_overlap_schedule"):
+        raise UserError(
+            "this SGLang cannot be swapped in place",
+            why="with overlap scheduling it names the wrong version for one token of some requests",
+            todo=f"start it with {NO_OVERLAP}, or set engine.pause_mode=retract",
+        )
+    out: dict[str, Any] = {
+        "kind": "sglang" if real else "cpu",
+        "dtype": "" if real else str(info.get("dtype") or ""),
+        # SGLang takes adapters where it was started with --enable-lora, the embedded engine always
+        "transports": ("disk", "distributed") if real and not info.get("enable_lora") else EVERY_TRANSPORT,
+        "ranks": max(1, _number(info, "tp_size", 1)) * max(1, _number(info, "pp_size", 1)),
+        "max_tokens": int(loads["max_tokens"]) or _number(info, "max_total_num_tokens", 0),
+    }
+    if loads["max_running"]:
+        out["max_running"] = int(loads["max_running"])
+    return out
+
+
+def _number(info: dict[str, Any], name: str, default: int) -> int:
+    value = info.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else default

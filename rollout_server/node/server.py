@@ -1,0 +1,102 @@
+"""The node's composition root: one agent, its heartbeat and its metrics, until SIGTERM.
+
+Redis: target, evaluation --> Agent.live --(HTTP)--> engine
+                                 | Standing
+             registration <-- Standing.beat          publish_metrics --> Redis: metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from protocol.errors import UserError
+from protocol.keys import Keys
+from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.lifecycle import Stop, plain_errors, stop_on_signals
+from protocol.runtime.redis.aio import RedisClient, RedisDown
+from protocol.settings import RunSettings
+from rollout_server.dispatch.fleet import Agreement
+from rollout_server.environment.tokenizer import load_tokens
+from rollout_server.metrics import Stats, publish_metrics, withdraw_metrics
+from rollout_server.node.agent import Agent
+from rollout_server.node.config import AttachedEngine, NodeSettings
+from rollout_server.node.process import free_port
+from rollout_server.node.registry import Registry
+from rollout_server.node.status import Standing
+
+log = logging.getLogger(__name__)
+
+
+async def serve(run: RunSettings, settings: NodeSettings, *, stop: Stop | None = None) -> None:
+    """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError when the engine cannot be launched at all."""
+    stop = stop or Stop()
+    port, url = _address(settings)
+    engine_id = settings.id or f"engine-{socket.gethostname()}-{port}"
+    # an engine beside another tokenizer than the run's would be fed other words: rollout servers compare these
+    fingerprint = load_tokens(run.model).fingerprint
+    stats = Stats("node", engine_id)
+    standing = Standing(
+        EngineInfo(
+            id=engine_id,
+            url=url,
+            state=NodeState.JOINING,
+            tokenizer=fingerprint,
+            role=settings.role,
+            kind=settings.kind.type,
+            max_running=settings.kind.max_running,
+        )
+    )
+    for name in ("updates", "restarts", "strikes", "hangs"):
+        stats.counts[name] = 0
+    stats.gauges |= {"pause_s": lambda: standing.pause_s, "load_s": lambda: standing.load_s}
+    stats.text["state"] = lambda: str(standing.state)
+    redis = RedisClient(run.redis_url, Keys(run.id))
+    registry = Registry(redis, lease_s=settings.lease_s, agreement=Agreement(run))
+    async with aiohttp.ClientSession() as session:
+        agent = Agent(run, settings, registry, stats, session, standing, url=url, port=port)
+        try:
+            with stop_on_signals(stop), plain_errors():
+                log.info("node of %s at %s", engine_id, url)
+                async with asyncio.TaskGroup() as tasks:
+                    running = [
+                        tasks.create_task(agent.live(), name="live"),
+                        tasks.create_task(
+                            standing.beat(registry, stats.waits, every_s=settings.heartbeat_s), name="beat"
+                        ),
+                        tasks.create_task(publish_metrics(redis, stats), name="metrics"),
+                    ]
+                    await stop.asked.wait()
+                    await agent.drain(stop.hurry)
+                    for task in running:
+                        task.cancel()
+        finally:
+            await _withdraw(registry, redis, stats, engine_id)
+            await redis.aclose()
+
+
+def _address(settings: NodeSettings) -> tuple[int, str]:
+    """(port, base URL) of the engine."""
+    if isinstance(settings.kind, AttachedEngine):
+        parts = urlsplit(settings.kind.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(
+                f"engine.kind.url = {settings.kind.url!r} is not a URL", todo="write e.g. http://host:30000"
+            )
+        return parts.port or 80, settings.kind.url.rstrip("/")
+    port = settings.port or free_port(settings.host)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return port, f"http://{host}:{port}"
+
+
+async def _withdraw(registry: Registry, redis: RedisClient, stats: Stats, engine_id: str) -> None:
+    try:
+        async with asyncio.timeout(3.0):
+            await registry.withdraw(engine_id)
+            await withdraw_metrics(redis, stats)
+    except (RedisDown, TimeoutError) as error:
+        log.warning("not deregistered, the lease will end by itself: %s", error)

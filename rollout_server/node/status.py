@@ -1,0 +1,133 @@
+"""What a node says of its engine: one mutable record, written by the agent, registered in Redis at every change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.redis.aio import Outage, RedisDown, RedisFull
+from protocol.runtime.waits import Waits
+from protocol.versions import PolicyVersion
+from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.base import EngineError
+from rollout_server.node.registry import Registry
+
+log = logging.getLogger(__name__)
+
+NO_VERSION = PolicyVersion(0, 0)
+"""What an engine holds that was launched with the run's initial model before any version was published."""
+
+
+SGLANG_RETRACTIONS = "sglang:num_retracted_requests_total"
+"""SGLang's /v1/loads knows only the retractions of a moment; the counter is in /metrics, with --enable-metrics."""
+
+
+class Standing:
+    """State, version and load of one engine. `become` is the only way to change the first two."""
+
+    def __init__(self, fixed: EngineInfo) -> None:
+        """fixed  what does not change while the node lives: id, url, role, tokenizer; the rest until `learn`"""
+        self._fixed = fixed
+        self.state = NodeState.JOINING
+        self.version = NO_VERSION
+        self.detail = ""
+        self.incarnation = ""
+        self.sound_in = ""
+        """Incarnation in which it was READY last."""
+        self.loads: dict[str, float] = {}
+        self.pause_s = self.load_s = 0.0
+        self.updates = 0
+        self.doubted = False
+        """Its registration had lapsed: it is not READY before it has been asked again what it holds."""
+        self._changed = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self._fixed.id
+
+    def become(self, state: NodeState, detail: str = "", *, version: PolicyVersion | None = None) -> None:
+        """Change the state and say so at once. A draining engine stays so."""
+        if self.state is NodeState.DRAINING:
+            return
+        version = self.version if version is None else version
+        if (state, version, detail) != (self.state, self.version, self.detail):
+            log.info("%s: %s at %s%s", self.id, state, version.label, f": {detail}" if detail else "")
+        self.state, self.version, self.detail = state, version, detail[:2000]
+        if state is NodeState.READY:
+            self.sound_in = self.incarnation
+        self._changed.set()
+
+    def learn(self, facts: Mapping[str, Any]) -> None:
+        """Fields of EngineInfo that the engine decides: what it is and what it can do."""
+        self._fixed = self._fixed.model_copy(update=dict(facts))
+        self._changed.set()
+
+    def info(self) -> EngineInfo:
+        return self._fixed.model_copy(
+            update={
+                "state": self.state,
+                "epoch": self.version.epoch,
+                "step": self.version.step,
+                "incarnation": self.incarnation,
+                "running": int(self.loads.get("running", 0)),
+                "waiting": int(self.loads.get("waiting", 0)),
+                "tokens_per_s": max(0.0, self.loads.get("tokens_per_s", 0.0)),
+                "token_usage": max(0.0, self.loads.get("token_usage", 0.0)),
+                "retractions": int(self.loads.get("retractions", 0)),
+                "updates": self.updates,
+                "pause_s": self.pause_s,
+                "detail": self.detail,
+            }
+        )
+
+    async def beat(self, registry: Registry, waits: Waits, *, every_s: float) -> None:
+        """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled.
+
+        A node that was stopped, or cut off from Redis, for longer than its registration lives has missed what went on:
+        another epoch may have begun, and its engine may have been stopped with it, started anew, or loaded by others.
+        """
+        outage = Outage("registering the engine", waits, longest_s=every_s)
+        renewed = time.monotonic()
+        while True:
+            if (away_s := time.monotonic() - renewed) > registry.lease_s and self.state is NodeState.READY:
+                self.doubted = True
+                self.become(NodeState.SYNCING, f"its registration had lapsed {away_s:.1f} s after it was renewed last")
+            self._changed.clear()
+            asked = time.monotonic()
+            try:
+                await registry.register(self.info())
+                renewed = asked
+            except (RedisDown, RedisFull) as error:
+                await outage.wait(error)
+                continue
+            outage.over()
+            if time.monotonic() - asked > registry.lease_s:
+                continue  # stopped in the middle of saying so: what was said is as old as that
+            try:
+                async with asyncio.timeout(every_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def measure(self, client: EngineControl, *, every_s: float) -> None:
+        """Consumes the engine's own figures; produces `loads`; waits every_s; ended by cancellation."""
+        while True:
+            try:
+                self.loads = await client.loads()
+            except EngineError as error:
+                log.debug("no load figures: %s", error)  # the watchdog decides whether it is well
+                self.loads = {}
+            if self._fixed.kind == "sglang":
+                self.loads |= await self._retractions(client)
+            await asyncio.sleep(every_s)
+
+    async def _retractions(self, client: EngineControl) -> dict[str, float]:
+        try:
+            return {"retractions": await client.counter(SGLANG_RETRACTIONS)}
+        except EngineError as error:
+            log.debug("no count of retractions: %s", error)  # one that we did not start may keep no metrics
+            return {}

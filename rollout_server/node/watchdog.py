@@ -1,0 +1,98 @@
+"""The watchdog: an engine whose HTTP side lives and whose scheduler does not, or that is stopped as a whole.
+
+A sign of life is a token that it generated for us, or any change in what its scheduler says of itself. One of the two
+is enough, so that an engine that is merely busy is never taken for dead: its answer to us may be late, but its
+figures move with every step. While it is paused for a weight update, any answer is a sign: whether the update itself
+comes to an end is known by that one's deadline. Without a sign for `hang_s` the engine is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from protocol.messages import NodeState
+from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.base import EngineError
+from rollout_server.metrics import Stats
+from rollout_server.node.config import NodeSettings
+from rollout_server.node.status import Standing
+from rollout_server.node.weights.follower import EngineLost, lost
+
+log = logging.getLogger(__name__)
+
+SHORTEST_LOOK_S = 0.2
+
+
+class EngineHung(EngineLost):
+    """The engine is there and does nothing: it would not heed a request to end either."""
+
+
+class Watchdog:
+    """Over one incarnation of an engine. `swapping` is held while it is paused on purpose."""
+
+    def __init__(
+        self, client: EngineControl, standing: Standing, settings: NodeSettings, stats: Stats, swapping: asyncio.Lock
+    ) -> None:
+        self._client, self._standing, self._settings = client, standing, settings
+        self._stats, self._swapping = stats, swapping
+        self._figures: Any = None
+
+    async def watch(self) -> None:
+        """Consumes signs of life; produces EngineLost; waits probe_s between two looks; else ended by cancellation.
+
+        Only time that was spent looking counts as silence: a node that was itself asleep blames nobody.
+        """
+        settings, silent_s, refused = self._settings, 0.0, 0
+        while True:
+            await asyncio.sleep(settings.probe_s)
+            left_s = settings.hang_s - silent_s - settings.probe_s
+            timeout_s = min(settings.probe_timeout_s, max(SHORTEST_LOOK_S, left_s))
+            began, swapping = time.monotonic(), self._swapping.locked()
+            error = await (self._listen(timeout_s) if swapping else self._look(timeout_s))
+            if error is None or swapping != self._swapping.locked():
+                silent_s, refused = 0.0, 0
+                continue
+            silent_s += settings.probe_s + min(timeout_s, time.monotonic() - began)
+            refused = refused + 1 if error.cause == "unreachable" else 0
+            self._stats.counts["strikes"] += 1
+            log.warning("no sign of life from the engine for %.1f s: %s", silent_s, error)
+            # lost in the middle of an update, it is more than silent: it may hold weights of no version
+            tainted = swapping or self._standing.state is NodeState.QUARANTINED
+            state = NodeState.QUARANTINED if tainted else NodeState.SUSPECT
+            if refused >= settings.probe_failures:
+                raise lost(self._standing, state, f"gone: {error}") from error
+            if silent_s >= settings.hang_s:
+                self._stats.counts["hangs"] += 1
+                self._standing.become(state, f"hung: no sign of life for {silent_s:.1f} s: {error}")
+                raise EngineHung(self._standing.detail) from error
+
+    async def _listen(self, timeout_s: float) -> EngineError | None:
+        """None: it answers. Else why not."""
+        try:
+            await self._client.model_info(timeout_s=timeout_s)
+        except EngineError as error:
+            return error
+        return None
+
+    async def _look(self, timeout_s: float) -> EngineError | None:
+        """None: a sign of life. Else why it did not generate."""
+        failure, figures = await asyncio.gather(self._generates(timeout_s), self._scheduler(timeout_s))
+        moved = None not in (figures, self._figures) and figures != self._figures
+        self._figures = figures or self._figures
+        return None if moved else failure
+
+    async def _generates(self, timeout_s: float) -> EngineError | None:
+        try:
+            await self._client.health(timeout_s=timeout_s)
+        except EngineError as error:
+            return error
+        return None
+
+    async def _scheduler(self, timeout_s: float) -> Any:
+        try:
+            return await self._client.scheduler_figures(timeout_s=timeout_s)
+        except EngineError:
+            return None  # no sign of life: whether there is another one is the probe's to say

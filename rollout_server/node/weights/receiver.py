@@ -1,0 +1,314 @@
+"""One engine's part in a transfer over a weight-update group: prepare -> transfer -> commit.
+
+    learner                         this node                        engine
+    view "prepare"  ------------->  join, unless it is in the group  /init_weights_update_group
+                    <-------------  answer "prepared"
+    view "transfer" ------------->  pause*, begin, every bucket, end, checksum
+                    <-------------  answer "loaded", flush
+    view "commit"   ------------->  label, read back, continue
+
+* An engine that stages (the embedded one) generates until all buckets are there, and pauses for the rest only.
+
+Whatever ends a view without a commit leaves one of two engines: one that still holds its version, and goes on; or one
+that was touched, holds weights of no version, and stays paused until files have been loaded into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from protocol.errors import ForayError
+from protocol.messages import NodeState, ViewAnswer, WeightView
+from protocol.runtime.redis.aio import RedisDown, RedisFull
+from protocol.weight_sums import sum_of
+from rollout_server.engine.admin import Checksums, EngineControl
+from rollout_server.engine.base import EngineError
+from rollout_server.metrics import Stats
+from rollout_server.node.config import NodeSettings
+from rollout_server.node.registry import Orders, Registry
+from rollout_server.node.status import NO_VERSION, Standing
+
+log = logging.getLogger(__name__)
+
+PHASE_POLL_S, PAUSED_POLL_S = 0.02, 0.005
+"""How often the next phase is looked for; the second while generation is paused."""
+GROUP_POLL_S = 0.05
+"""How often a member of a group looks for the next view: training stands still until it has answered."""
+ALREADY_OPEN = "session is already open"
+"""What SGLang says, and the embedded engine after it, of a second begin."""
+JOINING = "joining"
+"""Detail of an answer that comes before the group is there."""
+LISTENS_S = 2.0
+"""How long an engine may take to show that it listens, before it is taken into a group."""
+CLEAN_UP_S = 10.0
+"""Deadline of a call that tidies up after a failure."""
+MARGIN_S = 1.0
+NONE = Checksums("")
+
+
+class Over(ForayError):
+    """The view ends here, without a commit."""
+
+
+@dataclass
+class Part:
+    """How far this engine is in one view. Times are of time.monotonic, 0.0: not yet.
+
+    open     a session of the engine is open
+    touched  the engine may hold weights of no version
+    """
+
+    view: WeightView
+    member: str
+    deadline: float
+    paused_at: float = 0.0
+    transfer_s: float = 0.0
+    verify_s: float = 0.0
+    open: bool = False
+    touched: bool = False
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline; raises Over when it has passed."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise Over(f"the deadline of phase {self.view.phase!r} has passed")
+        return left
+
+    def pause_s(self) -> float:
+        """Seconds since generation was paused."""
+        return time.monotonic() - self.paused_at if self.paused_at else 0.0
+
+
+class Receiver:
+    """Takes part in views for one engine, over all its incarnations."""
+
+    def __init__(self, standing: Standing, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
+        self._standing, self._registry, self._settings, self._stats = standing, registry, settings, stats
+        self._group = ""
+        """Group that the engine is in, as far as we know."""
+        self._home = ""
+        """Incarnation that joined it."""
+        self._last = (0, 0)
+        """Epoch and number of the last view that was answered."""
+
+    @property
+    def in_group(self) -> bool:
+        """Whether the engine is in a group, so that the next view is near."""
+        return bool(self._group) and self._home == self._standing.incarnation
+
+    def invited(self, orders: Orders) -> bool:
+        """Whether there is a view in preparation that counts on this engine and that it can still join."""
+        view, standing = orders.view, self._standing
+        return (
+            view is not None
+            and view.phase == "prepare"
+            and self._member in view.members
+            and (view.epoch, view.number) > self._last
+            and orders.left_s > 0
+            and standing.state is NodeState.READY
+            and view.version > standing.version
+        )
+
+    @property
+    def _member(self) -> str:
+        return f"{self._standing.id}/{self._standing.incarnation}"
+
+    async def take_part(self, client: EngineControl, orders: Orders) -> None:
+        """The whole of one view. Never raises for what goes wrong in it: the standing says what became of the engine.
+
+        Waits for the learner's next phase; is unblocked by it, by the deadline, or by a newer epoch.
+        """
+        view = orders.view
+        assert view is not None
+        self._last = (view.epoch, view.number)
+        part = Part(view, self._member, time.monotonic() + orders.left_s)
+        try:
+            await self._prepare(client, part)
+            await self._phase(part, "transfer")
+            await self._load(client, part)
+            await self._answer(part, "loaded", sums=await self._verify(client, part))
+            if self._settings.pause_mode == "retract":
+                await client.flush_cache()  # SGLang takes 0.3 s for it: while the learner hears the others
+            await self._phase(part, "commit")
+            await self._commit(client, part)
+        except (Over, EngineError) as error:
+            self._stats.counts["views_failed"] += 1
+            log.warning("view %d of %s: %s", view.number, view.version.label, error)
+            await self._give_up(client, part, str(error))
+
+    async def _prepare(self, client: EngineControl, part: Part) -> None:
+        view = part.view
+        try:
+            if await self._registry.evaluating(self._settings.role):
+                raise Over("an evaluation runs")
+        except (RedisDown, RedisFull) as error:
+            raise Over(f"Redis: {error}") from None
+        # in a group, an engine that hangs would hold up all the others
+        await client.model_info(timeout_s=LISTENS_S)
+        if not (self.in_group and self._group == view.group):
+            await self._leave(client)
+            offset = view.rank_offsets[view.members.index(part.member)]
+            self._group, self._home = view.group, self._standing.incarnation
+            # nobody gets in before all are there: the learner must see who it is that is not
+            await self._answer(part, "prepared", detail=JOINING)
+            await client.join_group(view, offset, timeout_s=part.left_s + MARGIN_S)
+        await self._answer(part, "prepared")
+
+    async def _phase(self, part: Part, wanted: str) -> None:
+        """Waits until the view is in phase `wanted`, and takes its new deadline. Raises Over for every other end."""
+        view = part.view
+        while True:
+            try:
+                orders = await self._registry.orders()
+            except (RedisDown, RedisFull) as error:
+                part.left_s  # noqa: B018 - raises at the deadline
+                log.warning("view %d waits for Redis: %s", view.number, error)
+                await asyncio.sleep(10 * PHASE_POLL_S)
+                continue
+            target, now = orders.target, orders.view
+            if target is not None and target.version == view.version:
+                if wanted == "commit" and target.transport == "distributed":
+                    return  # the announcement itself; the phase is written after it
+                raise Over("it went by files")
+            if target is not None and target.epoch > view.epoch:
+                raise Over(f"epoch {target.epoch} has begun")
+            if now is not None and (now.epoch, now.number) == (view.epoch, view.number):
+                if now.phase == wanted:
+                    part.view, part.deadline = now, time.monotonic() + orders.left_s
+                    return
+                if now.phase == "abort":
+                    raise Over("the learner ended it")
+            elif now is not None and (now.epoch, now.number) > (view.epoch, view.number):
+                raise Over("the learner went on to another")
+            part.left_s  # noqa: B018 - raises at the deadline
+            await asyncio.sleep(PAUSED_POLL_S if part.paused_at else PHASE_POLL_S)
+
+    async def _load(self, client: EngineControl, part: Part) -> None:
+        """Every bucket into the engine, which is paused afterwards."""
+        view, stages = part.view, self._stages
+        if not stages:
+            await self._pause(client, part)
+        began = time.monotonic()
+        try:
+            await client.begin_update(timeout_s=part.left_s)
+        except EngineError as error:
+            part.open = ALREADY_OPEN in error.detail  # left by a node that died: it is closed with this view
+            raise
+        part.open, part.touched = True, not stages
+        for bucket in view.buckets:
+            # a margin, so that a broadcast that fails is told by the engine's reply and not by our patience
+            await client.receive_bucket(bucket, view.group, flattened=view.flattened, timeout_s=part.left_s + MARGIN_S)
+        part.transfer_s = time.monotonic() - began
+        if stages:
+            await self._pause(client, part)
+        try:
+            await client.end_update(timeout_s=part.left_s)
+        except EngineError as error:
+            # one that stages refuses as a whole; of any other answer or silence nothing is known
+            part.open, part.touched = False, part.touched or error.cause != "refused"
+            raise
+        part.open, part.touched = False, True
+
+    async def _pause(self, client: EngineControl, part: Part) -> None:
+        self._standing.become(NodeState.LOADING, part.view.version.label)
+        part.paused_at = time.monotonic()
+        await client.pause(self._settings.pause_mode)
+
+    async def _verify(self, client: EngineControl, part: Part) -> Checksums:
+        began = time.monotonic()
+        sums = await client.checksums(timeout_s=part.left_s)
+        part.verify_s = time.monotonic() - began
+        return sums
+
+    async def _commit(self, client: EngineControl, part: Part) -> None:
+        standing, version = self._standing, part.view.version
+        await client.label(version.label)
+        held = await client.version()
+        if held != version:
+            raise EngineError("bad_output", client.name, f"it says it holds {held and held.label}, not {version.label}")
+        await client.resume()
+        standing.pause_s, standing.load_s = part.pause_s(), part.transfer_s
+        standing.learn({"adapter": ""})
+        standing.updates += 1
+        self._stats.counts["updates"] += 1
+        self._stats.counts["updates_distributed"] += 1
+        standing.become(NodeState.READY, version=version)
+        log.info(
+            "%s received: paused %.3f s; transfer %.3f s, checksum %.3f s",
+            version.label, standing.pause_s, part.transfer_s, part.verify_s,
+        )  # fmt: skip
+
+    async def _answer(self, part: Part, phase: str, *, sums: Checksums = NONE, detail: str = "") -> None:
+        """Raises Over when Redis does not take it."""
+        sent = [name for bucket in part.view.buckets for name in bucket.names] if sums.tensors else []
+        answer = ViewAnswer.model_validate(
+            {
+                "member": part.member,
+                "number": part.view.number,
+                "phase": phase,
+                "kind": self._standing.info().kind,
+                "checksum": sums.whole,
+                "tensors_sha256": sum_of({n: sums.tensors[n] for n in sent if n in sums.tensors}) if sent else "",
+                "unused": [name for name in sent if name not in sums.tensors],
+                "pause_s": part.pause_s(),
+                "transfer_s": part.transfer_s,
+                "verify_s": part.verify_s,
+                "touched": part.touched,
+                "detail": detail[:2000],
+            }
+        )
+        try:
+            await self._registry.answer(part.view, answer)
+        except (RedisDown, RedisFull) as error:
+            raise Over(f"Redis: {error}") from None
+
+    # --- when it fails ---
+
+    async def _give_up(self, client: EngineControl, part: Part, reason: str) -> None:
+        """Tell the learner, close what is open, and leave the engine going on at its version or quarantined."""
+        if part.open:
+            await self._close_session(client, part)
+        standing, label = self._standing, part.view.version.label
+        if part.touched:
+            standing.become(NodeState.QUARANTINED, f"{label} was received in part: {reason}", version=NO_VERSION)
+        try:
+            await self._answer(part, "failed", detail=reason)
+        except Over as error:
+            log.warning("the learner is not told: %s", error)  # its deadline tells it
+        await self._leave(client)
+        if not part.touched and part.paused_at:
+            try:
+                await client.resume()
+            except EngineError as error:
+                log.warning("cannot continue after a failed transfer: %s", error)  # the probe finds out
+            standing.become(NodeState.READY, f"{label} was not received: {reason}")
+
+    async def _close_session(self, client: EngineControl, part: Part) -> None:
+        """An open session would refuse the next one. A complete set of an engine that stages takes effect by this."""
+        try:
+            if not part.paused_at:
+                await self._pause(client, part)
+            await client.end_update(timeout_s=CLEAN_UP_S)
+            part.touched = True
+        except EngineError as error:
+            part.touched = part.touched or error.cause != "refused"
+            log.info("the session is closed: %s", error)
+        part.open = False
+
+    async def _leave(self, client: EngineControl) -> None:
+        """Out of the group we know of. A group may be broken, or gone with the incarnation that joined it."""
+        group, self._group = self._group, ""
+        if not group:
+            return
+        try:
+            await client.leave_group(group, timeout_s=CLEAN_UP_S)
+        except EngineError as error:
+            log.info("leaving group %s: %s", group, error)
+
+    @property
+    def _stages(self) -> bool:
+        return self._standing.info().kind == "cpu"

@@ -1,1 +1,0 @@
-"""Prompt templates: every text that the environment puts around a question, an observation and a refusal."""

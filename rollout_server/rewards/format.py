@@ -1,0 +1,134 @@
+"""Search-R1's outcome-and-format reward (`qa_em_format.py`, settings of its v0.3 scripts), on policy-owned text only.
+
+A whole reward by itself, exact match included, so it usually stands alone with weight 1:
+
+    exact match, well-formed    score                      1.0
+    exact match, ill-formed     score - structure          0.8
+    wrong, well-formed          structure (+ retrieval when a gold answer was in an observation)   0.2
+    wrong, ill-formed           final                      0.1
+    no answer                   0
+
+Well-formed: every turn but the last is <think>..</think><search>..</search>, the last is <think>..</think>
+<answer>..</answer>, with white space between and no other tag anywhere: an <information> that the policy wrote itself
+is ill-formed. What follows a turn's closing tag is ignored: the turn had ended, and a token may reach past it. A call
+of a tool is as well-formed as a search.
+
+Search-R1 reads the prompt and the documents too, so its "no answer" is scored as the prompt's example "Beijing", and
+an answer inside a document counts as the policy's. Neither can happen here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal
+
+from pydantic import Field
+
+from rollout_server.rewards.base import Outcome, Reward, TurnReward, TurnText, WeightedReward
+from rollout_server.rewards.resources import Io
+from rollout_server.rewards.text_match import ExactMatch, covers
+
+
+def turn_shape(action: str, tags: str) -> re.Pattern[str]:
+    """What a turn must begin with: <think>..</think> <action>..</action>, with none of `tags` inside either."""
+    inside = rf"(?:(?!</?(?:{tags})>).)*"
+    return re.compile(rf"\s*<think>{inside}</think>\s*<{action}>{inside}</{action}>", re.DOTALL)
+
+
+_TAGS = "think|search|information|answer"
+_SEARCH, _ANSWER = turn_shape("search", _TAGS), turn_shape("answer", _TAGS)
+
+
+@lru_cache
+def call_shape(tool: str, tags: str) -> re.Pattern[str]:
+    """The same for a turn that calls `tool`, whose own tag may not stand inside either."""
+    return turn_shape(tool, f"{tags}|{tool}")
+
+
+def well_formed(turns: tuple[TurnText, ...]) -> bool:
+    """Whether the policy's turns follow the protocol; see the module."""
+    if not turns:
+        return False
+    *before, last = turns
+    shapes = [call_shape(turn.tool, _TAGS) if turn.tool else _SEARCH for turn in before]
+    formed = all(shape.match(turn.policy) for shape, turn in zip(shapes, before, strict=True))
+    return formed and _ANSWER.match(last.policy) is not None
+
+
+class Format:
+    """The table of the module."""
+
+    name = "format"
+
+    def __init__(self, settings: FormatSettings) -> None:
+        self._settings = settings
+        self._exact = ExactMatch()
+
+    async def __call__(self, outcome: Outcome) -> float:
+        symbols = self._settings
+        if outcome.answer is None:
+            return 0.0
+        formed = well_formed(outcome.turns)
+        if await self._exact(outcome):
+            return symbols.score if formed else symbols.score - symbols.structure
+        if not formed:
+            return symbols.final
+        found = any(covers(turn.observation, outcome.question.answers) for turn in outcome.turns)
+        return symbols.structure + (symbols.retrieval if found else 0.0)
+
+
+class FormatSettings(WeightedReward):
+    """Exact match and protocol in one number (Search-R1 v0.3)."""
+
+    type: Literal["format"] = "format"
+    score: float = 1.0
+    """A right answer in a well-formed trajectory."""
+    structure: float = Field(default=0.2, ge=0)
+    """Worth of being well-formed."""
+    final: float = Field(default=0.1, ge=0)
+    """A wrong answer in an ill-formed trajectory."""
+    retrieval: float = Field(default=0.0, ge=0)
+    """Added to a wrong, well-formed trajectory that had a gold answer in front of it."""
+
+    def build(self, io: Io) -> Reward:
+        return Format(self)
+
+
+# Per turn: whether it is <think>..</think> and then one <search>..</search> or <answer>..</answer>, or one call of an
+# enabled tool, nothing else.
+#
+# As in `format`, a tag of another kind makes a turn ill-formed, an observation's tag (<information>, <result>) included,
+# and what follows the closing tag of the action is ignored. By default an ill-formed turn costs and a well-formed one
+# earns nothing: were it the other way round, a trajectory would earn more by taking more turns.
+
+_turn_format_TAGS = "think|search|information|result|answer"
+_SHAPES = (turn_shape("search", _turn_format_TAGS), turn_shape("answer", _turn_format_TAGS))
+
+
+class TurnFormat:
+    """`well` or `ill` for each turn."""
+
+    name = "turn_format"
+
+    def __init__(self, settings: TurnFormatSettings) -> None:
+        self._well, self._ill = settings.well, settings.ill
+
+    async def per_turn(self, outcome: Outcome) -> Sequence[float]:
+        shapes = ((call_shape(turn.tool, _turn_format_TAGS),) if turn.tool else _SHAPES for turn in outcome.turns)
+        formed = (any(s.match(turn.policy) for s in each) for each, turn in zip(shapes, outcome.turns, strict=True))
+        return [self._well if good else self._ill for good in formed]
+
+
+class TurnFormatSettings(WeightedReward):
+    """An ill-formed turn costs."""
+
+    type: Literal["turn_format"] = "turn_format"
+    well: float = 0.0
+    """Score of a well-formed turn. Above 0, more turns earn more."""
+    ill: float = -1.0
+    """Score of any other turn."""
+
+    def build(self, io: Io) -> TurnReward:
+        return TurnFormat(self)

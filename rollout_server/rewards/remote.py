@@ -1,0 +1,260 @@
+"""One JSON service behind a reward: a deadline over all attempts, retries with jitter, and errors that say who failed.
+
+The reply is data of a stranger: its size is capped while it is read, and the caller's `read` checks its shape before
+anything uses it. Redirects are not followed, so that an API key goes nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import Field
+
+from protocol.errors import UserError
+from rollout_server.rewards.base import RewardError, WeightedReward
+from rollout_server.rewards.resources import Io
+
+if TYPE_CHECKING:
+    import aiohttp
+from collections import OrderedDict
+from collections.abc import Awaitable, Hashable, Sequence
+from typing import Generic
+
+BACKOFF_S, MAX_BACKOFF_S = 0.1, 4.0
+MAX_BYTES = 64 << 20
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+T = TypeVar("T")
+
+
+class EndpointSettings(WeightedReward):
+    """A reward that asks an OpenAI-compatible service."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Base address, `/v1` included, e.g. `http://127.0.0.1:8000/v1`."""
+    model: str = Field(min_length=1)
+    """Model name that is sent with each request."""
+    api_key_variable: str = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
+    """NAME of the environment variable that holds the API key. Empty: no key is sent."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """Longest wait for one answer: waiting in line, every attempt and the pauses between them."""
+    attempts: int = Field(default=4, ge=1)
+    """Most attempts within the deadline. A request that the service refuses (400, 401, ...) is not repeated."""
+    concurrency: int = Field(default=16, ge=1)
+    """Requests in flight at once."""
+    cache: int = Field(default=8192, ge=0)
+    """Answers kept; the least recently used one goes first."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of each request, over ours, e.g. `{chat_template_kwargs: {enable_thinking: false}}`. null leaves
+    a field of ours out."""
+
+    def endpoint(self, io: Io, path: str) -> Endpoint:
+        """Raises UserError when the environment lacks the key."""
+        headers = {}
+        if self.api_key_variable:
+            key = os.environ.get(self.api_key_variable, "")
+            if not key:
+                raise UserError(
+                    f"reward {self.key!r} has no API key",
+                    why=f"the environment variable {self.api_key_variable} is not set",
+                    todo=f"export {self.api_key_variable}=... where the rollout server starts",
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        return Endpoint(
+            io,
+            self.url.rstrip("/") + path,
+            headers,
+            deadline_s=self.deadline_s,
+            attempts=self.attempts,
+            concurrency=self.concurrency,
+            extra=self.extra,
+        )
+
+
+class Refused(RewardError):
+    """The service will not take this request, however often it is asked."""
+
+
+class _Again(Exception):
+    """One attempt failed and another may do better, not before `wait_s` seconds."""
+
+    def __init__(self, why: str, wait_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.wait_s = wait_s
+
+
+class Endpoint:
+    """See the module."""
+
+    def __init__(
+        self,
+        io: Io,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        deadline_s: float,
+        attempts: int,
+        concurrency: int,
+        extra: Mapping[str, Any],
+    ) -> None:
+        self._io, self._url, self._headers, self._extra = io, url, dict(headers), dict(extra)
+        self._deadline_s, self._attempts = deadline_s, attempts
+        self._places = asyncio.Semaphore(concurrency)
+
+    async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        """What `read` makes of the reply to `body`. What `read` cannot take (ValueError, KeyError, TypeError, ...) is
+        an unusable reply: it is asked for again.
+
+        Raises RewardError within the deadline, `Refused` when the service says no to this very request.
+        """
+        body = {name: value for name, value in {**body, **self._extra}.items() if value is not None}
+        last = "no answer yet"
+        try:
+            async with asyncio.timeout(self._deadline_s) as deadline:
+                pause = BACKOFF_S
+                for left in reversed(range(self._attempts)):
+                    try:
+                        async with self._places:
+                            return read(await self._attempt(body))
+                    except _Again as failed:
+                        last, wait = str(failed), failed.wait_s
+                    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+                        last, wait = f"unusable reply: {error!r}"[:300], 0.0
+                    # Jitter: hundreds of trajectories must not come back in step.
+                    wait = max(wait, random.uniform(pause / 2, pause))
+                    when = deadline.when()
+                    if not left or (when is not None and asyncio.get_running_loop().time() + wait >= when):
+                        break
+                    await asyncio.sleep(wait)
+                    pause = min(2 * pause, MAX_BACKOFF_S)
+        except TimeoutError:
+            last = f"no usable answer within {self._deadline_s:g} s ({last})"
+        raise RewardError(f"{self._url}: {last}")
+
+    async def _attempt(self, body: Mapping[str, Any]) -> Any:
+        """One request. Raises _Again, Refused, or ValueError for a reply that is not JSON."""
+        import aiohttp
+
+        if self._io.closed:
+            raise RewardError(f"{self._url}: closed")
+        try:
+            async with self._io.session().post(
+                self._url, json=body, headers=self._headers, allow_redirects=False
+            ) as response:
+                if response.status in RETRIED:
+                    after = response.headers.get("Retry-After", "")
+                    raise _Again(f"status {response.status}", float(after) if after.isdecimal() else 0.0)
+                raw = await _read(response)
+                if response.status != 200:
+                    said = raw[:200].decode(errors="replace")
+                    raise Refused(f"{self._url}: status {response.status}: {said}")
+        except aiohttp.ClientError as error:
+            raise _Again(f"{type(error).__name__}: {error}"[:300]) from error
+        return json.loads(raw)
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > MAX_BYTES:
+            raise RewardError(f"a reply of more than {MAX_BYTES} bytes")
+        parts.append(chunk)
+    return b"".join(parts)
+
+
+# Asking in batches and remembering: what rewards over a service have in common.
+#
+# Trajectories end at all times, each with a question or two. Keys that come within a short window of each other go out
+# as one request; a key that is asked already or was answered lately is not asked again. The trajectories of a group
+# often give the same answer, so most of them cost nothing.
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
+"""Answers for distinct keys, in their order. Raises RewardError."""
+
+
+class Asking(Generic[K, V]):
+    """`await asking(key)`: the answer for a key, from memory, from a request in flight, or from the next batch.
+
+    window_s    how long the first key of a batch waits for others; 0: each goes at once
+    batch_size  most keys of one request
+    cache       answers remembered; failures never are
+    """
+
+    def __init__(
+        self, io: Io, fetch: Fetch[K, V], *, window_s: float = 0.0, batch_size: int = 1, cache: int, name: str
+    ) -> None:
+        self._io, self._fetch, self._name = io, fetch, name
+        self._window_s, self._batch_size, self._capacity = window_s, batch_size, cache
+        self._known: OrderedDict[K, V] = OrderedDict()
+        self._asked: dict[K, asyncio.Future[V]] = {}
+        self._line: list[K] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __call__(self, key: K) -> V:
+        """Raises RewardError when it could not be had. Cancelling one who waits leaves the others their answer."""
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        if self._io.closed:
+            raise RewardError(f"{self._name}: closed")
+        future = self._asked.get(key)
+        if future is None:
+            future = self._asked[key] = asyncio.get_running_loop().create_future()
+            # when nobody waits any more, a failure is nobody's business
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._line.append(key)
+            if len(self._line) >= self._batch_size or not self._window_s:
+                self._send()
+            elif self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(self._window_s, self._send)
+        return await asyncio.shield(future)
+
+    def _send(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        keys, self._line = self._line, []
+        if keys:
+            task = self._io.spawn(self._run(keys), self._name)
+            # whatever ended it, even before it began: nobody is left waiting
+            task.add_done_callback(lambda _: self._fail(keys, RewardError(f"{self._name}: closed")))
+
+    async def _run(self, keys: Sequence[K]) -> None:
+        """Consumes a batch; settles the future of every key in it; waits for `fetch`, which has a deadline."""
+        try:
+            values = await self._fetch(keys)
+            if len(values) != len(keys):
+                raise RewardError(f"{self._name}: {len(values)} answers for {len(keys)} keys")
+        except Refused as error:
+            if len(keys) == 1:
+                self._fail(keys, error)
+                return
+            # One key that the service will not take must not cost the others theirs.
+            async with asyncio.TaskGroup() as tasks:
+                for key in keys:
+                    tasks.create_task(self._run([key]))
+        except Exception as error:
+            self._fail(keys, error)
+        else:
+            for key, value in zip(keys, values, strict=True):
+                self._remember(key, value)
+                self._asked.pop(key).set_result(value)
+
+    def _fail(self, keys: Sequence[K], error: Exception) -> None:
+        for key in keys:
+            future = self._asked.pop(key, None)
+            if future is not None:
+                future.set_exception(error)
+
+    def _remember(self, key: K, value: V) -> None:
+        self._known[key] = value
+        while len(self._known) > self._capacity:
+            self._known.popitem(last=False)

@@ -1,0 +1,155 @@
+"""Exact match after Search-R1's normalisation (`verl/utils/reward_score/qa_em.py`), the best over all gold answers."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from typing import Literal
+
+from rollout_server.rewards.base import Outcome, Reward, WeightedReward
+from rollout_server.rewards.resources import Io
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+
+
+def normalise(text: str) -> str:
+    """Lower case, ASCII punctuation dropped, the articles a, an, the dropped, white space collapsed: in this order."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def comparable(text: str) -> str:
+    """`normalise`, or where that leaves nothing the text with its articles, or with its punctuation: "A" is an answer.
+
+    "" only for a text without a character.
+    """
+    return normalise(text) or " ".join(text.lower().translate(_PUNCTUATION).split()) or " ".join(text.lower().split())
+
+
+def equal(answer: str, gold: str) -> bool:
+    """Whether both are one answer. An empty answer equals none: Search-R1 and HotpotQA pay it for the gold "A"."""
+    given = comparable(answer)
+    return bool(given) and given == comparable(gold)
+
+
+class ExactMatch:
+    """1 when the answer equals a gold answer after normalisation, else 0."""
+
+    name = "em"
+
+    async def __call__(self, outcome: Outcome) -> float:
+        if outcome.answer is None:
+            return 0.0
+        return float(any(equal(outcome.answer, gold) for gold in outcome.question.answers))
+
+
+class ExactMatchSettings(WeightedReward):
+    """1 when the answer equals a gold answer after normalisation, else 0."""
+
+    type: Literal["em"] = "em"
+
+    def build(self, io: Io) -> Reward:
+        return ExactMatch()
+
+
+# Cover match: a gold answer's words occur, in order and unbroken, in the answer (`subem_check` of Search-R1).
+#
+# Whole words, unlike Search-R1's substring: the gold answer "no" is not covered by "I do not know". Scripts that are
+# written without spaces (Chinese, Japanese, Thai, Khmer, ...) have no such borders: there it is a substring, as in
+# Search-R1. `\boxed{Paris}` covers Paris, as there.
+
+_COMMAND = re.compile(r"\\[a-zA-Z]+\s*\{")
+_UNSPACED = re.compile(
+    # Thai, Lao, Tibetan and Burmese; Khmer; Tai Le; Tai Tham; Balinese
+    "[\u0e00-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f"
+    # radicals of Han, kana, bopomofo; Han and Yi; Javanese, Burmese, Tai Viet; Han; kana of half width
+    "\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3031-\u3035\u3038-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf"
+    "\u4e00-\ua4cf\ua980-\ua9ff\uaa60-\uaadf\uf900-\ufaff\uff66-\uff9f\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
+)
+"""Characters of scripts that put no spaces between words, by the blocks of Unicode 16. Hangul is not among them."""
+
+
+class CoverMatch:
+    """1 when some gold answer occurs in the answer after normalisation, else 0."""
+
+    name = "cover_em"
+
+    async def __call__(self, outcome: Outcome) -> float:
+        if outcome.answer is None:
+            return 0.0
+        return float(covers(_COMMAND.sub(" ", outcome.answer), outcome.question.answers))
+
+
+def covers(text: str, golds: tuple[str, ...]) -> bool:
+    """Whether the words of some gold answer stand in `text`. One that normalises to nothing must be all of it."""
+    normal = normalise(text)
+    return any(stands(normal, normalise(gold)) if normalise(gold) else equal(text, gold) for gold in golds)
+
+
+def stands(text: str, words: str) -> bool:
+    """Whether `words`, not empty, stand in `text` and are not part of a longer word there; both are normalised."""
+    at = text.find(words)
+    while at >= 0:
+        end = at + len(words)
+        starts = not at or not (_spaced(text[at - 1]) and _spaced(words[0]))
+        # a mark belongs to the letter before it, in any script
+        if starts and (end == len(text) or not (_mark(text[end]) or (_spaced(words[-1]) and _spaced(text[end])))):
+            return True
+        at = text.find(words, at + 1)
+    return False
+
+
+def _mark(character: str) -> bool:
+    return unicodedata.category(character)[0] == "M"
+
+
+def _spaced(character: str) -> bool:
+    """Whether it is part of a word, in a script that separates words by spaces; digits are."""
+    return (character.isalnum() or _mark(character)) and not _UNSPACED.match(character)
+
+
+class CoverMatchSettings(WeightedReward):
+    """1 when a gold answer occurs in the answer as whole words, else 0."""
+
+    type: Literal["cover_em"] = "cover_em"
+
+    def build(self, io: Io) -> Reward:
+        return CoverMatch()
+
+
+# Token F1 of the answer against the best gold answer (HotpotQA's, as in ReSearch's `re_search.py`).
+
+_WHOLE = frozenset({"yes", "no", "noanswer"})
+
+
+def f1(answer: str, gold: str) -> float:
+    """2PR / (P + R) over the multisets of normalised words; yes, no and noanswer count only when they are equal."""
+    given, wanted = comparable(answer), comparable(gold)
+    if given != wanted and (given in _WHOLE or wanted in _WHOLE):
+        return 0.0
+    words, gold_words = given.split(), wanted.split()
+    common = sum((Counter(words) & Counter(gold_words)).values())
+    # 2PR / (P + R) with P = common / n and R = common / m is 2 common / (n + m)
+    return 2 * common / (len(words) + len(gold_words)) if common else 0.0
+
+
+class F1:
+    """The best token F1 over the gold answers, 0 without an answer."""
+
+    name = "f1"
+
+    async def __call__(self, outcome: Outcome) -> float:
+        if outcome.answer is None:
+            return 0.0
+        return max((f1(outcome.answer, gold) for gold in outcome.question.answers), default=0.0)
+
+
+class F1Settings(WeightedReward):
+    """Token F1 against the best gold answer."""
+
+    type: Literal["f1"] = "f1"
+
+    def build(self, io: Io) -> Reward:
+        return F1()

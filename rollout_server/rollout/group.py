@@ -1,0 +1,150 @@
+"""All attempts at one question, run at the same time, as one `TrajectoryGroup`; and single episodes for evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+
+from protocol.messages import Question, Sampling, Status, Task, Trajectory, TrajectoryGroup
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import Generate
+from rollout_server.environment.actions import ESCAPE_VERSION
+from rollout_server.environment.environment import Episode, render
+from rollout_server.rollout.trajectory import OnProgress, ShouldStop, ignore_progress, never_stop, run_trajectory
+from rollout_server.search.base import Search
+
+
+@dataclass(frozen=True)
+class GroupRejected:
+    """A group that must not be learned from: the task is to be tried again.
+
+    reason            the commonest cause among the trajectories that failed, e.g. no_engine, max_lag, search_timeout
+    detail            every cause with its number
+    generated_tokens  sampled in vain, for the books
+    """
+
+    reason: str
+    detail: str
+    generated_tokens: int
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """One evaluation episode: the trajectory, and all of it as text."""
+
+    trajectory: Trajectory
+    text: str
+
+
+async def run_group(
+    episode: Episode,
+    task: Task,
+    generate: Generate,
+    search: Search,
+    *,
+    run: str,
+    producer: str,
+    should_stop: ShouldStop = never_stop,
+    on_progress: OnProgress | None = None,
+) -> TrajectoryGroup | GroupRejected:
+    """Run `task.group_size` trajectories at once and wait for the last one; none is cancelled because another failed.
+
+    should_stop is asked with the group's first version, so a group ends as a whole when its oldest member is too old.
+    Rejected when fewer than `min_valid` trajectories vote, or a search or a tool failed and the setting is
+    `drop`.
+    """
+    started = time.monotonic()
+    oldest: PolicyVersion | None = None
+
+    def group_should_stop(first: PolicyVersion) -> bool:
+        nonlocal oldest
+        oldest = first if oldest is None else min(oldest, first)
+        return should_stop(oldest)
+
+    group_id = uuid.uuid4().hex
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(
+                run_trajectory(
+                    episode,
+                    task.question,
+                    generate,
+                    search,
+                    task.sampling,
+                    session=uuid.uuid4().hex,
+                    group=group_id,
+                    should_stop=group_should_stop,
+                    on_progress=on_progress or ignore_progress,
+                )
+            )
+            for _ in range(task.group_size)
+        ]
+    trajectories = tuple(done.result() for done in running)
+    rejected = _judge(episode, trajectories)
+    if rejected is not None:
+        return rejected
+    return TrajectoryGroup(
+        run=run,
+        seq=task.seq,
+        attempt=task.attempt,
+        question=task.question,
+        trajectories=trajectories,
+        sampling=task.sampling,
+        template=episode.template.name,
+        escape_version=ESCAPE_VERSION,
+        producer=producer,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _judge(episode: Episode, trajectories: tuple[Trajectory, ...]) -> GroupRejected | None:
+    lost = Counter(t.cause for t in trajectories if not t.status.votes)
+    if not lost:
+        return None
+    outside = ("search_", "tool_")
+    searches = [t.cause for t in trajectories if t.status is Status.FAILED and t.cause.startswith(outside)]
+    valid = sum(t.status.votes for t in trajectories)
+    if episode.settings.on_search_error == "drop" and searches:
+        reason = searches[0]
+    elif valid < min(episode.settings.min_valid, len(trajectories)):
+        reason = lost.most_common(1)[0][0]
+    else:
+        return None
+    return GroupRejected(
+        reason=reason,
+        detail=f"{valid} of {len(trajectories)} valid; " + ", ".join(f"{n} {cause}" for cause, n in lost.most_common()),
+        generated_tokens=sum(t.num_sampled for t in trajectories),
+    )
+
+
+async def run_episode(
+    episode: Episode,
+    question: Question,
+    generate: Generate,
+    search: Search,
+    sampling: Sampling,
+    *,
+    group: str = "",
+    pinned: bool = False,
+    on_progress: OnProgress = ignore_progress,
+) -> EpisodeResult:
+    """One trajectory outside any group and any ledger: evaluation, chat, demo. Never stale.
+
+    group  episodes with the same id (not empty) share an engine's prefix cache: the n attempts at one question
+    """
+    session = uuid.uuid4().hex
+    trajectory = await run_trajectory(
+        episode,
+        question,
+        generate,
+        search,
+        sampling,
+        session=session,
+        group=group or session,
+        pinned=pinned,
+        on_progress=on_progress,
+    )
+    return EpisodeResult(trajectory, render(episode, trajectory))

@@ -1,0 +1,273 @@
+"""The multi-turn loop: one trajectory from a question to its end.
+
+    generate -> parse -> answer?  done
+                      -> search?  search -> observe -> generate ...
+                      -> a tool?  call it -> observe -> generate ...
+                      -> none?    say so -> generate ...
+
+At most `max_turns` actions are answered; then the policy writes once more, and a search in that turn is ignored (that
+is Search-R1's loop). Where the template has no answer to a turn that does nothing, such a turn ends the trajectory
+(ReSearch's loop). Everything that can go wrong outside becomes a status with a cause, never an exception: siblings
+in the group go on. Cancelling is safe at every await: a trajectory owns nothing but memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from protocol.messages import Owner, Question, Sampling, Segment, Status, Trajectory
+from protocol.search import Passage
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import Completion, EngineError, Generate, GenerateRequest
+from rollout_server.environment.actions import Action, Answer, Call, Invalid, parse
+from rollout_server.environment.actions import Search as SearchAction
+from rollout_server.environment.environment import Episode
+from rollout_server.rewards.base import Outcome, RewardError, TurnText
+from rollout_server.rewards.composite import Score
+from rollout_server.rollout.transcript import Transcript
+from rollout_server.search.base import Search
+from rollout_server.tools.base import ToolResult
+
+log = logging.getLogger(__name__)
+
+ShouldStop = Callable[[PolicyVersion], bool]
+"""Whether a trajectory (in a group: the group) whose first version is this one is too old to go on."""
+OnProgress = Callable[[Segment | Trajectory], None]
+"""Told of each segment as it is appended and of each trajectory as it ends: feeds the metrics. Must not raise."""
+
+
+def never_stop(first_version: PolicyVersion) -> bool:
+    """Evaluation and tests: no trajectory is too old."""
+    return False
+
+
+def ignore_progress(event: Segment | Trajectory) -> None:
+    """Nobody counts."""
+
+
+@dataclass(frozen=True)
+class _End:
+    status: Status
+    cause: str = ""
+
+
+@dataclass
+class _Play:
+    """One trajectory in progress."""
+
+    episode: Episode
+    generate: Generate
+    search: Search
+    sampling: Sampling
+    session: str
+    group: str
+    pinned: bool
+    should_stop: ShouldStop
+    on_progress: OnProgress
+    transcript: Transcript
+    turns: list[TurnText] = field(default_factory=list)
+    answer: str | None = None
+    searches: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+    async def run(self) -> _End:
+        """Play to the end. Consumes completions and search results; waits for nothing else."""
+        limits = self.episode.settings
+        if self.transcript.room < limits.reserve_tokens:
+            return _End(Status.FAILED, "prompt_too_long")
+        for turn in range(limits.max_turns + 1):
+            first = self.transcript.first_version
+            if first is not None and self.should_stop(first):
+                return _End(Status.STALE, "max_lag")
+            completion = await self._write()
+            if completion.finish_reason == "abort":
+                return _End(Status.FAILED, "aborted")
+            text = self.episode.tokens.decode_turn(completion.ids)
+            self.turns.append(TurnText(text, tokens=len(completion.ids), finish=completion.finish_reason))
+            action = parse(text, box=self.episode.template.boxed, tools=self.episode.tags)
+            end = await self._act(action, last=turn == limits.max_turns)
+            if end is not None:
+                return end
+        raise AssertionError("the last turn always ends a trajectory")
+
+    async def _write(self) -> Completion:
+        """One turn of the policy, appended. Raises EngineError."""
+        limit = min(self.episode.settings.max_new_tokens, self.transcript.room)
+        request = GenerateRequest(
+            ids=self.transcript.ids,
+            session=self.session,
+            group=self.group,
+            max_new_tokens=limit,
+            sampling=self.sampling,
+            stop=self.episode.template.stops,
+            pinned=self.pinned,
+        )
+        completion = await self.generate(request)
+        if not 0 < len(completion.ids) <= limit:
+            detail = f"{len(completion.ids)} tokens of at most {limit}"
+            raise EngineError("bad_output", completion.engine, detail)
+        try:
+            segment = self.transcript.write(completion)
+        except ValueError as error:
+            raise EngineError("bad_output", completion.engine, str(error)[:500]) from error
+        self.on_progress(segment)
+        return completion
+
+    async def _act(self, action: Action, *, last: bool) -> _End | None:
+        """Carry out a turn's action and append what the environment says; an _End when the trajectory is over."""
+        if isinstance(action, Answer):
+            self.answer = action.text
+            return _End(Status.ANSWERED)
+        room = self.transcript.room - self.episode.settings.reserve_tokens
+        cut = self.turns[-1].finish == "length"
+        if last and cut:
+            return _End(Status.TRUNCATED, "turn" if self.transcript.room else "context")
+        if last:
+            return _End(Status.OUT_OF_TURNS)
+        if isinstance(action, Invalid):
+            if not self.episode.invalid:
+                return _End(Status.TRUNCATED, "turn") if cut else _End(Status.OUT_OF_TURNS, action.reason)
+            if room < len(self.episode.invalid):
+                return _End(Status.TRUNCATED, "context")
+            self.on_progress(self.transcript.observe(self.episode.invalid))
+            return None
+        if room < self.episode.least_observation:
+            return _End(Status.TRUNCATED, "context")
+        limit = min(room, self.episode.settings.max_obs_tokens)
+        return await (self._use(action, limit) if isinstance(action, Call) else self._look_up(action, limit))
+
+    async def _look_up(self, action: SearchAction, limit: int) -> _End | None:
+        """Search, and append the observation in at most `limit` tokens."""
+        result = await self.search(action.query)
+        self.searches += 1
+        told = not result.error or self.episode.settings.on_search_error == "observe"
+        # A failed search that ends the trajectory is recorded as an observation without tokens.
+        ids = self.episode.observation(result.passages, limit, failed=bool(result.error)) if told else []
+        segment = self.transcript.observe(
+            ids,
+            query=action.query,
+            passage_ids=[passage.id for passage in result.passages],
+            latency_s=result.latency_s,
+            error=result.error,
+        )
+        self.on_progress(segment)
+        if not told:
+            return _End(Status.FAILED, f"search_{result.error}"[:256])
+        self.turns[-1] = replace(self.turns[-1], query=action.query)
+        # The environment's own words for a search without passages are no evidence of anything.
+        self._show(result.passages if not result.error else (), limit, ids)
+        return None
+
+    async def _use(self, call: Call, limit: int) -> _End | None:
+        """Call a tool, and append what it brings in at most `limit` tokens."""
+        episode, name = self.episode, call.tool
+        self.turns[-1] = replace(self.turns[-1], tool=name)
+        most = episode.most_calls(name)
+        if most is not None and self.calls[name] >= most:
+            result = ToolResult(f"No more than {most} calls of {name} are allowed.", mistake="too_many")
+        else:
+            self.calls[name] += 1
+            result = await episode.tools[name](call.argument)
+        error = f"tool_{name}_{result.error}" if result.error else ""
+        passages = () if error else result.passages
+        told = not error or episode.settings.on_search_error == "observe"
+        if error:
+            ids = episode.tool_failed(limit) if told else []
+        else:
+            words = result.text and not passages
+            ids = episode.told(result.text, limit) if words else episode.observation(passages, limit)
+        segment = self.transcript.observe(
+            ids,
+            query=call.argument.strip(),
+            passage_ids=[passage.id for passage in passages],
+            latency_s=result.latency_s,
+            error=error,
+            tool=name,
+        )
+        self.on_progress(segment)
+        if not told:
+            return _End(Status.FAILED, error[:256])
+        self._show(passages, limit, ids)
+        return None
+
+    def _show(self, passages: Sequence[Passage], limit: int, ids: Sequence[int]) -> None:
+        """Note in the last turn which passages the observation `ids` shows, and as what text: rewards look there."""
+        shown = self.episode.shown(passages, limit, len(ids))
+        self.turns[-1] = replace(
+            self.turns[-1],
+            observation=self.episode.inside(ids) if shown else "",
+            passage_ids=tuple(passage.id for passage in shown),
+            titles=tuple(passage.title[:256] for passage in shown),
+        )
+
+    def segments(self, earned: Sequence[float]) -> tuple[Segment, ...]:
+        """All segments, with what each turn earned on the policy's segment of that turn."""
+        left = iter(earned)
+        rewards = [next(left, 0.0) if s.owner is Owner.POLICY else 0.0 for s in self.transcript.segments]
+        return tuple(
+            segment.model_copy(update={"reward": reward}) if reward else segment
+            for segment, reward in zip(self.transcript.segments, rewards, strict=True)
+        )
+
+
+async def run_trajectory(
+    episode: Episode,
+    question: Question,
+    generate: Generate,
+    search: Search,
+    sampling: Sampling,
+    *,
+    session: str,
+    group: str,
+    pinned: bool = False,
+    should_stop: ShouldStop = never_stop,
+    on_progress: OnProgress = ignore_progress,
+) -> Trajectory:
+    """One attempt at a question, played to its end and scored.
+
+    session      id of this trajectory, of fixed length (engines match ids by prefix): a uuid's hex
+    group        id shared by the trajectories of one question
+    pinned       evaluation: any READY engine will do
+    should_stop  asked before every turn but the first
+
+    Raises nothing but CancelledError: an error is status FAILED with its cause (an engine's word, `search_<word>`,
+    `tool_<name>_<word>`, `prompt_too_long`, `reward`, or `error_<type>` for a fault of ours, which is logged with its
+    traceback). Only trajectories that vote are scored.
+    """
+    started = time.monotonic()
+    play: _Play | None = None
+    score = Score(0.0, {}, ())
+    try:
+        transcript = Transcript(episode.prompt(question.text), episode.settings.max_context)
+        play = _Play(episode, generate, search, sampling, session, group, pinned, should_stop, on_progress, transcript)
+        end = await play.run()
+        if end.status.votes:
+            outcome = Outcome(question, end.status, play.answer, tuple(play.turns), play.searches)
+            score = await episode.score(outcome)
+    except EngineError as error:
+        log.warning("trajectory %s: %s", session, error)
+        end = _End(Status.FAILED, error.cause)
+    except RewardError as error:
+        log.warning("trajectory %s: %s", session, error)
+        end = _End(Status.FAILED, "reward")
+    except Exception as error:
+        # A fault of ours on one question must not take its siblings and the server along; it is counted as FAILED.
+        log.exception("trajectory %s broke", session)
+        end = _End(Status.FAILED, f"error_{type(error).__name__}")
+    trajectory = Trajectory(
+        status=end.status,
+        cause=end.cause[:256],
+        segments=play.segments(score.turns) if play else (),
+        reward=score.reward,
+        rewards=score.parts,
+        answer=(play.answer or "") if play else "",
+        turns=len(play.turns) if play else 0,
+        searches=play.searches if play else 0,
+        seconds=time.monotonic() - started,
+    )
+    on_progress(trajectory)
+    return trajectory

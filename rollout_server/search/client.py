@@ -1,0 +1,201 @@
+"""Client of the retrievers: settings, and the searches in flight. `Pursuit` carries a query, `Governor` the replicas.
+
+Identical queries in flight share one request, since the trajectories of a group often ask the same thing at the same
+time. It is given up when the last that waits for it has left, and not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
+from protocol.settings import Settings
+from rollout_server.metrics import Stats
+from rollout_server.search.balancer import Governor
+from rollout_server.search.base import CLOSED, KNOWN, Names, SearchResult, SearchService
+from rollout_server.search.retry import Found, Limits, Pursuit
+from rollout_server.search.transport import Dialect, Wire
+
+
+class HttpSearchSettings(Settings):
+    """Retrievers over HTTP, in Search-R1's dialect or ReSearch's."""
+
+    type: Literal["http"] = "http"
+    urls: tuple[str, ...] = Field(default=("http://127.0.0.1:8000",), min_length=1)
+    """Base addresses of the retrievers, all with the same index. Queries go to the least busy one that is well."""
+    dialect: Dialect = "search_r1"
+    """`search_r1`: POST /retrieve. `flashrag`: POST /batch_search, as ReSearch's and ReCall's servers have it."""
+    topk: int = Field(default=3, ge=1, le=MAX_TOPK)
+    """Passages per query."""
+    run: str = Field(default="", max_length=128)
+    """Whose memory of earlier searches the retriever uses and feeds, where it keeps one. Empty: nobody's."""
+    deadline_s: float = Field(default=30.0, gt=0)
+    """Longest wait for one query in seconds, while a retriever can be used: line, attempts and pauses between them."""
+    attempt_s: float | None = Field(default=None, gt=0)
+    """Longest wait for one attempt, in seconds; then the query goes to another replica. At least four times what a
+    search takes on an idle retriever: longer ones are taken for a jam. None: `deadline_s` / 3."""
+    attempts: int = Field(default=4, ge=1)
+    """Bad answers (errors, no JSON, wrong shape) to one query before it fails. Time-outs, broken connections and busy
+    servers do not count: for them there is the deadline."""
+    outage_wait_s: float = Field(default=300.0, ge=0)
+    """Longest wait for a retriever, in seconds, while none can be used; then searches fail as `unavailable`. No new
+    task is leased meanwhile, so that a retriever that is restarted costs time and no rewards."""
+    probe_s: float = Field(default=2.0, gt=0)
+    """Longest wait for the answer to a probe of a retriever that does not do well."""
+    connections: int = Field(default=512, ge=1)
+    """Most requests in flight at one retriever: the ceiling of its adaptive window. More queries wait in line."""
+    max_bytes: int = Field(default=4 << 20, ge=1024)
+    """Largest reply that is read."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _there_is_time_for_another_attempt(self) -> HttpSearchSettings:
+        if self.attempt_s is not None and 2 * self.attempt_s > self.deadline_s:
+            raise ValueError("attempt_s must be at most half of deadline_s: after a time-out another replica is asked")
+        return self
+
+    def build(self) -> SearchService:
+        return HttpSearch(self)
+
+
+@dataclass
+class _Shared:
+    """A search in flight, and how many wait for it."""
+
+    task: asyncio.Task[Found]
+    waiting: int = 0
+
+
+class HttpSearch:
+    """See the module. Built outside an event loop; nothing is connected before the first query."""
+
+    def __init__(self, settings: HttpSearchSettings) -> None:
+        attempt_s = settings.attempt_s or settings.deadline_s / 3
+        self._wire = Wire(settings.dialect, topk=settings.topk, run=settings.run, max_bytes=settings.max_bytes)
+        self.governor = Governor(
+            self._wire,
+            list(dict.fromkeys(settings.urls)),
+            ceiling=settings.connections,
+            attempt_s=attempt_s,
+            probe_s=settings.probe_s,
+        )
+        self._limits = Limits(settings.deadline_s, attempt_s, settings.outage_wait_s, settings.attempts)
+        self._in_flight: dict[str, _Shared] = {}
+        self._closed = False
+
+    async def __call__(self, query: str) -> SearchResult:
+        started = time.monotonic()
+        if self._closed:
+            return SearchResult((), 0.0, CLOSED)
+        shared = self._share(query[:MAX_QUERY_CHARS])
+        shared.waiting += 1
+        try:
+            # Shielded: one rollout that is cancelled must not take the answer from another that waits for it.
+            passages, error = await asyncio.shield(shared.task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if shared.task.cancelled() and not (caller and caller.cancelling()):
+                return SearchResult((), time.monotonic() - started, CLOSED)
+            raise
+        finally:
+            shared.waiting -= 1
+            if not shared.waiting and not shared.task.done():
+                self._give_up(query[:MAX_QUERY_CHARS], shared)
+        return SearchResult(passages, time.monotonic() - started, error)
+
+    @property
+    def outage(self) -> str:
+        return self.governor.breaker.reason
+
+    @property
+    def congested(self) -> bool:
+        return self.governor.congested
+
+    def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
+        counts.update(self.governor.counts)
+        self.governor.counts = counts
+        gauges |= self.governor.gauges()
+
+    async def close(self) -> None:
+        self._closed = True
+        tasks = [shared.task for shared in self._in_flight.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.governor.close()
+        await self._wire.close()
+
+    def _share(self, query: str) -> _Shared:
+        """The search for `query` that is in flight, or a new one."""
+        shared = self._in_flight.get(query)
+        if shared is not None:
+            self.governor.counts["searches_shared"] += 1
+            return shared
+        pursuit = Pursuit(query, self.governor, self._wire, self._limits)
+        shared = self._in_flight[query] = _Shared(asyncio.create_task(pursuit.run(), name="search"))
+        shared.task.add_done_callback(lambda _: self._forget(query, shared))
+        return shared
+
+    def _give_up(self, query: str, shared: _Shared) -> None:
+        # forgotten at once: whoever asks the same now must not be handed a search that is being cancelled
+        self._forget(query, shared)
+        shared.task.cancel()
+
+    def _forget(self, query: str, shared: _Shared) -> None:
+        if self._in_flight.get(query) is shared:
+            del self._in_flight[query]
+
+
+# A search that is counted: how many, how they ended, how long they took, and how long somebody stood waiting.
+
+
+class MeasuredSearch:
+    """Wraps any search; the result is passed on as it is. Whoever built the search closes it.
+
+    Counts `searches`, of which `search_outcome_found`, `search_outcome_nothing` (answered, and no passage: not a
+    failure, and never the picture of one) and `search_errors`, of which `search_errors_CAUSE`.
+    """
+
+    def __init__(self, search: SearchService, stats: Stats) -> None:
+        self._search, self._stats = search, stats
+        self._names = Names()
+        for name in ("searches", "search_errors", "search_outcome_found", "search_outcome_nothing"):
+            stats.counts[name] += 0
+        for cause in KNOWN:
+            stats.counts[f"search_errors_{cause}"] += 0
+        search.report(stats.counts, stats.gauges)
+        stats.text["search_outage"] = lambda: self.outage
+
+    @property
+    def outage(self) -> str:
+        """Why no query can be answered now, "" when one can."""
+        return self._search.outage
+
+    @property
+    def held_up(self) -> bool:
+        """Whether a trajectory that begins now would only wait for a retriever."""
+        return bool(self._search.outage) or self._search.congested
+
+    async def __call__(self, query: str) -> SearchResult:
+        with self._stats.waits.during("retriever"):
+            result = await self._search(query)
+        counts = self._stats.counts
+        counts["searches"] += 1
+        self._stats.time("search_seconds", result.latency_s)
+        if result.error:
+            counts["search_errors"] += 1
+            counts[f"search_errors_{self._names(result.error)}"] += 1
+        else:
+            counts["search_outcome_found" if result.passages else "search_outcome_nothing"] += 1
+        return result

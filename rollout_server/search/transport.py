@@ -1,0 +1,189 @@
+"""One request to a retriever: sent, read under a cap, and every way to fail by its name.
+
+Redirects are not followed and compression is not accepted: a few kilobytes must not become gigabytes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
+
+from protocol.runtime.http.auth import read_access
+from protocol.search import Passage
+from rollout_server.search.base import (
+    BAD_SHAPE,
+    NOT_JSON,
+    TIMEOUT,
+    TOO_LARGE,
+    UNREACHABLE,
+    WRONG_COUNT,
+    Fault,
+    named_by_server,
+    status_fault,
+)
+
+if TYPE_CHECKING:
+    import aiohttp
+    from yarl import URL
+
+
+# The two JSON dialects of retrievers: what is asked, and passages from what is answered. Pure.
+#
+#     search_r1  POST /retrieve      {"queries": [q], "topk": k, "return_scores": true}
+#                -> {"result": [[{"document": {"id", "contents"}, "score"}, ..]], "errors": [null]?}
+#     flashrag   POST /batch_search  {"query": [q], "top_n": k, "return_score": false}
+#                -> [[{"id", "contents"}, ..]]                          (ReSearch, ReCall)
+#
+# Scores are not read: passages come best first. An answer is a stranger's, so its parts are checked one by one, each
+# failure has a name, and only the first k hits are looked at.
+
+Dialect = Literal["search_r1", "flashrag"]
+PATHS: dict[Dialect, str] = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
+
+
+class _Document(BaseModel):
+    """A hit's document. Corpora with numbers as ids exist."""
+
+    model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
+
+    id: str = ""
+    contents: str
+
+
+def request_body(dialect: Dialect, query: str, topk: int, run: str) -> bytes:
+    """The body that asks one query. `run`: whose memory the server uses, "" for none (search_r1 only)."""
+    body: dict[str, Any]
+    if dialect == "flashrag":
+        body = {"query": [query], "top_n": topk, "return_score": False}
+    else:
+        # `partial`: with one query a failure that is named says more than a 500. Other servers ignore it.
+        body = {"queries": [query], "topk": topk, "return_scores": True, "partial": True}
+        body |= {"run": run} if run else {}
+    return json.dumps(body).encode()
+
+
+def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
+    """At most `topk` passages, best first. Raises Fault: not_json, bad_shape, wrong_count or failed_WORD."""
+    try:
+        answer = from_json(raw)
+    except ValueError:
+        raise Fault(NOT_JSON) from None
+    try:
+        lists = answer if dialect == "flashrag" else answer["result"]
+        errors = None if dialect == "flashrag" else answer.get("errors")
+        if not isinstance(lists, list) or not isinstance(errors, list | None):
+            raise TypeError("no list of lists")
+        if len(lists) != 1 or (errors is not None and len(errors) != 1):
+            raise Fault(WRONG_COUNT)
+        if errors and errors[0] is not None:
+            raise named_by_server(str(errors[0]))
+        if not isinstance(lists[0], list):
+            raise TypeError("no list of hits")
+        hits = lists[0][:topk]
+        found = [_Document.model_validate(hit if dialect == "flashrag" else hit["document"]) for hit in hits]
+    except (TypeError, KeyError, AttributeError, IndexError, ValidationError):
+        raise Fault(BAD_SHAPE) from None
+    return tuple(Passage(id=document.id, contents=document.contents) for document in found)
+
+
+CONNECT_S = 3.0
+"""Longest wait for a connection: a host that swallows packets must not use up the time of another that could answer."""
+KEEP_ALIVE_S = 4.0
+"""An idle connection is closed from here after so long: uvicorn (Search-R1's server) does it after 5 s, and a request
+that crosses that closing would look like a retriever that has died."""
+
+
+class Connections:
+    """Pooled connections to one or more servers. The session opens at the first request, inside the event loop.
+
+    limit    most requests at once, further ones wait within their time; 0: no limit
+    headers  sent with every request
+    """
+
+    def __init__(self, *, max_bytes: int, limit: int = 0, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._max_bytes, self._limit, self._headers = max_bytes, limit, headers
+        self._session: aiohttp.ClientSession | None = None
+
+    async def exchange(
+        self, method: str, url: str | URL, timeout_s: float, body: bytes | None = None, also: Collection[int] = ()
+    ) -> tuple[int, bytes]:
+        """Status and body of an answer with status 200, or one of `also`. Raises Fault."""
+        import aiohttp
+
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._open().request(method, url, data=body, allow_redirects=False) as response,
+            ):
+                if response.status != 200 and response.status not in also:
+                    raise status_fault(response.status, response.headers.get("Retry-After", ""))
+                return response.status, await self._read(response)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            refused = not isinstance(error, aiohttp.ConnectionTimeoutError)
+            raise Fault(UNREACHABLE, served=False, refused=refused) from error
+        except TimeoutError as error:
+            raise Fault(TIMEOUT, served=False) from error
+        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError) as error:
+            raise Fault(UNREACHABLE, served=False) from error
+        except aiohttp.ClientError as error:
+            raise Fault(NOT_JSON) from error  # what came back is not even HTTP
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        if (response.content_length or 0) > self._max_bytes:
+            raise Fault(TOO_LARGE, again=False)
+        parts: list[bytes] = []
+        size = 0
+        async for chunk in response.content.iter_any():
+            size += len(chunk)
+            if size > self._max_bytes:
+                raise Fault(TOO_LARGE, again=False)
+            parts.append(chunk)
+        return b"".join(parts)
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self._headers},
+                auto_decompress=False,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Safe to call twice."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+class Wire(Connections):
+    """The same to retrievers, in their dialect. How many requests there are at once is decided by the windows."""
+
+    def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
+        super().__init__(max_bytes=max_bytes, headers=read_access(os.environ).headers("node", "operator"))
+        self._dialect, self._topk, self._run = dialect, topk, run
+
+    @property
+    def path(self) -> str:
+        """Where searches go, after a base address."""
+        return PATHS[self._dialect]
+
+    async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
+        """Passages for one query, best first. Raises Fault."""
+        body = request_body(self._dialect, query, self._topk, self._run)
+        raw = await self.request("POST", url + self.path, timeout_s, body)
+        return read_answer(self._dialect, raw, self._topk)
+
+    async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> bytes:
+        """The body of a 200. Raises Fault."""
+        return (await self.exchange(method, url, timeout_s, body))[1]

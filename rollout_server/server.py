@@ -1,0 +1,330 @@
+"""The rollout server's composition root: every loop is named here, and this is how they hang together.
+
+                    Redis {run}:tasks                      Redis wv:target, engines
+                          | lease, reclaim                        | every 0.5 s
+                          v                                       v
+    beat_loop ---> Tasks.lease_loop                          Fleet.follow ---> FleetTable
+    (renews)              | one per lease                         |
+                          v                                       v
+                        Work ---> run_group ---> generate ---> Router ---(HTTP)---> engines
+                          |           |
+                          |           +--------> search -----(HTTP)---> retriever
+                          v
+                    Sink.publish ---> Redis {run}:traj
+
+    loop             consumes              produces            waits for              unblocked by
+    lease_loop       tasks                 a Work each         a place, credit,       a group's end, the learner,
+                                                               no backlog of turns,   the engines,
+                                                               a retriever            a probe that succeeds
+    beat_loop        leases in flight      fresh idle times    a third of task_idle   the clock
+    Fleet.follow     engines, target       FleetTable          fleet_poll_s           the clock
+    gate             FleetTable            accept / do not     a change               Fleet.follow
+    publish_metrics  Stats                 metrics in Redis    one second             the clock
+    HTTP             requests              episodes, status    -                      clients
+
+Shutdown is the reverse: stop leasing, let groups finish for drain_s, hand the rest back, then cancel the loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+
+from protocol.errors import StateLost
+from protocol.keys import Keys
+from protocol.messages import EngineInfo, Task, TrajectoryGroup
+from protocol.runtime.http.auth import Access, engine_key, read_access
+from protocol.runtime.http.server import listening
+from protocol.runtime.lifecycle import Stop, plain_errors, stop_on_signals, write_port_file
+from protocol.runtime.redis.aio import BLOCK_MS, Outage, RedisClient, RedisDown, insist
+from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
+from protocol.settings import RunSettings
+from rollout_server.api.app import Served, build_app
+from rollout_server.api.episodes import Episodes
+from rollout_server.api.evaluation_pin import Pin
+from rollout_server.config import RolloutSettings
+from rollout_server.dispatch.fleet import Agreement, Fleet
+from rollout_server.dispatch.leases import Tasks
+from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.runner import Work
+from rollout_server.engine.client import SglangClient, connector
+from rollout_server.engine.continuation import Ending
+from rollout_server.engine.request_log import noting
+from rollout_server.engine.router import Limits, Router
+from rollout_server.environment.environment import Episode, build_episode, build_search
+from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
+from rollout_server.rollout.group import GroupRejected, run_group
+from rollout_server.rollout.trajectory import OnProgress, ShouldStop
+from rollout_server.search.client import MeasuredSearch
+from rollout_server.tools.metrics import with_measured_tools
+
+# Which policy an answer is of: a version is a number within one run, and a model that nobody trains is always 0.0.
+
+PIECES, PIECE_BYTES = 16, 1 << 16
+"""What is read of a file of weights: so many pieces at equal distances, each of so many bytes."""
+
+
+def model_digest(model: Path) -> str:
+    """sha256 (hex) over the names, sizes and samples of the files of a model directory that decide what it answers.
+
+    Weights are not read whole (that takes minutes for a large model): training changes every tensor, so samples differ.
+    Of a directory without weights (a rollout server needs the tokenizer alone) the digest is of what is there.
+    """
+    digest = hashlib.sha256()
+    for path in sorted((*model.glob("*.json"), *model.glob("*.jinja"), *model.glob("*.safetensors"))):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for piece in range(PIECES):
+                file.seek(size * piece // PIECES)
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()
+
+
+log = logging.getLogger(__name__)
+
+MOST_REFUSALS = 50
+"""Most different refusals of Redis that are told in the history: they may be a stranger's doing."""
+
+COUNTERS = (
+    *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
+    *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
+    *("unreadable_tasks", "handed_back", "events_lost"),
+)
+"""Shown from the start, as zeros."""
+RATES = {"tokens_generated": "tokens_generated", "trajectories": "trajectories", "groups": "groups_published"}
+"""Gauges `NAME_per_s`, by their counter."""
+
+
+async def serve(
+    run: RunSettings, settings: RolloutSettings, *, port_file: Path | None = None, stop: Stop | None = None
+) -> None:
+    """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can mend."""
+    stop = stop or Stop()
+    stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
+    built = build_episode(settings.episode, run.model, urls=getattr(settings.search, "urls", ()), day=run.date)
+    episode = with_measured_tools(built, stats)
+    for name in COUNTERS:
+        stats.counts[name] = 0
+    redis = RedisClient(run.redis_url, Keys(run.id))
+    search = build_search(settings.search)
+    try:
+        async with aiohttp.ClientSession(connector=connector()) as session:
+            with stop_on_signals(stop), plain_errors():
+                server = RolloutServer(run, settings, episode, stats, redis, MeasuredSearch(search, stats), session)
+                await server.run(stop, port_file)
+    finally:
+        await search.close()
+        await episode.close()
+        await redis.aclose()
+
+
+class RolloutServer:
+    """All parts of one process, and the order in which they start and stop."""
+
+    def __init__(
+        self,
+        run: RunSettings,
+        settings: RolloutSettings,
+        episode: Episode,
+        stats: Stats,
+        redis: RedisClient,
+        search: MeasuredSearch,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
+        self._redis, self._search = redis, search
+        self._agreement = Agreement(run, max_lag=run.max_lag)
+        self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, agreement=self._agreement)
+        connect: Callable[[EngineInfo], SglangClient] = partial(
+            _connect, session, read_access(os.environ), settings.stream_interval
+        )
+        if settings.journal_routes is not None:
+            connect = noting(connect, settings.journal_routes, self._fleet)
+        self._router = Router(
+            self._fleet,
+            connect,
+            stats.waits,
+            max_lag=run.max_lag if settings.max_engine_lag is None else settings.max_engine_lag,
+            limits=Limits(
+                timeout_s=settings.generate_timeout_s,
+                stall_s=settings.stall_s,
+                attempts=settings.generate_attempts,
+                wait_s=settings.engine_wait_s,
+            ),
+            ending=Ending(episode.tokens.decode, episode.tokens.eos_ids),
+            adaptive=settings.adaptive,
+            vocab_size=_vocab_size(run.model),
+            tokenizer=episode.tokens.fingerprint,
+            counts=stats.counts,
+        )
+        self._sink = Sink(redis, stats, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20)
+        self._tasks = Tasks(
+            redis,
+            self._sink,
+            stats,
+            consumer=f"{stats.id}-{secrets.token_hex(4)}",
+            concurrency=settings.concurrency_groups,
+            idle_ms=settings.task_idle_ms,
+            held_up=self._held_up,
+        )
+        self._work = Work(
+            self._tasks,
+            self._roll,
+            self._sink,
+            self._fleet,
+            stats,
+            max_lag=run.max_lag,
+            max_attempts=settings.max_attempts,
+        )
+        stats.gauges |= self._gauges()
+
+    def _gauges(self) -> dict[str, Callable[[], float]]:
+        return {
+            "groups_in_flight": lambda: len(self._tasks.in_flight),
+            "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
+            "turns_waiting": lambda: self._router.waiting,
+            "requests_in_flight": lambda: self._router.places.in_flight,
+            "engine_strikes": lambda: self._router.health.total,
+            "engines_routable": lambda: len(self._router.candidates(pinned=False)),
+        }
+
+    async def run(self, stop: Stop, port_file: Path | None) -> None:
+        """Start everything, wait for `stop`, end everything in order."""
+        rates = {
+            f"{what}_per_s": Rate(partial(self._stats.counts.__getitem__, counter)) for what, counter in RATES.items()
+        }
+        self._stats.gauges |= rates
+        async with self._listening(stop, port_file), asyncio.TaskGroup() as tasks:
+            loops = [
+                tasks.create_task(self._fleet.follow(), name="fleet"),
+                tasks.create_task(self._tasks.beat_loop(), name="beat"),
+                tasks.create_task(publish_metrics(self._redis, self._stats, tuple(rates.values())), name="metrics"),
+                tasks.create_task(self._gate(), name="gate"),
+            ]
+            leasing = tasks.create_task(self._tasks.lease_loop(tasks, self._work), name="lease")
+            await stop.asked.wait()
+            self._tasks.stop()
+            # what its last read brings is still started, and so finished or handed back
+            await asyncio.wait({leasing}, timeout=2 * BLOCK_MS / 1000)
+            leasing.cancel()
+            await self._tasks.drain(self._settings.drain_s, stop.hurry, hopeful=self._hopeful)
+            for loop in loops:
+                loop.cancel()
+            await self._leave()
+
+    def _held_up(self) -> str:
+        """Why no group should be begun now: the name of what it would wait for, "" when it would not."""
+        if self._sink.spool_full or not self._fleet.looked:  # the first look says whose run this is
+            return "redis"
+        if self._search.held_up:
+            return "retriever"
+        return "backlog" if self._router.congested() else ""
+
+    def _hopeful(self) -> bool:
+        """Whether a group in flight can come to its end."""
+        return bool(self._router.candidates(pinned=False)) and not self._search.outage
+
+    async def _gate(self) -> None:
+        """Consumes the engine table; produces permission to lease; waits for a change; ended by cancellation.
+
+        A run that is done has no use for more groups. A learner that starts again opens the gate. What Redis refuses
+        is told here too, once each.
+        """
+        await self._refuse_eviction()
+        await self._sink.tell("joined", f"rollout server {self._stats.id} takes tasks")
+        told: set[str] = {""}
+        while True:
+            if (refusal := self._redis.refusal) not in told and len(told) < MOST_REFUSALS:
+                told.add(refusal)
+                await self._sink.tell("redis-refused", refusal)
+            self._tasks.accept(not self._fleet.table.done)
+            await self._fleet.changed(timeout_s=1.0)
+
+    async def _refuse_eviction(self) -> None:
+        """Raises UserError for a Redis that would throw away what it promised to keep; waits for one that is away."""
+        url = self._run.redis_url
+        policy = await insist(Outage("asking for the eviction policy", self._stats.waits), self._redis.eviction_policy)
+        if not policy:
+            log.warning("%s", unknown_policy(url))
+        elif (evicts := eviction_refusal(policy, url)) is not None:
+            raise evicts
+
+    async def _roll(
+        self, task: Task, should_stop: ShouldStop, on_progress: OnProgress
+    ) -> TrajectoryGroup | GroupRejected:
+        return await run_group(
+            self._episode,
+            task,
+            self._router,
+            self._search,
+            run=self._run.id,
+            producer=self._stats.id,
+            should_stop=should_stop,
+            on_progress=on_progress,
+        )
+
+    @asynccontextmanager
+    async def _listening(self, stop: Stop, port_file: Path | None) -> AsyncIterator[None]:
+        """The HTTP side for the time of the block. Raises UserError when nobody may listen there."""
+        pin = Pin(
+            self._redis,
+            self._fleet,
+            self._stats,
+            max_s=self._settings.pin_max_s,
+            wait_s=self._settings.engine_wait_s,
+            tokenizer=self._episode.tokens.fingerprint,
+        )
+        model = await asyncio.to_thread(model_digest, self._run.model)
+        episodes = Episodes(
+            self._episode,
+            self._router,
+            self._search,
+            self._fleet,
+            pin,
+            self._stats,
+            policy=lambda: {"run": self._run.id, "lineage_id": self._agreement.lineage_id, "model": model},
+            wait_s=self._settings.engine_wait_s,
+        )
+        served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.asked.is_set)
+        async with listening(build_app(served), self._settings) as port:
+            write_port_file(port_file, port)
+            log.info("listening on http://%s:%d", self._settings.host, port)
+            yield
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(3.0):
+                await self._sink.tell("left", f"stopped; {self._stats.counts['handed_back']} tasks handed back")
+                await self._tasks.leave()
+                await withdraw_metrics(self._redis, self._stats)
+        except (RedisDown, StateLost, TimeoutError) as error:
+            log.info("left without taking leave of Redis: %s", error)
+
+
+def _connect(session: aiohttp.ClientSession, access: Access, stream_interval: int, engine: EngineInfo) -> SglangClient:
+    key = engine_key(access, engine.id, engine.incarnation)
+    return SglangClient(
+        session, engine.url, name=engine.id, adapter=engine.adapter, stream_interval=stream_interval, key=key
+    )
+
+
+def _vocab_size(model: Path) -> int | None:
+    """Rows of the model's output layer; None when there is no config.json (the check is then left out)."""
+    try:
+        size = json.loads((model / "config.json").read_bytes()).get("vocab_size")
+    except (OSError, ValueError) as error:
+        log.warning("token ids are not checked against the vocabulary: %s", error)
+        return None
+    return int(size) if size else None

@@ -1,0 +1,189 @@
+"""A search with canned passages and scripted failures: for tests, benchmarks and dry runs without a retriever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aiohttp import web
+from pydantic import Field
+
+from protocol.search import Passage
+from protocol.settings import Settings
+from rollout_server.search.base import SearchResult, SearchService, Ungoverned
+from tests.support.scripted_server import ScriptedServer
+
+
+class FakeSearch(Ungoverned):
+    """Answers from a table.
+
+    passages   query -> what it brings; any other query brings `otherwise`
+    failures   one word for each of the first calls, "" for a call that works: ["", "timeout"] fails the second
+    latency_s  seconds that each call takes
+    """
+
+    def __init__(
+        self,
+        passages: Mapping[str, Sequence[Passage]] | None = None,
+        *,
+        otherwise: Sequence[Passage] = (),
+        failures: Sequence[str] = (),
+        latency_s: float = 0.0,
+    ) -> None:
+        self._passages = dict(passages or {})
+        self._otherwise = tuple(otherwise)
+        self._failures = list(failures)
+        self._latency_s = latency_s
+        self.queries: list[str] = []
+
+    async def __call__(self, query: str) -> SearchResult:
+        call = len(self.queries)
+        self.queries.append(query)
+        if self._latency_s:
+            await asyncio.sleep(self._latency_s)
+        error = self._failures[call] if call < len(self._failures) else ""
+        found = () if error else tuple(self._passages.get(query, self._otherwise))
+        return SearchResult(found, self._latency_s, error)
+
+
+class FakeSearchSettings(Settings):
+    """Canned passages instead of a retriever."""
+
+    type: Literal["fake"] = "fake"
+    passages: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Query -> contents of the passages it brings: title line, newline, text."""
+    otherwise: tuple[str, ...] = ()
+    """Contents of the passages for every other query."""
+    failures: tuple[str, ...] = ()
+    """One word for each of the first calls, empty for a call that works."""
+    latency_s: float = Field(default=0.0, ge=0)
+    """Seconds that each search takes."""
+
+    def build(self) -> SearchService:
+        return FakeSearch(
+            {query: _passages(contents) for query, contents in self.passages.items()},
+            otherwise=_passages(self.otherwise),
+            failures=self.failures,
+            latency_s=self.latency_s,
+        )
+
+
+def _passages(contents: Sequence[str]) -> list[Passage]:
+    return [Passage(id=f"fake-{i}", contents=text) for i, text in enumerate(contents)]
+
+
+# A retriever behind a real socket that misbehaves as it is told, in both dialects. For tests.
+#
+# Good answers say the query back: passage `i` of `q` has the id `q#i`, so a mixed-up answer shows.
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What the server does with one request for passages.
+
+    body   JSON, or text or bytes as they are; None: the good answer
+    hang   never answer; cut: break the connection in the middle of the answer
+    """
+
+    status: int = 200
+    body: Any = None
+    after_s: float = 0.0
+    hang: bool = False
+    cut: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+HTML = Fault(body="<!DOCTYPE html><html><body><h1>It works!</h1></body></html>")
+Script = Callable[[str], Fault | None]
+"""What to do with a query; None: answer it."""
+
+
+class FakeRetriever(ScriptedServer):
+    """`async with FakeRetriever() as retriever: retriever.url ...`
+
+    script   may be set anew at any time; `then` sets one that fails the next requests and then behaves
+    ready    what `/ready` says; None: there is no such path, nor `/health`, as in Search-R1's server
+    asked    the body of every request for passages, in order; `queries` the query of each
+    """
+
+    def __init__(self, script: Script = lambda query: None, *, hits: int = 5, fingerprint: str = "") -> None:
+        super().__init__()
+        self.script, self.hits, self.fingerprint = script, hits, fingerprint
+        self.ready: bool | None = True
+        self.contents: Callable[[str, int], str] = lambda query, i: f'"T{i}"\n{query}'
+        self.asked: list[dict[str, Any]] = []
+        self.connections: set[object] = set()
+        self.looks = self.most_in_flight = self._in_flight = 0
+
+    @property
+    def queries(self) -> list[str]:
+        return [(body.get("queries") or body["query"])[0] for body in self.asked]
+
+    def then(self, *faults: Fault | None) -> None:
+        """The next requests fail so, one after the other; later ones are answered."""
+        left = list(faults)
+        self.script = lambda query: left.pop(0) if left else None
+
+    def _app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/retrieve", self._search_r1)
+        app.router.add_post("/batch_search", self._flashrag)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/info", self._info)
+        return app
+
+    async def _search_r1(self, request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        lists = [
+            [{"document": document, "score": 1.0 - i} for i, document in enumerate(self._hits(query))]
+            for query in asked["queries"]
+        ]
+        return await self._answer(request, asked, asked["queries"][0], {"result": lists})
+
+    async def _flashrag(self, request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        return await self._answer(request, asked, asked["query"][0], [self._hits(query) for query in asked["query"]])
+
+    def _hits(self, query: str) -> list[dict[str, str]]:
+        return [{"id": f"{query[:200]}#{i}", "contents": self.contents(query, i)} for i in range(self.hits)]
+
+    async def _answer(self, request: web.Request, asked: dict[str, Any], query: str, good: Any) -> web.StreamResponse:
+        self.asked.append(asked)
+        self.connections.add(request.transport)
+        self._in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        try:
+            fault = self.script(query) or Fault()
+            await asyncio.sleep(fault.after_s)
+            if fault.hang:
+                await asyncio.Event().wait()
+            if fault.cut:
+                return await _cut(request)
+            body = good if fault.body is None else fault.body
+            raw = body if isinstance(body, bytes) else (body if isinstance(body, str) else json.dumps(body)).encode()
+            return web.Response(status=fault.status, body=raw, headers=fault.headers)
+        finally:
+            self._in_flight -= 1
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        self.looks += 1
+        if self.ready is None:
+            raise web.HTTPNotFound
+        return web.Response(status=200 if self.ready else 503)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        if not self.fingerprint:
+            raise web.HTTPNotFound
+        return web.json_response({"fingerprint": self.fingerprint})
+
+
+async def _cut(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'{"result"')
+    assert request.transport is not None
+    request.transport.abort()
+    return response
