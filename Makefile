@@ -86,11 +86,11 @@ reliability: setup
 # The figures that are missing or whose code has changed, one by one, a quarter of an hour each at most, and the page
 # docs/benchmarks.md from them. ARGS="engine demo-0" makes these, ARGS=--force all of them.
 figures: setup
-	$(BIN)/python -m benchmarks.figures.__main__ $(ARGS)
+	$(BIN)/python -m benchmarks.figures $(ARGS)
 
 # The page alone, which marks as stale what was measured on other code.
 page: setup
-	$(BIN)/python -m benchmarks.figures.__main__ --page
+	$(BIN)/python -m benchmarks.figures --page
 
 # Real processes under faults, at random, for MINUTES. CONTROL=1: without the delivery rules, which the judge must see.
 # MAXMEMORY_MB=8: with a Redis that is full again and again.

@@ -165,7 +165,7 @@ class AsyncBench(BenchSettings):
     targets: ClassVar[tuple[Target, ...]] = (Target("of_bound", 0.9, "speed-up at lag 1 over the bound"),)
     modules: ClassVar[tuple[str, ...]] = (
         *("protocol", "rollout_server", "learner", "retriever", "deploy/demo", "deploy/configs/demo.yaml"),
-        "deploy/bench/async*.py",
+        "benchmarks/asynchrony.py",
     )
 
     lags: tuple[int, ...] = Field(default=(0, 1, 2, 4), min_length=2)

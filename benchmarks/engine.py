@@ -67,7 +67,7 @@ def embedded_engine(directory: Path, model: Path, threads: int, say: Say) -> Ite
 
 
 class Baseline:
-    """`deploy.bench.hf_generate` as a child: a line with prompts in, a line with seconds out."""
+    """`benchmarks.hf_generate` as a child: a line with prompts in, a line with seconds out."""
 
     def __init__(self, directory: Path, model: Path, threads: int) -> None:
         self._log = directory / "transformers.log"
@@ -207,7 +207,7 @@ class EngineBench(BenchSettings):
         "protocol",
         "rollout_server/cpu_engine",
         "deploy/demo/warmstart.py",
-        "deploy/bench/engine*.py",
+        "benchmarks/engine.py",
         "benchmarks/hf_generate.py",
     )
 

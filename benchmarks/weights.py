@@ -144,7 +144,7 @@ class WeightsBench(BenchSettings):
         "learner/publish",
         "rollout_server/node",
         "rollout_server/cpu_engine",
-        "deploy/bench/weights*.py",
+        "benchmarks/weights.py",
         "benchmarks/raw_broadcast.py",
     )
 

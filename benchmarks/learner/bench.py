@@ -90,18 +90,18 @@ def contenders_of(settings: LearnerBench, work: Work, absent: dict[str, str]) ->
     spec, directory = str(work.spec), work.spec.parent
 
     def module(name: str, *argv: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", f"deploy.bench.{name}", spec, *argv)
+        return (sys.executable, "-m", f"benchmarks.learner.{name}", spec, *argv)
 
     commands = {
-        "ours": module("learner_ours", str(settings.logit_chunk_mb)),
-        "unfused": module("learner_ours", str(UNFUSED_MIB)),
-        "padded": module("learner_padded", "arrival"),
-        "padded_sorted": module("learner_padded", "sorted"),
+        "ours": module("ours", str(settings.logit_chunk_mb)),
+        "unfused": module("ours", str(UNFUSED_MIB)),
+        "padded": module("baselines", "arrival"),
+        "padded_sorted": module("baselines", "sorted"),
     }
     if why := _no_trl(settings):
         absent["trl"] = why
     else:
-        script = Path(__file__).with_name("learner_trl.py")
+        script = Path(__file__).with_name("trl.py")
         commands["trl"] = (settings.trl_interpreter(), str(script), spec)
     wanted = [name.strip() for name in settings.only.split(",") if name.strip()] or list(NAMES)
     if unknown := sorted(set(wanted) - set(NAMES)):
@@ -162,7 +162,7 @@ class LearnerBench(SkewedBatch):
         Target("ratio", 1.0, "trained tokens a second over the better padded transformers loop"),
         Target("ratio_trl", 3.0, "trained tokens a second over TRL's GRPO step"),
     )
-    modules: ClassVar[tuple[str, ...]] = ("protocol", "learner", "deploy/bench/learner*.py")
+    modules: ClassVar[tuple[str, ...]] = ("protocol", "learner", "benchmarks/learner/*.py")
 
     groups: int = Field(default=4, ge=1)
     """Questions in the batch."""

@@ -97,7 +97,7 @@ def tell(answer: dict[str, Any]) -> None:
 
 
 def peak_mib() -> float:
-    """As in learner_child.py, which this interpreter need not have."""
+    """As in ours.py, which this interpreter need not have."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     lines = Path("/proc/self/status").read_text().splitlines()

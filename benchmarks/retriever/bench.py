@@ -44,7 +44,7 @@ class RetrieverBench(BenchSettings):
         "protocol",
         "retriever",
         "rollout_server/search",
-        "deploy/bench/retriever*.py",
+        "benchmarks/retriever/*.py",
     )
 
     passages: int = Field(default=1_000_000, ge=100)

@@ -59,7 +59,7 @@ class Phases:
             batches=batches,
             answers=str(self._directory / "right.json") if checked else "",
         )
-        figures: list[dict[str, Any]] = self._child("retriever_raw", raw.write(self._directory / "raw.json"))
+        figures: list[dict[str, Any]] = self._child("raw", raw.write(self._directory / "raw.json"))
         for row in figures:
             self._say(
                 f"{row['kind']} in batches of {row['batch']}: {row['queries_per_s']:.0f} queries/s, "
@@ -113,7 +113,7 @@ class Phases:
         )
         spec = load.write(self._directory / f"{name}.json")
         with Meter(service) as meter, Watch(service) as watch:
-            told: dict[str, Any] = self._child("retriever_load", spec)
+            told: dict[str, Any] = self._child("load", spec)
         figures = told | meter.figures(load.num_queries) | watch.figures()
         self._say(
             f"{name}: {figures['answered']} of {figures['queries']} answered, {figures['queries_per_s']:.0f} queries/s,"
@@ -123,7 +123,7 @@ class Phases:
         return figures
 
     def _child(self, module: str, spec: Path) -> Any:
-        argv = [sys.executable, "-m", f"deploy.bench.{module}", str(spec)]
+        argv = [sys.executable, "-m", f"benchmarks.retriever.{module}", str(spec)]
         env = os.environ | {"OMP_NUM_THREADS": str(self._bench.threads)}
         done = subprocess.run(argv, capture_output=True, text=True, timeout=CHILD_S, check=False, env=env)
         if done.returncode:

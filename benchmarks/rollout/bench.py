@@ -49,7 +49,7 @@ class RolloutBench(BenchSettings):
     modules: ClassVar[tuple[str, ...]] = (
         "protocol",
         "rollout_server",
-        "deploy/bench/rollout*.py",
+        "benchmarks/rollout/*.py",
         "benchmarks/rollout/ring.py",
         "benchmarks/rollout/barrier.py",
         "benchmarks/rollout/batching.py",

@@ -227,7 +227,7 @@ class TransportBench(BenchSettings):
         "learner/delivery/store.py",
         "learner/delivery/entry.py",
         "learner/delivery/consumer.py",
-        "deploy/bench/transport*.py",
+        "benchmarks/transport/*.py",
     )
 
     group_size: int = Field(default=8, ge=1)

@@ -21,7 +21,7 @@ from protocol.settings import REDIS_URL_VARIABLE, Settings, read_tree
 
 # Paths of a configuration, absolute: what the launcher writes down must mean the same from any directory.
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 M = TypeVar("M", bound=BaseModel)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-TABLE = Path(__file__).parent / "preset_sources.yaml"
+TABLE = Path(__file__).with_name("preset_sources.yaml")
 HEAD = """# Presets
 
 <!-- made by `python -m deploy.reference.presets > docs/presets.md` -->

@@ -98,7 +98,7 @@ def command(limits: Limits, mechanisms: Sequence[str], libraries: Sequence[str],
     )
     # not the one of a virtual environment: that one looks its home up in a file beside it
     python = getattr(sys, "_base_executable", "") or sys.executable
-    entry = Path(__file__).parent / "jail" / "__main__.py"
+    entry = Path(__file__).with_name("__main__.py")
     return [python, "-I", "-S", "-B", "-X", "utf8", str(entry), pack(spec)]
 
 
