@@ -19,7 +19,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from protocol.errors import Fenced, ForayError, UserError
-from protocol.redaction import LOG_LEVEL_VARIABLE, LOG_LEVELS, redact, remember_environment
+from protocol.redaction import redact, remember_environment
+from protocol.runtime.log import LOG_LEVEL_VARIABLE, LOG_LEVELS
 from protocol.runtime.settings_errors import suggest
 
 EXIT_FAILED, EXIT_USER, EXIT_FENCED, EXIT_INTERRUPTED = 1, 2, 75, 130

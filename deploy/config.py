@@ -19,7 +19,8 @@ from pydantic import Field, field_validator
 from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name
-from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings, Tree, read_tree, section
+from protocol.runtime.config import Tree, read_tree, section
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings
 from retriever.config import RetrieverSettings
 from rollout_server.config import RolloutSettings
 from rollout_server.node.config import NodeSettings

@@ -15,9 +15,11 @@ from pathlib import Path
 from learner.config.learner import LearnerSettings, require_groups
 from learner.trainer.distributed.worker import ranks, serve_rank
 from protocol.errors import Fenced, ForayError, UserError
-from protocol.redaction import redact, start_logging
+from protocol.redaction import redact
 from protocol.runtime.command_line import add_config_arguments, config_and_overrides
-from protocol.settings import RunSettings, read_tree, section
+from protocol.runtime.config import read_tree, section
+from protocol.runtime.log import start_logging
+from protocol.settings import RunSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s {rank}%(name)s: %(message)s"
 EXIT_BROKEN, EXIT_USER, EXIT_FENCED = 1, 2, 75

@@ -1,6 +1,5 @@
-"""What crosses a process boundary, and nothing else.
+"""What crosses a process boundary. Pure outside `protocol.runtime`: no sockets, files, clock, environment, framework.
 
-The law of this package: no sockets, no clock, no framework. Bytes in, frozen values out; values in, bytes out.
-Whatever decodes here has been checked: size first, then types, then lengths and finiteness. What fails raises a
-`ProtocolError` with a `reason`, and never anything else.
+Decoders check size first, then types, then lengths and finiteness. Invalid input raises a `ProtocolError` with a
+`reason`, and nothing else.
 """

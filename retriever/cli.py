@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.errors import UserError
-from protocol.redaction import start_logging
 from protocol.runtime.command_line import add_config_arguments, config_and_overrides
-from protocol.settings import read_tree, section
+from protocol.runtime.config import read_tree, section
+from protocol.runtime.log import start_logging
 from retriever.config import RetrieverSettings
 
 

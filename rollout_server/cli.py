@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.errors import UserError
-from protocol.redaction import start_logging
 from protocol.runtime.command_line import add_config_arguments, config_and_overrides
-from protocol.settings import RunSettings, read_tree, section
+from protocol.runtime.config import read_tree, section
+from protocol.runtime.log import start_logging
+from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

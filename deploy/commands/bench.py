@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks import BENCHMARKS
 from benchmarks.report import Circumstances
+from protocol.runtime.config import section
 from protocol.runtime.field_docs import descriptions
-from protocol.settings import section
 
 
 def subcommands() -> dict[str, str]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from deploy.launcher.run_dir import configuration_of, read_configuration
 from protocol.errors import UserError
-from protocol.settings import RunSettings, read_tree, section
+from protocol.runtime.config import read_tree, section
+from protocol.settings import RunSettings
 
 if TYPE_CHECKING:
     from learner.config.model import ModelSettings

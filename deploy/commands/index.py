@@ -178,7 +178,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _changes(args: argparse.Namespace) -> dict[str, object]:
-    from protocol.settings import read_tree
+    from protocol.runtime.config import read_tree
 
     tree = read_tree(None, [f"retriever.index.{item}" for item in args.set])
     changes: dict[str, object] = tree.get("retriever", {}).get("index", {})

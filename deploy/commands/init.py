@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when all was written; raises UserError when it exists already."""
     from deploy.config import from_tree
     from deploy.reference.settings import document
-    from protocol.settings import read_tree
+    from protocol.runtime.config import read_tree
 
     directory = args.secrets or args.file.parent / "secrets"
     if args.file.exists() and (args.secure or not args.force):
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
 def _name(recipe: Path | None, overrides: Sequence[str]) -> list[str]:
     """Overrides that give the run an id and a directory that no other run has, as far as the person gave none."""
     from deploy.launcher.run_dir import unique_id
-    from protocol.settings import RunSettings, read_tree
+    from protocol.runtime.config import read_tree
+    from protocol.settings import RunSettings
 
     chosen = read_tree(None, overrides).get("run") or {}
     stem = (read_tree(recipe).get("run") or {}).get("id", RunSettings().id)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from deploy.launcher.run_dir import configuration_of, read_configuration, require
 from protocol.errors import UserError
-from protocol.settings import RunSettings, section
+from protocol.runtime.config import section
+from protocol.settings import RunSettings
 
 if TYPE_CHECKING:
     from rollout_server.environment.tokenizer import Tokens

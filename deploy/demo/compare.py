@@ -20,7 +20,7 @@ import yaml
 
 from protocol.errors import UserError
 from protocol.runtime.command_line import split
-from protocol.settings import not_an_override
+from protocol.runtime.config import not_an_override
 from protocol.versions import PolicyVersion
 
 VARIANTS = Path(__file__).parent.parent / "configs" / "variants" / "algorithms.yaml"

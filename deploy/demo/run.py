@@ -28,7 +28,7 @@ from deploy.monitor.evaluate import Score, evaluate
 from deploy.monitor.snapshot import Observation, observe, read_books
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
-from protocol.settings import read_tree
+from protocol.runtime.config import read_tree
 
 # What must be there before the demo's processes start: two worlds, their passages, a warm-started model, a config.
 #

@@ -15,9 +15,10 @@ from deploy.launcher.plan import Addresses
 from deploy.launcher.redis_server import child_url, find_server
 from deploy.secrets.env import redis_url_for
 from protocol.errors import UserError
+from protocol.runtime.config import read_tree
 from protocol.runtime.net import free_port, require_free
 from protocol.runtime.redis.url import parse, place_of
-from protocol.settings import REDIS_URL_VARIABLE, Settings, read_tree
+from protocol.settings import REDIS_URL_VARIABLE, Settings
 
 # Paths of a configuration, absolute: what the launcher writes down must mean the same from any directory.
 

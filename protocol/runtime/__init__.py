@@ -1,0 +1,1 @@
+"""I/O that every process does: settings, Redis, HTTP, files, metrics, logs, signals. Imports `protocol` only."""

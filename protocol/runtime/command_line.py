@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.settings import not_an_override
+from protocol.runtime.config import not_an_override
 
 
 def add_config_arguments(

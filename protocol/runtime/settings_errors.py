@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from protocol.redaction import SHOWN
+from protocol.settings import PATTERNS
 
 _MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
 _SHORT = reprlib.Repr()
@@ -147,7 +148,3 @@ def _in_words(item: ErrorDetails, kind: type[BaseModel]) -> str:
         pattern = str(context["pattern"])
         return PATTERNS.get(pattern, f"it does not have the form {pattern}")
     return item["msg"]
-
-
-PATTERNS: dict[str, str] = {}
-"""Pattern of a text field -> what it asks for, in words."""

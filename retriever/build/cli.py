@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.errors import UserError
-from protocol.settings import read_tree, section
+from protocol.runtime.config import read_tree, section
 from retriever.build.progress import to_stderr
 from retriever.config import RetrieverSettings
 from retriever.index.config import IndexSettings

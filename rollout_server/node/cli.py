@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from protocol.errors import UserError
-from protocol.redaction import start_logging
 from protocol.runtime.command_line import add_config_arguments, config_and_overrides
-from protocol.settings import RunSettings, Tree, read_tree, section
+from protocol.runtime.config import Tree, read_tree, section
+from protocol.runtime.log import start_logging
+from protocol.settings import RunSettings
 from rollout_server.cli import LOG_FORMAT
 from rollout_server.node.config import NodeSettings
 

@@ -16,7 +16,7 @@ from learner.algorithms.base import Scored, TokenInputs, TopTokens
 from learner.config.algorithm import AlgorithmSettings, GrpoSettings
 from learner.config.learner import TrainerSettings
 from protocol.errors import UserError
-from protocol.settings import section
+from protocol.runtime.config import section
 
 MEMBERS = [get_args(member)[0] for member in get_args(get_args(AlgorithmSettings)[0])]
 N = 10

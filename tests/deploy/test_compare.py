@@ -12,7 +12,7 @@ from deploy.demo.compare import GOAL, VARIANTS, read_variants, render, row, with
 from deploy.demo.run import CONFIG
 from learner.config.algorithm import AlgorithmSettings
 from protocol.errors import UserError
-from protocol.settings import read_tree
+from protocol.runtime.config import read_tree
 
 
 def test_every_shipped_variant_is_a_demo_that_can_be_built() -> None:

@@ -11,7 +11,7 @@ import pytest
 from deploy.cli import MEANT, VERBS, main
 from deploy.commands import bench, index
 from deploy.commands.init import presets
-from protocol.redaction import LOG_LEVEL_VARIABLE, start_logging
+from protocol.runtime.log import LOG_LEVEL_VARIABLE, start_logging
 
 
 def err_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

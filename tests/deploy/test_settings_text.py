@@ -12,8 +12,9 @@ from pydantic import create_model
 
 from deploy.config import RunConfig
 from protocol.errors import UserError
+from protocol.runtime.config import read_tree, section
 from protocol.runtime.settings_errors import _models
-from protocol.settings import Settings, read_tree, section
+from protocol.settings import Settings
 
 
 def settings_below(kind: type[Settings], found: dict[type[Settings], None]) -> dict[type[Settings], None]:

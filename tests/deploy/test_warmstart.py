@@ -19,7 +19,7 @@ from deploy.demo.warmstart import (  # noqa: E402  # noqa: E402
     WarmStartBudget,
     WarmStartFailed,
     gate,
-    new_model,  # noqa: E402
+    new_model,
     warm_start,
 )
 from deploy.demo.world import words  # noqa: E402

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from protocol.redaction import start_logging
+from protocol.runtime.log import start_logging
 
 KINDS = ("retriever", "rollout", "engine")
 BODIES = {

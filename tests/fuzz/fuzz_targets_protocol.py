@@ -14,9 +14,10 @@ from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.header import check_body, read_header, seal
 from protocol.ledger import Ledger, Outcome
 from protocol.messages import GroupFailed
+from protocol.runtime.config import read_tree, section
 from protocol.runtime.http.auth import Access, Asked, check_request, decide, is_loopback
 from protocol.runtime.redis import url as redis_url
-from protocol.settings import RunSettings, read_tree, section
+from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from tests.support.messages import make_group, make_task
 

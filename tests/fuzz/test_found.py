@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 
 from learner.data.questions import load_questions
 from protocol.errors import UserError
-from protocol.redaction import without_trace_of_clients
 from protocol.runtime.http import server as listen
 from protocol.runtime.http.auth import SERVER_OPTIONS, Access
+from protocol.runtime.log import without_trace_of_clients
 from retriever.api.app import create_app
 from retriever.api.base import Service
 from retriever.config import RetrieverSettings

@@ -20,7 +20,8 @@ from learner.weights import disk as module
 from learner.weights.base import BadWeights, Publisher
 from protocol.errors import UserError
 from protocol.messages import WeightUpdate
-from protocol.settings import RunSettings, section
+from protocol.runtime.config import section
+from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
 

@@ -11,7 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from learner.config.algorithm import AlgorithmSettings
 from learner.config.learner import LearnerSettings, require_groups
 from protocol.errors import UserError
-from protocol.settings import RunSettings, section
+from protocol.runtime.config import section
+from protocol.settings import RunSettings
 
 REFUSED = {
     "rejection: {also: [{measure: k3, high: 1.0e-9}]}": "level off",

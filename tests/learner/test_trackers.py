@@ -23,7 +23,8 @@ from learner.observability.trackers import fanout as fan
 from learner.observability.trackers.base import RunFacts, Tracker
 from learner.observability.trackers.fanout import Trackers
 from protocol.errors import UserError
-from protocol.settings import RunSettings, Settings, section
+from protocol.runtime.config import section
+from protocol.settings import RunSettings, Settings
 
 VALUES = {"step": 1, "loss": 0.5, "seqs": [1, 2], "seconds": {"wait": 0.25}, "broken": float("nan"), "ok": True}
 

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from protocol.errors import UserError
 from protocol.keys import Keys
-from protocol.settings import RunSettings, Settings, read_tree, section
+from protocol.runtime.config import read_tree, section
+from protocol.settings import RunSettings, Settings
 
 
 class Left(Settings):

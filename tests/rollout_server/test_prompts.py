@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import UserError
+from protocol.runtime.config import section
 from protocol.search import Passage
-from protocol.settings import section
 from rollout_server.environment.config import EpisodeSettings
 from rollout_server.environment.environment import build_episode
 from rollout_server.environment.prompts import TEMPLATES, demo

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import Question, Status
-from protocol.settings import section
+from protocol.runtime.config import section
 from rollout_server.environment.config import EpisodeSettings
 from rollout_server.rewards.base import Outcome, RewardError, TurnText
 from rollout_server.rewards.composite import Composite, Score

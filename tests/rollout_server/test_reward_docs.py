@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from protocol.settings import section
+from protocol.runtime.config import section
 from rollout_server.config import RolloutSettings
 from rollout_server.environment.config import RewardSettings
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from protocol.codec import decode, encode
 from protocol.messages import Owner, Question, Sampling, Status, Task, Trajectory
+from protocol.runtime.config import section
 from protocol.search import Passage
-from protocol.settings import section
 from rollout_server.config import RolloutSettings
 from rollout_server.environment.actions import Action, Answer, Call, Invalid, Search, neutralise, parse
 from rollout_server.environment.config import EpisodeSettings, ToolSettings

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
-from protocol.settings import RunSettings, read_tree, section
+from protocol.runtime.config import read_tree, section
+from protocol.settings import RunSettings
 from retriever.api import base as app_base
 from retriever.config import RetrieverSettings
 from retriever.server import running

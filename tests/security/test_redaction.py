@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 
 from protocol import redaction
 from protocol.errors import UserError
-from protocol.redaction import (
-    SHOWN,
-    RedactingFormatter,
-    is_secret_name,
-    redact,
-    remember,
-    remember_environment,
-)
+from protocol.redaction import SHOWN, is_secret_name, redact, remember, remember_environment
+from protocol.runtime.log import RedactingFormatter
 
 CANARY = "c4nary/Yellow+bird=42"
 
@@ -108,7 +102,7 @@ def test_logs_hold_no_secret_in_arguments_or_tracebacks() -> None:
 def test_an_exception_that_nobody_catches_is_printed_without_secrets() -> None:
     program = """
 import os
-from protocol.redaction import start_logging
+from protocol.runtime.log import start_logging
 start_logging(os.environ, "%(message)s")
 raise RuntimeError("lost " + os.environ["SOME_TOKEN"])
 """

@@ -1,0 +1,1 @@
+"""HTTP servers of all services: access rules, binding, OpenAPI."""

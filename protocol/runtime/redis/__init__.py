@@ -1,0 +1,1 @@
+"""Redis clients of all processes: URLs, connections, one error taxonomy."""

@@ -19,8 +19,8 @@ import torch
 from aiohttp import web
 
 from protocol.errors import UserError
-from protocol.redaction import start_logging
 from protocol.runtime.http.auth import SERVER_OPTIONS
+from protocol.runtime.log import start_logging
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model.config import ModelConfig, read_model_config
 from rollout_server.cpu_engine.model.llama import Model

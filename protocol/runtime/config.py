@@ -1,0 +1,132 @@
+"""Load settings: one YAML file, dotted overrides, and errors that name the nearest legal key.
+
+Every process reads the same file and takes two of its sections: `run` (what all must agree on) and its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from protocol.errors import UserError
+from protocol.runtime.settings_errors import explain, repaired, suggest
+from protocol.settings import SECTIONS, Settings
+
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
+"""What PyYAML raises: dates such as 2026-99-99 and numbers such as 0b2 are ValueErrors there."""
+
+S = TypeVar("S", bound=Settings)
+
+
+class Tree(dict[str, Any]):
+    """A tree of settings that knows how its overrides were spelt: `spelt` has the text of each by its path, where YAML
+    read it as something other than text."""
+
+    def __init__(self, tree: Mapping[str, Any], spelt: Mapping[tuple[str, ...], str]) -> None:
+        super().__init__(tree)
+        self.spelt = dict(spelt)
+
+
+def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> Tree:
+    """The YAML file as a dict with `a.b=c` overrides applied (values are YAML: numbers, lists, null).
+
+    Raises UserError for a missing or malformed file, an unknown section, or an override that is not `key=value`.
+    """
+    tree = _load_yaml(path) if path is not None else {}
+    return with_overrides(Tree(tree, {}), overrides)
+
+
+def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
+    """`tree` with `a.b=c` overrides applied in place; raises UserError as `read_tree` does."""
+    for item in overrides:
+        key, found, raw = item.partition("=")
+        if not found or not key:
+            raise not_an_override(item)
+        try:
+            value = yaml.safe_load(raw)
+        except NOT_YAML as error:
+            raise UserError(f"the value of override {item!r} is not YAML", why=" ".join(str(error).split())) from None
+        value = _number(value)
+        path = tuple(key.split("."))
+        _assign(tree, list(path), value, item)
+        # what stood at or below this place is gone, and how it was spelt with it
+        tree.spelt = {old: text for old, text in tree.spelt.items() if old[: len(path)] != path}
+        if not isinstance(value, str):
+            tree.spelt[path] = raw
+    for name in tree:
+        if name not in SECTIONS:
+            raise UserError(f"unknown section {name!r}", todo=suggest(str(name), SECTIONS))
+    return tree
+
+
+def not_an_override(item: str) -> UserError:
+    """The error for an argument that should have been an override."""
+    return UserError(f"override {item!r} is not of the form key=value", todo="write e.g. learner.optim.lr=1e-4")
+
+
+def section(tree: Mapping[str, Any], name: str, kind: type[S]) -> S:
+    """Section `name` of the tree as `kind`, or UserError that names each wrong key and what is legal there."""
+    value = tree.get(name) or {}
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        wrong = error
+    spelt = tree.spelt if isinstance(tree, Tree) else {}
+    below = {path[1:]: text for path, text in spelt.items() if path[0] == name}
+    try:
+        if (meant := repaired(value, wrong, kind, below)) is not None:
+            return kind.model_validate(meant)
+    except ValidationError as error:
+        wrong = error
+    raise UserError("\n       ".join(explain(wrong, name, kind)))
+
+
+def _load_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text", why=str(error)) from None
+    except OSError as error:
+        near = difflib.get_close_matches(path.name, _siblings(path), n=1, cutoff=0.5)
+        raise UserError(
+            f"cannot read the configuration file {path}",
+            why=error.strerror or str(error),
+            todo=f"did you mean {path.parent / near[0]}?" if near else "give the path of an existing YAML file",
+        ) from None
+    try:
+        tree = yaml.safe_load(text)
+    except NOT_YAML as error:
+        raise UserError(f"{path} is not valid YAML", why=" ".join(str(error).split())) from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds a {type(tree).__name__}, not a tree of sections", todo=f"use {SECTIONS}")
+    return tree
+
+
+def _siblings(path: Path) -> list[str]:
+    return [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
+def _number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-4 (no dot) as text; every person means the number.
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
+def _assign(tree: dict[str, Any], path: list[str], value: Any, item: str) -> None:
+    for name in path[:-1]:
+        child = tree.get(name)
+        if child is None:
+            child = tree[name] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"override {item!r} goes below {name!r}, which holds a single value")
+        tree = child
+    tree[path[-1]] = value

@@ -1,0 +1,53 @@
+"""Logging of every process: one line format, and no secret in any line or traceback."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TextIO
+
+from protocol.redaction import redact, remember_environment
+
+LOG_LEVEL_VARIABLE = "FORAY_LOG_LEVEL"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+class RedactingFormatter(logging.Formatter):
+    """Lines of a log, tracebacks included, as they may be shown."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def start_logging(environ: Mapping[str, str], line: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
+    """Logs to `stream` (stderr) from `level` on in the form `line`; all that this process shows is redacted from now.
+
+    FORAY_LOG_LEVEL in `environ` overrules `level`.
+
+    An exception that nobody catches is printed by the interpreter itself: that, too, goes through `redact`.
+    """
+    remember_environment(environ)
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(RedactingFormatter(line))
+    handler.addFilter(without_trace_of_clients)
+    wanted = environ.get(LOG_LEVEL_VARIABLE, level)
+    logging.basicConfig(level=wanted if wanted in LOG_LEVELS else level, handlers=[handler])
+    sys.excepthook = _print_redacted
+
+
+def without_trace_of_clients(record: logging.LogRecord) -> bool:
+    """A filter: bytes that are no HTTP, which anybody may send, and clients that leave, are one line and no traceback
+    of forty."""
+    error = record.exc_info[1] if record.exc_info else None
+    theirs = type(error).__module__ == "aiohttp.http_exceptions" or type(error).__name__ == "RequestPayloadError"
+    if record.name == "aiohttp.server" and (theirs or isinstance(error, ConnectionError)):
+        record.msg, record.args = f"{record.getMessage()}: {' '.join(str(error).split())[:120]}", ()
+        record.exc_info = record.exc_text = None
+    return True
+
+
+def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
