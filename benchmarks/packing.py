@@ -15,6 +15,7 @@ from pydantic import Field
 
 from benchmarks.base import Measured, Say, Target
 from benchmarks.learner.workload import SkewedBatch
+from learner.algorithms import build_algorithm
 
 if TYPE_CHECKING:
     from learner.data.batch import Batch
@@ -101,7 +102,7 @@ def _batch(settings: PackingBench, number: int, *, row_tokens: int, micro_batch_
 
     return build_batch(
         skewed_groups(settings, number),
-        GrpoSettings().build(),
+        build_algorithm(GrpoSettings()),
         now_step=0,
         lineage=[V1],
         max_lag=0,

@@ -22,6 +22,7 @@ from deploy.launcher.redis_server import child_url, find_server, redis_argv
 from deploy.launcher.supervisor import Readiness, Supervisor
 from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
 from learner.delivery.store import RunStore
+from learner.weights import build_publisher
 from protocol.errors import ForayError
 from protocol.messages import EngineInfo, NodeState
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
@@ -71,7 +72,7 @@ class Fleet:
         assert isinstance(epoch, int)
         self.store.own(epoch, "bench")
         self.epoch = epoch
-        return settings.build(self.run, sorted(self.run.model.glob("*.json")), self.store)
+        return build_publisher(settings, self.run, sorted(self.run.model.glob("*.json")), self.store)
 
     def publish(self, publisher: Publisher, step: int, weights: dict[str, torch.Tensor]) -> tuple[float, float]:
         """(seconds until it was announced, seconds until every engine was READY at it)."""

@@ -39,6 +39,7 @@ from learner.loop import TrainingLoop
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.metrics_server import Endpoint, page_of, serve_prometheus
 from learner.observability.reporting import Teller, measure, meta_of, open_trackers, summary
+from learner.weights import build_publisher
 from protocol.codec import decode_as
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot, TrajectoryGroup
@@ -218,7 +219,7 @@ def assemble(
         group_filter=delivery.group_filter,
         keeper=delivery.keeper,
         engine=engine,
-        publisher=settings.publish.build(run, engine.model_files, store),
+        publisher=build_publisher(settings.publish, run, engine.model_files, store),
         journal=Journal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
         skipped_journal=Journal(run.dir / "skipped"),
         teller=Teller(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps),

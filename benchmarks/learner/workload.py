@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from learner.algorithms import build_algorithm
+
 if TYPE_CHECKING:
     from benchmarks.learner.bench import LearnerBench
     from learner.data.batch import Batch
@@ -261,7 +263,7 @@ def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) 
 
     return build_batch(
         skewed_groups(settings),
-        GrpoSettings().build(),
+        build_algorithm(GrpoSettings()),
         now_step=0,
         lineage=[V1],
         max_lag=0,

@@ -29,6 +29,7 @@ from learner.loop import NO_TOKENS, Patience, Stopwatch, batch_under
 from learner.main import MakeEngine, build_trainer, resumed_engine
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.reporting import Teller, open_trackers
+from learner.weights import build_publisher
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.files import make_folder
@@ -68,7 +69,7 @@ class NoEngines:
 def export(run: RunSettings, settings: LearnerSettings, engine: TrainEngine, version: PolicyVersion) -> Path:
     """Writes the weights (or the adapter, where the run trains one) as files, and returns where."""
     files = settings.publish if isinstance(settings.publish, AdapterPublishSettings) else DiskPublishSettings()
-    publisher = files.build(run, engine.model_files, NoEngines())
+    publisher = build_publisher(files, run, engine.model_files, NoEngines())
     try:
         return Path(publisher.publish(version, engine.iter_weights(publisher.device)).path)
     finally:

@@ -1,12 +1,12 @@
-"""Settings of the algorithms, one class each.
+"""Settings of the algorithms, one class each: fields only, no torch.
 
-Nothing heavy is imported here: an algorithm's settings carry a lazy `build()` that imports torch when it is called.
-To add an algorithm: one file in `algorithms/`, one settings class and one line in `AlgorithmSettings`.
+To add an algorithm: one file in `learner/algorithms/`, its settings class and union member here, and one line in
+`learner.algorithms.REGISTRY`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -20,20 +20,11 @@ from learner.config.policy import (
 )
 from learner.data.packing import Aggregation
 
-if TYPE_CHECKING:
-    from learner.algorithms.base import Algorithm
-
 
 class GrpoSettings(GroupSettings):
     """Group relative policy optimisation (arXiv 2402.03300)."""
 
     type: Literal["grpo"] = "grpo"
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.grpo import Grpo
-
-        return Grpo(self)
 
 
 class DrGrpoSettings(GroupSettings):
@@ -43,12 +34,6 @@ class DrGrpoSettings(GroupSettings):
     std: Literal["group", "batch", "none"] = "none"
     aggregation: Aggregation = "seq_mean_token_sum"
     aggregation_length: int = Field(default=1024, ge=1)
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.grpo import Grpo
-
-        return Grpo(self)
 
 
 class DapoSettings(GroupSettings):
@@ -69,12 +54,6 @@ class DapoSettings(GroupSettings):
             raise ValueError("overlong_length shapes the reward as a whole: not with parts")
         return self
 
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.dapo import Dapo
-
-        return Dapo(self)
-
 
 class RlooSettings(PolicySettings):
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740), clipped."""
@@ -85,12 +64,6 @@ class RlooSettings(PolicySettings):
     def group_baseline(self) -> bool:
         """The others of its group are the baseline."""
         return True
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.rloo import Rloo
-
-        return Rloo(self)
 
 
 class ReinforceSettings(PolicySettings):
@@ -105,12 +78,6 @@ class ReinforceSettings(PolicySettings):
     def group_baseline(self) -> bool:
         """As `baseline` says."""
         return self.baseline == "group"
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.reinforce import Reinforce
-
-        return Reinforce(self)
 
 
 class ReinforcePpSettings(PolicySettings):
@@ -130,12 +97,6 @@ class ReinforcePpSettings(PolicySettings):
         """As `baseline` says."""
         return self.baseline == "group"
 
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.reinforce_pp import ReinforcePp
-
-        return ReinforcePp(self)
-
 
 class PpoSettings(PolicySettings):
     """Proximal policy optimisation with a critic (arXiv 1707.06347; `learner.critic`)."""
@@ -154,12 +115,6 @@ class PpoSettings(PolicySettings):
     its last token, as in AReaL: what would have come is not 0. Answers and spent turns end a trajectory for good."""
     whiten: bool = True
 
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.ppo import Ppo
-
-        return Ppo(self)
-
 
 class GspoSettings(GroupSettings):
     """Group sequence policy optimisation (arXiv 2507.18071): ratio and clip are of whole trajectories."""
@@ -169,12 +124,6 @@ class GspoSettings(GroupSettings):
     clip_high: float = Field(default=4e-4, ge=0)
     old_logprobs: Proximal = "recompute"
     aggregation: Aggregation = "seq_mean_token_mean"
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.gspo import Gspo
-
-        return Gspo(self)
 
 
 class GmpoSettings(GroupSettings):
@@ -188,12 +137,6 @@ class GmpoSettings(GroupSettings):
     old_logprobs: Proximal = "recompute"
     aggregation: Aggregation = "seq_mean_token_mean"
 
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.gmpo import Gmpo
-
-        return Gmpo(self)
-
 
 class CispoSettings(GroupSettings):
     """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585)."""
@@ -204,12 +147,6 @@ class CispoSettings(GroupSettings):
     clip_high: float = Field(default=4.0, ge=0)
     """The weight is clipped at 1 + clip_high."""
 
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.cispo import Cispo
-
-        return Cispo(self)
-
 
 class SapoSettings(GroupSettings):
     """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in the place of the clip."""
@@ -219,12 +156,6 @@ class SapoSettings(GroupSettings):
     """Steepness of the gate where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0)
     """The same where it is not."""
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.sapo import Sapo
-
-        return Sapo(self)
 
 
 class GpgSettings(PolicySettings):
@@ -241,24 +172,12 @@ class GpgSettings(PolicySettings):
         """Rewards are centred in their group."""
         return True
 
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.gpg import Gpg
-
-        return Gpg(self)
-
 
 class EmaPgSettings(GroupSettings):
     """GRPO with a top-k divergence from an average of the policy (arXiv 2602.04417; `learner.reference.kind: ema`)."""
 
     type: Literal["ema_pg"] = "ema_pg"
     kl: TopKlSettings = TopKlSettings()
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.grpo import Grpo
-
-        return Grpo(self)
 
 
 class DecoupledPpoSettings(GroupSettings):
@@ -268,12 +187,6 @@ class DecoupledPpoSettings(GroupSettings):
 
     type: Literal["decoupled_ppo"] = "decoupled_ppo"
     old_logprobs: Proximal = "interpolate"
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.grpo import Grpo
-
-        return Grpo(self)
 
 
 class DppoSettings(GroupSettings):
@@ -292,12 +205,6 @@ class DppoSettings(GroupSettings):
     """Leave tokens out whatever the sign of their advantage, by where they moved alone."""
     ratio_cap: float = Field(default=20.0, ge=0)
     """Greatest ratio that a token's gradient is weighted by; 0: none."""
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.dppo import Dppo
-
-        return Dppo(self)
 
 
 class DistillSettings(PolicySettings):
@@ -323,12 +230,6 @@ class DistillSettings(PolicySettings):
             name = "filter" if self.filter else "whiten"
             raise ValueError(f"distill learns nothing from rewards: leave out {name}, which is about them")
         return self
-
-    def build(self) -> Algorithm:
-        """The algorithm; imports torch."""
-        from learner.algorithms.distill import Distill
-
-        return Distill(self)
 
 
 def _tag(value: Any) -> str:

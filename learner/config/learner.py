@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,10 +12,6 @@ from learner.config.model import CriticSettings, EngineSettings, ModelSettings, 
 from learner.config.trackers import TrackerSettings
 from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings
-
-if TYPE_CHECKING:
-    from learner.weights.base import Link, Publisher
-
 
 # Settings of what becomes of groups: dynamic filtering, mixing, replay of a journal. Imports nothing heavy.
 
@@ -127,12 +122,6 @@ class DiskPublishSettings(FilesSettings):
     type: Literal["disk"] = "disk"
     """Transport."""
 
-    def build(self, run: RunSettings, model_files: Sequence[Path], link: Link) -> Publisher:
-        """The publisher; imports torch and safetensors. `model_files`: what of `run.model` is not weights."""
-        from learner.weights.disk import DiskPublisher
-
-        return DiskPublisher(run, self, model_files, link)
-
 
 class DistributedPublishSettings(FilesSettings):
     """Weights are broadcast to the engines that are ready; files for all others.
@@ -164,13 +153,6 @@ class DistributedPublishSettings(FilesSettings):
     patience_s: float = Field(default=5.0, ge=0)
     """An engine that serves and missed a version waits so long for the next one before files are written for it."""
 
-    def build(self, run: RunSettings, model_files: Sequence[Path], link: Link) -> Publisher:
-        """The publisher; imports torch and safetensors."""
-        from learner.weights.broadcast import DistributedPublisher
-        from learner.weights.disk import DiskPublisher
-
-        return DistributedPublisher(run, self, DiskPublisher(run, self, model_files, link), link)
-
 
 class AdapterPublishSettings(FilesSettings):
     """Only a LoRA adapter reaches the engines, as files; they hold the run's initial model and never pause."""
@@ -179,12 +161,6 @@ class AdapterPublishSettings(FilesSettings):
     """Transport."""
     alpha: float = Field(default=16.0, gt=0)
     """lora_alpha: the adapter's product is scaled by alpha / rank."""
-
-    def build(self, run: RunSettings, model_files: Sequence[Path], link: Link) -> Publisher:
-        """The publisher; imports torch and safetensors. An adapter needs none of the model's files."""
-        from learner.weights.adapter import AdapterPublisher
-
-        return AdapterPublisher(run, self, link)
 
 
 PublishSettings = Annotated[

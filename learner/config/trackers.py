@@ -1,20 +1,18 @@
-"""Settings of the trackers. Imports nothing heavy: `build()` imports the tracker's package when it is called.
+"""Settings of the experiment trackers: fields only, no tracker's package is imported.
 
-`metrics.jsonl` is always written. To add a tracker: one file in `trackers/`, one settings class and one member of
-`TrackerSettings`. Keys and passwords come from the environment, by the names that each package documents.
+`metrics.jsonl` is always written. To add a tracker: one file in `learner/observability/trackers/`, its settings class
+and union member here, and one line in that folder's `REGISTRY`. Keys and passwords come from the environment, under
+the names that each package documents.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from protocol.settings import Settings
-
-if TYPE_CHECKING:
-    from learner.observability.trackers.base import Tracker
 
 
 class TensorBoardSettings(Settings):
@@ -27,12 +25,6 @@ class TensorBoardSettings(Settings):
     """Where event files go; none: `run.dir/tensorboard`."""
     flush_s: float = Field(default=30.0, ge=1)
     """Seconds between writes."""
-
-    def build(self) -> Tracker:
-        """The tracker; UserError when tensorboard is not installed."""
-        from learner.observability.trackers.tensorboard import TensorBoardTracker
-
-        return TensorBoardTracker(self)
 
 
 class WandbSettings(Settings):
@@ -47,12 +39,6 @@ class WandbSettings(Settings):
     """User or team; empty: the key's own."""
     mode: Literal["online", "offline"] = "online"
     """offline: files in the run directory, sent later by `wandb sync`."""
-
-    def build(self) -> Tracker:
-        """The tracker; UserError when wandb is not installed."""
-        from learner.observability.trackers.wandb import WandbTracker
-
-        return WandbTracker(self)
 
 
 class MlflowSettings(Settings):
@@ -70,12 +56,6 @@ class MlflowSettings(Settings):
         """What must be importable: mlflow-skinny leaves out what a file of its own needs."""
         return ("mlflow",) if self.tracking_uri else ("mlflow", "sqlalchemy", "alembic")
 
-    def build(self) -> Tracker:
-        """The tracker; UserError when mlflow is not installed."""
-        from learner.observability.trackers.mlflow import MlflowTracker
-
-        return MlflowTracker(self)
-
 
 class TrackioSettings(Settings):
     """Trackio, on this machine; TRACKIO_DIR says where."""
@@ -85,12 +65,6 @@ class TrackioSettings(Settings):
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
     project: str = "foray"
     """Project."""
-
-    def build(self) -> Tracker:
-        """The tracker; UserError when trackio is not installed."""
-        from learner.observability.trackers.trackio import TrackioTracker
-
-        return TrackioTracker(self)
 
 
 TrackerSettings = Annotated[

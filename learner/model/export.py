@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from learner.checkpoint.checkpoint import STATE, Checkpoints
 from learner.config.model import LoraSettings, ModelSettings
 from learner.engine.state import BUFFERS, FORMAT, INDEX
+from learner.model.loading import load_causal
 from learner.model.lora import ADAPTER, merge, scale_of
-from learner.model.policy import PREFIX, load_causal
+from learner.model.policy import PREFIX
 from learner.trainer.models import POLICY
 from learner.weights.adapter import CONFIG, WEIGHTS, in_peft_names, peft_config
 from protocol.errors import UserError

@@ -10,16 +10,13 @@ The same check finds out whether a model can be computed span by span (learner/m
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from learner.model.architecture import FULL, layer_kinds, no_packing, refuse_packing
 from learner.model.attention import use_spans
+from learner.model.policy import PolicyModel
 from protocol.errors import UserError
-
-if TYPE_CHECKING:
-    from learner.model.policy import PolicyModel
 
 EXACT = ("llama", "qwen2", "qwen3")
 """Model types that need no check (tests/learner/test_model.py)."""

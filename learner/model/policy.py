@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from learner.config.model import CriticSettings, ModelSettings
-from learner.engine.accelerator import without_gpu
-from learner.model.architecture import refuse_settings, without_dropout
 from learner.model.attention import Spans, attention_mask, takes_spans
 from learner.model.logprobs import Scores, ScoringLinear, Wanted, can_score, score_fused, score_hidden, wide
-from learner.model.lora import add_adapters
-from learner.model.parity_check import settle_attention
-from protocol.errors import UserError
-from protocol.runtime.torch_safety import refuse_pickled
 
 PREFIX = "causal."
 """What PolicyModel adds to the names of transformers."""
@@ -144,74 +136,3 @@ class OutputLayer(NamedTuple):
         if self.factor != 1.0:
             logits = wide(logits) * self.factor
         return logits if self.cap is None else self.cap * torch.tanh(wide(logits) / self.cap)
-
-
-def load_policy(
-    directory: Path, settings: ModelSettings, *, packed: bool = True, critic: CriticSettings | None = None
-) -> PolicyModel:
-    """The model in `directory` (Hugging Face layout), on the CPU.
-
-    packed  whether rows of several trajectories will be given to it
-    critic  where it is to carry a value head (critic.backbone policy)
-    Raises UserError when the model is missing, or is of a kind that would be scored wrongly.
-    """
-    causal = load_causal(directory, settings, packed=packed)
-    policy = PolicyModel(causal, settings, critic)
-    settle_attention(policy, directory, packed=packed)
-    if settings.lora.rank:
-        add_adapters(causal, settings.lora)
-    return policy
-
-
-def load_causal(directory: Path, settings: ModelSettings, *, packed: bool = False) -> Any:
-    """transformers' own model, without dropout. Raises UserError when it is missing or no text model, or cannot be
-    `packed` into rows."""
-    if not (directory / "config.json").is_file():
-        raise UserError(
-            f"there is no model in {directory}",
-            why="run.model must be a directory with config.json, weights and tokenizer",
-            todo="give run.model=DIR",
-        )
-    refuse_pickled(directory)
-    without_gpu()
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # a bar in a log file is noise
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    refuse_settings(directory, config, settings.attention, packed=packed)
-    without_dropout(config)
-    try:
-        causal = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=getattr(torch, settings.dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation=settings.attention,
-        )
-    except ValueError as error:  # no such implementation of this architecture, or no causal model of it
-        raise UserError(
-            f"transformers cannot load {directory} ({config.model_type})",
-            why=str(error)[:400],
-            todo="try learner.model.attention=eager, or another model",
-        ) from None
-    if settings.gradient_checkpointing:
-        causal.gradient_checkpointing_enable({"use_reentrant": False})
-    return causal
-
-
-# Weights as they stand in a model's files, where transformers holds them otherwise: experts, which it stacks.
-
-
-def as_saved(causal: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` of `causal` under the names and in the shapes that `save_pretrained` would write: what engines read.
-
-    One tensor may become several: parts of it, not copied where they are contiguous. For most models nothing changes.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    for name, tensor in weights:
-        for saved, part in revert_weight_conversion(causal, {name: tensor}).items():
-            yield saved, part.contiguous()

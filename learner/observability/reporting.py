@@ -18,6 +18,7 @@ from learner.delivery.lease import Lease
 from learner.delivery.state import Books
 from learner.interfaces import Report
 from learner.observability.metrics import Meter, StepLog
+from learner.observability.trackers import build_tracker
 from learner.observability.trackers.base import RunFacts
 from learner.observability.trackers.fanout import Trackers
 from protocol.ledger import Outcome
@@ -259,4 +260,4 @@ class Teller:
 def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:
     """The trackers of a run that goes on after `step`; UserError when one's package is missing."""
     facts = RunFacts.of(run, settings, first_step=step + 1, epoch=epoch)
-    return Trackers([tracker.build() for tracker in settings.trackers], facts)
+    return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts)

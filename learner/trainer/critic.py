@@ -11,9 +11,10 @@ from learner.algorithms.base import LossOutput
 from learner.algorithms.losses import value_loss, variance_sums, weighted_sum
 from learner.config.model import CriticSettings, LoraSettings, ModelSettings
 from learner.engine import DeepSpeedEngine
+from learner.model.loading import load_causal
 from learner.model.parity_check import settle_attention
-from learner.model.policy import PolicyModel, ValueHead, hidden_states, load_causal
-from learner.trainer.forward import Prepared
+from learner.model.policy import PolicyModel, ValueHead, hidden_states
+from learner.trainer.tensors import Prepared
 
 
 class ValueModel(torch.nn.Module):

@@ -1,135 +1,16 @@
-"""Everything that is computed of a share before the first update: no gradient, micro-batch by micro-batch."""
+"""Passes without gradient over a rank's batch before its first update: by policy, critic and reference."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 import torch
 
-from learner.algorithms.base import Algorithm, Judgement, Needs, Scored
-from learner.data.batch import MicroBatch, Share
-
-if TYPE_CHECKING:
-    from learner.trainer.critic import Critic
-    from learner.trainer.models import Models
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """A micro-batch on the device; fields as in `MicroBatch`. documents: None where no row holds two trajectories."""
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    documents: torch.Tensor | None
-    index: torch.Tensor
-    targets: torch.Tensor
-    behaviour: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    rewards: torch.Tensor
-    outcome: torch.Tensor
-    lags: torch.Tensor
-    trajectory: torch.Tensor
-    turn: torch.Tensor
-    end: torch.Tensor
-    mask: torch.Tensor
-    temperature: float
-
-    @classmethod
-    def of(cls, micro_batch: MicroBatch, temperature: float, device: torch.device) -> Tensors:
-        """The arrays as tensors."""
-        moved = {
-            name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in MicroBatch.__dataclass_fields__
-        }
-        packed = int(micro_batch.documents.max()) > 0
-        documents = moved.pop("documents") if packed else None
-        moved.pop("documents", None)
-        return cls(**moved, documents=documents, mask=moved["weights"] > 0, temperature=temperature)
-
-    @property
-    def with_ends(self) -> Tensors:
-        """The same with the states after truncated trajectories behind those of the N tokens in `index`; their
-        `targets` are token 0, which no score is asked of.
-        """
-        states = torch.unique(self.end[self.end >= 0])
-        targets = torch.cat([self.targets, torch.zeros_like(states)])
-        return replace(self, index=torch.cat([self.index, states]), targets=targets)
-
-    def split_ends(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """([N] values of the tokens, [N] of the state after each one's trajectory, 0 where none was asked for), of the
-        values of `with_ends`.
-        """
-        known = self.end >= 0
-        which = torch.unique(self.end[known], return_inverse=True)[1]
-        own, after = values[: len(self.index)], values[len(self.index) :]
-        last = torch.zeros_like(own)
-        last[known] = after[which]
-        return own, last
-
-    @property
-    def read(self) -> tuple[Any, ...]:
-        """What a model's forward pass takes first."""
-        return self.ids, self.positions, self.documents, self.index
-
-    @property
-    def scored(self) -> tuple[Any, ...]:
-        """What a policy's forward pass takes, up to the gradient of the entropy."""
-        return *self.read, self.targets, self.temperature
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One micro-batch and what was found of it. Fields as in `Scored` and `TopTokens`; top [N, k] int64."""
-
-    tensors: Tensors
-    old: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    last_values: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    top: torch.Tensor | None = None
-    reference_top: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-
-    @property
-    def scored(self) -> Scored:
-        """For the algorithm's judgement."""
-        t = self.tensors
-        return Scored(
-            rewards=t.rewards,
-            advantages=t.advantages,
-            behaviour=t.behaviour,
-            old=self.old,
-            reference=self.reference,
-            values=self.values,
-            last_values=self.last_values,
-            mask=t.mask,
-            trajectory=t.trajectory,
-            turn=t.turn,
-        )
-
-
-@dataclass(frozen=True)
-class ScoredShare:
-    """The parts of a share, prepared."""
-
-    parts: tuple[tuple[Prepared, ...], ...]
-
-    @property
-    def flat(self) -> list[Scored]:
-        """Every micro-batch, in order."""
-        return [prepared.scored for part in self.parts for prepared in part]
-
-    def with_judgements(self, judged: Sequence[Judgement]) -> ScoredShare:
-        """The same with advantages and returns, one judgement for each of `flat`."""
-        given = iter(judged)
-        return ScoredShare(tuple(tuple(_judge(prepared, next(given)) for prepared in part) for part in self.parts))
-
-
-def _judge(prepared: Prepared, judgement: Judgement) -> Prepared:
-    return replace(prepared, advantages=judgement.advantages, returns=judgement.returns)
+from learner.algorithms.base import Algorithm, Needs
+from learner.data.batch import Share
+from learner.trainer.critic import Critic
+from learner.trainer.models import Models
+from learner.trainer.tensors import Prepared, ScoredShare, Tensors
 
 
 def score_share(share: Share, models: Models, algorithm: Algorithm) -> ScoredShare:

@@ -12,8 +12,9 @@ from learner.algorithms.base import Needs
 from learner.config.learner import TrainerSettings
 from learner.config.model import OptimSettings
 from learner.engine import DeepSpeedEngine
+from learner.model.loading import as_saved, load_policy
 from learner.model.lora import adapter_only, merged, scale_of
-from learner.model.policy import PREFIX, as_saved, load_policy
+from learner.model.policy import PREFIX
 from learner.trainer.critic import Critic, load_critic
 from learner.trainer.reference import Reference, build_reference
 from protocol.settings import RunSettings

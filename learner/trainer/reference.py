@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.config.model import LoraSettings, ModelSettings, ReferenceSettings
+from learner.model.loading import load_policy
 from learner.model.logprobs import Scores
 from learner.model.lora import adapters_off
-from learner.model.policy import PolicyModel, load_policy
+from learner.model.policy import PolicyModel
 from protocol.errors import UserError
 
 # A module that only scores, cut over the ranks: each holds its share of every parameter, whole layers for a moment.

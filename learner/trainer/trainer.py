@@ -16,12 +16,14 @@ from pathlib import Path
 
 import torch
 
+from learner.algorithms import build_algorithm
 from learner.algorithms.base import Algorithm
 from learner.config.learner import TrainerSettings
 from learner.data.batch import Batch, Share, cut_for_ranks
 from learner.engine import DeepSpeedEngine, Update, leave_ranks
-from learner.trainer.forward import ScoredShare, score_share
+from learner.trainer.forward import score_share
 from learner.trainer.models import Models, build_models
+from learner.trainer.tensors import ScoredShare
 from learner.trainer.update import Learned, Totals, learn_part
 from protocol.errors import UserError
 from protocol.settings import RunSettings
@@ -66,7 +68,7 @@ class Trainer:
         if settings.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first call
             torch.use_deterministic_algorithms(True)
-        self.algorithm: Algorithm = settings.algorithm.build()
+        self.algorithm: Algorithm = build_algorithm(settings.algorithm)
         self.settings = settings
         self._directory, self._adapters = run.model, adapters
         updates = run.steps * self.algorithm.epochs * self.algorithm.minibatches

@@ -11,8 +11,8 @@ from learner.algorithms.base import Algorithm, LossOutput, TokenInputs, TopToken
 from learner.algorithms.losses import VarianceSums, WeightSums, effective_sample_size, explained_variance
 from learner.engine import Update
 from learner.trainer.critic import value_output
-from learner.trainer.forward import Prepared, ScoredShare
 from learner.trainer.models import Models
+from learner.trainer.tensors import Prepared, ScoredShare
 
 # Sums over micro-batches and ranks, and the metrics made of them.
 

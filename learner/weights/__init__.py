@@ -1,1 +1,34 @@
-"""How new weights reach the engines."""
+"""Weight sync: how each new policy version reaches the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, cast
+
+from learner.config.learner import (
+    AdapterPublishSettings,
+    DiskPublishSettings,
+    DistributedPublishSettings,
+    PublishSettings,
+)
+from protocol.settings import RunSettings, Settings
+
+if TYPE_CHECKING:
+    from learner.weights.base import Link, Publisher
+
+REGISTRY: dict[type[Settings], str] = {
+    DiskPublishSettings: "learner.weights.disk:DiskPublisher",
+    DistributedPublishSettings: "learner.weights.broadcast:DistributedPublisher",
+    AdapterPublishSettings: "learner.weights.adapter:AdapterPublisher",
+}
+"""Settings class -> "module:Class"; the class takes the arguments of `build_publisher` in the same order."""
+
+
+def build_publisher(settings: PublishSettings, run: RunSettings, model_files: Sequence[Path], link: Link) -> Publisher:
+    """Instantiate the transport that `settings` select. Imports torch and safetensors.
+
+    model_files  configuration and tokenizer of `run.model`: everything beside the weights
+    """
+    return cast("Publisher", resolve_name(REGISTRY[type(settings)])(settings, run, model_files, link))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -35,8 +35,10 @@ class AdapterPublisher(DiskPublisher):
     transport: Transport = "adapter"
     weights_file = WEIGHTS
 
-    def __init__(self, run: RunSettings, settings: AdapterPublishSettings, link: Link) -> None:
-        super().__init__(run, settings, (), link)
+    def __init__(
+        self, settings: AdapterPublishSettings, run: RunSettings, model_files: Sequence[Path], link: Link
+    ) -> None:
+        super().__init__(settings, run, (), link)  # an adapter travels without the model's files
         self._alpha, self._model = settings.alpha, run.model
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:

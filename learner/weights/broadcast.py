@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from learner.config.learner import DistributedPublishSettings
-from learner.delivery.store import RedisUnavailable
 from learner.weights.base import Announcement, Link
 from learner.weights.buckets import Named, Packed, layout, num_bytes, pack, plan
 from learner.weights.checksums import Mispacked, SourceSums
@@ -30,6 +30,7 @@ from learner.weights.process_group import Meeting, Sender, free_port
 from learner.weights.snapshots import Snapshots
 from learner.weights.transfer import Transfer, TransferFailed
 from protocol.messages import EngineInfo, NodeState, WeightBucket, WeightUpdate, WeightView
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -44,10 +45,13 @@ MOST_SKIPPED = 32
 
 
 class DistributedPublisher:
-    """See the module. `disk` writes what must be files."""
+    """Sends versions over a process group, and writes those that must be files as `DiskPublisher` does."""
 
-    def __init__(self, run: RunSettings, settings: DistributedPublishSettings, disk: DiskPublisher, link: Link) -> None:
-        self._run, self._settings, self._disk, self._link = run.id, settings, disk, link
+    def __init__(
+        self, settings: DistributedPublishSettings, run: RunSettings, model_files: Sequence[Path], link: Link
+    ) -> None:
+        self._run, self._settings, self._link = run.id, settings, link
+        self._disk = DiskPublisher(settings, run, model_files, link)
         self._announcement = Announcement(link)
         self._plan: tuple[WeightBucket, ...] = ()
         self._sender: Sender | None = None

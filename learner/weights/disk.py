@@ -45,7 +45,7 @@ class DiskPublisher:
     transport: Transport = "disk"
     weights_file = WEIGHTS
 
-    def __init__(self, run: RunSettings, settings: FilesSettings, model_files: Sequence[Path], link: Link) -> None:
+    def __init__(self, settings: FilesSettings, run: RunSettings, model_files: Sequence[Path], link: Link) -> None:
         self._run, self._settings, self._link = run.id, settings, link
         self.sanity = Sanity(settings.max_norm_jump)
         self._last: dict[str, float] = {}

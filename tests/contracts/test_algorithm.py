@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from learner.algorithms import build_algorithm
 from learner.algorithms.advantages import Outcomes
 from learner.algorithms.base import Scored, TokenInputs, TopTokens
 from learner.config.algorithm import AlgorithmSettings, GrpoSettings
@@ -104,7 +105,7 @@ def test_there_is_more_than_one_algorithm():
 
 
 def test_advantages_are_finite_and_who_does_not_vote_has_none(settings):
-    found = settings.build().advantages(outcomes())
+    found = build_algorithm(settings).advantages(outcomes())
     assert found.shape == (8,)
     assert np.isfinite(found).all()
     assert found[7] == 0
@@ -113,7 +114,7 @@ def test_advantages_are_finite_and_who_does_not_vote_has_none(settings):
 
 def test_advantages_follow_their_trajectory_in_any_order(settings):
     order = np.array([5, 2, 7, 0, 4, 6, 1, 3])
-    algorithm = settings.build()
+    algorithm = build_algorithm(settings)
     np.testing.assert_allclose(algorithm.advantages(outcomes(order)), algorithm.advantages(outcomes())[order])
 
 
@@ -123,12 +124,12 @@ def test_the_settings_say_whether_groups_of_one_train_on_nothing(settings, basel
     if "baseline" in fields and baseline in get_args(fields["baseline"].annotation):
         settings = settings.model_copy(update={"baseline": baseline})
     alone = Outcomes(np.array([1.0, 0.0, 0.5]), np.ones(3, bool), np.arange(3))
-    assert settings.group_baseline == (not settings.build().advantages(alone).any())
+    assert settings.group_baseline == (not build_algorithm(settings).advantages(alone).any())
 
 
 def test_the_loss_is_a_scalar_with_a_gradient(settings):
     x = tokens()
-    out = settings.build().loss(x)
+    out = build_algorithm(settings).loss(x)
     out.loss.backward()
     assert out.loss.shape == ()
     assert x.logprobs.grad.abs().sum() > 0
@@ -137,7 +138,7 @@ def test_the_loss_is_a_scalar_with_a_gradient(settings):
 
 
 def test_losses_and_metrics_of_parts_add_up(settings):
-    algorithm, x = settings.build(), tokens()
+    algorithm, x = build_algorithm(settings), tokens()
     whole = algorithm.loss(x)
     # a trajectory is never cut
     parts = [algorithm.loss(part(x, slice(*cut))) for cut in ((0, 3), (3, 6), (6, N))]
@@ -152,21 +153,23 @@ def test_losses_and_metrics_of_parts_add_up(settings):
 
 
 def test_judgements_do_not_depend_on_the_cut(settings):
-    whole, _ = settings.build().judge([scored()], alone)
-    parts, _ = settings.build().judge([scored_part(scored(), slice(*cut)) for cut in ((0, 3), (3, 6), (6, N))], alone)
+    whole, _ = build_algorithm(settings).judge([scored()], alone)
+    parts, _ = build_algorithm(settings).judge(
+        [scored_part(scored(), slice(*cut)) for cut in ((0, 3), (3, 6), (6, N))], alone
+    )
     torch.testing.assert_close(torch.cat([p.advantages for p in parts]), whole[0].advantages)
     if whole[0].returns is not None:
         torch.testing.assert_close(torch.cat([p.returns for p in parts]), whole[0].returns)
 
 
 def test_what_needs_values_returns_what_they_should_have_been(settings):
-    algorithm = settings.build()
+    algorithm = build_algorithm(settings)
     (judged,), _ = algorithm.judge([scored()], alone)
     assert (judged.returns is not None) == algorithm.needs.values
 
 
 def test_corrections_leave_a_finite_loss(recomputing):
-    algorithm = recomputing.build()
+    algorithm = build_algorithm(recomputing)
     assert algorithm.needs.old
     algorithm.judge([scored()], alone)
     x = tokens()
@@ -177,7 +180,7 @@ def test_corrections_leave_a_finite_loss(recomputing):
 
 
 def test_state_goes_through_json(settings):
-    algorithm = settings.build()
+    algorithm = build_algorithm(settings)
     before = json.loads(json.dumps(algorithm.state()))
     algorithm.judge([scored()], alone)
     algorithm.load(before)
@@ -185,7 +188,7 @@ def test_state_goes_through_json(settings):
 
 
 def test_a_dummy_adds_nothing_and_names_the_same_metrics(settings):
-    algorithm = settings.build()
+    algorithm = build_algorithm(settings)
     x = replace(part(tokens(), slice(0, 1)), mask=torch.tensor([False]), weights=torch.zeros(1))
     out = algorithm.loss(x)
     out.loss.backward()
@@ -198,7 +201,7 @@ def test_a_dummy_adds_nothing_and_names_the_same_metrics(settings):
 
 
 def test_a_micro_batch_without_a_token_adds_nothing(settings):
-    algorithm = settings.build()
+    algorithm = build_algorithm(settings)
     judged, _ = algorithm.judge([scored_part(scored(), slice(0, 0)), scored()], alone)
     assert judged[0].advantages.shape == (0,)
     x = part(tokens(), slice(0, 0))
@@ -222,11 +225,11 @@ def test_masked_tokens_leak_nothing(settings, bad):
     weights = clean.weights.clone()
     weights[4] = 0
     logprobs = spoiled.pop("logprobs").requires_grad_()
-    out = settings.build().loss(
+    out = build_algorithm(settings).loss(
         replace(x, **spoiled, logprobs=logprobs, old=spoiled["behaviour"], mask=mask, weights=weights)
     )
     out.loss.backward()
-    expected = settings.build().loss(replace(clean, mask=mask, weights=weights))
+    expected = build_algorithm(settings).loss(replace(clean, mask=mask, weights=weights))
     torch.testing.assert_close(out.loss, expected.loss)
     assert torch.isfinite(logprobs.grad).all()
     assert logprobs.grad[4] == 0

@@ -10,6 +10,7 @@ import pytest
 from deploy.config import from_tree
 from deploy.demo.compare import GOAL, VARIANTS, read_variants, render, row, with_weights
 from deploy.demo.run import CONFIG
+from learner.algorithms import build_algorithm
 from learner.config.algorithm import AlgorithmSettings
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
@@ -20,7 +21,7 @@ def test_every_shipped_variant_is_a_demo_that_can_be_built() -> None:
     assert {"grpo", "ppo", "rloo", "reinforce_pp", "gspo", "ema_pg", "lora"} <= set(variants)
     for overrides in variants.values():
         config = from_tree(read_tree(CONFIG, overrides))
-        needs = config.learner.algorithm.build().needs
+        needs = build_algorithm(config.learner.algorithm).needs
         assert needs.values == (config.learner.algorithm.type == "ppo")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from learner.algorithms import build_algorithm
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,13 @@ def test_no_recipe_has_the_defaults_that_are_younger_than_its_source(name: str) 
     config = preset(name)
     assert config.learner.algorithm.dual_clip == 0
     assert (config.learner.model.fp32_lm_head, config.engine.kind.fp32_lm_head) == (False, False)
-    assert not config.learner.algorithm.build().bootstraps
+    assert not build_algorithm(config.learner.algorithm).bootstraps
 
 
 @pytest.mark.parametrize("name", TABLE.sources)
 def test_what_an_algorithm_needs_is_there(name: str) -> None:
     config = preset(name)
-    needs = config.learner.algorithm.build().needs
+    needs = build_algorithm(config.learner.algorithm).needs
     assert needs.reference
     assert needs.values == (config.learner.algorithm.type == "ppo")
     assert (config.learner.reference.kind == "ema") == (name == "ema_pg")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.algorithms import build_algorithm
 from learner.algorithms.advantages import (
     Outcomes,
     dr_grpo_advantages,
@@ -304,6 +305,6 @@ def test_groups_that_teach_nothing_keep_exactly_0_when_the_batch_is_normalised()
         em[:3], form[:3] = em[:3, :1], 0.7
         parts = {"em": em.ravel(), "format": form.ravel()}
         batch = Outcomes(em.ravel() + form.ravel(), np.ones(24, bool), np.repeat(np.arange(6), 4), parts=parts)
-        found = gdpo.build().advantages(batch)
+        found = build_algorithm(gdpo).advantages(batch)
         assert (found[:12] == 0).all() and (found[12:] != 0).all()
         assert found.mean() == pytest.approx(0, abs=1e-12) and found.std(ddof=1) == pytest.approx(1, abs=1e-5)

@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from learner.config.model import LoraSettings, ModelSettings
 from learner.model.attention import SPANS, Spans, block_mask, takes_spans, use_spans
-from learner.model.policy import hidden_states, load_policy
+from learner.model.loading import load_policy
+from learner.model.policy import hidden_states
 from learner.trainer.critic import CriticSettings, load_critic
 
 KINDS = ("llama", "qwen2", "qwen3")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.algorithms import build_algorithm
 from learner.config.algorithm import GrpoSettings, PpoSettings
 from learner.config.learner import BatchSettings
 from learner.data.batch import Batch, MicroBatch, build_batch, cut_for_ranks
@@ -28,7 +29,7 @@ FIRST_START = (PolicyVersion(1, 0),)
 def build(groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, budget=4096, **algorithm):
     return build_batch(
         groups,
-        GrpoSettings(**algorithm).build(),
+        build_algorithm(GrpoSettings(**algorithm)),
         now_step=now_step,
         lineage=lineage,
         max_lag=max_lag,
@@ -81,7 +82,9 @@ def test_a_trajectory_cut_off_by_truncation_is_read_to_its_end_where_the_algorit
     plain = {"now_step": 0, "lineage": FIRST_START, "max_lag": 2, "temperature": 1.0}
     settings = BatchSettings(row_tokens=30)
     on, off = (
-        build_batch(given, PpoSettings(bootstrap_truncated=said).build(), settings=settings, **plain).micro_batches[0]
+        build_batch(
+            given, build_algorithm(PpoSettings(bootstrap_truncated=said)), settings=settings, **plain
+        ).micro_batches[0]
         for said in (True, False)
     )
     assert off.ids.tolist() == [[1, 2, 3, 4, 5, 6] * 3] and set(off.end) == {-1}
@@ -91,7 +94,10 @@ def test_a_trajectory_cut_off_by_truncation_is_read_to_its_end_where_the_algorit
     assert on.ids.size == 19 and on.ids.flat[at] == 7 and on.positions.flat[at] == 6
     assert on.documents.flat[at] == on.documents.flat[on.index[on.trajectory == 1][0]]
     assert (
-        cut_for_ranks(build_batch(given, PpoSettings().build(), settings=settings, **plain), 2)[1].parts[0][0].end == -1
+        cut_for_ranks(build_batch(given, build_algorithm(PpoSettings()), settings=settings, **plain), 2)[1]
+        .parts[0][0]
+        .end
+        == -1
     ).all()
 
 
@@ -280,7 +286,7 @@ def test_every_estimator_prefers_the_better(estimator):
 
 
 def test_rewards_of_tokens_can_be_scaled_by_all_that_was_seen():
-    algorithm = PpoSettings(reward_scale="running").build()
+    algorithm = build_algorithm(PpoSettings(reward_scale="running"))
 
     def rewards(*groups: TrajectoryGroup) -> list[float]:
         batch = build_batch(
@@ -290,7 +296,7 @@ def test_rewards_of_tokens_can_be_scaled_by_all_that_was_seen():
 
     assert rewards(make_group(1, (4.0, 0.0))) == [0.0, 2.0], "the deviation is 2"
     assert rewards(make_group(2, (4.0, 0.0, 2.0, 2.0))) == [0.0, 1.2247, 2.4495], "of six: sqrt(8 / 3)"
-    again = PpoSettings(reward_scale="running").build()
+    again = build_algorithm(PpoSettings(reward_scale="running"))
     again.load(algorithm.state())
     assert again.state() == algorithm.state()
 
@@ -299,7 +305,7 @@ def test_shuffled_rewards_are_those_of_tokens_too():
     given = [make_group(s, (1.0, 0.0, 0.0, 0.0)) for s in range(1, 9)]
     settings = BatchSettings(shuffle_rewards=True)
     batch = build_batch(
-        given, GrpoSettings().build(), now_step=3, lineage=(), max_lag=9, settings=settings, temperature=1.0
+        given, build_algorithm(GrpoSettings()), now_step=3, lineage=(), max_lag=9, settings=settings, temperature=1.0
     )
     found = {int(n): 0.0 for m in batch.micro_batches for n in m.trajectory}
     for m in batch.micro_batches:
@@ -350,7 +356,7 @@ def test_the_shuffled_control_trains_on_other_advantages_and_reports_the_true_re
     true, control = (
         build_batch(
             groups,
-            GrpoSettings().build(),
+            build_algorithm(GrpoSettings()),
             now_step=3,
             lineage=FIRST_START,
             max_lag=3,

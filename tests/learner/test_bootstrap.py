@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from learner.algorithms import build_algorithm
 from learner.algorithms.base import Scored
 from learner.config.algorithm import PpoSettings
 from learner.config.learner import TrainerSettings
@@ -89,7 +90,7 @@ def test_what_truncation_cut_off_is_worth_the_state_after_it(
     trainer: Trainer, layout: dict[str, int], on: bool
 ) -> None:
     settings = trainer.settings.algorithm.model_copy(update={"bootstrap_truncated": on})
-    algorithm, given = settings.build(), groups()
+    algorithm, given = build_algorithm(settings), groups()
     batch = build_batch(
         given,
         algorithm,
@@ -130,6 +131,6 @@ def test_one_cut_off_trajectory_by_hand() -> None:
         turn=zero.long(),
         last_values=torch.tensor([4.0, 4.0]),
     )
-    (judged,), _ = PpoSettings(gamma=0.5, lam=1.0, whiten=False).build().judge([scored], lambda vector: vector)
+    (judged,), _ = build_algorithm(PpoSettings(gamma=0.5, lam=1.0, whiten=False)).judge([scored], lambda vector: vector)
     assert judged.returns.tolist() == [5.0, 10.0]
     assert judged.advantages.tolist() == [4.0, 8.0]

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from learner.config.model import CriticSettings, EngineSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
-from learner.model.policy import ValueHead, load_policy
+from learner.model.loading import load_policy
+from learner.model.policy import ValueHead
 from learner.trainer.critic import load_critic
 from protocol.errors import UserError
 

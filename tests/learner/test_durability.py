@@ -24,6 +24,7 @@ from learner.checkpoint.journal import Journal, index_of
 from learner.checkpoint.signing import run_key
 from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings, PublishSettings
 from learner.delivery.store import RunStore
+from learner.weights import build_publisher
 from learner.weights.base import Link
 from protocol.header import read_header, seal
 from protocol.ledger import Ledger
@@ -150,7 +151,7 @@ def test_weights_are_on_the_device_before_they_are_renamed_and_announced(
             lost.append(device.lost(Path(update.path)))
 
     link: Link = Told()  # type: ignore[assignment]
-    publisher = settings.build(run, [tmp_path / "m" / "tokenizer.json"], link)
+    publisher = build_publisher(settings, run, [tmp_path / "m" / "tokenizer.json"], link)
     for step in range(2):
         publisher.announce(publisher.publish(PolicyVersion(1, step), ADAPTER), "ready")
     assert lost == [[], []]
@@ -161,7 +162,7 @@ def test_weights_are_on_the_device_before_they_are_renamed_and_announced(
 def test_without_fsync_nothing_of_the_weights_is_flushed(device: Device, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     run = RunSettings(id="t1", dir=tmp_path / "run", model=tmp_path / "m")
-    publisher = DiskPublishSettings(fsync=False).build(run, [], None)  # type: ignore[arg-type]
+    publisher = build_publisher(DiskPublishSettings(fsync=False), run, [], None)  # type: ignore[arg-type]
     path = Path(publisher.publish(PolicyVersion(1, 0), ADAPTER).path)
     assert str((path / "model.safetensors").relative_to(tmp_path)) in device.lost(path), "the recorder sees what is not"
 

@@ -17,8 +17,9 @@ from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.model import CriticSettings, EngineSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
 from learner.model.export import export_adapter, export_model, find_state
+from learner.model.loading import load_policy
 from learner.model.lora import merged, scale_of
-from learner.model.policy import PREFIX, load_policy
+from learner.model.policy import PREFIX
 from protocol.errors import UserError
 from protocol.versions import PolicyVersion
 

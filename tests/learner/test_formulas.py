@@ -17,6 +17,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from learner.algorithms import build_algorithm
 from learner.algorithms.base import Scored, TokenInputs
 from learner.algorithms.losses import second_moment_bound
 from learner.config.algorithm import AlgorithmSettings
@@ -28,7 +29,7 @@ PER_TOKEN = ("logprobs", "entropy", "behaviour", "old", "reference", "advantages
 
 def algorithm_of(**settings: Any) -> Any:
     """The algorithm, by the union that a settings file goes through."""
-    return TypeAdapter(AlgorithmSettings).validate_python(settings).build()
+    return build_algorithm(TypeAdapter(AlgorithmSettings).validate_python(settings))
 
 
 def tokens(seed: int, proximal: str = "behaviour") -> TokenInputs:

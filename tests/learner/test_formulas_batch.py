@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from learner.algorithms import build_algorithm
 from learner.algorithms.advantages import Outcomes
 from learner.algorithms.base import Scored, TokenInputs
 from learner.config.algorithm import AlgorithmSettings
@@ -33,7 +34,7 @@ WEIGHTS = {"em": 2.0, "form": 0.5}
 
 def algorithm_of(**settings: Any) -> Any:
     """The algorithm, by the union that a settings file goes through."""
-    return TypeAdapter(AlgorithmSettings).validate_python(settings).build()
+    return build_algorithm(TypeAdapter(AlgorithmSettings).validate_python(settings))
 
 
 def trajectory(parts: tuple[float, float] | None) -> Trajectory:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from learner.algorithms import build_algorithm
 from learner.algorithms.base import Scored, TokenInputs
 from learner.config.algorithm import GrpoSettings
 from learner.config.learner import BatchSettings
@@ -99,7 +100,7 @@ def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[floa
 def test_the_loss_is_that_of_a_slow_loop(settings):
     s = GrpoSettings(**settings)
     x = inputs(old=inputs(seed=5).behaviour - 0.7) if s.old_logprobs == "recompute" else inputs()
-    algorithm = s.build()
+    algorithm = build_algorithm(s)
     algorithm.judge([as_scored(x)], lambda vector: vector)
     out = algorithm.loss(x)
     out.loss.backward()
@@ -115,7 +116,7 @@ def test_the_default_correction_truncates_importance_weights_at_two():
     behaviour = torch.log(torch.tensor([0.1, 0.9], dtype=torch.float64))
     old = torch.log(torch.tensor([0.9, 0.1], dtype=torch.float64))
     x = inputs(2, behaviour=behaviour, old=old, logprobs=old, advantages=torch.ones(2, dtype=torch.float64))
-    GrpoSettings(old_logprobs="recompute").build().loss(x).loss.backward()
+    build_algorithm(GrpoSettings(old_logprobs="recompute")).loss(x).loss.backward()
     assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([2, 1 / 9])
 
 
@@ -125,7 +126,7 @@ def test_by_default_ratios_are_clipped_at_0_8_and_1_28():
     old = torch.full((4,), -1.0, dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     x = inputs(4, behaviour=old, old=old, logprobs=old + ratios.log(), advantages=advantages)
-    GrpoSettings().build().loss(x).loss.backward()
+    build_algorithm(GrpoSettings()).loss(x).loss.backward()
     assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([1.27, 0, -0.81, 0])
 
 
@@ -135,7 +136,7 @@ def test_by_default_a_token_that_loses_is_clipped_at_3():
     old = torch.full((3,), -4.0, dtype=torch.float64)
     advantages = torch.tensor([-1.0, -1.0, 1.0], dtype=torch.float64)
     x = inputs(3, behaviour=old, old=old, logprobs=old + ratios.log(), advantages=advantages)
-    out = GrpoSettings().build().loss(x)
+    out = build_algorithm(GrpoSettings()).loss(x)
     out.loss.backward()
     assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([-2.9, 0, 0])
     assert out.sums["clip_dual"].item() == 1
@@ -143,7 +144,7 @@ def test_by_default_a_token_that_loses_is_clipped_at_3():
 
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():
     behaviour = inputs().behaviour
-    out = GrpoSettings().build().loss(inputs(logprobs=behaviour))
+    out = build_algorithm(GrpoSettings()).loss(inputs(logprobs=behaviour))
     n = len(behaviour)
     assert out.sums["ratio_mean"].item() == n
     assert out.sums["clip_fraction"].item() == 0
@@ -154,13 +155,13 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():
 
 def test_on_policy_the_gradient_is_that_of_reinforce():
     x = inputs(logprobs=inputs().behaviour)
-    GrpoSettings().build().loss(x).loss.backward()
+    build_algorithm(GrpoSettings()).loss(x).loss.backward()
     torch.testing.assert_close(x.logprobs.grad, -x.weights * x.advantages)
 
 
 def test_without_advantages_there_is_no_gradient():
     x = inputs(advantages=torch.zeros(12, dtype=torch.float64))
-    out = GrpoSettings().build().loss(x)
+    out = build_algorithm(GrpoSettings()).loss(x)
     out.loss.backward()
     assert out.loss.item() == 0
     assert x.logprobs.grad.tolist() == [0.0] * 12
@@ -171,7 +172,7 @@ def test_the_metrics_are_sums_over_tokens():
     logprobs = torch.log(torch.tensor([0.75, 0.25], dtype=torch.float64))
     advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
     x = inputs(2, behaviour=behaviour, old=behaviour, logprobs=logprobs, advantages=advantages)
-    out = GrpoSettings().build().loss(x)
+    out = build_algorithm(GrpoSettings()).loss(x)
     assert out.sums["clip_fraction"].item() == 2
     assert out.sums["ratio_mean"].item() == pytest.approx(1.5 + 0.5)
     assert out.maxima["ratio_max"].item() == pytest.approx(1.5)
@@ -182,10 +183,10 @@ def test_the_metrics_are_sums_over_tokens():
 
 
 def test_a_reference_is_asked_for_only_when_it_counts():
-    assert not GrpoSettings().build().needs.reference
-    assert GrpoSettings(kl={"coefficient": 0.01}).build().needs.reference
-    assert not GrpoSettings().build().needs.entropy_gradient
-    assert GrpoSettings(entropy_coefficient=0.01).build().needs.entropy_gradient
+    assert not build_algorithm(GrpoSettings()).needs.reference
+    assert build_algorithm(GrpoSettings(kl={"coefficient": 0.01})).needs.reference
+    assert not build_algorithm(GrpoSettings()).needs.entropy_gradient
+    assert build_algorithm(GrpoSettings(entropy_coefficient=0.01)).needs.entropy_gradient
 
 
 def groups() -> list[TrajectoryGroup]:
@@ -205,7 +206,7 @@ def groups() -> list[TrajectoryGroup]:
 
 def batch_loss(settings: GrpoSettings, **layout: int) -> tuple[float, dict[tuple[int, int], float]]:
     """Loss of the batch and its gradient to the log-prob of each trained token, for a policy made up per token."""
-    algorithm = settings.build()
+    algorithm = build_algorithm(settings)
     batch = build_batch(
         groups(),
         algorithm,

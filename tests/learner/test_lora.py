@@ -10,8 +10,9 @@ import transformers
 
 from learner.config.model import EngineSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
+from learner.model.loading import load_policy
 from learner.model.lora import adapter_only, adapters_off, merged, scale_of
-from learner.model.policy import PREFIX, PolicyModel, load_policy
+from learner.model.policy import PREFIX, PolicyModel
 from protocol.errors import UserError
 
 RANK, ALPHA = 3, 12.0

@@ -8,13 +8,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from learner.algorithms import build_algorithm
 from learner.config.algorithm import GrpoSettings
 from learner.config.learner import BatchSettings
 from learner.config.model import ModelSettings
 from learner.data.batch import build_batch
 from learner.model.architecture import EAGER_ONLY
 from learner.model.attention import block_mask
-from learner.model.policy import PolicyModel, hidden_states, load_policy
+from learner.model.loading import load_policy
+from learner.model.policy import PolicyModel, hidden_states
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.versions import PolicyVersion
@@ -67,7 +69,7 @@ def some_groups(count: int = 3) -> list[TrajectoryGroup]:
 def batch_of(groups, row_tokens: int, budget: int = 4096):
     return build_batch(
         groups,
-        GrpoSettings().build(),
+        build_algorithm(GrpoSettings()),
         now_step=0,
         lineage=(PolicyVersion(1, 0),),
         max_lag=0,

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 
 from learner.config.model import ModelSettings
-from learner.model.policy import as_saved, load_policy
+from learner.model.loading import as_saved, load_policy
 
 KINDS = {
     "qwen2": {},

@@ -5,21 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from learner.algorithms import build_algorithm
 from learner.algorithms.base import Scored, TokenInputs
+from learner.algorithms.grpo import Grpo
 from learner.config.algorithm import ReinforcePpSettings
 from learner.config.policy import GroupSettings
 from learner.model.logprobs import ScoringLinear, Wanted, score_fused
 
 TOKENS = 10_000
-
-
-class Judged(GroupSettings):
-    """The defaults of every algorithm with PPO's clip."""
-
-    def build(self):
-        from learner.algorithms.grpo import Grpo
-
-        return Grpo(self)
 
 
 def one_bad_token(distance: float, *, reference: float | None = None) -> TokenInputs:
@@ -50,7 +43,7 @@ def one_bad_token(distance: float, *, reference: float | None = None) -> TokenIn
 
 def judged(inputs: TokenInputs, **settings: object) -> tuple[float, float]:
     """(the first token's share in the norm of the gradient of log-probs, the loss)."""
-    loss = Judged(**settings).build().loss(inputs).loss  # type: ignore[arg-type]
+    loss = Grpo(GroupSettings(**settings)).loss(inputs).loss  # type: ignore[arg-type]
     loss.backward()
     gradient = inputs.logprobs.grad
     assert gradient is not None
@@ -95,7 +88,7 @@ def test_a_token_far_from_the_reference_takes_at_most_ten_off_the_reward() -> No
         turn=zero.long(),
     )
     settings = ReinforcePpSettings(kl={"coefficient": 0.01, "type": "k3"}, whiten=False)
-    (judged,), facts = settings.build().judge([scored], lambda vector: vector)
+    (judged,), facts = build_algorithm(settings).judge([scored], lambda vector: vector)
     assert judged.advantages.tolist() == pytest.approx([0.9, 0.9, 1.0])
     assert facts["kl_reference"] == pytest.approx(10 / 3)
 

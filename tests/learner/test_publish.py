@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
+from learner.weights import build_publisher
 from learner.weights import disk as module
 from learner.weights.base import BadWeights, Publisher
 from protocol.errors import UserError
@@ -35,7 +36,7 @@ def run(tmp_path: Path) -> RunSettings:
 
 @pytest.fixture
 def publisher(run: RunSettings) -> Publisher:
-    return LearnerSettings().publish.build(run, sorted(run.model.iterdir()), Told())
+    return build_publisher(LearnerSettings().publish, run, sorted(run.model.iterdir()), Told())
 
 
 class Told(list):
@@ -84,7 +85,7 @@ def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     config.save_pretrained(run.model)
-    publisher = LearnerSettings().publish.build(run, sorted(run.model.iterdir()), Told())
+    publisher = build_publisher(LearnerSettings().publish, run, sorted(run.model.iterdir()), Told())
     update = publisher.publish(PolicyVersion(1, 0), model.state_dict().items())  # with the tied head twice
     again = AutoModelForCausalLM.from_pretrained(update.path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -115,14 +116,15 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from learner.config import DiskPublishSettings
-from learner.publish import disk
+from learner.config.learner import DiskPublishSettings
+from learner.weights import disk
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
 run, model = map(Path, sys.argv[1:])
 disk._place = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-publisher = DiskPublishSettings().build(RunSettings(id="t1", dir=run, model=model), sorted(model.iterdir()), None)
+settings = RunSettings(id="t1", dir=run, model=model)
+publisher = disk.DiskPublisher(DiskPublishSettings(), settings, sorted(model.iterdir()), None)
 publisher.publish(PolicyVersion(1, 1), [("a", torch.arange(4.0))])
 """
 
@@ -136,7 +138,7 @@ def test_a_learner_that_is_killed_between_two_files_has_published_nothing(run: R
     assert child.returncode == -signal.SIGKILL, said.decode()
     (left,) = run.weights_dir.iterdir()
     assert left.name == f".v1.1.{child.pid}.tmp" and [p.name for p in left.iterdir()] == ["model.safetensors"]
-    publisher = DiskPublishSettings().build(run, sorted(run.model.iterdir()), Told())
+    publisher = build_publisher(DiskPublishSettings(), run, sorted(run.model.iterdir()), Told())
     assert list(run.weights_dir.iterdir()) == [], "the next start removes it"
     publisher.publish(PolicyVersion(2, 1), weights())
     assert [p.name for p in run.weights_dir.iterdir()] == ["v2.1"]
@@ -147,13 +149,13 @@ def test_what_a_killed_learner_left_is_replaced(run: RunSettings) -> None:
     (run.weights_dir / ".v1.1.77.tmp").mkdir(parents=True)
     (run.weights_dir / "v1.1").mkdir()
     (run.weights_dir / "v1.1" / "half").touch()
-    publisher = DiskPublishSettings(fsync=False).build(run, [], Told())
+    publisher = build_publisher(DiskPublishSettings(fsync=False), run, [], Told())
     publisher.publish(PolicyVersion(1, 1), weights())
     assert sorted(p.name for p in run.weights_dir.rglob("*")) == ["manifest.json", "model.safetensors", "v1.1"]
 
 
 def test_the_newest_and_those_in_use_are_kept(run: RunSettings) -> None:
-    publisher = DiskPublishSettings(keep_versions=2).build(run, [], Told())
+    publisher = build_publisher(DiskPublishSettings(keep_versions=2), run, [], Told())
     for version in [(1, 9), (1, 10), (2, 5), (2, 6), (2, 7)]:
         publisher.publish(PolicyVersion(*version), weights())
     (run.weights_dir / "vendor").mkdir()
@@ -166,10 +168,8 @@ def test_what_nodes_would_refuse_beside_a_model_does_not_travel(
 ) -> None:
     for name in (".gitattributes", "training_args.bin", "a note (1).md", "merges.txt"):
         (run.model / name).write_text("x")
-    update = (
-        DiskPublishSettings(fsync=False)
-        .build(run, sorted(run.model.iterdir()), Told())
-        .publish(PolicyVersion(1, 0), weights())
+    update = build_publisher(DiskPublishSettings(fsync=False), run, sorted(run.model.iterdir()), Told()).publish(
+        PolicyVersion(1, 0), weights()
     )
     names = {p.name for p in Path(update.path).iterdir()}
     assert names == {"config.json", "manifest.json", "merges.txt", "model.safetensors", "tokenizer.json"}
@@ -177,7 +177,7 @@ def test_what_nodes_would_refuse_beside_a_model_does_not_travel(
 
 
 def test_what_does_not_change_is_written_once(run: RunSettings) -> None:
-    publisher = DiskPublishSettings(fsync=False).build(run, sorted(run.model.iterdir()), Told())
+    publisher = build_publisher(DiskPublishSettings(fsync=False), run, sorted(run.model.iterdir()), Told())
     for step in range(5):
         publisher.publish(PolicyVersion(1, step), [(f"t{i}", torch.ones(100, 100)) for i in range(20)])
     assert os.stat(run.weights_dir / "v1.0" / "tokenizer.json").st_nlink >= 5, "the tokenizer is written once"
@@ -195,7 +195,7 @@ def lora(rank: int = 4) -> list[tuple[str, torch.Tensor]]:
 
 def test_an_adapter_is_a_directory_in_pefts_layout(run: RunSettings) -> None:
     told = Told()
-    publisher = AdapterPublishSettings(alpha=8).build(run, sorted(run.model.iterdir()), told)
+    publisher = build_publisher(AdapterPublishSettings(alpha=8), run, sorted(run.model.iterdir()), told)
     given = lora()
     update = publisher.publish(PolicyVersion(1, 3), given)
     path = Path(update.path)
@@ -222,7 +222,7 @@ def test_an_adapter_is_a_directory_in_pefts_layout(run: RunSettings) -> None:
 
 
 def test_what_is_no_adapter_is_refused(run: RunSettings) -> None:
-    publisher = AdapterPublishSettings().build(run, [], Told())
+    publisher = build_publisher(AdapterPublishSettings(), run, [], Told())
     with pytest.raises(UserError, match="no LoRA parameter"):
         publisher.publish(PolicyVersion(1, 0), weights())
     with pytest.raises(UserError, match="ranks"):

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from learner.config.learner import AdapterPublishSettings, DistributedPublishSettings
 from learner.delivery.store import RunStore
-from learner.weights import buckets
+from learner.weights import buckets, build_publisher
 from learner.weights.base import BadWeights, Publisher
 from learner.weights.process_group import Sender
 from protocol.codec import decode_as
@@ -84,7 +84,7 @@ class Fleet:
         assert isinstance(epoch, int)
         store.own(epoch, f"L{len(self.stores)}")
         files = sorted(self.run.model.glob("*.json"))
-        publisher = settings.build(self.run, files, store)
+        publisher = build_publisher(settings, self.run, files, store)
         self.stores.append(store)
         self.publishers.append(publisher)
         return store, publisher, epoch
@@ -343,7 +343,7 @@ def test_members_that_hold_different_weights_are_quarantined_and_load_files_in_p
     store, publisher, epoch = fleet.learner()
     publisher.close()
     settings = DistributedPublishSettings(fsync=False, bucket_mb=1, max_norm_jump=0)
-    publisher = settings.build(fleet.run, sorted(fleet.run.model.glob("*.json")), Liar(store))
+    publisher = build_publisher(settings, fleet.run, sorted(fleet.run.model.glob("*.json")), Liar(store))
     fleet.publishers.append(publisher)
     v = [PolicyVersion(epoch, n) for n in range(2)]
     step(publisher, v[0], fleet.weights)
@@ -388,7 +388,7 @@ def test_one_engine_that_does_not_hold_what_the_policy_has_gets_files(
     publisher.close()
     settings = DistributedPublishSettings(fsync=False, bucket_mb=1, max_norm_jump=0)
     link = Only(store, "a", blind="cannot say" in wrong)
-    publisher = settings.build(fleet.run, sorted(fleet.run.model.glob("*.json")), link)
+    publisher = build_publisher(settings, fleet.run, sorted(fleet.run.model.glob("*.json")), link)
     fleet.publishers.append(publisher)
     v = [PolicyVersion(epoch, n) for n in range(3)]
     step(publisher, v[0], fleet.weights)
@@ -441,8 +441,9 @@ DYING = """
 import os, sys, json, time, torch
 from pathlib import Path
 from safetensors.torch import load_file
-from learner.config import AdapterPublishSettings, DistributedPublishSettings
-from learner.redis_client import RunStore
+from learner.config.learner import AdapterPublishSettings, DistributedPublishSettings
+from learner.delivery.store import RunStore
+from learner.weights import build_publisher
 from protocol.messages import NodeState
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -450,7 +451,8 @@ run = RunSettings.model_validate_json(sys.argv[1])
 store = RunStore(run.redis_url, run.id)
 epoch = store.acquire("dying", 0, 60_000, takeover=True)
 store.own(epoch, "dying")
-publisher = DistributedPublishSettings(fsync=False, bucket_mb=1).build(run, sorted(run.model.glob("*.json")), store)
+settings = DistributedPublishSettings(fsync=False, bucket_mb=1)
+publisher = build_publisher(settings, run, sorted(run.model.glob("*.json")), store)
 weights = load_file(run.model / "model.safetensors")
 publisher.announce(publisher.publish(PolicyVersion(epoch, 0), weights.items()), "ready")
 while sum(e.version == (epoch, 0) and e.state is NodeState.READY for e in store.engines()) < 2:

@@ -11,7 +11,7 @@ import transformers
 
 from learner.config.model import EngineSettings, LoraSettings, ModelSettings, OptimSettings, ReferenceSettings
 from learner.engine import DeepSpeedEngine
-from learner.model.policy import load_policy
+from learner.model.loading import load_policy
 from learner.trainer.reference import Reference, build_reference
 from protocol.errors import UserError
 

@@ -14,6 +14,7 @@ import torch
 
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
+from learner.weights import build_publisher
 from learner.weights import checks as module
 from learner.weights.base import BadWeights, in_use
 from learner.weights.buckets import layout, pack, plan
@@ -68,7 +69,7 @@ def test_a_norm_is_that_of_all_elements_in_every_dtype(monkeypatch: pytest.Monke
     ids=["not finite", "zeros", "grown", "shrunk"],
 )
 def test_weights_that_no_step_can_have_made_are_not_published(alone: RunSettings, bad: Named, why: str) -> None:
-    publisher = DiskPublishSettings(fsync=False).build(alone, [], Silent())
+    publisher = build_publisher(DiskPublishSettings(fsync=False), alone, [], Silent())
     publisher.publish(PolicyVersion(1, 1), weights())
     with pytest.raises(BadWeights, match=why):
         publisher.publish(PolicyVersion(1, 2), bad)
@@ -78,17 +79,17 @@ def test_weights_that_no_step_can_have_made_are_not_published(alone: RunSettings
 
 
 def test_zeros_that_were_zeros_and_any_first_version_pass(alone: RunSettings) -> None:
-    publisher = DiskPublishSettings(fsync=False).build(alone, [], Silent())
+    publisher = build_publisher(DiskPublishSettings(fsync=False), alone, [], Silent())
     publisher.publish(PolicyVersion(1, 0), weights(0.0, 0.0))  # a fresh adapter's B
     publisher.publish(PolicyVersion(1, 1), weights(0.0, 5.0))
-    careless = DiskPublishSettings(fsync=False, max_norm_jump=0).build(alone, [], Silent())
+    careless = build_publisher(DiskPublishSettings(fsync=False, max_norm_jump=0), alone, [], Silent())
     for number, size in enumerate((1.0, 1e6, 1e-6)):
         careless.publish(PolicyVersion(2, number), weights(size, size))
 
 
 @pytest.mark.fault(40)
 def test_an_adapter_is_inspected_too(alone: RunSettings) -> None:
-    publisher = AdapterPublishSettings(fsync=False).build(alone, [], Silent())
+    publisher = build_publisher(AdapterPublishSettings(fsync=False), alone, [], Silent())
 
     def lora(size: float) -> Named:
         at = "model.layers.0.self_attn.q_proj"

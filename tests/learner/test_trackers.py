@@ -19,6 +19,7 @@ import pytest
 from learner.config.learner import LearnerSettings
 from learner.config.trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, WandbSettings
 from learner.observability.reporting import open_trackers
+from learner.observability.trackers import build_tracker
 from learner.observability.trackers import fanout as fan
 from learner.observability.trackers.base import RunFacts, Tracker
 from learner.observability.trackers.fanout import Trackers
@@ -139,7 +140,7 @@ def test_a_missing_package_is_answered_with_the_line_that_installs_it(
     settings = section({"learner": {"trackers": [{"type": name}]}}, "learner", Section).trackers[0]
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError) as caught:
-        settings.build()
+        build_tracker(settings)
     assert f"pip install {name}" in caught.value.todo
 
 
@@ -168,8 +169,8 @@ def test_tensorboard_reads_back_what_survived_a_crash(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log_steps(TensorBoardSettings().build(), facts_of(tmp_path), 1, 2, 3)
-    log_steps(TensorBoardSettings().build(), facts_of(tmp_path, first_step=3, epoch=2), 3, 4)
+    log_steps(build_tracker(TensorBoardSettings()), facts_of(tmp_path), 1, 2, 3)
+    log_steps(build_tracker(TensorBoardSettings()), facts_of(tmp_path, first_step=3, epoch=2), 3, 4)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, round(e.value, 2)) for e in events.Scalars("loss")] == [(1, 1.01), (2, 2.01), (3, 3.03), (4, 4.03)]
     assert [e.value for e in events.Scalars("seconds/wait")] == [0.25] * 4
@@ -199,8 +200,8 @@ def test_a_crashed_run_and_its_successor_are_one_curve_in_tensorboard(
 @pytest.mark.filterwarnings("ignore")  # its own affairs
 def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
-    log_steps(MlflowSettings().build(), facts_of(tmp_path), 1, 2, 3)
-    log_steps(MlflowSettings().build(), facts_of(tmp_path, first_step=3, epoch=2), 3, 4)
+    log_steps(build_tracker(MlflowSettings()), facts_of(tmp_path), 1, 2, 3)
+    log_steps(build_tracker(MlflowSettings()), facts_of(tmp_path, first_step=3, epoch=2), 3, 4)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("foray").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["run.id"] == "run-7"
@@ -211,7 +212,7 @@ def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # its own affairs
 def test_wandb_offline_writes_a_run_that_holds_every_step(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    log_steps(WandbSettings(mode="offline").build(), facts_of(tmp_path), 1, 2, 3)
+    log_steps(build_tracker(WandbSettings(mode="offline")), facts_of(tmp_path), 1, 2, 3)
     (file,) = (tmp_path / "wandb").glob("offline-run-*-run-7/run-run-7.wandb")
     assert read_wandb(file, "loss") == [(1, 1.01), (2, 2.01), (3, 3.01)]
 
@@ -241,12 +242,12 @@ def test_trackio_keeps_one_record_over_a_resume(tmp_path: Path) -> None:
     code = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[2])
-from learner.config import LearnerSettings
-from learner.config_trackers import TrackioSettings
+from learner.config.trackers import TrackioSettings
+from learner.observability.trackers import build_tracker
 from test_trackers import facts_of, log_steps
 here = pathlib.Path(sys.argv[1])
-log_steps(TrackioSettings().build(), facts_of(here), 1, 2, 3)
-log_steps(TrackioSettings().build(), facts_of(here, first_step=3, epoch=2), 3, 4)
+log_steps(build_tracker(TrackioSettings()), facts_of(here), 1, 2, 3)
+log_steps(build_tracker(TrackioSettings()), facts_of(here, first_step=3, epoch=2), 3, 4)
 from trackio import SQLiteStorage
 rows = SQLiteStorage.get_logs("foray", "run-7")
 print(sorted({name for row in rows for name in row} - {"timestamp"}))

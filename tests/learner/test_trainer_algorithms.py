@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from learner.algorithms import build_algorithm
 from learner.config.algorithm import AlgorithmSettings
 from learner.config.learner import TrainerSettings
 from learner.data.batch import Batch, build_batch
@@ -264,7 +265,7 @@ def test_values_do_not_cross_from_one_trajectory_of_a_row_to_the_next(start: Sta
         rewards = m.rewards.copy()
         rewards[m.trajectory == 3] += 7.0
         changed.append(dataclasses.replace(m, rewards=rewards))
-    algorithm = trainer.settings.algorithm.model_copy(update={"whiten": False}).build()
+    algorithm = build_algorithm(trainer.settings.algorithm.model_copy(update={"whiten": False}))
     from learner.trainer.forward import score_share
 
     def judged(batch: Batch) -> dict[int, list[float]]:

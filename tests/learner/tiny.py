@@ -21,6 +21,7 @@ import torch
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from learner.algorithms import build_algorithm
 from learner.config.learner import LearnerSettings
 from learner.data.batch import Batch
 from protocol import functions
@@ -64,7 +65,7 @@ class TinyEngine:
         verdict: Callable[[int], str] = lambda n: "",
         pace_s: float = 0.0,
     ) -> None:
-        self.algorithm = settings.algorithm.build()
+        self.algorithm = build_algorithm(settings.algorithm)
         self.model_files = sorted(p for p in run.model.iterdir() if p.suffix == ".json")
         self.weights = torch.zeros(4)
         self.updates = 0

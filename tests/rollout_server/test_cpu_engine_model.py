@@ -35,7 +35,7 @@ from transformers import (
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from learner.model.policy import as_saved
+from learner.model.loading import as_saved
 from protocol.errors import UserError
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model.config import read_model_config

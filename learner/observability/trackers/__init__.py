@@ -1,1 +1,25 @@
-"""Where the numbers of each step go besides `metrics.jsonl`: one file for each tracker, and what keeps them apart."""
+"""Experiment trackers: where the numbers of each step go besides `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, cast
+
+from learner.config.trackers import MlflowSettings, TensorBoardSettings, TrackerSettings, TrackioSettings, WandbSettings
+from protocol.settings import Settings
+
+if TYPE_CHECKING:
+    from learner.observability.trackers.base import Tracker
+
+REGISTRY: dict[type[Settings], str] = {
+    TensorBoardSettings: "learner.observability.trackers.tensorboard:TensorBoardTracker",
+    WandbSettings: "learner.observability.trackers.wandb:WandbTracker",
+    MlflowSettings: "learner.observability.trackers.mlflow:MlflowTracker",
+    TrackioSettings: "learner.observability.trackers.trackio:TrackioTracker",
+}
+"""Settings class -> "module:Class"; the class takes the settings."""
+
+
+def build_tracker(settings: TrackerSettings) -> Tracker:
+    """Instantiate the tracker that `settings` select. Raises UserError if its package is not installed."""
+    return cast("Tracker", resolve_name(REGISTRY[type(settings)])(settings))

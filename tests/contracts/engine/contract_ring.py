@@ -20,6 +20,7 @@ from contract_models import read_weights
 
 from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
 from learner.delivery.store import RunStore
+from learner.weights import build_publisher
 from learner.weights.base import Publisher
 from protocol.keys import Keys
 from protocol.messages import NodeState, VersionSpan
@@ -79,7 +80,7 @@ async def ring(server: Server, redis_url: str, folder: Path, transport: Transpor
     store.own(1, "learner")
     files = [p for p in server.first.iterdir() if p.suffix == ".json"]
     kinds = {"disk": DiskPublishSettings(fsync=False), "distributed": DistributedPublishSettings(fsync=False)}
-    publisher = kinds[transport].build(run, files, store)
+    publisher = build_publisher(kinds[transport], run, files, store)
     redis, stop, waits = RedisClient(redis_url, Keys(run.id)), Stop(), Waits()
     node = NodeSettings(id="e", kind=AttachedEngine(url=server.url), pause_mode=mode, poll_s=0.02, heartbeat_s=0.2)
     fleet = Fleet(redis, waits, poll_s=0.05)

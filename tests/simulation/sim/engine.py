@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from sim.clock import Clock
 
+from learner.weights import REGISTRY
 from protocol.messages import TrajectoryGroup, WeightUpdate
 from protocol.versions import PolicyVersion
 
@@ -78,8 +79,8 @@ class SimPublisher:
 
     device = "cpu"
 
-    def __init__(self, run: str, link: Any) -> None:
-        self._run, self._link = run, link
+    def __init__(self, settings: Any, run: Any, model_files: Any, link: Any) -> None:
+        self._run, self._link = run.id, link
 
     def publish(self, version: PolicyVersion, weights: Iterable[Any], *_: object) -> WeightUpdate:
         return WeightUpdate(run=self._run, epoch=version.epoch, step=version.step, digest="d", path="p")
@@ -100,5 +101,5 @@ class SimPublish:
 
     type = "disk"
 
-    def build(self, run: Any, model_files: Any, link: Any) -> SimPublisher:
-        return SimPublisher(run.id, link)
+
+REGISTRY[SimPublish] = f"{__name__}:SimPublisher"  # type: ignore[index]

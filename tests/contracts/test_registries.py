@@ -1,0 +1,40 @@
+"""A registry names an implementation for every member of its settings union, and nothing else."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any, get_args
+
+import pytest
+
+from learner import algorithms, weights
+from learner.config.algorithm import AlgorithmSettings
+from learner.config.learner import PublishSettings
+from learner.config.trackers import TrackerSettings
+from learner.observability import trackers
+
+REGISTRIES = {
+    "algorithms": (AlgorithmSettings, algorithms.REGISTRY),
+    "trackers": (TrackerSettings, trackers.REGISTRY),
+    "weights": (PublishSettings, weights.REGISTRY),
+}
+
+
+def members(union: Any) -> list[type]:
+    """The settings classes of an annotated union; each may be annotated by itself."""
+    return [get_args(member)[0] if get_args(member) else member for member in get_args(get_args(union)[0])]
+
+
+@pytest.mark.parametrize("name", REGISTRIES)
+def test_every_member_of_the_union_is_registered(name: str) -> None:
+    union, registry = REGISTRIES[name]
+    found = members(union)
+    assert len(found) > 1
+    shipped = {settings for settings in registry if settings.__module__.startswith("learner.")}
+    assert shipped == set(found)
+
+
+@pytest.mark.parametrize("name", REGISTRIES)
+def test_every_registered_name_is_a_class(name: str) -> None:
+    for settings, target in REGISTRIES[name][1].items():
+        assert isinstance(resolve_name(target), type), f"{settings.__name__}: {target}"
