@@ -22,11 +22,11 @@ from learner.delivery.state import Books
 from learner.delivery.store import RedisUnavailable, RunStore
 from learner.interfaces import Report, TrainEngine
 from learner.observability.metrics import Meter
-from learner.observability.metrics_server import Endpoint
 from learner.observability.reporting import Teller
 from learner.weights.base import Publisher
 from protocol.errors import StateLost
 from protocol.messages import TrajectoryGroup
+from protocol.runtime.http.server import ThreadedServer
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Parts:
     mix: Mix
     reader: IoLoop
     keeping: IoLoop
-    endpoint: Endpoint | None
+    endpoint: ThreadedServer | None
 
     def start_reader(self) -> None:
         """From now on entries are read."""

@@ -37,12 +37,13 @@ from learner.delivery.store import RedisFull, RedisUnavailable, RunStore
 from learner.interfaces import TrainEngine
 from learner.loop import TrainingLoop
 from learner.observability.metrics import Meter, StepLog
-from learner.observability.metrics_server import Endpoint, page_of, serve_prometheus
+from learner.observability.metrics_server import page_of, serve_prometheus
 from learner.observability.reporting import Teller, measure, meta_of, open_trackers, summary
 from learner.weights import build_publisher
 from protocol.codec import decode_as
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot, TrajectoryGroup
+from protocol.runtime.http.server import ThreadedServer
 from protocol.runtime.lifecycle import SignalsStop as Stop
 from protocol.runtime.lifecycle import stop_signals
 from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
@@ -233,14 +234,15 @@ def assemble(
 
 def _endpoint(
     run: RunSettings, settings: LearnerSettings, meter: Meter, snapshot: Callable[[], MetricsSnapshot]
-) -> Endpoint | None:
-    """`/metrics`, told in the log and, as `metrics_url`, in the snapshots. Raises UserError as `serve_prometheus`."""
+) -> ThreadedServer | None:
+    """Serve `/metrics`; its URL is logged and, as `metrics_url`, in the snapshots. Raises UserError as `serve_prometheus`."""
     if settings.metrics_port is None:
         return None
     page = page_of(run.id, snapshot, meter.histograms)
     endpoint = serve_prometheus(settings.metrics_host, settings.metrics_port, page.text)
-    log.info("metrics: %s", endpoint.url)
-    meter.say(metrics_url=endpoint.url)
+    url = f"{endpoint.url}/metrics"
+    log.info("metrics: %s", url)
+    meter.say(metrics_url=url)
     return endpoint
 
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiohttp import web
 
-from protocol.errors import UserError
-from protocol.runtime.http.auth import check_bind, read_access
+from protocol.runtime.http.auth import read_access
+from protocol.runtime.http.server import announce, listening
 from retriever.api.app import create_app
 from retriever.api.base import Embedding, Service, Text
 from retriever.backends.base import Embedder, Fault
@@ -79,9 +78,6 @@ def _texts_before(embedder: Embedder, service: Service, room: Room) -> Batcher[T
 
 log = logging.getLogger("retriever")
 
-BACKLOG = 4096
-"""Connections that may knock at once: a lock-step trainer sends a whole batch of them in one burst."""
-
 SHUTDOWN_S = 5.0
 """Longest wait for requests in flight at the end."""
 
@@ -97,9 +93,7 @@ async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with running(settings) as port:
-        log.info("listening on http://%s:%d", settings.host, port)
-        if port_file is not None:
-            _write_port(port_file, port)
+        announce(log, settings.host, port, port_file)
         await stop.wait()
         log.info("stopping")
 
@@ -108,47 +102,30 @@ async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -
 async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
     """A service that answers on the yielded port while the block runs."""
     access = read_access(os.environ)
-    check_bind(settings.host, access, "retriever.host")
     service = Service(settings)
-    app = create_app(service, access)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
-    await runner.setup()
-    try:
-        port = await _bind(runner, settings)
+    async with listening(
+        create_app(service, access),
+        settings.host,
+        settings.port,
+        access=access,
+        setting="retriever.host",
+        todo="choose another retriever.port (0 takes a free one) or retriever.host",
+        shutdown_s=SHUTDOWN_S,
+    ) as listener:
         opened = await open_backend(settings, service.metrics)
         try:
             async with asyncio.TaskGroup() as tasks:
                 asking = [tasks.create_task(run, name=name) for name, run in attach(service, opened).items()]
                 log.info("backend %s is open", opened.backend.fingerprint)
                 try:
-                    yield port
+                    yield listener.port
                 finally:
                     service.draining = True
-                    await runner.cleanup()
+                    await listener.close()
                     for task in asking:
                         task.cancel()
         finally:
             await opened.backend.close()
-    finally:
-        await runner.cleanup()
-
-
-async def _bind(runner: web.AppRunner, settings: RetrieverSettings) -> int:
-    try:
-        await web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG).start()
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on {settings.host}:{settings.port}",
-            why=error.strerror or str(error),
-            todo="choose another retriever.port (0 takes a free one) or retriever.host",
-        ) from None
-    return int(runner.addresses[0][1])
-
-
-def _write_port(path: Path, port: int) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(f"{port}\n")
-    partial.replace(path)
 
 
 def _allow_many_connections() -> None:

@@ -45,8 +45,8 @@ from protocol.errors import StateLost
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, Task, TrajectoryGroup
 from protocol.runtime.http.auth import Access, engine_key, read_access
-from protocol.runtime.http.server import listening
-from protocol.runtime.lifecycle import Stop, plain_errors, stop_on_signals, write_port_file
+from protocol.runtime.http.server import announce, listening
+from protocol.runtime.lifecycle import Stop, plain_errors, stop_on_signals
 from protocol.runtime.redis.aio import BLOCK_MS, Outage, RedisClient, RedisDown, insist
 from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
@@ -298,9 +298,16 @@ class RolloutServer:
             wait_s=self._settings.engine_wait_s,
         )
         served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.asked.is_set)
-        async with listening(build_app(served), self._settings) as port:
-            write_port_file(port_file, port)
-            log.info("listening on http://%s:%d", self._settings.host, port)
+        access = read_access(os.environ)
+        async with listening(
+            build_app(served, access),
+            self._settings.host,
+            self._settings.port,
+            access=access,
+            setting="rollout.host",
+            todo="choose another rollout.port, or 0 for a free one",
+        ) as listener:
+            announce(log, self._settings.host, listener.port, port_file)
             yield
 
     async def _leave(self) -> None:

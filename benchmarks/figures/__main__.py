@@ -26,8 +26,8 @@ from benchmarks.figures.table import FOLDER, MODEL, NEEDS_GPU, RUNS, Figure, fig
 from benchmarks.report import Circumstances
 from deploy.commands.bench import rounded
 from deploy.doctor.gpus import without_cuda
-from deploy.launcher.run_dir import write_atomically
 from protocol.errors import ForayError
+from protocol.runtime.files import atomic_write
 
 TIMEOUT_S = 15 * 60.0
 STOP_S = 60.0
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown := sorted(set(args.names) - set(figures())):
         parser.error(f"no figure is called {', '.join(unknown)}")
     failed = [] if args.page else make_all(args.names, force=args.force)
-    write_atomically(PAGE, page())
+    atomic_write(PAGE, page(), durable=False)
     for line in failed:
         print(line, file=sys.stderr)
     return 1 if failed else 0
@@ -76,7 +76,7 @@ def make_all(names: Sequence[str], *, force: bool) -> list[str]:
             failed.append(f"{name}: {error}")
             print(failed[-1], file=sys.stderr, flush=True)
             continue
-        write_atomically(PAGE, page())
+        atomic_write(PAGE, page(), durable=False)
     return failed
 
 
@@ -96,7 +96,7 @@ def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s:
     made = rounded({"figure": figure.name, "command": figure.command, **report})
     text = json.dumps(made, indent=1).replace(f"{root}/", "")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / figure.path.name, text + "\n")
+    atomic_write(folder / figure.path.name, text + "\n", durable=False)
     return json.loads(text)  # type: ignore[no-any-return]
 
 

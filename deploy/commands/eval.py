@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from deploy.launcher.run_dir import read_record, require, write_atomically
+from deploy.launcher.run_dir import read_record, require
 from protocol.errors import ForayError, UserError
+from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from deploy.monitor.evaluate import Episode, Score
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(path: Path, episodes: list[Episode]) -> None:
     lines = (json.dumps(episode, ensure_ascii=False) + "\n" for episode in episodes)
-    write_atomically(path, "".join(lines))
+    atomic_write(path, "".join(lines), durable=False)
 
 
 def _report(score: Score, what: dict[str, Any], how: dict[str, Any], *, as_json: bool) -> int:

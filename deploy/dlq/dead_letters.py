@@ -22,10 +22,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from protocol.keys import Keys
 from protocol.ledger import REOPENABLE, Ledger, Outcome
+from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     import redis
@@ -122,15 +123,19 @@ def purge_file(run_dir: Path, letters: Iterable[DeadLetter]) -> int:
 
 
 def _purge(path: Path, gone: set[tuple[str, str, str]]) -> int:
-    partial, removed = path.with_suffix(".partial"), 0
-    with partial.open("w", encoding="utf-8") as out, path.open(encoding="utf-8", errors="replace") as file:
+    removed = 0
+
+    def kept(file: TextIO) -> Iterator[bytes]:
+        nonlocal removed
         for line in file:
             letter = _parsed(line, bodies=False)
             if letter is not None and _key(letter) in gone:
                 removed += 1
             else:
-                out.write(line)
-    partial.replace(path)
+                yield line.encode()
+
+    with path.open(encoding="utf-8", errors="replace") as file:
+        atomic_write(path, kept(file), durable=False)
     return removed
 
 

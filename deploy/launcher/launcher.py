@@ -32,12 +32,13 @@ from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.launcher.process import Child
 from deploy.launcher.progress import StepTail
 from deploy.launcher.redis_server import check_server
-from deploy.launcher.run_dir import RESOLVED, hold, write_atomically, write_record
+from deploy.launcher.run_dir import RESOLVED, hold, write_record
 from deploy.launcher.supervisor import POLL_S, Readiness, Say, Supervisor
 from deploy.secrets.env import SECRET_VARIABLES
 from learner.delivery.identity import own_lineage
 from learner.observability.reporting import step_line
 from protocol.errors import ForayError
+from protocol.runtime.files import atomic_write
 from protocol.runtime.redis.url import redacted
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ class Launcher:
             self._say(f"redis: {check_server(self._redis_url)} at {redacted(self._redis_url)}")
         self.resolved = self.directory / RESOLVED
         self.config = dated(settle(self._given, self.addresses), self.resolved)
-        write_atomically(self.resolved, self.config.to_yaml())
+        atomic_write(self.resolved, self.config.to_yaml(), durable=False)
         self.specs = plan(
             self.config, self.addresses, python=self._python, resolved=self.resolved, takeover=self._takeover
         )

@@ -23,6 +23,7 @@ from deploy.secrets.env import login_at, redis_url_for
 from protocol.errors import UserError
 from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 from protocol.runtime.config import Tree, read_tree, section, with_overrides
+from protocol.runtime.files import atomic_write
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 
 RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"
@@ -72,16 +73,9 @@ def wait_until_free(directory: Path, timeout_s: float) -> bool:
     return True
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` in one step, so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def write_record(directory: Path, record: dict[str, Any]) -> None:
     """Replace run.json."""
-    write_atomically(directory / RECORD, json.dumps(record, indent=2) + "\n")
+    atomic_write(directory / RECORD, json.dumps(record, indent=2) + "\n", durable=False)
 
 
 def read_record(directory: Path) -> dict[str, Any]:

@@ -31,7 +31,16 @@ from typing import Any
 from learner.checkpoint.signing import SIGNATURE, RunKey
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.run_meta import LINEAGE_FIELD, lineage_id_in
-from protocol.runtime.files import flush, flush_tree, locked, make_folder, open_regular, sha256, sha256_of, write_text
+from protocol.runtime.files import (
+    atomic_write,
+    durable_mkdir,
+    folder_lock,
+    fsync_path,
+    fsync_tree,
+    open_regular,
+    sha256_file,
+    sha256_stream,
+)
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -150,30 +159,30 @@ class Checkpoints:
             name += f".r{revision}"
         part, final = self._folder / f".{name}.tmp", self._folder / name
         try:
-            make_folder(self._folder)
+            durable_mkdir(self._folder)
             shutil.rmtree(part, ignore_errors=True)
             (part / STATE).mkdir(parents=True)
             save(part / STATE)
             files = {str(p.relative_to(part)): p for p in sorted(part.rglob("*")) if p.is_file()}
-            listed = {n: {"bytes": p.stat().st_size, "sha256": sha256(p)} for n, p in files.items()}
+            listed = {n: {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for n, p in files.items()}
             versions = [list(version) for version in lineage]
             place = {"step": step, "epoch": epoch, "revision": revision}
             manifest = {"format": FORMAT, **place, "lineage": versions, **facts, "files": listed}
             if self._key is not None:
                 manifest[SIGNATURE] = self._key.sign(manifest)
-            write_text(part / MANIFEST, json.dumps(manifest, indent=1))
-            flush_tree(part)
+            atomic_write(part / MANIFEST, json.dumps(manifest, indent=1), durable=True)
+            fsync_tree(part)
             confirm()
             # A learner that sleeps between looking and moving must not undo what its successor commits meanwhile.
-            with locked(self._folder):
+            with folder_lock(self._folder):
                 found = self._current()
                 # its manifest is asked only where the name says so: a damaged one must not keep a good one out
                 if found and int(found[2]) > epoch and (newest := self.current_epoch()) > epoch:
                     raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
                 shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier try that could not move CURRENT
                 part.rename(final)
-                flush(self._folder)
-                write_text(self._folder / CURRENT, name + "\n")
+                fsync_path(self._folder)
+                atomic_write(self._folder / CURRENT, name + "\n", durable=True)
         # torch reports a full disk as RuntimeError
         except (OSError, RuntimeError) as error:
             shutil.rmtree(part, ignore_errors=True)
@@ -220,7 +229,10 @@ class Checkpoints:
         try:
             with open_regular(file) as opened:
                 look = _look(opened.fileno())
-                if os.fstat(opened.fileno()).st_size == expected["bytes"] and sha256_of(opened) == expected["sha256"]:
+                if (
+                    os.fstat(opened.fileno()).st_size == expected["bytes"]
+                    and sha256_stream(opened) == expected["sha256"]
+                ):
                     return look
                 why = "it is cut short or altered: its sha256 is not the manifest's"
         except OSError as error:

@@ -25,7 +25,7 @@ from protocol.codec import MAX_BYTES, decode_as, pack, unpack
 from protocol.errors import ProtocolError
 from protocol.header import read_header
 from protocol.messages import TrajectoryGroup
-from protocol.runtime.files import flush, make_folder, write_bytes
+from protocol.runtime.files import atomic_write, durable_mkdir, fsync_path
 from protocol.versions import PolicyVersion, is_orphan
 
 # The index beside each file of the journal: where every group lies, so that none is read to find another.
@@ -84,7 +84,7 @@ def heal(data: Path) -> None:
     if index.is_file() and index.read_bytes() == wanted:
         return
     log.warning("%s is written anew from the data", index)
-    write_bytes(index, wanted)
+    atomic_write(index, wanted, durable=True)
 
 
 def read_frame(file: BinaryIO, place: Place) -> dict[str, Any] | None:
@@ -259,7 +259,7 @@ class Journal:
             self.flush()  # the next checkpoint relies on this file, and can only reach the one that is open then
             self.close()
         if self._file is None or self._index is None:
-            make_folder(self._folder)
+            durable_mkdir(self._folder)
             older = data_files(self._folder)
             for path in () if self._healed else older:
                 heal(path)
@@ -267,7 +267,7 @@ class Journal:
             path = self._folder / f"groups-{_number(older[-1]) + 1 if older else 1:05d}.bin"
             # Without buffers: what a full disk refused is not tried again when the files are closed.
             self._file, self._index = FileIO(path, "xb"), FileIO(index_of(path), "wb")
-            flush(self._folder)
+            fsync_path(self._folder)
         return self._file, self._index
 
 

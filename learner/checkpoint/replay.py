@@ -32,7 +32,7 @@ from learner.observability.reporting import Teller, open_trackers
 from learner.weights import build_publisher
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
-from protocol.runtime.files import make_folder
+from protocol.runtime.files import durable_mkdir
 from protocol.runtime.lifecycle import stop_signals
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -262,7 +262,7 @@ class ReplayLoop:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Holds a lock in the folder; raises UserError when another replay does."""
-    make_folder(folder)
+    durable_mkdir(folder)
     with (folder / "replay.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
-from protocol.runtime.files import make_folder, write_once
+from protocol.runtime.files import create_once, durable_mkdir
 
 KEY_VARIABLE, KEY_FILE_VARIABLE = "FORAY_RUN_KEY", "FORAY_RUN_KEY_FILE"
 KEY_FILE = "run.key"
@@ -77,8 +77,8 @@ def run_key(run_dir: Path, environ: Mapping[str, str]) -> RunKey:
     named = environ.get(KEY_FILE_VARIABLE, "")
     path = Path(named) if named else run_dir / KEY_FILE
     if not named:
-        make_folder(run_dir)
-        write_once(path, secrets.token_hex(32) + "\n", mode=0o600)
+        durable_mkdir(run_dir)
+        create_once(path, secrets.token_hex(32) + "\n", mode=0o600)
     try:
         return RunKey(path.read_text().strip(), str(path))
     except (OSError, ValueError) as error:

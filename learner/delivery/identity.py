@@ -18,7 +18,7 @@ from learner.delivery.lease import ANOTHER_RUN, describe
 from learner.delivery.store import RunStore
 from protocol.errors import UserError
 from protocol.run_meta import LINEAGE_FILE, foreign, lineage_id_in, lineage_id_of, text_of
-from protocol.runtime.files import make_folder, write_once
+from protocol.runtime.files import create_once, durable_mkdir
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ def own_lineage(run: RunSettings) -> str:
     """
     path = run.dir / LINEAGE_FILE
     committed = Checkpoints(run.checkpoint_dir, 1).lineage_id()
-    make_folder(run.dir)
-    write_once(path, (committed or uuid.uuid4().hex) + "\n", mode=0o600)
+    durable_mkdir(run.dir)
+    create_once(path, (committed or uuid.uuid4().hex) + "\n", mode=0o600)
     try:
         found = lineage_id_in(path.read_text())
         why = "" if found else "it does not hold 32 hex digits"

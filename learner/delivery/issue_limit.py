@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from protocol.codec import number_of
-from protocol.runtime.files import write_text
+from protocol.runtime.files import atomic_write
 
 AHEAD = 1000
 SUFFIX = ".issued"
@@ -34,5 +34,5 @@ class Reserved:
     def cover(self, seq: int, epoch: int) -> None:
         """Tasks up to `seq` may be issued now, by the learner of `epoch`. Raises OSError when the disk refuses it."""
         if seq > self._covered:
-            write_text(self._folder / f"e{epoch}{SUFFIX}", f"{seq + AHEAD}\n")
+            atomic_write(self._folder / f"e{epoch}{SUFFIX}", f"{seq + AHEAD}\n", durable=True)
             self._covered = seq + AHEAD

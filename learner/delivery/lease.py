@@ -17,7 +17,7 @@ from pathlib import Path
 from learner.delivery.store import Holder, RedisUnavailable, RunStore
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.run_meta import foreign
-from protocol.runtime.files import make_folder, write_once
+from protocol.runtime.files import create_once, durable_mkdir
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class Lease:
 
     def _claim_epoch(self, epoch: int) -> bool:
         """Whether the epoch is ours. It is on the device then: no Redis can give it to another learner again."""
-        make_folder(self.epochs_dir)
-        return write_once(self.epochs_dir / f"e{epoch}", self.token + "\n")
+        durable_mkdir(self.epochs_dir)
+        return create_once(self.epochs_dir / f"e{epoch}", self.token + "\n")
 
     def renew(self) -> None:
         """Extends the lease; raises Fenced when it is not ours any more, RedisUnavailable when nobody knows."""

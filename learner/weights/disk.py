@@ -24,7 +24,7 @@ from learner.config.learner import FilesSettings
 from learner.weights.base import Link
 from learner.weights.checks import Inspection, Sanity
 from protocol.messages import Transport, WeightUpdate
-from protocol.runtime.files import flush, flush_tree, make_folder, sha256
+from protocol.runtime.files import durable_mkdir, fsync_path, fsync_tree, sha256_file
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -50,12 +50,12 @@ class DiskPublisher:
         self.sanity = Sanity(settings.max_norm_jump)
         self._last: dict[str, float] = {}
         self._folder = run.weights_dir.absolute()
-        make_folder(self._folder)
+        durable_mkdir(self._folder)
         for left in self._folder.glob(".v*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
         if any(p.name == self.weights_file for p in model_files):
             raise ValueError("weights among the model's files would replace those that are published")
-        self._files = {p.name: (p, p.stat().st_size, sha256(p)) for p in model_files if _travels(p)}
+        self._files = {p.name: (p, p.stat().st_size, sha256_file(p)) for p in model_files if _travels(p)}
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Writes the version and returns what to announce. Raises BadWeights and OSError; neither leaves a trace."""
@@ -73,18 +73,18 @@ class DiskPublisher:
                 (part / name).write_text(text)
             files = {}
             for name in (self.weights_file, *made):
-                files[name] = {"bytes": (part / name).stat().st_size, "sha256": sha256(part / name)}
+                files[name] = {"bytes": (part / name).stat().st_size, "sha256": sha256_file(part / name)}
             for name, (source, size, digest_of_file) in self._files.items():
                 _place(source, part / name)
                 files[name] = {"bytes": size, "sha256": digest_of_file}
             manifest = {"version": version.label, "digest": digest, "files": files, "tensors": len(tensors)}
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
             if self._settings.fsync:
-                flush_tree(part)
+                fsync_tree(part)
             shutil.rmtree(final, ignore_errors=True)  # what a learner left that died before it announced it
             part.rename(final)
             if self._settings.fsync:
-                flush(self._folder)
+                fsync_path(self._folder)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise

@@ -1,7 +1,7 @@
-"""Files that survive a power cut: flush, rename, flush the folder. And a lock for what takes more than one rename.
+"""Atomic and durable files: write, fsync, rename, fsync the folder. And a lock for changes of more than one rename.
 
-A file is on the device when its content is, and when its name is: the name belongs to the folder, and the folder's to
-the folder above it. What others rely on (a rename into place, an acknowledgement, an announcement) comes after both.
+A file survives a power cut once its content and its name are on the device. The name belongs to the folder, and the
+folder's name to the folder above. Whatever relies on the file (an acknowledgement, an announcement) comes after both.
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-LOCK_PATIENCE_S = 20.0
+LOCK_TIMEOUT_S = 20.0
 LOCK_POLL_S = 0.05
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps every other process out that locks this folder; the lock of a process that dies is free at once.
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `folder`. The lock of a process that dies is released by the kernel.
 
-    Raises TimeoutError (an OSError) after LOCK_PATIENCE_S: its holder stands still. A file system without locks is
-    worked on without.
+    Raises TimeoutError (an OSError) after LOCK_TIMEOUT_S. On a file system without locks it only logs a warning.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + LOCK_PATIENCE_S
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has held {folder} for {LOCK_PATIENCE_S:.0f} s") from None
+                    raise TimeoutError(f"another process has held {folder} for {LOCK_TIMEOUT_S:.0f} s") from None
                 time.sleep(LOCK_POLL_S)
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
@@ -54,8 +53,8 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def flush(path: Path) -> None:
-    """Flushes a file or a folder to the device."""
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder to the device."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -63,65 +62,66 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def flush_tree(folder: Path) -> None:
-    """Flushes every file and folder below, each folder after what is in it, and `folder` last."""
+def fsync_tree(folder: Path) -> None:
+    """Flush every file and folder below, each folder after its content, and `folder` last."""
     for at, _, files in os.walk(folder, topdown=False):
         for name in files:
-            flush(Path(at, name))
-        flush(Path(at))
+            fsync_path(Path(at, name))
+        fsync_path(Path(at))
 
 
-def make_folder(folder: Path) -> None:
-    """Makes `folder` and those above it that are missing, and flushes the name of each."""
+def durable_mkdir(folder: Path) -> None:
+    """Create `folder` and its missing parents, and flush the name of each."""
     if folder.is_dir():
         return
-    make_folder(folder.parent)
+    durable_mkdir(folder.parent)
     folder.mkdir(exist_ok=True)
-    flush(folder.parent)
+    fsync_path(folder.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by `text` in one step: a reader sees the old text or the new one, also after a crash."""
-    write_bytes(path, text.encode())
+def atomic_write(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool, mode: int = 0o666) -> None:
+    """Replace the content of `path` in one step: a reader sees the old content or the new, also after a crash.
 
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """As `write_text`."""
-    with _whole(path, data, 0o666) as part:
-        part.replace(path)
-    flush(path.parent)
-
-
-def write_once(path: Path, text: str, mode: int = 0o666) -> bool:
-    """Makes `path` with `text`, whole or not at all; False when it is there, and then it stays as it is.
-
-    Whoever makes it, of several at once: when this returns, the file of one of them is on the device.
+    durable  the new content is on the device when this returns; without it a power cut may undo the write
     """
-    made = False
+    with _temporary(path, data, mode, durable=durable) as part:
+        part.replace(path)
+    if durable:
+        fsync_path(path.parent)
+
+
+def create_once(path: Path, text: str, mode: int = 0o666) -> bool:
+    """Create `path` with `text`, whole and durable. Return False, and leave the file as it is, if it exists.
+
+    Where several processes call this at once, one file is on the device when it returns in any of them.
+    """
+    created = False
     if not path.exists():  # a full disk is no reason to fail when there is nothing to write
-        with _whole(path, text.encode(), mode) as part, suppress(FileExistsError):
+        with _temporary(path, text, mode, durable=True) as part, suppress(FileExistsError):
             os.link(part, path)  # unlike a rename, it does not replace
-            made = True
-    flush(path.parent)
-    return made
+            created = True
+    fsync_path(path.parent)
+    return created
 
 
 @contextmanager
-def _whole(path: Path, data: bytes, mode: int) -> Iterator[Path]:
-    """A flushed file beside `path` that holds `data`; gone after the block, unless it was renamed."""
+def _temporary(path: Path, data: str | bytes | Iterable[bytes], mode: int, *, durable: bool) -> Iterator[Path]:
+    """Write `data` to a file beside `path`. It is deleted after the block, unless it was renamed."""
+    pieces = (data.encode(),) if isinstance(data, str) else (data,) if isinstance(data, bytes) else data
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # hosts may share the folder, and pids
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            file.writelines(pieces)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         yield part
     finally:
         part.unlink(missing_ok=True)
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """`path` opened for reading. Raises OSError for anything but a regular file: a link is not followed."""
+    """Open `path` for reading. Raises OSError for anything but a regular file: a link is not followed."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -129,12 +129,12 @@ def open_regular(path: Path) -> BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def sha256(path: Path) -> str:
-    """sha256 hex of a file."""
+def sha256_file(path: Path) -> str:
+    """Return the sha256 of a file in hex."""
     with path.open("rb") as file:
-        return sha256_of(file)
+        return sha256_stream(file)
 
 
-def sha256_of(file: BufferedReader) -> str:
-    """sha256 hex of what an open file holds from here on."""
+def sha256_stream(file: BufferedReader) -> str:
+    """Return the sha256, in hex, of an open file from its position to its end."""
     return hashlib.file_digest(file, "sha256").hexdigest()

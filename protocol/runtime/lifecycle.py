@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from protocol.errors import UserError
@@ -47,16 +45,6 @@ def stop_on_signals(stop: Stop) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-def write_port_file(path: Path | None, port: int) -> None:
-    """The port as text, by rename: a reader sees the whole number or no file."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(f"{port}\n")
-    partial.replace(path)
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from protocol.runtime.http.auth import SERVER_OPTIONS, Access, guard
+from protocol.runtime.http.auth import Access, Role, Verdict
+from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
 from protocol.search import MAX_QUERY_CHARS
 from retriever.api import flashrag as app_flashrag
 from retriever.api import openai as app_openai
@@ -24,12 +25,20 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Shape = Callable[[Refusal], dict[str, Any]]
 
 
+ROUTE_ROLES: Mapping[str, Role] = {
+    "/metrics": "viewer",
+    "/info": "viewer",
+    "/openapi.json": "viewer",
+    "/v1/models": "viewer",
+}
+"""Routes that say how the service is. All others return passages or cost compute, or a provider's money: node."""
+
+
 def create_app(service: Service, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
     """The aiohttp application. Run it with `handler_cancellation=True`, so that abandoned requests are dropped."""
     limit = int(service.settings.max_body_mb * 2**20)
-    app = web.Application(
-        middlewares=[guard(access), _errors_as_json], client_max_size=limit, handler_args=SERVER_OPTIONS
-    )
+    auth = auth_middleware(access, ROUTE_ROLES, default="node", refuse=_unauthorized)
+    app = web.Application(middlewares=[auth, _errors_as_json], client_max_size=limit, handler_args=SERVER_OPTIONS)
     app[SERVICE] = service
     post, get, metrics = app.router.add_post, app.router.add_get, service.metrics
     post("/retrieve", _counted(metrics, "/retrieve", app_search_r1.retrieve))
@@ -46,6 +55,13 @@ def create_app(service: Service, access: Access = Access()) -> web.Application: 
     get("/ready", _ready)
     get("/metrics", _metrics)
     return app
+
+
+def _unauthorized(request: web.Request, verdict: Verdict) -> web.Response:
+    code = "unsupported_media_type" if verdict.status == 415 else "unauthorized"
+    error = {"message": verdict.message, "type": "invalid_request_error", "param": None, "code": code}
+    openai = request.path.startswith("/v1/")
+    return web.json_response({"error": error if openai else verdict.message}, status=verdict.status)
 
 
 def _our_shape(refusal: Refusal) -> dict[str, Any]:

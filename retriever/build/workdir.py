@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 import json
 from typing import Any
+from protocol.runtime.files import atomic_write, fsync_path, fsync_tree
 from protocol.errors import UserError
 from retriever.corpus.corpus import Scan
 
@@ -98,8 +99,7 @@ class BuildSite:
 
     def sync(self) -> None:
         """Make everything durable."""
-        for path in [*self.directory.rglob("*"), self.directory]:
-            fsync(path)
+        fsync_tree(self.directory)
 
     def publish(self, without: str) -> None:
         """Make everything durable, rename the directory to `out`, and then delete the file `without` in it, with which
@@ -111,19 +111,10 @@ class BuildSite:
         if self.out.exists():
             self.out.rename(aside)
         self.directory.rename(self.out)
-        fsync(self.out.parent)
+        fsync_path(self.out.parent)
         (self.out / without).unlink(missing_ok=True)
         (self.out / _LOCK).unlink()
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def fsync(path: Path) -> None:
-    """Wait until the file (or the directory's entries) would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def files_in(directory: Path) -> list[str]:
@@ -204,13 +195,7 @@ class Journal:
         self._write()
 
     def _write(self) -> None:
-        fresh = self._path.with_suffix(".new")
-        with fresh.open("w") as file:
-            json.dump(self._content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(self._path)
-        fsync(self._path.parent)
+        atomic_write(self._path, json.dumps(self._content), durable=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,8 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
-from protocol.runtime.http.auth import SERVER_OPTIONS
+from protocol.runtime.http.auth import Access, Role
+from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
 from protocol.runtime.redis.aio import RedisDown, RedisFull
 from rollout_server.api.episodes import Episodes, EpisodesRequest, FleetUnknown, summarise
 from rollout_server.api.evaluation_pin import PinLost
@@ -60,8 +61,19 @@ class Served:
 SERVED = web.AppKey("served", Served)
 
 
-def build_app(served: Served) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES, handler_args=SERVER_OPTIONS)
+ROUTE_ROLES: Mapping[str, Role] = {
+    "/status": "viewer",
+    "/metrics": "viewer",
+    "/openapi.json": "viewer",
+    "/v1/episodes": "operator",
+}
+"""Role that a route needs; episodes cost engine time and searches. Every other route is the operator's."""
+
+
+def build_app(served: Served, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
+    """Return the aiohttp application."""
+    auth = auth_middleware(access, ROUTE_ROLES, default="operator")
+    app = web.Application(middlewares=[auth], client_max_size=MAX_BODY_BYTES, handler_args=SERVER_OPTIONS)
     app[SERVED] = served
     app.router.add_get("/health", _health)
     app.router.add_get("/ready", _ready)

@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +24,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from protocol.runtime.log import start_logging
+from protocol.runtime.net import free_port
 
 KINDS = ("retriever", "rollout", "engine")
 BODIES = {
@@ -142,15 +144,19 @@ async def engine(scratch: Path) -> AsyncIterator[Running]:
         model_path=model, port=0, max_running=512, max_total_tokens=1 << 14, update_timeout_s=0.3, log_level="warning"
     )
     made, tokenizer, read = serve.build_engine(settings)
-    listener = serve._listen(settings)
+    settings = settings.model_copy(update={"port": free_port()})
     app = serve.build_app(made, tokenizer, read, settings, ("", ""))
     made.start()
 
     async def run() -> None:
-        await serve._serve(app, made, listener, settings.host)
+        await serve.run_until_signal(app, made, settings)
+
+    def port() -> int:
+        socket.create_connection((settings.host, settings.port), timeout=1).close()  # OSError until it listens
+        return settings.port
 
     try:
-        yield run(), lambda: int(listener.getsockname()[1])
+        yield run(), port
     finally:
         made.stop()
 

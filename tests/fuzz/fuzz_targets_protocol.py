@@ -15,7 +15,7 @@ from protocol.header import check_body, read_header, seal
 from protocol.ledger import Ledger, Outcome
 from protocol.messages import GroupFailed
 from protocol.runtime.config import read_tree, section
-from protocol.runtime.http.auth import Access, Asked, check_request, decide, is_loopback
+from protocol.runtime.http.auth import Access, RequestHead, check_request, decide, is_loopback
 from protocol.runtime.redis import url as redis_url
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -100,11 +100,11 @@ def _access(access: Access) -> Any:
     def read(raw: bytes) -> object:
         # as aiohttp hands headers over
         text = raw.decode("utf-8", "surrogateescape")
-        asked = Asked("/retrieve", {"Authorization": text, "Host": "localhost"})
+        asked = RequestHead("/retrieve", {"Authorization": text, "Host": "localhost"})
         verdict = decide(asked, needs="node", access=access)
         assert verdict.status or raw == f"Bearer {TOKEN}".encode() or access.open or TOKEN in text
         names = ("Host", "Origin", "Sec-Fetch-Site", "Content-Encoding", "Content-Length", "Content-Type")
-        others = [check_request(Asked("/retrieve", {name: text}), is_open=access.open) for name in names]
+        others = [check_request(RequestHead("/retrieve", {name: text}), is_open=access.open) for name in names]
         return verdict, others, is_loopback(text)
 
     return read

@@ -19,7 +19,7 @@ from learner.config.learner import LearnerSettings
 from learner.delivery.state import Books
 from learner.main import resumed_engine
 from protocol.errors import Fenced, UserError
-from protocol.runtime import files as durable
+from protocol.runtime import files
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -80,10 +80,10 @@ def test_dying_at_any_moment_leaves_the_previous_one_in_force(
 
     write(checkpoints, 4)
     over: dict[str, Any] = {moment: die} if moment in ("save", "confirm") else {}
-    real = module.write_text
+    real = module.atomic_write
     if moment in ("manifest", "current"):
         wanted = "manifest.json" if moment == "manifest" else "CURRENT"
-        monkeypatch.setattr(module, "write_text", lambda p, t: die() if p.name == wanted else real(p, t))
+        monkeypatch.setattr(module, "atomic_write", lambda p, t, **k: die() if p.name == wanted else real(p, t, **k))
     if moment == "rename":
         rename = Path.rename
         monkeypatch.setattr(Path, "rename", lambda p, t: die() if p.name == ".step_8.e2.tmp" else rename(p, t))
@@ -112,14 +112,14 @@ def test_a_full_disk_is_told_and_leaves_no_litter(checkpoints: Checkpoints, tmp_
 def test_a_current_that_could_not_be_moved_is_moved_by_the_next_try(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = module.write_text
+    real = module.atomic_write
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, text: str, *, durable: bool) -> None:
         if path.name == "CURRENT":
             raise OSError(28, "No space left on device")
-        real(path, text)
+        real(path, text, durable=durable)
 
-    monkeypatch.setattr(module, "write_text", full)
+    monkeypatch.setattr(module, "atomic_write", full)
     with pytest.raises(CheckpointFailed):
         write(checkpoints, 8)
     assert checkpoints.load() is None
@@ -316,17 +316,17 @@ def test_a_learner_that_sleeps_before_it_moves_the_pointer_keeps_its_successor_w
     successor = threading.Thread(target=lambda: write(Checkpoints(tmp_path / "c", keep=2), 5, epoch=3))
     moves: list[str] = []
 
-    def sleeping(path: Path, text: str) -> None:
+    def sleeping(path: Path, text: str, *, durable: bool) -> None:
         if path.name == "CURRENT" and not moves:
             successor.start()
             successor.join(0.3)
             assert successor.is_alive() and not moves, "its own commit waits"
         if path.name == "CURRENT":
             moves.append(text)
-        write_text(path, text)
+        atomic_write(path, text, durable=durable)
 
-    write_text = module.write_text
-    monkeypatch.setattr(module, "write_text", sleeping)
+    atomic_write = module.atomic_write
+    monkeypatch.setattr(module, "atomic_write", sleeping)
     write(checkpoints, 8)
     successor.join(10)
     assert moves == ["step_8.e2\n", "step_5.e3\n"] and checkpoints.load().facts["step"] == 5
@@ -336,8 +336,8 @@ def test_a_folder_that_another_process_holds_is_waited_for_and_then_told(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(checkpoints, 4)
-    monkeypatch.setattr(durable, "LOCK_PATIENCE_S", 0.1)
-    with durable.locked(tmp_path / "c"), pytest.raises(CheckpointFailed, match="another process has held"):
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
+    with files.folder_lock(tmp_path / "c"), pytest.raises(CheckpointFailed, match="another process has held"):
         write(checkpoints, 8)
     assert checkpoints.load().facts["step"] == 4
     write(checkpoints, 8)

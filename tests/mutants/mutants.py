@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "checkpoint without fsync of its files",
         "learner/checkpoint/checkpoint.py",
-        "            flush_tree(part)\n            confirm()",
+        "            fsync_tree(part)\n            confirm()",
         "            confirm()",
         ("learner/test_checkpoint.py", "learner/test_durability.py"),
     ),
@@ -205,8 +205,8 @@ MUTANTS = (
     Mutant(
         "an epoch is begun twice",
         "learner/delivery/lease.py",
-        "return write_once(self.epochs_dir",
-        "return True or write_once(self.epochs_dir",
+        "return create_once(self.epochs_dir",
+        "return True or create_once(self.epochs_dir",
         ("learner/test_lease.py",),
     ),
     Mutant(
@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         "weights published without fsync",
         "learner/weights/disk.py",
-        "                flush_tree(part)",
+        "                fsync_tree(part)",
         "                pass",
         ("learner/test_publish.py", "learner/test_durability.py"),
     ),

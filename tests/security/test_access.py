@@ -18,7 +18,7 @@ from protocol.runtime.http.auth import (
     OPEN,
     ROLES,
     Access,
-    Asked,
+    RequestHead,
     Role,
     check_bind,
     decide,
@@ -33,7 +33,7 @@ LOCKED = Access(TOKENS)
 
 
 def _status(needs: Role, authorization: str, access: Access = LOCKED, path: str = "/x", host: str = "h:1") -> int:
-    asked = Asked(path, {"Authorization": authorization, "Host": host})
+    asked = RequestHead(path, {"Authorization": authorization, "Host": host})
     return decide(asked, needs=needs, access=access).status
 
 
@@ -53,7 +53,7 @@ def test_without_the_right_token_there_is_only_what_is_open() -> None:
         assert _status("viewer", strange) == 401, "bytes that are no text"
     for path in OPEN:
         assert _status("operator", "", path=path) == 0
-    message = decide(Asked("/x", {"Authorization": "Bearer no"}), needs="node", access=LOCKED).message
+    message = decide(RequestHead("/x", {"Authorization": "Bearer no"}), needs="node", access=LOCKED).message
     assert "FORAY_NODE_TOKEN" in message and not any(token in message for token in TOKENS.values())
 
 

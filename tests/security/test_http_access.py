@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,13 +15,13 @@ from aiohttp import web
 from pydantic import TypeAdapter
 
 from protocol.errors import UserError
-from protocol.runtime.http import server as listen
-from protocol.runtime.http.auth import ROLES, Access, Role, variable
+from protocol.runtime.http.auth import ROLES, Access, Role, read_access, variable
+from protocol.runtime.http.server import auth_middleware, listening
 from retriever.api.app import create_app
 from retriever.api.base import Service
 from retriever.config import RetrieverSettings
 from retriever.server import running
-from rollout_server.api.app import build_app
+from rollout_server.api.app import ROUTE_ROLES, build_app
 from rollout_server.config import RolloutSettings
 from rollout_server.cpu_engine.config import EngineSettings, read_keys
 from rollout_server.search.client import HttpSearchSettings
@@ -126,12 +127,13 @@ async def _rollout(settings: RolloutSettings) -> AsyncIterator[str]:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text="in")
 
-    app = web.Application()
+    access = read_access(os.environ)
+    app = web.Application(middlewares=[auth_middleware(access, ROUTE_ROLES, default="operator")])
     for route in build_app(SERVED_BY_NOBODY).router.routes():
         if route.method != "HEAD" and route.resource is not None:
             app.router.add_route(route.method, route.resource.canonical, answer)
-    async with listen.listening(app, settings) as port:
-        yield f"http://127.0.0.1:{port}"
+    async with listening(app, settings.host, 0, access=access, setting="rollout.host", todo="") as listener:
+        yield f"http://127.0.0.1:{listener.port}"
 
 
 SERVED_BY_NOBODY = TypeAdapter(object).validate_python(object())
@@ -152,7 +154,7 @@ async def test_the_rollout_server_asks_for_the_right_role(locked: None) -> None:
 def test_every_route_says_what_it_needs() -> None:
     """A route that is added and forgotten is the operator's (rollout server) or node's (retriever), never open."""
     routes = {r.resource.canonical for r in build_app(SERVED_BY_NOBODY).router.routes() if r.resource is not None}
-    assert routes == {"/health", "/ready"} | listen.NEEDS.keys()
+    assert routes == {"/health", "/ready"} | ROUTE_ROLES.keys()
     served = create_app(Service(RetrieverSettings()), Access())
     assert {"/health", "/ready"} < {r.resource.canonical for r in served.router.routes() if r.resource is not None}
 

@@ -90,7 +90,7 @@ def test_the_learners_metrics_are_on_loopback_and_open_there(
     assert 'foray_learner_seconds_total{cause="groups",run="r"} 2.0' in text
     assert _get(port, "/other")[0] == 404 and _get(port, "/health") == (200, "ok")
     assert _get(port, Host="evil.example")[0] == 403, "a page whose name was pointed here"
-    with pytest.raises(UserError, match="cannot serve metrics"):
+    with pytest.raises(UserError, match="cannot listen on"):
         serve_prometheus("127.0.0.1", port, _text)
 
 

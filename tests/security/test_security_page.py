@@ -7,9 +7,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from protocol.runtime.http import auth as app_access
-from protocol.runtime.http import server as listen
 from protocol.runtime.http.auth import MAY, OPEN, ROLES, variable
+from retriever.api import app as retriever_app
+from rollout_server.api import app as rollout_app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()
@@ -36,7 +36,7 @@ def test_every_threat_is_answered_by_tests_that_exist() -> None:
 def test_the_roles_are_those_of_the_code() -> None:
     for role in ROLES:
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| {role} | `{variable(role)}` |"))
-        for path, needs in {**app_access.NEEDS, **listen.NEEDS}.items():
+        for path, needs in {**retriever_app.ROUTE_ROLES, **rollout_app.ROUTE_ROLES}.items():
             if needs == role:
                 assert path in row, f"{path} is for {role}"
     assert all(path in PAGE for path in OPEN) and "viewer" not in MAY["node"] | MAY["operator"]

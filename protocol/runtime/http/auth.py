@@ -1,11 +1,11 @@
-"""Who may call what over HTTP: roles and tokens from the environment. `protocol.http_rules` decides on requests.
+"""Access to HTTP services: roles, tokens from the environment, and `decide`, which judges every request.
 
     viewer    reads: /status, /metrics, /info
     node      machine to machine: searches, generation; reads too
     operator  what costs money (POST /v1/episodes), and all that the others may
 
-Without any token a service is open, and then it listens on loopback only. With a token set every route asks for one,
-but for `OPEN`. Pure, but for the files that `FORAY_*_TOKEN_FILE` names; knows no HTTP library.
+Without any token a service is open, and then it listens on loopback only. With a token set every route except those in
+`OPEN` needs one. Imports no HTTP library.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 from urllib.parse import urlsplit
-
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from protocol.errors import UserError
 from protocol.redaction import remember
@@ -154,19 +151,6 @@ def _strong(token: str, name: str) -> str:
     return token
 
 
-# One decision on every HTTP request, before its body is read: all services and the embedded engine ask for it.
-#
-#     401, 403  tokens and roles, where tokens are set (`protocol.access`)
-#     403       without a token: a `Host` that is no loopback name (DNS rebinding), a page of another origin
-#     415       without a token: a body that is not `application/json`, the only kind that a page cannot send to another
-#               origin without a CORS preflight
-#     415       a compressed body: a megabyte of it could hold a gigabyte
-#
-# Pure; knows no HTTP library.
-
-SERVER_OPTIONS: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": 1.0}
-"""`handler_args` of every aiohttp application. By default aiohttp inflates bodies, also those that nothing reads: after
-an early answer it goes on for 10 s."""
 JSON = "application/json"
 OWN_SITES = frozenset({"", "none", "same-origin"})
 """Values of `Sec-Fetch-Site` that are let in: no browser, an address typed by hand, a page of the service itself."""
@@ -178,7 +162,7 @@ class Headers(Protocol):
     def get(self, name: str, default: str, /) -> str: ...
 
 
-class Asked(NamedTuple):
+class RequestHead(NamedTuple):
     """A request as far as it is known before its body is read."""
 
     path: str
@@ -195,25 +179,32 @@ class Verdict(NamedTuple):
 PASS = Verdict()
 
 
-def decide(asked: Asked, *, needs: Role, access: Access) -> Verdict:
-    """Whether a request, to a route for `needs`, may pass."""
-    if asked.path in OPEN:
+def decide(head: RequestHead, *, needs: Role, access: Access) -> Verdict:
+    """Judge a request to a route for role `needs`, before its body is read.
+
+    401, 403  tokens and roles, where tokens are set
+    403       without a token: a `Host` that is no loopback name (DNS rebinding), a page of another origin
+    415       without a token: a body that is not `application/json`, the only type that a page cannot send to
+              another origin without a CORS preflight
+    415       a compressed body: a megabyte of it could hold a gigabyte
+    """
+    if head.path in OPEN:
         return PASS
     if not access.open:
-        role = access.role_of(asked.headers.get("Authorization", ""))
+        role = access.role_of(head.headers.get("Authorization", ""))
         if role is None:
             return Verdict(401, f"a token is needed: Authorization: Bearer <{variable(needs)}>")
         if role not in MAY[needs]:
             return Verdict(403, f"this needs the role {needs}, the token is of {role}")
-    return check_request(asked, is_open=access.open)
+    return check_request(head, is_open=access.open)
 
 
-def check_request(asked: Asked, *, is_open: bool) -> Verdict:
-    """Whether a request may pass, whoever sends it.
+def check_request(head: RequestHead, *, is_open: bool) -> Verdict:
+    """Judge a request by its headers alone, without roles.
 
     is_open  the service asks for no token: a web page in a browser of this machine must not use it
     """
-    headers = asked.headers
+    headers = head.headers
     if is_open:
         if not _names_loopback(headers.get("Host", "")):
             return Verdict(403, "without tokens only loopback names are answered")
@@ -244,26 +235,3 @@ def _is_loopback_url(url: str) -> bool:
 
 def _has_body(headers: Headers) -> bool:
     return bool(headers.get("Transfer-Encoding", "") or headers.get("Content-Length", "").strip("0 "))
-
-
-# Who may call which route of the retriever: anybody on this machine, or whoever brings a token of the right role.
-
-NEEDS: Mapping[str, Role] = {"/metrics": "viewer", "/info": "viewer", "/openapi.json": "viewer", "/v1/models": "viewer"}
-"""Routes that say how the service is. All others give out passages or cost the machine, or a provider's money: node."""
-
-
-def guard(access: Access) -> Middleware:
-    """Middleware that refuses what `protocol.runtime.http.auth.decide` refuses, before a body is read."""
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        asked = Asked(request.path, request.headers)
-        verdict = decide(asked, needs=NEEDS.get(request.path, "node"), access=access)
-        if verdict.status == 0:
-            return await handler(request)
-        code = "unsupported_media_type" if verdict.status == 415 else "unauthorized"
-        error = {"message": verdict.message, "type": "invalid_request_error", "param": None, "code": code}
-        openai = request.path.startswith("/v1/")
-        return web.json_response({"error": error if openai else verdict.message}, status=verdict.status)
-
-    return middleware

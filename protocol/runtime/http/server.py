@@ -1,62 +1,149 @@
-"""Where the rollout server listens, and who is answered there: loopback, or whoever brings a token."""
+"""Serve an aiohttp application: check that it may listen, bind, authorise requests. Used by every HTTP service."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from protocol.errors import UserError
-from protocol.runtime.http.auth import Access, Asked, Role, check_bind, decide, read_access
-from rollout_server.config import RolloutSettings
+from protocol.runtime.files import atomic_write
+from protocol.runtime.http.auth import Access, RequestHead, Role, Verdict, check_bind, decide
 
-NEEDS: Mapping[str, Role] = {
-    "/status": "viewer",
-    "/metrics": "viewer",
-    "/openapi.json": "viewer",
-    "/v1/episodes": "operator",
-}
-"""Role that a route asks for; episodes cost engine time and searches. What is not named here is the operator's."""
+SERVER_OPTIONS: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": 1.0}
+"""`handler_args` of every aiohttp application. By default aiohttp inflates bodies, also those that nothing reads: after
+an early answer it goes on for 10 s."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a lock-step trainer opens a whole batch of them in one burst."""
+SHUTDOWN_S = 2.0
+"""Longest wait for requests in flight when a service stops."""
+
+Refuse = Callable[[web.Request, Verdict], web.Response]
 
 
-def guard(access: Access) -> Middleware:
-    """Middleware that refuses what `protocol.runtime.http.auth.decide` refuses, before a body is read."""
+@dataclass(frozen=True)
+class Listener:
+    """A service that answers requests at `url`."""
+
+    port: int
+    url: str
+    _runner: web.AppRunner
+
+    async def close(self) -> None:
+        """Stop listening and finish requests in flight. Does nothing the second time."""
+        await self._runner.cleanup()
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    access: Access | None,
+    setting: str,
+    todo: str,
+    off: str = "",
+    shutdown_s: float = SHUTDOWN_S,
+) -> AsyncIterator[Listener]:
+    """Answer requests to `app` while the block runs; on a free port for port 0.
+
+    access      tokens of this process; None for a service that has checked by its own rules that it may listen there
+    setting     name of the setting that `host` comes from, for error messages
+    todo        advice where the address is taken
+    off         the override that leaves the service out, where one does
+    shutdown_s  longest wait for requests in flight at the end
+
+    A client that hangs up cancels its handler. Raises UserError if the address cannot be bound, or if it is beyond
+    loopback and there is no token.
+    """
+    if access is not None:
+        check_bind(host, access, setting, off=off)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise UserError(f"cannot listen on {host}:{port}", why=why, todo=todo) from None
+        bound = int(runner.addresses[0][1])
+        yield Listener(bound, http_url(host, bound), runner)
+    finally:
+        await runner.cleanup()
+
+
+def auth_middleware(
+    access: Access, routes: Mapping[str, Role], *, default: Role, refuse: Refuse | None = None
+) -> Middleware:
+    """Return a middleware that refuses what `protocol.runtime.http.auth.decide` refuses, before a body is read.
+
+    routes   role that each path needs
+    default  role that every other path needs
+    refuse   makes the body of a refusal; {"error": message} without it
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        asked = Asked(request.path, request.headers)
-        verdict = decide(asked, needs=NEEDS.get(request.path, "operator"), access=access)
-        if verdict.status:
-            return web.json_response({"error": verdict.message}, status=verdict.status)
-        return await handler(request)
+        head = RequestHead(request.path, request.headers)
+        verdict = decide(head, needs=routes.get(request.path, default), access=access)
+        if not verdict.status:
+            return await handler(request)
+        if refuse is not None:
+            return refuse(request, verdict)
+        return web.json_response({"error": verdict.message}, status=verdict.status)
 
     return middleware
 
 
-@asynccontextmanager
-async def listening(app: web.Application, settings: RolloutSettings) -> AsyncIterator[int]:
-    """`app` answers on the yielded port for the time of the block.
+def http_url(host: str, port: int) -> str:
+    """Return the URL of a service; an IPv6 address is put in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    Raises UserError when the address is taken, or beyond loopback without a token.
+
+def announce(log: logging.Logger, host: str, port: int, port_file: Path | None) -> None:
+    """Log where a service answers and write its port to `port_file`, atomically. Call it once requests are answered."""
+    log.info("listening on %s", http_url(host, port))
+    if port_file is not None:
+        port_file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(port_file, f"{port}\n", durable=False)
+
+
+class ThreadedServer:
+    """A service on an event loop in a daemon thread, for a process that has no event loop.
+
+    Answers once it is made. Raises UserError as `listening` does.
     """
-    access = read_access(os.environ)
-    check_bind(settings.host, access, "rollout.host")
-    app.middlewares.append(guard(access))
-    # a client that leaves takes its episodes with it
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
-    await runner.setup()
-    try:
+
+    def __init__(self, serving: AbstractAsyncContextManager[Listener], name: str) -> None:
+        self._started: Future[tuple[Listener, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(serving)), name=name, daemon=True)
+        self._thread.start()
+        listener, self._loop, self._closing = self._started.result()
+        self.port, self.url = listener.port, listener.url
+
+    async def _serve(self, serving: AbstractAsyncContextManager[Listener]) -> None:
+        closing = asyncio.Event()
         try:
-            await web.TCPSite(runner, settings.host, settings.port).start()
-        except OSError as error:
-            raise UserError(
-                f"cannot listen on {settings.host}:{settings.port}",
-                why=error.strerror or str(error),
-                todo="choose another rollout.port, or 0 for a free one",
-            ) from None
-        yield int(runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
+            async with serving as listener:
+                self._started.set_result((listener, asyncio.get_running_loop(), closing))
+                await closing.wait()
+        except Exception as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    def close(self) -> None:
+        """Stop listening. Does nothing the second time."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
+from protocol.runtime.files import atomic_write
 from protocol.search import Passage
 from retriever.serving.cache import Answer
 
@@ -123,11 +124,7 @@ class Journal:
     def rewrite(self, run: str, entries: Sequence[Entry]) -> None:
         """Put a file of these entries in the place of the run's."""
         path = self._path(run)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            file.write(_head(run))
-            file.writelines(map(_line, entries))
-        partial.replace(path)
+        atomic_write(path, (_head(run), *map(_line, entries)), durable=False)
         self._lines[run] = len(entries)
 
     def forget(self, run: str) -> None:

@@ -6,17 +6,15 @@ key in it and a reply is cleared of it before it comes here, so the files can be
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from protocol.runtime.files import atomic_write
 from retriever.backends.web.provider import Ask, Failed
 
 log = logging.getLogger(__name__)
@@ -65,19 +63,15 @@ class Recordings:
         `unwritten` and told in the log.
         """
         path = self.path(ask)
-        # two threads may keep the same page at once
-        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         content = {"provider": self._provider, "request": _plain(ask), "reply": reply}
         try:
             # ASCII: a reply may hold half a surrogate pair, which UTF-8 cannot
-            partial.write_text(json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
-            partial.replace(path)
+            text = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True)
+            atomic_write(path, text + "\n", durable=False)
             return True
         except OSError as error:
             self.unwritten += 1
             log.error("a reply could not be recorded: %s", error.strerror)
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
             return False
 
 

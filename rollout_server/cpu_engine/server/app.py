@@ -12,14 +12,13 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 
 import torch
 from aiohttp import web
 
 from protocol.errors import UserError
-from protocol.runtime.http.auth import SERVER_OPTIONS
+from protocol.runtime.http.server import SERVER_OPTIONS, listening
 from protocol.runtime.log import start_logging
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model.config import ModelConfig, read_model_config
@@ -108,11 +107,10 @@ def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
     start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s %(message)s", level=settings.log_level.upper())
     sys.setswitchinterval(SWITCH_INTERVAL)
     engine, tokenizer, config = build_engine(settings)
-    listener = _listen(settings)
     app = build_app(engine, tokenizer, config, settings, (api_key, admin_key))
     engine.start()
     try:
-        clean = asyncio.run(_serve(app, engine, listener, settings.host))
+        clean = asyncio.run(run_until_signal(app, engine, settings))
     finally:
         engine.stop()
     if not clean:
@@ -122,31 +120,22 @@ def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
         os._exit(0)
 
 
-async def _serve(app: web.Application, engine: Engine, listener: socket.socket, host: str) -> bool:
-    """Waits for a signal; unblocked by SIGINT and SIGTERM. Whether no thread is left behind."""
+async def run_until_signal(app: web.Application, engine: Engine, settings: EngineSettings) -> bool:
+    """Answer requests until SIGINT or SIGTERM. Return whether no thread is left behind."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # handler_cancellation: a client that hangs up cancels its handler, which aborts its requests
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.SockSite(runner, listener, backlog=1024).start()
-    shown = f"[{host}]" if ":" in host else host
-    print(f"listening on http://{shown}:{listener.getsockname()[1]}", flush=True)
-    await stop.wait()
-    await runner.cleanup()
+    async with listening(
+        app,
+        settings.host,
+        settings.port,
+        access=None,  # `read_keys` refuses a host beyond loopback without an API key
+        setting="--host",
+        todo="choose another --port, or 0",
+        shutdown_s=1.0,
+    ) as listener:
+        print(f"listening on {listener.url}", flush=True)
+        await stop.wait()
     # while the loop still runs: the engine's last words go through it
     await asyncio.to_thread(engine.stop)
     return await app[UPDATES].close()
-
-
-def _listen(settings: EngineSettings) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on {settings.host}:{settings.port}",
-            why=error.strerror or str(error),
-            todo="choose another --port, or 0",
-        ) from None

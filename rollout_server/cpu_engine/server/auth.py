@@ -9,8 +9,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from protocol.errors import UserError
-from protocol.runtime.http import auth as access
-from protocol.runtime.http.auth import Asked, check_request
+from protocol.runtime.http.auth import OPEN as PROBES
+from protocol.runtime.http.auth import RequestHead, check_request
 from rollout_server.cpu_engine.model.loader import WeightsError
 from rollout_server.cpu_engine.scheduler.engine import Refused
 from rollout_server.cpu_engine.server.absent import ABSENT
@@ -60,9 +60,9 @@ def guard(api_key: str, admin_key: str) -> Middleware:
         key = "" if request.path in OPEN else admin_key if admin_key and request.path in ADMIN else api_key
         if key and not _matches(request.headers.get("Authorization", ""), key):
             return problem(401, "Unauthorized")
-        if request.path not in access.OPEN:
-            asked = Asked(request.path, request.headers)
-            verdict = check_request(asked, is_open=not api_key)
+        if request.path not in PROBES:
+            head = RequestHead(request.path, request.headers)
+            verdict = check_request(head, is_open=not api_key)
             if verdict.status:
                 return problem(verdict.status, verdict.message)
         try:

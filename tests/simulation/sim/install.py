@@ -67,8 +67,8 @@ def _books(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _write_text(path: Path, text: str) -> None:
-    """protocol.runtime.files.write_text; a crash may come before and after, and never in between: rename is atomic."""
+def _atomic_write(path: Path, text: str, *, durable: bool) -> None:
+    """protocol.runtime.files.atomic_write; a crash may come before and after, and never in between: rename is atomic."""
     part = path.with_name(f".{path.name}.{random.getrandbits(40):x}.tmp")
     world.disk(path)
     part.write_text(text)
@@ -78,8 +78,8 @@ def _write_text(path: Path, text: str) -> None:
     world.disk(path)
 
 
-def _flush_tree(folder: Path) -> None:
-    """protocol.runtime.files.flush_tree; the manifest had its moments when it was written."""
+def _fsync_tree(folder: Path) -> None:
+    """protocol.runtime.files.fsync_tree; the manifest had its moments when it was written."""
     inside = sorted(p for p in folder.rglob("*") if p.name != "manifest.json")
     for path in [*sorted(inside, key=Path.is_dir), folder]:
         world.disk(path)
@@ -122,10 +122,10 @@ def replacements() -> dict[str, Any]:
         "learner.serve.Teller": _Quiet,
         "learner.serve.open_trackers": _Quiet,
         "learner.loop.batch_under": lambda conditions, groups, *_, **__: SimBatch(groups),
-        "learner.checkpoint.flush": lambda path: world.disk(path),
-        "learner.checkpoint.flush_tree": _flush_tree,
-        "learner.checkpoint.write_text": _write_text,
-        "learner.checkpoint.shutil": _Disk(),
+        "learner.checkpoint.checkpoint.fsync_path": lambda path: world.disk(path),
+        "learner.checkpoint.checkpoint.fsync_tree": _fsync_tree,
+        "learner.checkpoint.checkpoint.atomic_write": _atomic_write,
+        "learner.checkpoint.checkpoint.shutil": _Disk(),
         "rollout_server.sink.seal": lambda message: world.seal(message),
         "learner.delivery.lease._is_dead": lambda token: world.is_dead(token),
         "learner.delivery.reconciler.Reconciler.turn": _reconciler_turn(Reconciler.turn),
