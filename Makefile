@@ -12,17 +12,20 @@ SGLANG_VERSION := 0.5.21
 # Other people's clients, in an environment apart: their dependencies are not ours.
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
+# uv and cyclonedx-py, for `make lock` alone.
+LOCK_VENV := .venv-lock
+LOCK_STAMP := $(LOCK_VENV)/.installed
 
 .PHONY: setup demo test test-slow test-all sglang-env test-sglang test-peers mutants reliability figures page lint format lock sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
 # The constraints name versions that are known to resolve together on a machine without a GPU.
-$(STAMP): pyproject.toml deploy/constraints/cpu.txt
+$(STAMP): pyproject.toml requirements/cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Foray needs Python >= 3.11, this is %d.%d: set PYTHON=python3.11" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
-	DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet -c deploy/constraints/cpu.txt -e ".[cpu,dev]"
+	DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet -c requirements/cpu.txt -e ".[cpu,dev]"
 	@touch $@
 
 demo: setup
@@ -51,10 +54,10 @@ test-all: setup lint
 # torch is the smaller one.
 sglang-env: $(SGLANG_STAMP)
 
-$(SGLANG_STAMP): deploy/sglang_cpu/pins.txt
+$(SGLANG_STAMP): requirements/sglang_cpu.txt
 	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
-	$(SGLANG_VENV)/bin/python -m pip install --quiet -r deploy/sglang_cpu/pins.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet -r requirements/sglang_cpu.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG_VERSION)
 	@touch $@
 
@@ -63,10 +66,10 @@ $(SGLANG_STAMP): deploy/sglang_cpu/pins.txt
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine $(ARGS)
 
-$(PEERS_STAMP): deploy/constraints/peers.txt
+$(PEERS_STAMP): requirements/peers.txt
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
-	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps -r deploy/constraints/peers.txt
+	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps -r requirements/peers.txt
 	@touch $@
 
 # Published clients and servers of others against ours, and models of clients without a wheel, in
@@ -112,7 +115,7 @@ simulate: setup
 INPUTS ?= 1000000
 REQUESTS ?= 20000
 fuzz: setup
-	@$(BIN)/python -c 'import atheris, schemathesis' 2>/dev/null || $(BIN)/python -m pip install --quiet -c deploy/constraints/cpu.txt -e ".[fuzz]"
+	@$(BIN)/python -c 'import atheris, schemathesis' 2>/dev/null || $(BIN)/python -m pip install --quiet -c requirements/cpu.txt -e ".[fuzz]"
 	$(BIN)/python tests/fuzz/fuzz_run.py --inputs $(INPUTS) --requests $(REQUESTS) --seed $(or $(SEED),0) $(ARGS)
 
 lint: setup
@@ -122,19 +125,22 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The hash-pinned lock of the versions in the constraints, and from it the list of parts. Needs uv, wherever it is.
-UV ?= uv
-lock: setup
-	@command -v $(UV) > /dev/null || { echo "no uv: pip install uv in an environment of its own, then make lock UV=path/to/uv"; exit 1; }
-	$(UV) pip compile --quiet pyproject.toml --extra cpu --extra dev -c deploy/constraints/cpu.txt --python-version 3.11 \
-	  --python-platform x86_64-manylinux_2_28 $(UV_ARGS) --no-header --format pylock.toml -o $(VENV)/pylock.toml
-	$(BIN)/python -m requirements.supply_chain lock $(VENV)/pylock.toml > $(VENV)/cpu.lock
-	mv $(VENV)/cpu.lock deploy/constraints/cpu.lock
+# Every package by hash (requirements/cpu.lock), and the bill of materials made from it. UV_ARGS="--extra-index-url ..."
+# for an index of one's own; torch+cpu comes from the index of CPU builds that PyTorch names.
+lock: $(LOCK_STAMP)
+	$(LOCK_VENV)/bin/uv pip compile --quiet pyproject.toml --extra cpu --extra dev -c requirements/cpu.txt \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
+	  --custom-compile-command "make lock" $(UV_ARGS) -o requirements/cpu.lock
 	$(MAKE) sbom
 
-sbom: setup
-	$(BIN)/python -m requirements.supply_chain sbom > $(VENV)/sbom.json
-	mv $(VENV)/sbom.json deploy/sbom/foray.cdx.json
+sbom: $(LOCK_STAMP)
+	$(LOCK_VENV)/bin/cyclonedx-py requirements requirements/cpu.lock --pyproject pyproject.toml --mc-type application \
+	  --output-reproducible --spec-version 1.6 -o requirements/foray.cdx.json
+
+$(LOCK_STAMP): requirements/lock-tools.txt
+	@test -x $(LOCK_VENV)/bin/python || $(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet -r requirements/lock-tools.txt
+	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(LOCK_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

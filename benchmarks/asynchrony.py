@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator, model_validator
 
 from benchmarks.base import BenchSettings, Measured, Say, Target, tree_cpu_seconds
-from benchmarks.figures.modules import digest
+from benchmarks.report import digest
 from deploy.demo.run import DemoOptions, prepare
 from deploy.launcher.launcher import Launcher
 from deploy.monitor.snapshot import read_books
@@ -164,7 +164,7 @@ class AsyncBench(BenchSettings):
     quick: ClassVar[dict[str, Any]] = {"steps": 12, "skip": 3, "seeds": (0,), "lags": (0, 1), "groups_per_step": 8}
     targets: ClassVar[tuple[Target, ...]] = (Target("of_bound", 0.9, "speed-up at lag 1 over the bound"),)
     modules: ClassVar[tuple[str, ...]] = (
-        *("protocol", "rollout_server", "learner", "retriever", "deploy/demo", "deploy/configs/demo.yaml"),
+        *("protocol", "rollout_server", "learner", "retriever", "deploy/demo"),
         "benchmarks/asynchrony.py",
     )
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from benchmarks.base import Target, machine_facts
-from benchmarks.figures.modules import digest
+
+ROOT = Path(__file__).parents[1]
+CODE = frozenset({".py", ".lua", ".yaml"})
+"""Suffixes of what decides how code behaves; anything else in a package is documentation."""
 
 
 class Circumstances:
@@ -40,3 +45,26 @@ def judged(target: Target, report: Mapping[str, Any]) -> dict[str, Any]:
         "value": value if known else None,
         "met": value >= target.at_least if known else None,
     }
+
+
+def digest(modules: Sequence[str], root: Path = ROOT) -> str:
+    """Return 16 hexadecimal digits over names and contents of what `modules` match: files, or folders with all below them.
+
+    Raises FileNotFoundError for a module that matches nothing.
+    """
+    whole = sha256()
+    for path in sorted({path for module in modules for path in _files(module, root)}):
+        content = sha256(path.read_bytes()).hexdigest()
+        whole.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
+    return whole.hexdigest()[:16]
+
+
+def _files(module: str, root: Path) -> Iterator[Path]:
+    found = list(root.glob(module))
+    if not found:
+        raise FileNotFoundError(f"a benchmark measures {module}, and {root} has no such file")
+    for path in found:
+        if path.is_file():
+            yield path
+        else:
+            yield from (each for each in path.rglob("*") if each.suffix in CODE and each.is_file())

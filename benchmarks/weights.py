@@ -142,7 +142,7 @@ class WeightsBench(BenchSettings):
     targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.7, "bytes a second over gloo's broadcast"),)
     modules: ClassVar[tuple[str, ...]] = (
         "protocol",
-        "learner/publish",
+        "learner/weights",
         "rollout_server/node",
         "rollout_server/cpu_engine",
         "benchmarks/weights.py",

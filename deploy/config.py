@@ -114,7 +114,7 @@ _SECTIONS: dict[str, type[Settings]] = {
 }
 
 
-def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> RunConfig:
+def load_config(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> RunConfig:
     """The configuration in `path` with `overrides`; raises UserError that names every wrong key."""
     return from_tree(expand(read_tree(path, overrides), environ))
 

@@ -1,6 +1,6 @@
-"""Launch the PyPI `sglang` server on a machine without a GPU: `python launch.py --model-path DIR --device cpu ...`.
+"""Launch the PyPI `sglang` server on a machine without a GPU: `python sglang_cpu_launch.py --model-path DIR --device cpu ...`.
 
-Runs in an environment of its own (`pins.txt`, `make sglang-env`), so it imports nothing of Foray. What it mends, all
+Runs in an environment of its own (`sglang_cpu.txt`, `make sglang-env`), so it imports nothing of Foray. What it mends, all
 before SGLang loads a model, and again in every child process because `spawn` imports this file anew:
 
 1. `sgl_kernel` (a wheel of CUDA code) and `torchvision` (whose CPU-less wheel breaks transformers) are imported by
@@ -13,7 +13,7 @@ before SGLang loads a model, and again in every child process because `spawn` im
 4. On CPUs SGLang pads attention heads for tensor parallelism, and on the way forgets `head_dim` of a Qwen2 where
    that is not hidden_size / heads (the demo's is not). One rank needs no padding.
 
-It rests on SGLang's internals: pins.txt names the one version it is tested with.
+It rests on SGLang's internals: sglang_cpu.txt names the one version it is tested with.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy"]
+PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy", "benchmarks", "requirements"]
 
-MODELS = ("learner/", "retriever/encoder/", "retriever/rerank/", "deploy/demo/", "deploy/bench/", "deploy/sglang_cpu/")
+# run by the interpreter of an environment that holds nothing of ours
+SGLANG_CPU = "requirements/sglang_cpu_launch.py"
+MODELS = ("learner/", "retriever/encoder/", "retriever/rerank/", "deploy/demo/", "benchmarks/", SGLANG_CPU)
 # framework -> the only places that may import it (a file or a folder)
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("learner/engine/",),
@@ -23,8 +25,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "bm25s": ("retriever/index/bm25",),
     "torch": ("rollout_server/cpu_engine/", *MODELS),
     "transformers": MODELS,
-    # run by the interpreter of an environment that holds nothing of ours
-    "sglang": ("deploy/sglang_cpu/",),
+    "sglang": (SGLANG_CPU,),
     "trl": ("benchmarks/learner/trl.py",),
     "datasets": ("benchmarks/learner/trl.py",),
     "peft": ("learner/model/lora.py",),

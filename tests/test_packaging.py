@@ -1,7 +1,11 @@
-"""Our five plain package names must be ours: another distribution that ships a `protocol` would win silently."""
+"""What is installed: our plain package names are ours, the wheel has the product alone, and `foray` its public API."""
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
+import zipfile
 from importlib import import_module
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -10,15 +14,73 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy"]
+DATA = {
+    "protocol/functions.lua",
+    "deploy/demo/demo.yaml",
+    "deploy/demo/algorithms.yaml",
+    *(path.relative_to(ROOT).as_posix() for path in (ROOT / "deploy" / "presets").glob("*.yaml")),
+}
+HEAVY = ("torch", "transformers", "deepspeed", "faiss", "aiohttp", "redis", "tokenizers")
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_the_package_is_ours(name: str) -> None:
-    module = import_module(name)
-    assert module.__file__ and Path(module.__file__).resolve().is_relative_to(ROOT)
-    assert set(packages_distributions().get(name, ["foray"])) == {"foray"}
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names of all files of the wheel, its own metadata left out."""
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", out], cwd=ROOT, check=True)
+    (built,) = out.glob("foray-*.whl")
+    return {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name}
+
+
+def test_our_names_are_ours() -> None:
+    """Another distribution that ships a `protocol` would win silently."""
+    known = packages_distributions()
+    for name in (*PACKAGES, "foray"):
+        module = import_module(name)
+        assert module.__file__ and Path(module.__file__).resolve().is_relative_to(ROOT)
+        assert set(known.get(name, ["foray"])) == {"foray"}, name
 
 
 def test_no_test_folder_is_a_package() -> None:
     # with tests/protocol/__init__.py the folder would become the package `protocol`
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_the_wheel_holds_the_product_alone(wheel: set[str]) -> None:
+    assert {name.partition("/")[0] for name in wheel} == {"foray.py", *PACKAGES}
+    words = {word for name in wheel for word in name.removesuffix(".py").replace("/", "_").split("_")}
+    assert not words & {"test", "tests", "testing", "conftest", "fake", "fakes", "benchmarks"}
+    assert {name for name in wheel if "bench" in name} == {"deploy/commands/bench.py"}, "the command, which says so"
+    assert wheel >= DATA and wheel >= {f"{package}/py.typed" for package in PACKAGES}
+    assert wheel >= {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+
+
+def test_what_ships_imports_nothing_that_does_not() -> None:
+    wrong = []
+    for path in [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if {name.partition(".")[0] for name in names} & {"tests", "benchmarks", "requirements", "foray"}:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong
+
+
+def test_the_public_api_is_there_and_light() -> None:
+    code = (
+        "import sys, foray\n"
+        f"assert not set({HEAVY!r}) & set(sys.modules), set({HEAVY!r}) & set(sys.modules)\n"
+        "assert foray.load_config(None).run == foray.RunSettings()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    foray = import_module("foray")
+    assert all(getattr(foray, name).__name__ == name for name in foray._TORCH)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        foray.nothing_of_the_kind  # noqa: B018
+
+
+def test_the_public_api_only_re_exports() -> None:
+    body = ast.parse((ROOT / "foray.py").read_text()).body
+    defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert defined == ["__getattr__"]

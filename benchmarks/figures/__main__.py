@@ -1,8 +1,8 @@
 """Make the figures of `docs/benchmarks.md` again, one by one, and the page from them.
 
-    python -m benchmarks.figures.__main__ [NAME ..] [--force]   those that are missing or stale; --force: all of them
-    python -m benchmarks.figures.__main__ --page                the page alone, from the figures that are there
-    python -m benchmarks.figures.__main__ --check               1 when the page is not the one that would be made
+    python -m benchmarks.figures [NAME ..] [--force]   those that are missing or stale; --force: all of them
+    python -m benchmarks.figures --page                the page alone, from the figures that are there
+    python -m benchmarks.figures --check               1 when the page is not the one that would be made
 
 Each is a process with a quarter of an hour; what it prints is kept below runs/figures. One that fails is said at the
 end and does not stop the others; the next call goes on with what is missing.
@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.modules import ROOT
+from benchmarks.command import rounded
 from benchmarks.figures.page import PAGE, page
 from benchmarks.figures.table import FOLDER, MODEL, NEEDS_GPU, RUNS, Figure, figures, read, stale
-from benchmarks.report import Circumstances
-from deploy.commands.bench import rounded
+from benchmarks.report import ROOT, Circumstances
 from deploy.doctor.gpus import without_cuda
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
@@ -37,7 +36,7 @@ WARM_START = ("demo", "--prepare-only", "--fresh", "--seed", "0", "--dir", str(M
 
 def main(argv: Sequence[str]) -> int:
     """0 when everything asked for is there, 1 when a figure failed or the page is another one."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures.__main__", description="Make the figures.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description="Make the figures.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(figures())} (default: all)")
     parser.add_argument("--force", action="store_true", help="make those again that are up to date")
     parser.add_argument("--page", action="store_true", help="make no figure, only the page")

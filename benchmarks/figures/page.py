@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.modules import ROOT
 from benchmarks.figures.table import FOLDER, figures, read
 from benchmarks.figures.table import stale as is_stale
+from benchmarks.report import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TEMPLATE = FOLDER / "benchmarks.template.md"

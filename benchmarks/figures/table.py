@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import BENCHMARKS
 from benchmarks.base import Target
-from benchmarks.figures.modules import ROOT, digest
+from benchmarks.report import ROOT, digest
 from deploy.demo.compare import GOAL, VARIANTS, read_variants
 
 FOLDER = ROOT / "docs" / "figures"
@@ -22,7 +22,7 @@ RUNS = Path("runs/figures")
 """From the repository's root: run directories, raw output, and the warm start that several figures share."""
 MODEL = RUNS / "warm" / "model"
 SEEDS = (0, 1, 2, 3, 4)
-RING = ("protocol", "rollout_server", "learner", "retriever", "deploy/demo", "deploy/configs/demo.yaml")
+RING = ("protocol", "rollout_server", "learner", "retriever", "deploy/demo")
 NEEDS_GPU = ("retriever_gpu",)
 
 FLAGS: dict[str, tuple[str, ...]] = {
@@ -89,10 +89,9 @@ def _variant(name: str) -> Figure:
     flags = ("--set", "run.steps=120", "--json", "--fresh", "--dir", str(RUNS / "compare"), "--model", str(MODEL))
     # not in training: DAPO trains on groups that are neither all right nor all wrong
     reached = Target("held_out_after", GOAL, "exact match on questions about a world never trained on")
-    modules = (*RING, "deploy/configs/variants/algorithms.yaml")
     # the control has nothing to learn from, and must not
     targets = () if name == "control" else (reached,)
-    return Figure(f"compare-{name}", ("compare", "--only", name, *flags), modules, targets, warm=True, part_of=name)
+    return Figure(f"compare-{name}", ("compare", "--only", name, *flags), RING, targets, warm=True, part_of=name)
 
 
 def read(figure: Figure, folder: Path = FOLDER) -> dict[str, Any] | None:

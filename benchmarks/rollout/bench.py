@@ -46,19 +46,7 @@ class RolloutBench(BenchSettings):
         Target("value", 0.9, "share of what a clairvoyant schedule reaches"),
         Target("ratio", 1.1, "seconds of the best routing baseline over ours"),
     )
-    modules: ClassVar[tuple[str, ...]] = (
-        "protocol",
-        "rollout_server",
-        "benchmarks/rollout/*.py",
-        "benchmarks/rollout/ring.py",
-        "benchmarks/rollout/barrier.py",
-        "benchmarks/rollout/batching.py",
-        "benchmarks/rollout/script.py",
-        "benchmarks/rollout/oracle.py",
-        "benchmarks/rollout/routing.py",
-        "benchmarks/rollout/script.py",
-        "deploy/bench/latency*.py",
-    )
+    modules: ClassVar[tuple[str, ...]] = ("protocol", "rollout_server", "benchmarks/rollout/*.py")
 
     trajectories: int = Field(default=512, ge=1)
     """Trajectories of a play."""

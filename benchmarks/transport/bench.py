@@ -222,7 +222,6 @@ class TransportBench(BenchSettings):
     targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.6, "groups a second over plain XADD and XREADGROUP"),)
     modules: ClassVar[tuple[str, ...]] = (
         "protocol",
-        "protocol/runtime/redis/aio.py",
         "rollout_server/dispatch/publisher.py",
         "learner/delivery/store.py",
         "learner/delivery/entry.py",

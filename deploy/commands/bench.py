@@ -1,108 +1,49 @@
 """Measure one part of Foray beside a baseline that runs on the same machine in the same run.
 
 Absolute figures mean little on a machine that others use too: look at the ratio, which is always ours against the
-baseline, higher is better.
+baseline, higher is better. The wheel ships no benchmarks: this command needs a checkout of the repository.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
+import importlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from types import ModuleType
 
-from benchmarks import BENCHMARKS
-from benchmarks.report import Circumstances
-from protocol.runtime.config import section
-from protocol.runtime.field_docs import descriptions
+from protocol.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmarks() -> ModuleType:
+    """Import `benchmarks.command` of the checkout; no static import, because `deploy` is below it and ships alone.
+
+    Raises UserError outside a checkout.
+    """
+    if not (ROOT / "benchmarks" / "command.py").is_file():
+        raise UserError(
+            "`foray bench` needs a checkout of the repository: the installed package has no benchmarks",
+            todo="clone the repository, run `make setup` in it, then `.venv/bin/foray bench`",
+        )
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    return importlib.import_module("benchmarks.command")
 
 
 def subcommands() -> dict[str, str]:
-    """Name -> help."""
-    return {name: kind.help for name, kind in BENCHMARKS.items()}
+    """Return the benchmarks, name -> help."""
+    known: dict[str, str] = benchmarks().subcommands()
+    return known
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
-    """Arguments of `foray bench NAME`: the benchmark's settings as flags."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="a small run: everything happens, the figures mean little")
-    settings = parser.add_argument_group("settings")
-    for field, facts in BENCHMARKS[name].model_fields.items():
-        default = ",".join(map(str, facts.default)) if isinstance(facts.default, tuple) else facts.default
-        text = f"{descriptions(BENCHMARKS[name])[field]} (default: {default})".replace("%", "%%")
-        flag = "--" + field.replace("_", "-")
-        settings.add_argument(flag, dest=f"set_{field}", default=argparse.SUPPRESS, metavar="X", help=text)
+    """Add the settings of benchmark `name` as flags."""
+    benchmarks().configure(parser, name)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when it was measured; raises UserError for settings that do not fit the benchmark."""
-    from deploy.launcher.process import ProcessFailed
-
-    kind = BENCHMARKS[args.action]
-    given = {name[4:]: value for name, value in vars(args).items() if name.startswith("set_")}
-    settings = section({args.action: (kind.quick if args.quick else {}) | given}, args.action, kind)
-    circumstances = Circumstances(kind.modules)
-    try:
-        with stdout_to_stderr():
-            measured = settings.measure(lambda line: print(f"[{args.action}] {line}", file=sys.stderr, flush=True))
-    except ProcessFailed as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_code
-    report: dict[str, Any] = {
-        "name": args.action,
-        **{key: getattr(measured, key) for key in ("value", "unit", "baseline", "ratio")},
-        **measured.details,
-        "settings": settings.model_dump(mode="json"),
-    }
-    report |= circumstances.facts(report, kind.targets)
-    print(json.dumps(rounded(report)) if args.json else "\n".join(table(rounded(report))))
-    return 0
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Send stdout to stderr, also that of child processes: libraries print while they are imported.
-
-    The report alone goes to stdout, so that `--json` is one JSON object.
-    """
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-
-
-def rounded(value: Any) -> Any:
-    """The same with four significant digits: more would be noise."""
-    match value:
-        case float():
-            return float(f"{value:.4g}")
-        case dict():
-            return {key: rounded(item) for key, item in value.items()}
-        case list() | tuple():
-            return [rounded(item) for item in value]
-        case _:
-            return value
-
-
-def table(report: dict[str, Any], indent: str = "") -> list[str]:
-    """The report for people, a figure a line; a list of records has its names above the columns."""
-    lines = []
-    for name, value in report.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}{name}", *table(value, indent + "  ")]
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            cells = [list(value[0]), *([str(item) for item in row.values()] for row in value)]
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            rows = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in cells)
-            lines += [f"{indent}{name}", *(f"{indent}  {row}" for row in rows)]
-        else:
-            lines.append(f"{indent}{name:<20} {value}")
-    return lines
+    """Measure, and print the report. Returns 0; raises UserError for settings that do not fit the benchmark."""
+    code: int = benchmarks().run(args)
+    return code

@@ -19,11 +19,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when nothing would stop a run (warnings allowed), 1 otherwise."""
-    from deploy.config import load
+    from deploy.config import load_config
     from deploy.doctor.run import examine
 
     path, overrides = config_and_overrides(args)
-    findings = examine(load(path, overrides) if path else None, path)
+    findings = examine(load_config(path, overrides) if path else None, path)
     failed = any(f.verdict == "fail" for f in findings)
     if args.json:
         print(json.dumps({"healthy": not failed, "findings": [asdict(f) for f in findings]}))

@@ -74,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_config(args: argparse.Namespace, overrides: list[str]) -> RetrieverSettings:
-    from deploy.config import load
+    from deploy.config import load_config
 
     if args.corpus or args.out or args.index:
         raise UserError("--config already says corpus, directory and kind", todo="override: retriever.corpus=...")
-    return load(args.config, overrides).retriever
+    return load_config(args.config, overrides).retriever
 
 
 def _build(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from protocol.errors import UserError
 if TYPE_CHECKING:
     from deploy.config import RunConfig
 
-PRESETS = Path(__file__).parent.parent / "configs" / "presets"
+PRESETS = Path(__file__).parents[1] / "presets"
 
 
 def presets() -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from deploy.config import RunConfig, load
+from deploy.config import RunConfig, load_config
 from protocol.errors import UserError
 from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 from protocol.runtime.redis.url import redacted
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             "`foray up` needs a configuration", todo="foray init run.yaml writes one; foray demo needs none"
         )
-    config = load(path, overrides)
+    config = load_config(path, overrides)
     if args.dry_run:
         print_plan(config, as_json=args.json)
         return 0

@@ -23,7 +23,7 @@ from protocol.runtime.command_line import split
 from protocol.runtime.config import not_an_override
 from protocol.versions import PolicyVersion
 
-VARIANTS = Path(__file__).parent.parent / "configs" / "variants" / "algorithms.yaml"
+VARIANTS = Path(__file__).with_name("algorithms.yaml")
 GOAL = 0.8
 """Exact match in training, as a mean of WINDOW steps, that a variant is expected to reach."""
 WINDOW = 10

@@ -223,9 +223,9 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="a run's configuration")
     parser.add_argument("--steps", type=int, default=400, help="of the warm start (default: 400)")
     options = parser.parse_args()
-    from deploy.config import load
+    from deploy.config import load_config
 
-    prepare(load(options.config), options.steps, lambda line: print(line, flush=True))
+    prepare(load_config(options.config), options.steps, lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from protocol.runtime.config import read_tree
 # Two worlds share the index: the one whose questions are trained on, and the one that is only asked about before and
 # after. No name of the one occurs in the other.
 
-CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
+CONFIG = Path(__file__).with_name("demo.yaml")
 CONFIG_COPY = "demo.yaml"
 MARKER = ".foray-demo"
 """Only a directory with this file in it is ever removed."""

@@ -26,7 +26,7 @@ from rollout_server.node.config import CpuEngine, SglangEngine
 
 CPU_PARAMETERS = 50_000_000
 """Largest model for the embedded engine: it serves tests and demos, a larger one would take minutes for an answer."""
-ON_SGLANG = "serve it with SGLang: 'engine.kind={type: sglang}' (without a GPU see deploy/configs/demo_sglang_cpu.yaml)"
+ON_SGLANG = "serve it with SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
 NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
 """What values of other types than a model's lead to."""
 PROBE = (

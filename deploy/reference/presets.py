@@ -1,4 +1,4 @@
-"""The table of presets: every value beside its source's, from `deploy/preset_sources.yaml`.
+"""The table of presets: every value beside its source's, from `deploy/reference/preset_sources.yaml`.
 
     python -m deploy.reference.presets > docs/presets.md
 

@@ -13,8 +13,8 @@ from pydantic import Field
 import benchmarks as table
 from benchmarks import BENCHMARKS
 from benchmarks.base import BenchSettings, Measured, Say
+from benchmarks.command import rounded
 from deploy.cli import main
-from deploy.commands.bench import rounded
 from protocol.runtime.field_docs import descriptions
 
 

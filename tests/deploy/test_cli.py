@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import VERBS, main
-from deploy.config import load
+from deploy.config import load_config
 
 HEAVY = ("torch", "aiohttp", "transformers", "deepspeed", "faiss", "redis")
 PROBE = (
@@ -106,7 +106,7 @@ def test_init_gives_a_run_an_id_and_a_directory_of_its_own_unless_they_are_chose
     for name, given in (("a", []), ("b", []), ("c", ["run.id=mine"]), ("d", ["--preset", "ema_pg", "run.dir=/x"])):
         path = tmp_path / f"{name}.yaml"
         assert main(["init", str(path), *given]) == 0
-        made.append(load(path).run)
+        made.append(load_config(path).run)
     ids = [run.id for run in made]
     assert len({*ids}) == 4 and [run_id.rpartition("-")[0] for run_id in ids] == ["run", "run", "", "ema-pg"]
     assert [str(run.dir) for run in made] == [*(f"runs/{run_id}" for run_id in ids[:3]), "/x"]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.config import expand, from_tree, load
+from deploy.commands.init import PRESETS
+from deploy.config import expand, from_tree, load_config
+from deploy.demo.run import CONFIG
 from deploy.reference.settings import document
 from protocol.errors import UserError
 
@@ -15,10 +17,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_every_shipped_configuration_can_be_read() -> None:
-    files = sorted((ROOT / "deploy" / "configs").glob("*.yaml"))
-    assert files
+    files = [CONFIG, *PRESETS.glob("*.yaml"), *(ROOT / "examples").glob("*/run.yaml")]
+    assert len(files) > 8
     for path in files:
-        load(path, environ={"FORAY_DATA": "/data"})
+        load_config(path, environ={"FORAY_DATA": "/data"})
 
 
 def test_a_path_from_the_environment_is_expanded_only_at_the_beginning() -> None:
@@ -37,35 +39,35 @@ def test_an_unset_variable_is_an_error_that_says_what_to_do() -> None:
 def test_an_override_makes_the_variable_unnecessary(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("retriever: {corpus: '${NOWHERE}/c.jsonl'}\n")
-    config = load(path, ["retriever.corpus=/here.jsonl"], environ={})
+    config = load_config(path, ["retriever.corpus=/here.jsonl"], environ={})
     assert config.retriever.corpus == Path("/here.jsonl")
 
 
 @pytest.mark.parametrize("key", ["rollout.concurency_groups", "launch.engine", "learner.checkpoint_evry", "engine.kid"])
 def test_a_misspelt_key_of_any_section_is_refused_with_the_right_one(key: str) -> None:
     with pytest.raises(UserError, match="did you mean"):
-        load(None, [f"{key}=1"])
+        load_config(None, [f"{key}=1"])
 
 
 def test_the_resolved_file_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
-    config = load(None, ["run.steps=7", "learner.optim.lr=1e-4", "engine.kind.type=cpu"])
+    config = load_config(None, ["run.steps=7", "learner.optim.lr=1e-4", "engine.kind.type=cpu"])
     path = tmp_path / "resolved.yaml"
     path.write_text(config.to_yaml())
-    again = load(path)
+    again = load_config(path)
     assert again.model_dump() == config.model_dump()
     assert again.run.steps == 7 and again.learner.optim.lr == 1e-4
 
 
 def test_a_retriever_is_started_unless_searches_go_elsewhere() -> None:
-    assert load(None).num_retrievers == 1
-    assert load(None, ["rollout.search.type=http", "rollout.search.urls=http://other:8000"]).num_retrievers == 0
+    assert load_config(None).num_retrievers == 1
+    assert load_config(None, ["rollout.search.type=http", "rollout.search.urls=http://other:8000"]).num_retrievers == 0
     assert (
-        load(
+        load_config(
             None, ["rollout.search.type=http", "rollout.search.urls=http://other:8000", "launch.retrievers=2"]
         ).num_retrievers
         == 2
     )
-    assert load(None, ["rollout.search.type=none"]).num_retrievers == 0
+    assert load_config(None, ["rollout.search.type=none"]).num_retrievers == 0
 
 
 def test_the_explained_file_says_every_setting_and_changes_none(tmp_path: Path) -> None:
@@ -78,26 +80,26 @@ def test_the_explained_file_says_every_setting_and_changes_none(tmp_path: Path) 
     }
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    assert load(path).model_dump() == config.model_dump()
+    assert load_config(path).model_dump() == config.model_dump()
     # with every comment of a setting taken away it still reads, so every name in it is real
     bare = "\n".join(
         line[1:] if line.startswith("# ") is False and line.startswith("#") else line for line in text.split("\n")
     )
     path.write_text(bare)
-    assert load(path).model_dump() == config.model_dump()
+    assert load_config(path).model_dump() == config.model_dump()
 
 
 def test_wrong_keys_of_all_sections_are_named_at_once() -> None:
     with pytest.raises(UserError) as caught:
-        load(None, ["run.stepps=1", "engine.kid=cpu", "launch.engine=2"])
+        load_config(None, ["run.stepps=1", "engine.kid=cpu", "launch.engine=2"])
     assert all(key in caught.value.what for key in ("run.stepps", "engine.kid", "launch.engine"))
 
 
 def test_the_example_of_an_override_is_a_setting() -> None:
     with pytest.raises(UserError) as caught:
-        load(None, ["foo"])
-    load(None, [caught.value.todo.split()[-1]])
+        load_config(None, ["foo"])
+    load_config(None, [caught.value.todo.split()[-1]])
 
 
 def test_trackers_may_be_named_by_their_type_alone() -> None:
-    assert [tracker.type for tracker in load(None, ["learner.trackers=[wandb]"]).learner.trackers] == ["wandb"]
+    assert [tracker.type for tracker in load_config(None, ["learner.trackers=[wandb]"]).learner.trackers] == ["wandb"]

@@ -14,13 +14,13 @@ import pytest
 import redis
 
 from deploy.commands import doctor as command
-from deploy.config import load
+from deploy.config import load_config
 from deploy.doctor.run import Finding, examine, memory_needed
 
 
 def findings(tmp_path: Path, *overrides: str) -> dict[str, Finding]:
     files = (f"run.model={tmp_path}/model", f"retriever.corpus={tmp_path}/corpus.jsonl", f"run.dir={tmp_path}/run")
-    config = load(None, [*files, f"learner.questions={tmp_path}/questions.jsonl", *overrides])
+    config = load_config(None, [*files, f"learner.questions={tmp_path}/questions.jsonl", *overrides])
     found = examine(config)
     assert all(f.mend for f in found if f.verdict != "ok"), "what is not in order can be mended"
     return {f.check: f for f in found}
@@ -43,7 +43,9 @@ def test_missing_files_and_a_taken_port_would_stop_a_run(run_files: Path) -> Non
 
 
 def test_memory_is_the_bound_of_the_design_and_is_compared_with_the_limit(run_files: Path) -> None:
-    config = load(None, ["run.max_lag=2", "learner.checkpoint_every=25", "run.groups_per_step=64", "run.group_size=8"])
+    config = load_config(
+        None, ["run.max_lag=2", "learner.checkpoint_every=25", "run.groups_per_step=64", "run.group_size=8"]
+    )
     # 28 * 64 groups of 8 * 4096 tokens, 10 bytes each: the 0.6 GB of the research, to within the rounding there
     assert memory_needed(config) == 28 * 64 * 8 * 4096 * 10
     assert findings(run_files, "launch.redis_maxmemory_mb=16")["redis memory"].verdict == "warn"

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.config import RunConfig, load
+from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
 from deploy.doctor.run import Finding, examine
 from deploy.launcher.plan import ProcessSpec, Ready
@@ -63,7 +63,7 @@ class World:
             f"learner.questions={questions}",
         ]
         given += [f"retriever.corpus={self.directory}/corpus.jsonl", "run.groups_per_step=1", "run.group_size=2"]
-        return load(None, [*given, "learner.checkpoint_every=1", f"run.redis_url={self.url}", *self.overrides])
+        return load_config(None, [*given, "learner.checkpoint_every=1", f"run.redis_url={self.url}", *self.overrides])
 
     def findings(self) -> list[Finding]:
         found = examine(self.config, environ=self.environ, clock=self.clock)

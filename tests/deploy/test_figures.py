@@ -12,10 +12,9 @@ import pytest
 from benchmarks import BENCHMARKS
 from benchmarks.base import Target
 from benchmarks.figures import __main__ as figures_run
-from benchmarks.figures.modules import digest
 from benchmarks.figures.page import PAGE, STALE, page
 from benchmarks.figures.table import Figure, figures, read, stale
-from benchmarks.report import judged
+from benchmarks.report import digest, judged
 from protocol.errors import ForayError
 
 VERSION = Figure("packing", ("version", "--json"), ("protocol/versions.py",), (Target("lots", 2.0, "how many"),))

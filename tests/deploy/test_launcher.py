@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from deploy.commands import down
-from deploy.config import RunConfig, load
+from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import NotReady
 from deploy.launcher.launcher import Launcher, Stopped
 from deploy.launcher.process import ProcessFailed
@@ -82,7 +82,7 @@ def configured(tmp_path: Path, learner: str = "0", *overrides: str) -> RunConfig
     script = tmp_path / "python"
     script.write_text(STAND_IN.format(python=sys.executable))
     script.chmod(0o755)
-    return load(
+    return load_config(
         None,
         [
             f"run.dir={tmp_path / 'run'}",
@@ -282,9 +282,9 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
     file.write_text(config.to_yaml().replace("retrievers: null", "retrievers: 1"))
     code = (
         "import sys; from pathlib import Path\n"
-        "from deploy.config import load; from deploy.commands.up import up\n"
+        "from deploy.config import load_config; from deploy.commands.up import up\n"
         "sys.executable = sys.argv[2]\n"
-        "sys.exit(up(load(Path(sys.argv[1])), print, again='foray up run.yaml')[0])"
+        "sys.exit(up(load_config(Path(sys.argv[1])), print, again='foray up run.yaml')[0])"
     )
     argv = [sys.executable, "-c", code, str(file), str(run_files / "python")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -12,7 +12,7 @@ import yaml
 
 from deploy.cli import main
 from deploy.commands import export, replay
-from deploy.config import load
+from deploy.config import load_config
 from deploy.launcher.addresses import anchored, settle
 from deploy.launcher.plan import Addresses
 from deploy.launcher.run_dir import read_configuration
@@ -20,7 +20,7 @@ from deploy.launcher.run_dir import read_configuration
 
 def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = load(
+    given = load_config(
         None,
         [
             "run.dir=runs/x",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.config import RunConfig, load
+from deploy.config import RunConfig, load_config
 from deploy.launcher.addresses import choose, preview, settle
 from deploy.launcher.plan import Addresses, ProcessSpec, plan
 from protocol.errors import UserError
@@ -20,7 +20,9 @@ OWN = Addresses(
 
 
 def planned(*overrides: str, addresses: Addresses = OWN) -> list[ProcessSpec]:
-    return plan(load(None, ["run.dir=/r", *overrides]), addresses, python="py", resolved=Path("/r/resolved.yaml"))
+    return plan(
+        load_config(None, ["run.dir=/r", *overrides]), addresses, python="py", resolved=Path("/r/resolved.yaml")
+    )
 
 
 def named(specs: list[ProcessSpec], name: str) -> ProcessSpec:
@@ -32,7 +34,7 @@ def test_processes_come_in_start_order() -> None:
 
 
 def test_a_takeover_is_the_learners_alone() -> None:
-    specs = plan(load(None, ["run.dir=/r"]), OWN, python="py", resolved=Path("/r/resolved.yaml"), takeover=True)
+    specs = plan(load_config(None, ["run.dir=/r"]), OWN, python="py", resolved=Path("/r/resolved.yaml"), takeover=True)
     assert [s.name for s in specs if "--takeover" in s.argv] == ["learner"]
 
 
@@ -78,7 +80,9 @@ def test_a_drain_that_was_asked_for_is_kept() -> None:
 
 
 def test_ports_are_fixed_before_the_start_and_told_to_the_others(tmp_path: Path) -> None:
-    config = load(None, [f"run.dir={tmp_path}", "launch.retrievers=2", "retriever.port=7001", "launch.rollouts=2"])
+    config = load_config(
+        None, [f"run.dir={tmp_path}", "launch.retrievers=2", "retriever.port=7001", "launch.rollouts=2"]
+    )
     ports = iter([7002, 7003, 7004, 7005])
     addresses = choose(config, environ={"FORAY_REDIS_URL": "redis://db/0"}, port=lambda: next(ports))
     assert addresses.retrievers == ("http://127.0.0.1:7001", "http://127.0.0.1:7002")
@@ -89,29 +93,29 @@ def test_ports_are_fixed_before_the_start_and_told_to_the_others(tmp_path: Path)
     assert addresses.learner == "http://127.0.0.1:7005", "of its metrics, which are there unless the port is null"
     (learner,) = [p for p in plan(config, addresses, python="python", resolved=tmp_path) if p.kind == "learner"]
     assert "learner.metrics_port=7005" in learner.argv and learner.to_json()["url"] == addresses.learner
-    silent = load(None, [f"run.dir={tmp_path}", "learner.metrics_port=null"])
+    silent = load_config(None, [f"run.dir={tmp_path}", "learner.metrics_port=null"])
     quiet = choose(silent, environ={"FORAY_REDIS_URL": "redis://db/0"}, port=lambda: 7006)
     (learner,) = [p for p in plan(silent, quiet, python="python", resolved=tmp_path) if p.kind == "learner"]
     assert not quiet.learner and not [a for a in learner.argv if "metrics_port" in a]
 
 
 def test_a_resolved_file_starts_the_same_again(tmp_path: Path) -> None:
-    config = load(None, [f"run.dir={tmp_path}"])
+    config = load_config(None, [f"run.dir={tmp_path}"])
     settled = settle(config, choose(config, environ={}))
     path = tmp_path / "again.yaml"
     path.write_text(settled.to_yaml())
-    again = choose(load(path), environ={})
+    again = choose(load_config(path), environ={})
     assert again.server is not None and again.redis_url == settled.run.redis_url
     assert len(again.retrievers) == 1
 
 
 def test_insisting_on_a_configured_redis_without_one_is_an_error() -> None:
     with pytest.raises(UserError, match="no Redis is configured"):
-        choose(load(None, ["launch.redis=configured"]), environ={})
+        choose(load_config(None, ["launch.redis=configured"]), environ={})
 
 
 def test_the_preview_needs_no_redis_and_makes_no_directory(tmp_path: Path) -> None:
-    config: RunConfig = load(None, [f"run.dir={tmp_path / 'none'}"])
+    config: RunConfig = load_config(None, [f"run.dir={tmp_path / 'none'}"])
     assert preview(config, environ={}).server == Path("redis-server")
     assert not (tmp_path / "none").exists()
 
@@ -129,7 +133,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts_and_its_holder_n
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         with pytest.raises(UserError, match=f"{setting} = {port} is taken by process {os.getpid()}") as caught:
-            choose(load(None, ["run.dir=/r", f"{setting}={port}", "run.redis_url=redis://db"]), environ={})
+            choose(load_config(None, ["run.dir=/r", f"{setting}={port}", "run.redis_url=redis://db"]), environ={})
     assert f"kill {os.getpid()}" in caught.value.todo
 
 

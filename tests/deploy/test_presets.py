@@ -12,7 +12,7 @@ import yaml
 
 from deploy.cli import main
 from deploy.commands.init import PRESETS, presets
-from deploy.config import RunConfig, load
+from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
 from deploy.reference.presets import Table, leaves, page, read_table
 from rollout_server.environment.prompts import research
@@ -34,7 +34,7 @@ DECIDED = (
 
 
 def preset(name: str) -> RunConfig:
-    return load(PRESETS / f"{name}.yaml")
+    return load_config(PRESETS / f"{name}.yaml")
 
 
 def written(name: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_what_an_algorithm_needs_is_there(name: str) -> None:
 def test_a_recipe_becomes_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     assert main(["init", str(path), "--preset", "ema_pg", "run.model=/models/mine"]) == 0
-    config = load(path)
+    config = load_config(path)
     assert str(config.run.model) == "/models/mine"
     assert config.learner.algorithm.type == "ema_pg"
     assert config.learner.algorithm.kl.type == "reverse"

@@ -23,7 +23,7 @@ import redis
 
 from deploy.cli import EXIT_USER, main
 from deploy.commands.init import presets
-from deploy.config import load
+from deploy.config import load_config
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.run_dir import RECORD
 from deploy.launcher.supervisor import Supervisor
@@ -363,7 +363,7 @@ def test_a_preset_fails_its_own_doctor_for_what_this_machine_lacks(
 
 
 def settings_of(start: Start) -> tuple[RunSettings, LearnerSettings]:
-    config = load(None, [f"run.model={start.directory}/model", f"run.dir={start.directory}/run", "run.id=test"])
+    config = load_config(None, [f"run.model={start.directory}/model", f"run.dir={start.directory}/run", "run.id=test"])
     questions = LearnerSettings(questions=start.directory / "questions.jsonl")
     return config.run.model_copy(update={"redis_url": start.redis_url}), questions
 

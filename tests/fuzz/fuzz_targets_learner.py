@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fuzz_targets import Decoder, scratch
 from fuzz_targets_protocol import entries, resealed
 
-from deploy.config import load
+from deploy.config import load_config
 from deploy.doctor import data as doctor_data
 from deploy.doctor import engine as doctor_engine
 from learner.checkpoint.checkpoint import MANIFEST, Checkpoints
@@ -141,7 +141,7 @@ def _model_config(folder: Path) -> Any:
     """What doctor and `foray up` read of a model that somebody else wrote: any text gives findings."""
     model = folder / "model"
     model.mkdir()
-    config = load(None, [f"run.model={model}", "learner.batch.row_tokens=64"])
+    config = load_config(None, [f"run.model={model}", "learner.batch.row_tokens=64"])
 
     def read(raw: bytes) -> object:
         (model / "config.json").write_bytes(raw)

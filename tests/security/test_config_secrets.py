@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.config import load
+from deploy.config import load_config
 from deploy.launcher.addresses import settle
 from deploy.launcher.plan import Addresses, plan
 from deploy.reference.settings import document
@@ -28,7 +28,7 @@ CANARY = "c4nary-c4nary"
 )
 def test_a_secret_in_the_wrong_place_is_refused_and_not_repeated(override: str) -> None:
     with pytest.raises(UserError) as caught:
-        load(None, [override])
+        load_config(None, [override])
     shown = caught.value.render()
     assert override.partition("=")[0].rpartition(".")[2] in shown
     assert CANARY not in shown or override.startswith("launch.secrets"), shown
@@ -39,12 +39,12 @@ def test_a_secret_in_the_wrong_place_is_refused_and_not_repeated(override: str) 
     "url", [f"redis://u:{CANARY}@10.0.0.1/0", f"redis+sentinel://a,b/name?sentinel_password={CANARY}"]
 )
 def test_a_password_in_the_configuration_reaches_the_processes_and_no_file(url: str, tmp_path: Path) -> None:
-    config = load(None, [f"run.redis_url={url}", f"run.dir={tmp_path / 'run'}"])
+    config = load_config(None, [f"run.redis_url={url}", f"run.dir={tmp_path / 'run'}"])
     addresses = Addresses(url, None, ("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
     settled = settle(config, addresses)
     assert CANARY not in settled.to_yaml() and CANARY not in document(settled)
     specs = plan(settled, addresses, python="python", resolved=tmp_path / "resolved.yaml")
     assert all(spec.env[REDIS_URL_VARIABLE] == url for spec in specs)
     assert not any(CANARY in str(spec.to_json()) or CANARY in " ".join(spec.argv) for spec in specs)
-    plain = load(None, ["run.redis_url=redis://10.0.0.1/0"])
+    plain = load_config(None, ["run.redis_url=redis://10.0.0.1/0"])
     assert settle(plain, addresses).run.redis_url == "redis://10.0.0.1/0", "what is no secret stays"

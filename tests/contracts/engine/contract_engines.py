@@ -26,7 +26,7 @@ from learner.weights.process_group import free_port
 from tests.support.fake_engine import FakeServer, next_ids
 
 Kind = Literal["fake", "embedded", "sglang"]
-LAUNCHER = Path(__file__).parents[3] / "deploy" / "sglang_cpu" / "launch.py"
+LAUNCHER = Path(__file__).parents[3] / "requirements" / "sglang_cpu_launch.py"
 USER_KEY, ADMIN_KEY = "user-key", "admin-key"
 START_S = 240.0
 """SGLang imports for half a minute when it is alone, and for minutes when it is not."""

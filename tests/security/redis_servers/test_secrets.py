@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from deploy.config import load
+from deploy.config import load_config
 from deploy.launcher.addresses import choose, preview, settle
 from deploy.launcher.launcher import Launcher
 from deploy.launcher.plan import Addresses, plan
@@ -55,7 +55,7 @@ def test_only_the_owner_may_read_and_each_file_says_what_to_do_with_it(
     for path in files.values():
         for secret in SECRETS.findall(path.read_text()):
             assert secret not in said
-    assert load(tmp_path / "run.yaml").launch.secrets == directory
+    assert load_config(tmp_path / "run.yaml").launch.secrets == directory
 
 
 def test_every_secret_is_fresh_and_each_role_has_its_own(written: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_place_that_shells_and_redis_read_differently_is_refused(
 
 
 def test_each_process_gets_its_own_and_nothing_is_written_down(written: Path) -> None:
-    config = load(None, ["run.dir=/r", f"launch.secrets={written}"])
+    config = load_config(None, ["run.dir=/r", f"launch.secrets={written}"])
     place = Addresses("unix:///r/redis.sock", Path("/bin/redis"), ("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
     specs = {spec.kind: spec for spec in plan(config, place, python="py", resolved=Path("/r/resolved.yaml"))}
     assert f"--aclfile {written}/users.acl" in " ".join(specs["redis"].argv) and not specs["redis"].env
@@ -148,7 +148,7 @@ def test_each_process_gets_its_own_and_nothing_is_written_down(written: Path) ->
 
 
 def test_a_configured_redis_is_where_the_files_say(written: Path) -> None:
-    config = load(None, ["run.dir=/r", f"launch.secrets={written}", "launch.redis=configured"])
+    config = load_config(None, ["run.dir=/r", f"launch.secrets={written}", "launch.redis=configured"])
     chosen = choose(config, environ={}, port=lambda: 1)
     assert chosen.server is None and chosen.redis_url == f"rediss://redis.example:6379/0?ssl_ca_certs={written}/ca.pem"
 
@@ -211,7 +211,7 @@ def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
         f"launch.secrets={written}",
     ]
     given += ["launch.engines=0", "launch.retrievers=0", f"learner.questions={run_files / 'questions.jsonl'}"]
-    with Launcher(load(None, given), python=str(script)) as launcher:
+    with Launcher(load_config(None, given), python=str(script)) as launcher:
         launcher.start("redis")
         seen = observe(launcher.redis_url, "mine")
         assert not seen.error and parse(launcher.redis_url).username == "viewer"

@@ -1,0 +1,53 @@
+"""The public API: what a script, a reward, a tool or an algorithm of your own imports. Re-exports, nothing else.
+
+from foray import Outcome, load_config
+
+Names that need torch are imported when they are first asked for: a rollout server's environment may lack it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from deploy.config import RunConfig as RunConfig
+from deploy.config import load_config as load_config
+from learner.config.learner import LearnerSettings as LearnerSettings
+from protocol.errors import ForayError as ForayError
+from protocol.errors import UserError as UserError
+from protocol.messages import Question as Question
+from protocol.messages import Trajectory as Trajectory
+from protocol.messages import TrajectoryGroup as TrajectoryGroup
+from protocol.search import Passage as Passage
+from protocol.settings import RunSettings as RunSettings
+from protocol.settings import Settings as Settings
+from retriever.config import RetrieverSettings as RetrieverSettings
+from rollout_server.config import RolloutSettings as RolloutSettings
+from rollout_server.environment.environment import Episode as Episode
+from rollout_server.environment.environment import build_episode as build_episode
+from rollout_server.node.config import NodeSettings as NodeSettings
+from rollout_server.rewards.base import Outcome as Outcome
+from rollout_server.rewards.base import Reward as Reward
+from rollout_server.rewards.base import RewardError as RewardError
+from rollout_server.rewards.base import TurnReward as TurnReward
+from rollout_server.rewards.base import TurnText as TurnText
+from rollout_server.rewards.base import WeightedReward as WeightedReward
+from rollout_server.search.base import Search as Search
+from rollout_server.search.base import SearchResult as SearchResult
+from rollout_server.tools.base import Tool as Tool
+from rollout_server.tools.base import ToolBase as ToolBase
+from rollout_server.tools.base import ToolResult as ToolResult
+
+if TYPE_CHECKING:
+    from learner.algorithms.base import Algorithm as Algorithm
+    from learner.algorithms.base import LossOutput as LossOutput
+    from learner.algorithms.base import TokenInputs as TokenInputs
+
+_TORCH = ("Algorithm", "LossOutput", "TokenInputs")
+
+
+def __getattr__(name: str) -> Any:
+    """Return the part of `learner.algorithms.base` that is called `name`."""
+    if name in _TORCH:
+        return getattr(importlib.import_module("learner.algorithms.base"), name)
+    raise AttributeError(f"module 'foray' has no attribute {name!r}")
