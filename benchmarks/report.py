@@ -48,7 +48,7 @@ def judged(target: Target, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(modules: Sequence[str], root: Path = ROOT) -> str:
-    """Return 16 hexadecimal digits over names and contents of what `modules` match: files, or folders with all below them.
+    """Return 16 hexadecimal digits over names and contents of the files and folders that `modules` match.
 
     Raises FileNotFoundError for a module that matches nothing.
     """

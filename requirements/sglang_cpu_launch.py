@@ -1,7 +1,9 @@
-"""Launch the PyPI `sglang` server on a machine without a GPU: `python sglang_cpu_launch.py --model-path DIR --device cpu ...`.
+"""Launch the PyPI `sglang` server on a machine without a GPU.
 
-Runs in an environment of its own (`sglang_cpu.txt`, `make sglang-env`), so it imports nothing of Foray. What it mends, all
-before SGLang loads a model, and again in every child process because `spawn` imports this file anew:
+    python requirements/sglang_cpu_launch.py --model-path DIR --device cpu ...
+
+It runs in a separate environment (`sglang_cpu.txt`, `make sglang-env`), so it imports nothing of Foray. It patches
+the following before SGLang loads a model, and again in every child process because `spawn` imports this file there:
 
 1. `sgl_kernel` (a wheel of CUDA code) and `torchvision` (whose CPU-less wheel breaks transformers) are imported by
    SGLang unconditionally. The torch_native path of plain text models takes names from them and never calls them:
@@ -80,7 +82,7 @@ class _PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__path__ = []
 
 
-def _mend_cuda() -> None:
+def _patch_cuda() -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -101,7 +103,7 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _mend_tokenizer() -> None:
+def _patch_tokenizer() -> None:
     """AutoTokenizer keeps its choice of a class unless that class rebuilt the tokenizer as another kind of model."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -120,7 +122,7 @@ def _mend_tokenizer() -> None:
     AutoTokenizer.from_pretrained = from_pretrained
 
 
-def _mend_head_dim() -> None:
+def _patch_head_dim() -> None:
     from sglang.srt.configs import update_config
 
     pad = update_config.adjust_config_with_unaligned_cpu_tp
@@ -131,10 +133,10 @@ def _mend_head_dim() -> None:
     update_config.adjust_config_with_unaligned_cpu_tp = adjust
 
 
-_mend_cuda()  # imports torch before the finder is there, so that torch sees that torchvision is absent
+_patch_cuda()  # imports torch before the finder is there, so that torch sees that torchvision is absent
 sys.meta_path.insert(0, _PlaceholderFinder())
-_mend_tokenizer()
-_mend_head_dim()
+_patch_tokenizer()
+_patch_head_dim()
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""The baseline of the learner benchmark: a plain transformers loop. `python -m benchmarks.learner.baselines SPEC ORDER`.
+"""The baseline of the learner benchmark, a plain transformers loop.
+
+    python -m benchmarks.learner.baselines SPEC ORDER
 
 Rows padded to the longest of their micro-batch, logits of every position in float32, log_softmax, AdamW: what one
 writes first. ORDER `arrival` takes trajectories as they came, `sorted` by length.

@@ -1,9 +1,11 @@
 """An engine of finite capacity that writes a script: SGLang's routes over `BatchingEngine`, on a real socket.
 
-`python -m benchmarks.rollout.latency_engine SCRIPT PORT INDEX`. Steps follow the clock: a step that was computed late does
-not delay the next, so a busy machine does not make the engine slower. Two routes are the benchmark's: `/bench/down`
-ends every connection, answers none for some seconds and loses the prefix cache, as a crash and a restart do;
-`/bench/swap` pauses, empties the prefix cache and goes on with another version, as an update of the weights does.
+    python -m benchmarks.rollout.latency_engine SCRIPT PORT INDEX
+
+Steps follow the clock: a step that was computed late does not delay the next, so a busy machine does not make the
+engine slower. Two routes are the benchmark's: `/bench/down` ends every connection, answers none for some seconds and
+loses the prefix cache, as a crash and a restart do; `/bench/swap` pauses, empties the prefix cache and goes on with
+another version, as an update of the weights does.
 
     loop       consumes           produces             waits for              unblocked by
     steps      queued requests    tokens               a step's seconds       the clock; a request

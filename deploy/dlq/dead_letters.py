@@ -8,9 +8,9 @@ One letter has one shape, whoever wrote it (`learner/delivery/consumer.py`, `rol
     from    who found it: "learner", or the id of a rollout server
     h, b    header and body as they came, cut to a bound
 
-The stream in Redis holds the newest (both writers'); `dead_letters.jsonl` in the run directory holds the learner's,
-`h` and `b` in base64, and `dead_letters.jsonl.1` those before them (`learner/delivery/dead_letters.py` bounds both). What was done
-about a seq stands in neither: that is the ledger's.
+The stream in Redis holds the newest of both writers; `dead_letters.jsonl` in the run directory holds the learner's,
+`h` and `b` in base64, and `dead_letters.jsonl.1` those before them (`learner/delivery/dead_letters.py` bounds both).
+Neither says what was done about a seq: that is in the ledger.
 """
 
 from __future__ import annotations
