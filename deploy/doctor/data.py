@@ -105,19 +105,19 @@ def _corpus(config: RunConfig) -> Finding:
             refuse_large(settings)
     except ImportError as error:
         detail, mend = f"{corpus} cannot be read here", "pip install 'foray[retriever]'"
-        return Finding("retriever.corpus.corpus", "fail", detail, mend, str(error))
+        return Finding("retriever.corpus", "fail", detail, mend, str(error))
     except UserError as error:
-        return Finding.of("retriever.index_dir" if settings.needed_corpus is None else "retriever.corpus.corpus", error)
-    return Finding("retriever.corpus.corpus", "ok", f"{corpus}: the first {count} passages are readable")
+        return Finding.of("retriever.index_dir" if settings.needed_corpus is None else "retriever.corpus", error)
+    return Finding("retriever.corpus", "ok", f"{corpus}: the first {count} passages are readable")
 
 
 def _questions(path: Path) -> Finding:
     try:
         count = check_questions(path, ROWS)
     except UserError as error:
-        found = Finding.of("learner.data.questions", error)
+        found = Finding.of("learner.questions", error)
         return _with_columns(path, found) if "Parquet" in error.what else found
-    return Finding("learner.data.questions", "ok", f"{path}: the first {count} questions are readable")
+    return Finding("learner.questions", "ok", f"{path}: the first {count} questions are readable")
 
 
 def _with_columns(path: Path, found: Finding) -> Finding:

@@ -75,9 +75,9 @@ def learner(config: RunConfig) -> Iterator[Finding]:
         absent = [name for name in tracker.modules if importlib.util.find_spec(name) is None]
         if absent:
             why, todo = f"not installed: {', '.join(absent)}", f"pip install {tracker.type}, or leave it out"
-            yield Finding("learner.observability.trackers", "fail", f"{tracker.type} cannot be used", todo, why)
+            yield Finding("learner.trackers", "fail", f"{tracker.type} cannot be used", todo, why)
         else:
-            yield Finding("learner.observability.trackers", "ok", tracker.type)
+            yield Finding("learner.trackers", "ok", tracker.type)
 
 
 def _reward_parts(config: RunConfig) -> Iterator[Finding]:
@@ -210,7 +210,7 @@ def _nccl(config: RunConfig) -> Finding:
     todo = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
     if config.launch.engines and isinstance(config.engine.kind, CpuEngine):
         why = "the CPU engine receives weights over gloo only"
-        return Finding("learner.weights", "fail", "backend is nccl, and engine.kind.type is cpu", todo, why)
+        return Finding("learner.publish", "fail", "backend is nccl, and engine.kind.type is cpu", todo, why)
     if reason := without_cuda():
-        return Finding("learner.weights", "fail", "backend is nccl, and there is no CUDA device", todo, reason)
-    return Finding("learner.weights", "ok", "nccl, with a CUDA device")
+        return Finding("learner.publish", "fail", "backend is nccl, and there is no CUDA device", todo, reason)
+    return Finding("learner.publish", "ok", "nccl, with a CUDA device")

@@ -33,7 +33,7 @@ def test_an_unset_variable_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(UserError) as caught:
         expand({"retriever": {"corpus": "${NOWHERE}/c.jsonl"}}, {})
     text = caught.value.render()
-    assert "retriever.corpus.corpus" in text and "export NOWHERE=" in text
+    assert "retriever.corpus" in text and "export NOWHERE=" in text
 
 
 def test_an_override_makes_the_variable_unnecessary(tmp_path: Path) -> None:

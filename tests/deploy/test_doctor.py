@@ -37,7 +37,7 @@ def test_missing_files_and_a_taken_port_would_stop_a_run(run_files: Path) -> Non
         port = taken.getsockname()[1]
         found = findings(run_files, "learner.questions=/nowhere.jsonl", f"rollout.port={port}")
     assert (
-        found["learner.data.questions"].verdict == "fail" and "/nowhere.jsonl" in found["learner.data.questions"].detail
+        found["learner.questions"].verdict == "fail" and "/nowhere.jsonl" in found["learner.questions"].detail
     )
     assert found["ports"].verdict == "fail" and f"rollout.port = {port}" in found["ports"].detail
 
@@ -97,10 +97,10 @@ def test_an_mlflow_without_what_its_files_need_is_found_before_the_start(
     monkeypatch.syspath_prepend(tmp_path / "slim")
     for absent in ("sqlalchemy", "alembic"):
         monkeypatch.setitem(sys.modules, absent, None)
-    found = findings(run_files, "learner.trackers=[mlflow]")["learner.observability.trackers"]
+    found = findings(run_files, "learner.trackers=[mlflow]")["learner.trackers"]
     assert (found.verdict, found.why) == ("fail", "not installed: sqlalchemy, alembic")
     remote = findings(run_files, "learner.trackers=[{type: mlflow, tracking_uri: 'http://127.0.0.1:1'}]")
-    assert remote["learner.observability.trackers"].verdict == "ok", "a server keeps them"
+    assert remote["learner.trackers"].verdict == "ok", "a server keeps them"
 
 
 def test_sampling_from_a_part_of_the_distribution_is_pointed_out(run_files: Path) -> None:

@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     "parquet questions": (parquet, ["are a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
     "a JSON array of questions": (
         holds("questions.jsonl", [SEARCH_R1]),
-        ["learner.data.questions", "one JSON array", "jq -c '.[]'"],
+        ["learner.questions", "one JSON array", "jq -c '.[]'"],
     ),
     "a question without an answer": (
         holds("questions.jsonl", b'{"question": "who ?", "answer": "Ada"}\n\n{"question": "who ?"}\n'),
@@ -179,9 +179,9 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "a bad corpus": (
         holds("corpus.jsonl", b'{"id": "1", "contents": "x"}\n{"id": "2", "passage": "y"}\n'),
-        ["retriever.corpus.corpus", "line 2 of", "no contents", '"id" and "contents"'],
+        ["retriever.corpus", "line 2 of", "no contents", '"id" and "contents"'],
     ),
-    "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus.corpus", "holds no passage"]),
+    "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus", "holds no passage"]),
     "a corpus too large to index at the start": (
         told("retriever.build_limit_mb=0"),
         ["there is no index at", "build_limit_mb = 0", "foray index build"],
@@ -292,7 +292,7 @@ def test_a_right_start_gets_as_far_as_its_first_process(start: Start, capsys: py
     assert "# fail" not in capsys.readouterr().out
     assert main(["up", *start.argv, "--dry-run", "--json", "learner.questions=/nowhere"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["findings"]
-    assert found["check"] == "learner.data.questions" and found["verdict"] == "fail"
+    assert found["check"] == "learner.questions" and found["verdict"] == "fail"
 
 
 def test_the_run_that_fills_redis_may_go_on(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
