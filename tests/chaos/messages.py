@@ -103,7 +103,7 @@ def half_loaded_engine(stage: Stage) -> None:
 
 def poisoned_group(stage: Stage) -> None:
     """One trajectory group kills the learner each time it reads it, as a fault in a decoder would."""
-    whole = learner.source.read_entry
+    whole = learner.delivery.consumer.read_entry
 
     def deadly(id_: bytes, fields: dict[bytes, bytes], run: str) -> Entry:
         if fields[b"seq"] == b"9":
@@ -112,7 +112,7 @@ def poisoned_group(stage: Stage) -> None:
         return whole(id_, fields, run)
 
     def fragile() -> None:
-        learner.source.read_entry = deadly
+        learner.delivery.consumer.read_entry = deadly
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     stage.player()

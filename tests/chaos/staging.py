@@ -146,7 +146,7 @@ class Stage:
         def call() -> int:
             prepare()
             make = partial(tiny.TinyEngine, **{"pace_s": 0.05, **engine})
-            learner.serve.serve.__kwdefaults__["make_engine"] = make
+            learner.main.serve.__kwdefaults__["make_engine"] = make
             learner.loop.RETRY_CHECKPOINT_S = 1.0
             return learner_cli.main(["--config", "run.yaml", *argv])
 

@@ -97,7 +97,7 @@ def test_deepspeed_does_not_warn_on_the_screen_of_who_saves_a_model(tmp_path: Pa
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from deploy.demo.tiny_model import new_model, save_model\n"
+        "from deploy.demo.warmstart import new_model, save_model\n"
         "save_model(new_model(0), Path(sys.argv[1]))\n"
     )
     argv = [sys.executable, "-c", code, str(tmp_path / "model")]

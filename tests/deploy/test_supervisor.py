@@ -146,7 +146,7 @@ def test_what_a_killed_process_started_does_not_outlive_it(tmp_path: Path, super
 def test_children_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from deploy.child import Child; from deploy.plan import ProcessSpec, Ready\n"
+        "from deploy.launcher.process import Child; from deploy.launcher.plan import ProcessSpec, Ready\n"
         f"argv = (sys.executable, '-c', {SLEEP!r})\n"
         "child = Child(ProcessSpec('x', 'engine', argv, Path(sys.argv[1]), Ready.RUNNING))\n"
         "print(child.pid, flush=True); time.sleep(60)"

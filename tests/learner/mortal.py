@@ -62,16 +62,16 @@ def install(fault: str) -> None:
     elif place == "journal":
         after(Journal, "append", lambda self, at, *_: at == step)
     elif place == "save":
-        after(learner.trainer.Trainer, "save_state", lambda self, directory: self.updates == step)
+        after(learner.trainer.trainer.Trainer, "save_state", lambda self, directory: self.updates == step)
     elif place == "rename":
-        real = learner.checkpoint.write_text
+        real = learner.checkpoint.checkpoint.write_text
 
         def write(path: Path, text: str) -> None:
-            if path.name == learner.checkpoint.CURRENT and text.startswith(f"step_{step}."):
+            if path.name == learner.checkpoint.checkpoint.CURRENT and text.startswith(f"step_{step}."):
                 die()
             real(path, text)
 
-        learner.checkpoint.write_text = write
+        learner.checkpoint.checkpoint.write_text = write
     elif place == "commit":
         after(Books, "commit", lambda self, state: state["step"] == step)
     else:

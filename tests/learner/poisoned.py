@@ -24,14 +24,14 @@ def main() -> int:
 
     service = tiny.service()
     service.serve.__kwdefaults__["make_engine"] = lambda run, settings: tiny.TinyEngine(run, settings)
-    real = learner.entry.decode
+    real = learner.delivery.entry.decode
 
     def decode(raw: bytes) -> Any:
         if POISON in raw:
             ctypes.string_at(0)  # this thread, at this instruction: a signal sent would arrive a little later
         return real(raw)
 
-    learner.entry.decode = decode
+    learner.delivery.entry.decode = decode
     statuses = []
     for _ in range(int(sys.argv[1])):
         child = os.fork()

@@ -188,7 +188,7 @@ def test_windows_keep_their_mask(tmp_path):
 def test_a_model_that_spans_would_mix_up_gets_the_mask(tmp_path, monkeypatch):
     """One of the types that are checked: here its spans are lost, as in a model that does not hand them on."""
     tiny("granite").save_pretrained(tmp_path)
-    monkeypatch.setattr("learner.model.Spans.of", lambda documents: None)
+    monkeypatch.setattr("learner.model.policy.Spans.of", lambda documents: None)
     causal = load_policy(tmp_path, ModelSettings()).causal
     assert causal.config._attn_implementation == "sdpa"
     ids, positions, documents = inputs_of([[6, 9, -2]])

@@ -107,7 +107,7 @@ def test_the_lease_of_a_lost_host_is_waited_for(make: Make, db: redis.Redis) -> 
 
 
 def test_a_holder_that_ended_on_this_machine_is_not_waited_for(make: Make) -> None:
-    code = "from learner.lease import Lease; print(Lease(None, 1, None).token)"
+    code = "from learner.delivery.lease import Lease; print(Lease(None, 1, None).token)"
     dead = make()
     dead.token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     dead.acquire(0)

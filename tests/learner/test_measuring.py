@@ -70,7 +70,7 @@ def some_groups(seed: int) -> list[TrajectoryGroup]:
 
 
 def slowly(groups: list[TrajectoryGroup], now_step: int) -> dict[str, float]:
-    """The definitions of `learner.metric_table`, one trajectory and one token at a time."""
+    """The definitions of `learner.observability.metric_table`, one trajectory and one token at a time."""
     columns: dict[str, list[float]] = {}
     for group in groups:
         oldest: int | None = None

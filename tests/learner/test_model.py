@@ -302,8 +302,8 @@ def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypa
     def leaking(documents, config, dtype):
         return block_mask(torch.zeros_like(documents))
 
-    monkeypatch.setattr("learner.model.attention_mask", leaking)
-    monkeypatch.setattr("learner.selfcheck.use_spans", lambda causal: False)
+    monkeypatch.setattr("learner.model.policy.attention_mask", leaking)
+    monkeypatch.setattr("learner.model.parity_check.use_spans", lambda causal: False)
     with pytest.raises(UserError, match="cannot be packed"):
         load_policy(tmp_path, ModelSettings(dtype=dtype))
     load_policy(tmp_path, ModelSettings(dtype=dtype), packed=False)

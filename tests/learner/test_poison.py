@@ -44,14 +44,14 @@ def life(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     """A new life of the learner's source, with empty books, that dies over the entry of seq DEADLY."""
     import learner.delivery.consumer
 
-    real = learner.source.read_entry
+    real = learner.delivery.consumer.read_entry
 
     def read(id_: bytes, fields: dict[bytes, bytes], run: str) -> Entry:
         if fields[b"seq"] == b"%d" % DEADLY:
             raise Died
         return real(id_, fields, run)
 
-    monkeypatch.setattr(learner.source, "read_entry", read)
+    monkeypatch.setattr(learner.delivery.consumer, "read_entry", read)
 
     def make() -> Source:
         parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}

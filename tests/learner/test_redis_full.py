@@ -37,7 +37,7 @@ PATIENCE_S = 30.0
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner.loop, "STARVING_S", 0.3)
-    monkeypatch.setattr(learner.serve, "REDIS_PATIENCE_S", 2.0)
+    monkeypatch.setattr(learner.main, "REDIS_PATIENCE_S", 2.0)
 
 
 @pytest.fixture

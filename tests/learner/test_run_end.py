@@ -93,7 +93,7 @@ def test_books_that_do_not_close_end_the_run_with_status_1_and_the_place(
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     monkeypatch.setitem(
-        learner.serve.serve.__kwdefaults__, "make_engine", lambda run, settings: tiny.TinyEngine(run, settings)
+        learner.main.serve.__kwdefaults__, "make_engine", lambda run, settings: tiny.TinyEngine(run, settings)
     )
     if wrong == "token":
         real, calls = TokenLaw.book, []

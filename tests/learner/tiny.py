@@ -191,7 +191,7 @@ def service() -> Any:
     """The module that serves; imported late, since it is heavy."""
     import learner.main
 
-    return learner.serve
+    return learner.main
 
 
 def main() -> int:

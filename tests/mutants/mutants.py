@@ -575,27 +575,27 @@ MUTANTS = (
     ),
     # formulas: what spans a batch, and trust regions
     *(
-        Mutant(f"formula: {name}", f"learner/{path}", old, new, tests)
+        Mutant(f"formula: {name}", f"learner/algorithms/{path}", old, new, tests)
         for name, path, old, new, tests in (
             ("IPO keeps by sign", "losses/trust_region.py", "    if not symmetric:\n", "    if True:\n", FORMULAS),
             ("DPPO's bounds swapped", "losses/trust_region.py", "(size > low), mask", "(size > high), mask", FORMULAS),
             ("M2PO by rank", "losses/second_moment.py", "both = total(torch", "both = (torch", FORMULAS),
             ("M2PO at its edge", "losses/second_moment.py", "(last_in + first_out) / 2", "last_in", FORMULAS),
-            ("one criterion", "algorithms/correction.py", "for c in (r, *r.also):", "for c in (r,):", FORMULAS),
+            ("one criterion", "correction.py", "for c in (r, *r.also):", "for c in (r,):", FORMULAS),
             (
                 "mean as sum",
-                "losses/offpolicy.py",
+                "losses/off_policy.py",
                 '    if level == "mean":\n        return segment_mean',
                 '    if level == "mean":\n        return segment_sum',
                 FORMULAS,
             ),
-            ("mean over tokens", "losses/offpolicy.py", '    if level != "token":\n', "    if False:\n", FORMULAS),
-            ("parts unweighted", "algorithms/grpo.py", "weight * self._compared", "self._compared", FORMULAS),
-            ("alpha of one kind", "algorithms/gpg.py", "nonzero=self._settings.alpha", 'nonzero="rewards"', FORMULAS),
-            ("a student without bounds", "algorithms/distill.py", "mask & ~(below | above)", "mask", FORMULAS),
+            ("mean over tokens", "losses/off_policy.py", '    if level != "token":\n', "    if False:\n", FORMULAS),
+            ("parts unweighted", "grpo.py", "weight * self._compared", "self._compared", FORMULAS),
+            ("alpha of one kind", "gpg.py", "nonzero=self._settings.alpha", 'nonzero="rewards"', FORMULAS),
+            ("a student without bounds", "distill.py", "mask & ~(below | above)", "mask", FORMULAS),
             (
                 "drift of what is kept",
-                "algorithms/policy.py",
+                "policy.py",
                 "weighted_sum(drift, inputs",
                 "weighted_sum(drift * corrected.kept, inputs",
                 FORMULAS,

@@ -86,7 +86,7 @@ def test_a_failed_rebuild_leaves_the_old_index_in_service(corpus: Path, tmp_path
 @pytest.mark.slow
 def test_a_killed_build_goes_on_where_it_was_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     out, size = tmp_path / "index", 8000
-    often = "import retriever.build_source as s; s.JOURNAL_ROWS = 1; from retriever.build_cli import main; main()"
+    often = "import retriever.build.build as s; s.JOURNAL_ROWS = 1; from retriever.build.cli import main; main()"
     command = [sys.executable, "-c", often, "--corpus", f"synthetic:{size}", "--index", "memory"]
     command += ["--out", str(out), "encoder.type=hashed", "encoder.dim=32"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -22,7 +22,7 @@ def test_vectors_have_length_one_and_blank_text_has_the_zero_vector() -> None:
 
 def test_another_process_with_another_hash_seed_gives_the_same_bits() -> None:
     code = (
-        "import sys; from retriever.config_encoder import HashedEncoderSettings as S;"
+        "import sys; from retriever.encoder.config import HashedEncoderSettings as S;"
         "sys.stdout.buffer.write(S().build().encode_passages(['Marie Curie discovered radium']).tobytes())"
     )
     other = subprocess.run(
@@ -32,7 +32,7 @@ def test_another_process_with_another_hash_seed_gives_the_same_bits() -> None:
 
 
 def test_vectors_are_those_of_the_format_that_built_indexes_hold() -> None:
-    # a change here means that indexes built before are wrong: raise retriever.manifest.FORMAT with it
+    # a change here means that indexes built before are wrong: raise retriever.corpus.manifest.FORMAT with it
     vector = HashedEncoderSettings(dim=8, ngram=3).build().encode_queries(["radium"])[0]
     np.testing.assert_allclose(vector, GOLDEN, atol=1e-6)
 

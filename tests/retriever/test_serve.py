@@ -104,7 +104,7 @@ def test_threads_of_a_search_do_not_spin_unless_somebody_wants_it(given: dict[st
 def test_an_index_imports_only_its_own_library(corpus: Path, kind: str, absent: str) -> None:
     code = (
         "import sys\nfrom retriever.config import RetrieverSettings as S\n"
-        "from retriever.searcher import open_searcher\n"
+        "from retriever.backends.index import open_searcher\n"
         f"open_searcher(S.model_validate(dict(corpus=sys.argv[1], index=dict(type='{kind}')))).search(['x'], 1)\n"
         f"assert '{absent}' not in sys.modules and 'torch' not in sys.modules and 'jax' not in sys.modules"
     )

@@ -434,7 +434,7 @@ async def test_a_cancelled_call_takes_its_program_along(held: tuple[str, ...], n
 
 def test_a_server_that_is_killed_takes_its_programs_along(held: tuple[str, ...], near: Path) -> None:
     code = (
-        "import asyncio, sys; from rollout_server.tools.confined import *;"
+        "import asyncio, sys; from rollout_server.tools.sandbox.runner import *;"
         "limits = Limits(60, 5, 256, 4, 8, 99);"
         f"asyncio.run(run_confined('import time; time.sleep(60)', limits, {held!r}, sys.argv[1:]))"
     )

@@ -131,7 +131,7 @@ def gate_without_watermark() -> dict[str, Any]:
     def limit(*, settled: int, watermark: int, max_lag: int, groups_per_step: int) -> int:
         return settled + (max_lag + 1) * groups_per_step
 
-    return {"learner.books.issue_limit": limit}
+    return {"learner.delivery.state.issue_limit": limit}
 
 
 def stuck_gate() -> dict[str, Any]:
@@ -141,7 +141,7 @@ def stuck_gate() -> dict[str, Any]:
         window = (max_lag + 1) * groups_per_step
         return min(settled + window, watermark + 4 * window)
 
-    return {"learner.books.issue_limit": limit}
+    return {"learner.delivery.state.issue_limit": limit}
 
 
 def nothing_taken_over() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The simulated processes: a learner is `learner.serve` whole, a rollout server its tasks, sink, work and fleet."""
+"""The simulated processes: a learner is `learner.main` whole, a rollout server its tasks, sink, work and fleet."""
 
 from __future__ import annotations
 
