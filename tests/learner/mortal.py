@@ -64,14 +64,14 @@ def install(fault: str) -> None:
     elif place == "save":
         after(learner.trainer.trainer.Trainer, "save_state", lambda self, directory: self.updates == step)
     elif place == "rename":
-        real = learner.checkpoint.checkpoint.write_text
+        real = learner.checkpoint.checkpoint.atomic_write
 
-        def write(path: Path, text: str) -> None:
+        def write(path: Path, text: str, **options: Any) -> None:
             if path.name == learner.checkpoint.checkpoint.CURRENT and text.startswith(f"step_{step}."):
                 die()
-            real(path, text)
+            real(path, text, **options)
 
-        learner.checkpoint.checkpoint.write_text = write
+        learner.checkpoint.checkpoint.atomic_write = write
     elif place == "commit":
         after(Books, "commit", lambda self, state: state["step"] == step)
     else:

@@ -405,16 +405,16 @@ MUTANTS = (
     ),
     Mutant(
         "nodes may ask for episodes",
-        "protocol/runtime/http/server.py",
+        "rollout_server/api/app.py",
         '    "/v1/episodes": "operator",',
         '    "/v1/episodes": "node",',
         ("security/test_access.py", "security/test_http_access.py"),
     ),
     Mutant(
         "viewers may search",
-        "protocol/runtime/http/auth.py",
-        'NEEDS.get(request.path, "node")',
-        'NEEDS.get(request.path, "viewer")',
+        "retriever/api/app.py",
+        'ROUTE_ROLES, default="node"',
+        'ROUTE_ROLES, default="viewer"',
         ("security/test_access.py", "security/test_http_access.py"),
     ),
     Mutant(
@@ -433,7 +433,7 @@ MUTANTS = (
     ),
     Mutant(
         "bodies are inflated",
-        "protocol/runtime/http/auth.py",
+        "protocol/runtime/http/server.py",
         '"auto_decompress": False',
         '"auto_decompress": True',
         ("security/test_http_bodies.py",),
