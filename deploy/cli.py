@@ -21,9 +21,10 @@ from typing import NoReturn
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import redact, remember_environment
 from protocol.runtime.log import LOG_LEVEL_VARIABLE, LOG_LEVELS
+from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, EXIT_USER
 from protocol.runtime.settings_errors import suggest
 
-EXIT_FAILED, EXIT_USER, EXIT_FENCED, EXIT_INTERRUPTED = 1, 2, 75, 130
+EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,17 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from learner.config.learner import LearnerSettings, require_groups
 from learner.trainer.distributed.worker import ranks, serve_rank
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import redact
-from protocol.runtime.command_line import add_config_arguments, config_and_overrides
-from protocol.runtime.config import read_tree, section
-from protocol.runtime.log import start_logging
+from protocol.runtime.config import Tree, section
+from protocol.runtime.log import LOG_FORMAT
+from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, add_config_arguments, run_service
 from protocol.settings import RunSettings
-
-LOG_FORMAT = "%(asctime)s %(levelname)s {rank}%(name)s: %(message)s"
-EXIT_BROKEN, EXIT_USER, EXIT_FENCED = 1, 2, 75
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") -> int:
@@ -46,42 +44,46 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") 
     parser.add_argument("--rebatch", action="store_true", help="with --replay: form batches of its groups anew")
     # what the deepspeed launcher adds; the environment says it too
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_intermixed_args(argv)
     rank, size = ranks()
     prefix = f"[rank {rank}] " if size > 1 else ""
-    start_logging(os.environ, LOG_FORMAT.format(rank=prefix))
+    log_format = LOG_FORMAT.replace("%(name)s", f"{prefix}%(name)s")
+    return run_service(parser, argv, partial(_serve, prefix=prefix), log_format=log_format, prefix=prefix)
+
+
+def _serve(args: argparse.Namespace, tree: Tree, *, prefix: str) -> int:
     try:
-        tree = read_tree(*config_and_overrides(args))
-        run = section(tree, "run", RunSettings)
-        settings = section(tree, "learner", LearnerSettings)
-        require_groups(run, settings)
-        if rank:
-            return serve_rank(run, settings)
-        if args.replay is not None:
-            from learner.checkpoint.replay import replay
-
-            how = settings.replay.model_copy(update={"rebatch": settings.replay.rebatch or args.rebatch})
-            again = settings.model_copy(update={"replay": how})
-            return replay(run, again, args.replay, trust_checkpoint=args.trust_checkpoint)
-        run = run.with_redis(os.environ)
-        from learner.main import serve
-
-        return serve(run, settings, takeover=args.takeover, trust_checkpoint=args.trust_checkpoint)
-    except UserError as error:
-        print(prefix + error.render(), file=sys.stderr)
-        return EXIT_USER
+        return _train(args, tree)
+    except UserError:
+        raise
     except Fenced as error:
         print(prefix + fenced(error).render(), file=sys.stderr)
         return EXIT_FENCED
     except ForayError as error:
         print(redact(f"{prefix}error: {error}"), file=sys.stderr)
-        return EXIT_BROKEN
+        return EXIT_FAILED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        full = UserError(f"the disk is full: {error}", todo="make room below run.dir and start again: nothing is lost")
-        print(prefix + full.render(), file=sys.stderr)
-        return EXIT_USER
+        todo = "make room below run.dir and start again: nothing is lost"
+        raise UserError(f"the disk is full: {error}", todo=todo) from None
+
+
+def _train(args: argparse.Namespace, tree: Tree) -> int:
+    run = section(tree, "run", RunSettings)
+    settings = section(tree, "learner", LearnerSettings)
+    require_groups(run, settings)
+    if ranks()[0]:
+        return serve_rank(run, settings)
+    if args.replay is not None:
+        from learner.checkpoint.replay import replay
+
+        how = settings.replay.model_copy(update={"rebatch": settings.replay.rebatch or args.rebatch})
+        again = settings.model_copy(update={"replay": how})
+        return replay(run, again, args.replay, trust_checkpoint=args.trust_checkpoint)
+    run = run.with_redis(os.environ)
+    from learner.main import serve
+
+    return serve(run, settings, takeover=args.takeover, trust_checkpoint=args.trust_checkpoint)
 
 
 def fenced(error: Fenced) -> UserError:

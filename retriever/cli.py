@@ -8,14 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from protocol.errors import UserError
-from protocol.runtime.command_line import add_config_arguments, config_and_overrides
-from protocol.runtime.config import read_tree, section
-from protocol.runtime.log import start_logging
+from protocol.runtime.config import Tree, section
+from protocol.runtime.service_cli import add_config_arguments, add_port_file_argument, run_service
 from retriever.config import RetrieverSettings
 
 
@@ -27,18 +23,15 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m retriever"
         "ReSearch's POST /search and /batch_search, POST /v1/embeddings, GET /health, /ready, /metrics, /info.",
     )
     add_config_arguments(parser, "YAML file; the section `retriever` is read", "retriever.port=8001")
-    parser.add_argument("--port-file", type=Path, help="write the port here, atomically, once requests are answered")
-    args = parser.parse_intermixed_args(argv)
+    add_port_file_argument(parser)
+    return run_service(parser, argv, _serve)
+
+
+def _serve(args: argparse.Namespace, tree: Tree) -> None:
     # FAISS's and torch's threads wait for each other by spinning unless told otherwise when their libraries are loaded:
     # where anything else runs on the cores, a search by two threads took 8 times the processor time of one (measured)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        settings = section(read_tree(*config_and_overrides(args)), "retriever", RetrieverSettings)
-        from retriever.server import serve
+    settings = section(tree, "retriever", RetrieverSettings)
+    from retriever.server import serve
 
-        asyncio.run(serve(settings, port_file=args.port_file))
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        return 2
-    return 0
+    asyncio.run(serve(settings, port_file=args.port_file))

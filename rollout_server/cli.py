@@ -8,18 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from protocol.errors import UserError
-from protocol.runtime.command_line import add_config_arguments, config_and_overrides
-from protocol.runtime.config import read_tree, section
-from protocol.runtime.log import start_logging
+from protocol.runtime.config import Tree, section
+from protocol.runtime.service_cli import add_config_arguments, add_port_file_argument, run_service
 from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_server") -> int:
@@ -29,17 +23,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_se
         description="Lease tasks, roll out their trajectory groups through the engines, publish them to Redis.",
     )
     add_config_arguments(parser, "YAML file; `run` and `rollout` are read", "rollout.concurrency_groups=16")
-    parser.add_argument("--port-file", type=Path, help="write the port here, atomically, once requests are answered")
-    args = parser.parse_intermixed_args(argv)
-    start_logging(os.environ, LOG_FORMAT)
-    try:
-        tree = read_tree(*config_and_overrides(args))
-        run = section(tree, "run", RunSettings).with_redis(os.environ)
-        settings = section(tree, "rollout", RolloutSettings)
-        from rollout_server.server import serve
+    add_port_file_argument(parser)
+    return run_service(parser, argv, _serve)
 
-        asyncio.run(serve(run, settings, port_file=args.port_file))
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        return 2
-    return 0
+
+def _serve(args: argparse.Namespace, tree: Tree) -> None:
+    run = section(tree, "run", RunSettings).with_redis(os.environ)
+    settings = section(tree, "rollout", RolloutSettings)
+    from rollout_server.server import serve
+
+    asyncio.run(serve(run, settings, port_file=args.port_file))

@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from protocol.runtime.command_line import add_config_arguments, config_and_overrides
+from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

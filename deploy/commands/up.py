@@ -18,8 +18,8 @@ from typing import Any
 
 from deploy.config import RunConfig, load_config
 from protocol.errors import UserError
-from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 from protocol.runtime.redis.url import redacted
+from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from protocol.errors import UserError
-from protocol.runtime.command_line import split
 from protocol.runtime.config import not_an_override
+from protocol.runtime.service_cli import split_overrides
 from protocol.versions import PolicyVersion
 
 VARIANTS = Path(__file__).with_name("algorithms.yaml")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from deploy.launcher.process import ProcessFailed
 
     out = sys.stderr if args.json else sys.stdout
-    files, shared = split(args.given)
+    files, shared = split_overrides(args.given)
     shared += args.set
     if len(files) > 1:
         raise not_an_override(str(files[1]))

@@ -21,9 +21,9 @@ from deploy.config import expand
 from deploy.monitor.snapshot import read_books
 from deploy.secrets.env import login_at, redis_url_for
 from protocol.errors import UserError
-from protocol.runtime.command_line import add_config_arguments, config_and_overrides
 from protocol.runtime.config import Tree, read_tree, section, with_overrides
 from protocol.runtime.files import atomic_write
+from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 
 RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"

@@ -11,23 +11,25 @@ from typing import TextIO
 
 from protocol.redaction import redact, remember_environment
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOG_LEVEL_VARIABLE = "FORAY_LOG_LEVEL"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class RedactingFormatter(logging.Formatter):
-    """Lines of a log, tracebacks included, as they may be shown."""
+    """Format log lines, tracebacks included, and cut out secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
-def start_logging(environ: Mapping[str, str], line: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Logs to `stream` (stderr) from `level` on in the form `line`; all that this process shows is redacted from now.
+def start_logging(
+    environ: Mapping[str, str], line: str = LOG_FORMAT, *, level: str = "INFO", stream: TextIO | None = None
+) -> None:
+    """Log to `stream` (stderr) from `level` on in the format `line`, with secrets cut out.
 
-    FORAY_LOG_LEVEL in `environ` overrules `level`.
-
-    An exception that nobody catches is printed by the interpreter itself: that, too, goes through `redact`.
+    FORAY_LOG_LEVEL in `environ` overrides `level`. Tracebacks of uncaught exceptions, which the interpreter prints
+    itself, are redacted too.
     """
     remember_environment(environ)
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -39,8 +41,7 @@ def start_logging(environ: Mapping[str, str], line: str, *, level: str = "INFO",
 
 
 def without_trace_of_clients(record: logging.LogRecord) -> bool:
-    """A filter: bytes that are no HTTP, which anybody may send, and clients that leave, are one line and no traceback
-    of forty."""
+    """Shorten a record to one line, without traceback, if a client left or sent bytes that are no HTTP. A filter."""
     error = record.exc_info[1] if record.exc_info else None
     theirs = type(error).__module__ == "aiohttp.http_exceptions" or type(error).__name__ == "RequestPayloadError"
     if record.name == "aiohttp.server" and (theirs or isinstance(error, ConnectionError)):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree, section
+from protocol.runtime.service_cli import exit_code
 from retriever.build.progress import to_stderr
 from retriever.config import RetrieverSettings
 from retriever.index.config import IndexSettings
@@ -79,11 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_build_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the index, e.g. k1=1.2")
     args = parser.parse_intermixed_args(argv)
-    try:
-        if args.corpus is None or args.out is None:
-            raise UserError("it is not said what to index", todo="give --corpus FILE and --out DIR")
-        build(args, args.corpus, args.out, index_settings(args.index, args.overrides))
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.corpus is None or args.out is None:
+        raise UserError("it is not said what to index", todo="give --corpus FILE and --out DIR")
+    build(args, args.corpus, args.out, index_settings(args.index, args.overrides))

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import sys
 
-from protocol.errors import UserError
-from rollout_server.cpu_engine.config import parse, read_keys
+from protocol.runtime.service_cli import exit_code
+from rollout_server.cpu_engine.config import EngineSettings, parse, read_keys
 from rollout_server.cpu_engine.model.config import read_model_config
 
 
 def main() -> int:
     """Exit code: 0 after a clean stop, 2 for an error of the user's."""
     settings = parse()
-    try:
-        keys = read_keys(settings)
-        read_model_config(settings.model_path)
-        from rollout_server.cpu_engine.server.app import serve
+    return exit_code(lambda: _serve(settings))
 
-        serve(settings, *keys)
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        return 2
-    return 0
+
+def _serve(settings: EngineSettings) -> None:
+    keys = read_keys(settings)
+    read_model_config(settings.model_path)
+    from rollout_server.cpu_engine.server.app import serve
+
+    serve(settings, *keys)
 
 
 if __name__ == "__main__":

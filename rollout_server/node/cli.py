@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocol.errors import UserError
-from protocol.runtime.command_line import add_config_arguments, config_and_overrides
-from protocol.runtime.config import Tree, read_tree, section
-from protocol.runtime.log import start_logging
+from protocol.runtime.config import Tree, section
+from protocol.runtime.service_cli import add_config_arguments, run_service
 from protocol.settings import RunSettings
-from rollout_server.cli import LOG_FORMAT
 from rollout_server.node.config import NodeSettings
 
 
@@ -35,16 +31,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_se
     )
     add_config_arguments(parser, "YAML file; the sections `run` and `engine` are read", "engine.kind.threads=2")
     parser.add_argument("--attach", metavar="URL", help="register the engine at URL, which somebody else runs")
-    args = parser.parse_intermixed_args(argv)
-    start_logging(os.environ, LOG_FORMAT)
-    try:
-        tree = read_tree(*config_and_overrides(args))
-        run = section(tree, "run", RunSettings).with_redis(os.environ)
-        settings = section(attached(tree, args.attach) if args.attach else tree, "engine", NodeSettings)
-        from rollout_server.node.server import serve
+    return run_service(parser, argv, _serve)
 
-        asyncio.run(serve(run, settings))
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        return 2
-    return 0
+
+def _serve(args: argparse.Namespace, tree: Tree) -> None:
+    run = section(tree, "run", RunSettings).with_redis(os.environ)
+    settings = section(attached(tree, args.attach) if args.attach else tree, "engine", NodeSettings)
+    from rollout_server.node.server import serve
+
+    asyncio.run(serve(run, settings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from learner.algorithms import build_algorithm
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from deploy.commands.init import PRESETS, presets
 from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
 from deploy.reference.presets import Table, leaves, page, read_table
+from learner.algorithms import build_algorithm
 from rollout_server.environment.prompts import research
 
 TABLE = read_table()

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import redis
 
-from deploy.cli import EXIT_USER, main
+from deploy.cli import main
 from deploy.commands.init import presets
 from deploy.config import load_config
 from deploy.launcher.plan import ProcessSpec
@@ -36,6 +36,7 @@ from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.run_meta import LINEAGE_FILE, RunMeta
 from protocol.runtime.redis.aio import RedisClient
+from protocol.runtime.service_cli import EXIT_USER
 from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
 from rollout_server.server import serve as serve_rollouts

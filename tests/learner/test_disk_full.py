@@ -232,7 +232,7 @@ def test_without_room_at_the_start_it_says_so_and_leaves_nothing(
     full.fill()
     tree = {"run": json.loads(run.model_dump_json()), "learner": {"questions": str(settings.questions)}}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    assert cli.main(["--config", str(tmp_path / "c.yaml")]) == cli.EXIT_USER
+    assert cli.main(["--config", str(tmp_path / "c.yaml")]) == 2
     said = capsys.readouterr().err
     assert "error: the disk is full: [Errno 28] No space left on device" in said and "do: make room" in said
     assert [p.name for p in run.dir.iterdir() if p.name != ".filler"] == []

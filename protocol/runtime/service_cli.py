@@ -1,0 +1,79 @@
+"""The command line of every service: `CONFIG a.b=c ...` or `--config CONFIG a.b=c ...`, logging, and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from protocol.errors import UserError
+from protocol.runtime.config import Tree, not_an_override, read_tree
+from protocol.runtime.log import LOG_FORMAT, start_logging
+
+EXIT_FAILED, EXIT_USER, EXIT_FENCED = 1, 2, 75
+"""Exit codes: an error of the run; something needs a person; another learner took over."""
+
+Serve = Callable[[Namespace, Tree], int | None]
+
+
+def run_service(
+    parser: ArgumentParser, argv: Sequence[str] | None, serve: Serve, *, log_format: str = LOG_FORMAT, prefix: str = ""
+) -> int:
+    """Parse `argv`, set up logging, load the settings and call `serve`. Return the exit code.
+
+    parser  has the arguments of `add_config_arguments`
+    serve   gets the arguments and the settings; returns the exit code, None for 0
+    prefix  stands before the message of a UserError
+    """
+    args = parser.parse_intermixed_args(argv)
+    start_logging(os.environ, log_format)
+    return exit_code(lambda: serve(args, read_tree(*config_and_overrides(args))), prefix)
+
+
+def exit_code(run: Callable[[], int | None], prefix: str = "") -> int:
+    """Call `run` and return its exit code, 0 for None. Print a UserError to stderr and return 2."""
+    try:
+        return run() or 0
+    except UserError as error:
+        print(prefix + error.render(), file=sys.stderr)
+        return EXIT_USER
+
+
+def add_config_arguments(
+    parser: ArgumentParser, what: str, example: str, *, metavar: str = "CONFIG", secrets: bool = False
+) -> None:
+    """Add positional CONFIG and overrides, --config for scripts and, with `secrets`, --secrets.
+
+    what  what CONFIG is, for the help
+    """
+    text = f"{what}; and overrides, e.g. {example}"
+    parser.add_argument("given", nargs="*", metavar=f"{metavar} | key=value", help=text)
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help="the same as the positional CONFIG")
+    if secrets:
+        parser.add_argument("--secrets", type=Path, metavar="DIR", help="the same as launch.secrets=DIR")
+
+
+def add_port_file_argument(parser: ArgumentParser) -> None:
+    """Add --port-file."""
+    parser.add_argument("--port-file", type=Path, help="write the port here, atomically, once requests are answered")
+
+
+def config_and_overrides(args: Namespace) -> tuple[Path | None, list[str]]:
+    """Return the configuration and the overrides. Raises UserError if the arguments name two configurations."""
+    paths, overrides = split_overrides(args.given)
+    if args.config is not None:
+        paths = [args.config, *paths]
+    if len(paths) > 1:
+        raise not_an_override(str(paths[1]))
+    if getattr(args, "secrets", None) is not None:
+        overrides.append(f"launch.secrets={args.secrets}")
+    return (paths[0] if paths else None), overrides
+
+
+def split_overrides(given: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return (paths, overrides): an override has a `=` and is no file."""
+    # Path.exists raises where a name is too long, os.path.exists does not
+    paths = [Path(item) for item in given if "=" not in item or os.path.exists(item)]
+    return paths, [item for item in given if Path(item) not in paths]
