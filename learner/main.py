@@ -44,8 +44,7 @@ from protocol.codec import decode_as
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot, TrajectoryGroup
 from protocol.runtime.http.server import ThreadedServer
-from protocol.runtime.lifecycle import SignalsStop as Stop
-from protocol.runtime.lifecycle import stop_signals
+from protocol.runtime.lifecycle import DeferredShutdown, deferred_shutdown
 from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -139,7 +138,7 @@ def serve(
     sampler = Sampler(load_questions(settings.questions), run.seed)
     lineage_id = own_lineage(run)
     store = RunStore(run.redis_url, run.id)
-    with stop_signals() as stop:
+    with deferred_shutdown() as stop:
         lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs", lineage_id)
         reserved = Reserved(lease.epochs_dir)
         refusal = _reach(store, lambda: _evicting(store, run.redis_url))
@@ -166,7 +165,7 @@ def serve(
             History(store).tell("fenced", str(error))
             raise
         except BaseException:
-            stop.training = True  # a second signal must not break off the tidying up
+            stop.deferred = True  # a second signal must not break off the tidying up
             lease.release()
             raise
         finally:
@@ -257,10 +256,10 @@ def resumed_engine(
     return engine
 
 
-def _train(parts: Parts, loop: TrainingLoop, stop: Stop) -> None:
+def _train(parts: Parts, loop: TrainingLoop, stop: DeferredShutdown) -> None:
     log.info("epoch %d begins at step %d of %d", parts.lease.epoch, parts.books.step, parts.run.steps)
     parts.history.tell("epoch", f"epoch {parts.lease.epoch} begins at step {parts.books.step} of {parts.run.steps}")
-    stop.training = True
+    stop.deferred = True
     try:
         loop.run()
         if stop.is_set():

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import resource
-import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.http.server import announce, listening
+from protocol.runtime.lifecycle import shutdown_on_signals
 from retriever.api.app import create_app
 from retriever.api.base import Embedding, Service, Text
 from retriever.backends.base import Embedder, Fault
@@ -88,14 +88,10 @@ async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -
     The log line `listening on http://HOST:PORT` and the port file come when requests are answered, not before.
     """
     _allow_many_connections()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with running(settings) as port:
-        announce(log, settings.host, port, port_file)
-        await stop.wait()
-        log.info("stopping")
+    with shutdown_on_signals() as shutdown:
+        async with running(settings) as port:
+            announce(log, settings.host, port, port_file)
+            await shutdown.requested.wait()
 
 
 @asynccontextmanager

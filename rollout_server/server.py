@@ -46,7 +46,7 @@ from protocol.keys import Keys
 from protocol.messages import EngineInfo, Task, TrajectoryGroup
 from protocol.runtime.http.auth import Access, engine_key, read_access
 from protocol.runtime.http.server import announce, listening
-from protocol.runtime.lifecycle import Stop, plain_errors, stop_on_signals
+from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
 from protocol.runtime.redis.aio import BLOCK_MS, Outage, RedisClient, RedisDown, insist
 from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
@@ -108,10 +108,10 @@ RATES = {"tokens_generated": "tokens_generated", "trajectories": "trajectories",
 
 
 async def serve(
-    run: RunSettings, settings: RolloutSettings, *, port_file: Path | None = None, stop: Stop | None = None
+    run: RunSettings, settings: RolloutSettings, *, port_file: Path | None = None, stop: ShutdownSignal | None = None
 ) -> None:
     """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can mend."""
-    stop = stop or Stop()
+    stop = stop or ShutdownSignal()
     stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
     built = build_episode(settings.episode, run.model, urls=getattr(settings.search, "urls", ()), day=run.date)
     episode = with_measured_tools(built, stats)
@@ -121,7 +121,7 @@ async def serve(
     search = build_search(settings.search)
     try:
         async with aiohttp.ClientSession(connector=connector()) as session:
-            with stop_on_signals(stop), plain_errors():
+            with shutdown_on_signals(stop), unwrap_user_error():
                 server = RolloutServer(run, settings, episode, stats, redis, MeasuredSearch(search, stats), session)
                 await server.run(stop, port_file)
     finally:
@@ -200,7 +200,7 @@ class RolloutServer:
             "engines_routable": lambda: len(self._router.candidates(pinned=False)),
         }
 
-    async def run(self, stop: Stop, port_file: Path | None) -> None:
+    async def run(self, stop: ShutdownSignal, port_file: Path | None) -> None:
         """Start everything, wait for `stop`, end everything in order."""
         rates = {
             f"{what}_per_s": Rate(partial(self._stats.counts.__getitem__, counter)) for what, counter in RATES.items()
@@ -214,12 +214,12 @@ class RolloutServer:
                 tasks.create_task(self._gate(), name="gate"),
             ]
             leasing = tasks.create_task(self._tasks.lease_loop(tasks, self._work), name="lease")
-            await stop.asked.wait()
+            await stop.requested.wait()
             self._tasks.stop()
             # what its last read brings is still started, and so finished or handed back
             await asyncio.wait({leasing}, timeout=2 * BLOCK_MS / 1000)
             leasing.cancel()
-            await self._tasks.drain(self._settings.drain_s, stop.hurry, hopeful=self._hopeful)
+            await self._tasks.drain(self._settings.drain_s, stop.forced, hopeful=self._hopeful)
             for loop in loops:
                 loop.cancel()
             await self._leave()
@@ -276,7 +276,7 @@ class RolloutServer:
         )
 
     @asynccontextmanager
-    async def _listening(self, stop: Stop, port_file: Path | None) -> AsyncIterator[None]:
+    async def _listening(self, stop: ShutdownSignal, port_file: Path | None) -> AsyncIterator[None]:
         """The HTTP side for the time of the block. Raises UserError when nobody may listen there."""
         pin = Pin(
             self._redis,
@@ -297,7 +297,7 @@ class RolloutServer:
             policy=lambda: {"run": self._run.id, "lineage_id": self._agreement.lineage_id, "model": model},
             wait_s=self._settings.engine_wait_s,
         )
-        served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.asked.is_set)
+        served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.requested.is_set)
         access = read_access(os.environ)
         async with listening(
             build_app(served, access),

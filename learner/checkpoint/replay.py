@@ -33,7 +33,7 @@ from learner.weights import build_publisher
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.files import durable_mkdir
-from protocol.runtime.lifecycle import stop_signals
+from protocol.runtime.lifecycle import deferred_shutdown
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -99,11 +99,11 @@ def replay(
             why="a replay writes checkpoints and metrics of its own",
             todo="give it another one: run.dir=DIR",
         )
-    with stop_signals() as stop, _alone(run.dir):
+    with deferred_shutdown() as stop, _alone(run.dir):
         key = run_key(run.dir, os.environ)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
         loop = ReplayLoop(run, settings, Recording(folder), checkpoints, make_engine, stop.is_set)
-        stop.training = True
+        stop.deferred = True
         try:
             loop.run()
         finally:

@@ -1,4 +1,4 @@
-"""How a process of the rollout side starts and stops: signals, the port file, and errors out of a task group."""
+"""Shutdown: what SIGTERM and SIGINT mean to a service and to the learner, and UserErrors out of task groups."""
 
 from __future__ import annotations
 
@@ -15,41 +15,81 @@ from protocol.errors import UserError
 
 log = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 @dataclass
-class Stop:
-    """`asked`: finish what is in flight, then end. `hurry`: a second signal; end now."""
+class ShutdownSignal:
+    """The shutdown of a service with an event loop.
 
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    requested  finish what is in flight, then end
+    forced     a second signal came: end now
+    """
+
+    requested: asyncio.Event = field(default_factory=asyncio.Event)
+    forced: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @contextmanager
-def stop_on_signals(stop: Stop) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop` while the block runs; the handlers are removed afterwards."""
-    loop = asyncio.get_running_loop()
+def shutdown_on_signals(shutdown: ShutdownSignal | None = None) -> Iterator[ShutdownSignal]:
+    """Set `shutdown` at SIGTERM and SIGINT while the block runs; the handlers are removed afterwards."""
+    loop, shutdown = asyncio.get_running_loop(), shutdown or ShutdownSignal()
 
-    def heard(name: str) -> None:
-        if stop.asked.is_set():
+    def on_signal(name: str) -> None:
+        if shutdown.requested.is_set():
             log.warning("%s again: stopping at once", name)
-            stop.hurry.set()
+            shutdown.forced.set()
         else:
             log.info("%s: stopping", name)
-            stop.asked.set()
+            shutdown.requested.set()
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, heard, number.name)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal, number.name)
     try:
-        yield
+        yield shutdown
     finally:
-        for number in numbers:
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
 
 
+class DeferredShutdown:
+    """The shutdown of a process without an event loop: at once, or once `deferred`, when it looks at `is_set`."""
+
+    def __init__(self) -> None:
+        self.deferred = False
+        self._requested = threading.Event()
+
+    def is_set(self) -> bool:
+        """Return whether a signal has come since `deferred` was set."""
+        return self._requested.is_set()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. A second SIGINT raises KeyboardInterrupt wherever the process is."""
+        if not self.deferred:
+            raise SystemExit(0)
+        if self._requested.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._requested.set()
+
+
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Lets a UserError out of a task group as itself, so that the command line can print it."""
+def deferred_shutdown() -> Iterator[DeferredShutdown]:
+    """Handle SIGTERM and SIGINT while the block runs; outside the main thread, where Python allows no handlers, not."""
+    shutdown = DeferredShutdown()
+    if threading.current_thread() is not threading.main_thread():
+        yield shutdown
+        return
+    before = {number: signal.signal(number, shutdown.on_signal) for number in SIGNALS}
+    try:
+        yield shutdown
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def unwrap_user_error() -> Iterator[None]:
+    """Re-raise the first UserError of an exception group as itself, so that the command line can print it."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -60,40 +100,3 @@ def plain_errors() -> Iterator[None]:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
-
-
-# How the learner is told to end.
-
-
-class SignalsStop:
-    """What SIGTERM and SIGINT mean: before training, the end at once; during it, the end after the present step."""
-
-    def __init__(self) -> None:
-        self.training = False
-        self._told = threading.Event()
-
-    def is_set(self) -> bool:
-        return self._told.is_set()
-
-    def tell(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. A second SIGINT interrupts whatever is going on."""
-        if not self.training:
-            raise SystemExit(0)
-        if self._told.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._told.set()
-
-
-@contextmanager
-def stop_signals() -> Iterator[SignalsStop]:
-    """Handlers for the time of the block; none outside the main thread, where Python allows none."""
-    stop = SignalsStop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, stop.tell) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

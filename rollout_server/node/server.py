@@ -17,7 +17,7 @@ import aiohttp
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
-from protocol.runtime.lifecycle import Stop, plain_errors, stop_on_signals
+from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
 from protocol.runtime.redis.aio import RedisClient, RedisDown
 from protocol.settings import RunSettings
 from rollout_server.dispatch.fleet import Agreement
@@ -32,9 +32,9 @@ from rollout_server.node.status import Standing
 log = logging.getLogger(__name__)
 
 
-async def serve(run: RunSettings, settings: NodeSettings, *, stop: Stop | None = None) -> None:
+async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSignal | None = None) -> None:
     """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError when the engine cannot be launched at all."""
-    stop = stop or Stop()
+    stop = stop or ShutdownSignal()
     port, url = _address(settings)
     engine_id = settings.id or f"engine-{socket.gethostname()}-{port}"
     # an engine beside another tokenizer than the run's would be fed other words: rollout servers compare these
@@ -60,7 +60,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: Stop | None =
     async with aiohttp.ClientSession() as session:
         agent = Agent(run, settings, registry, stats, session, standing, url=url, port=port)
         try:
-            with stop_on_signals(stop), plain_errors():
+            with shutdown_on_signals(stop), unwrap_user_error():
                 log.info("node of %s at %s", engine_id, url)
                 async with asyncio.TaskGroup() as tasks:
                     running = [
@@ -70,8 +70,8 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: Stop | None =
                         ),
                         tasks.create_task(publish_metrics(redis, stats), name="metrics"),
                     ]
-                    await stop.asked.wait()
-                    await agent.drain(stop.hurry)
+                    await stop.requested.wait()
+                    await agent.drain(stop.forced)
                     for task in running:
                         task.cancel()
         finally:

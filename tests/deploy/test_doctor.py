@@ -36,9 +36,7 @@ def test_missing_files_and_a_taken_port_would_stop_a_run(run_files: Path) -> Non
         taken.listen()
         port = taken.getsockname()[1]
         found = findings(run_files, "learner.questions=/nowhere.jsonl", f"rollout.port={port}")
-    assert (
-        found["learner.questions"].verdict == "fail" and "/nowhere.jsonl" in found["learner.questions"].detail
-    )
+    assert found["learner.questions"].verdict == "fail" and "/nowhere.jsonl" in found["learner.questions"].detail
     assert found["ports"].verdict == "fail" and f"rollout.port = {port}" in found["ports"].detail
 
 

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from protocol.messages import NodeState
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.api import app
@@ -48,7 +48,7 @@ async def serving(
     run = RunSettings(id=world.keys.run, dir=tmp_path, redis_url=world.url, model=model)
     settings = {"fleet_poll_s": 0.05, "search": {"type": "fake", "otherwise": ("t\nd e f",)}}
     settings |= {"episode": {"template": "demo"}} | more
-    stop, port_file = Stop(), tmp_path / "port"
+    stop, port_file = ShutdownSignal(), tmp_path / "port"
     async with FakeServer(say, latency_s=latency_s, version="1.3") as engine, aiohttp.ClientSession() as session:
         world.register("e", engine.url, V3)
         task = asyncio.create_task(serve(run, RolloutSettings.model_validate(settings), port_file=port_file, stop=stop))
@@ -59,8 +59,8 @@ async def serving(
             url = f"http://127.0.0.1:{port_file.read_text().strip()}/v1/episodes"
             yield lambda body: session.post(url, json=body), engine
         finally:
-            stop.asked.set()
-            stop.hurry.set()
+            stop.requested.set()
+            stop.forced.set()
             await asyncio.wait_for(task, 15)
 
 
@@ -230,7 +230,7 @@ async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_other
     async with serving(world, tmp_path, latency_s=0.02) as (post, engine):
         run = RunSettings(id=world.keys.run, dir=tmp_path / "node", redis_url=world.url, model=tmp_path / "model")
         settings = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), poll_s=0.02, heartbeat_s=0.1, drain_s=1.0)
-        stop = Stop()
+        stop = ShutdownSignal()
         node = asyncio.create_task(serve_node(run, settings, stop=stop))
         try:
             world.publish_weights(tmp_path / "weights", PolicyVersion(2, 0))
@@ -245,7 +245,7 @@ async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_other
             await until(lambda: world.registered("e").version == PolicyVersion(2, 4), "then it loads the newest")
             assert engine.calls.count("/update_weights_from_disk") == 2
         finally:
-            stop.asked.set()
+            stop.requested.set()
             await asyncio.wait_for(node, 10)
 
 

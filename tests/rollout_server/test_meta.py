@@ -15,7 +15,7 @@ from protocol.errors import UserError
 from protocol.keys import TASK_GROUP
 from protocol.messages import Task, TrajectoryGroup
 from protocol.run_meta import LINEAGE_FIELD, LINEAGE_FILE, RunMeta, parse, refusal, tokenizer_digest
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Agreement
@@ -81,7 +81,7 @@ async def test_a_rollout_server_with_another_tokenizer_refuses_to_work(
     world.sync.hset(world.keys.meta, mapping=RunMeta(MINE, digest(model)).fields() if late else wrong)
     async with whole.talker(tokens) as engine:
         world.register("e", engine.url, V5)
-        life = asyncio.create_task(whole.life(world, model, Stop()))
+        life = asyncio.create_task(whole.life(world, model, ShutdownSignal()))
         if late:
             world.issue(make_task(1, group_size=2))
             await until(world.published, "it fits, and works")
@@ -188,7 +188,7 @@ async def test_a_rollout_server_of_another_lineage_leases_nothing_and_ends(
         world.issue(make_task(1, group_size=2))
     async with whole.talker(tokens) as engine:
         world.register("e", engine.url, V5)
-        life = asyncio.create_task(whole.life(world, model, Stop()))
+        life = asyncio.create_task(whole.life(world, model, ShutdownSignal()))
         if late:
             world.issue(make_task(1, group_size=2))
             await until(world.published, "it fits, and works")

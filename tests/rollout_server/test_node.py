@@ -17,7 +17,7 @@ import pytest
 from learner.weights.base import in_use
 from protocol.errors import UserError
 from protocol.messages import NodeState, Sampling
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import GenerateRequest
@@ -40,20 +40,20 @@ def no_rollout_server_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def node(world, engine: FakeServer, tmp_path: Path, **settings) -> AsyncIterator[Stop]:
+async def node(world, engine: FakeServer, tmp_path: Path, **settings) -> AsyncIterator[ShutdownSignal]:
     """A node attached to `engine` under the name `e`, stopped in order at the end."""
     run = RunSettings(
         id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
     )
     given = {"poll_s": 0.02, "heartbeat_s": 0.1, "drain_s": 3.0, "probe_s": 0.1, "probe_timeout_s": 0.5} | settings
-    stop = Stop()
+    stop = ShutdownSignal()
     node = asyncio.create_task(
         serve(run, NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **given), stop=stop)
     )
     try:
         yield stop
     finally:
-        stop.asked.set()
+        stop.requested.set()
         await asyncio.wait_for(node, 10)
 
 
@@ -281,7 +281,7 @@ async def test_a_drain_waits_for_what_runs_and_swaps_nothing_more(world, until: 
             await until(stands(world, NodeState.READY), "READY")
             turn = asyncio.create_task(SglangClient(session, engine.url).generate(request, version="", timeout_s=10.0))
             await until(lambda: engine.requests, "a request runs")
-            stop.asked.set()
+            stop.requested.set()
             await until(stands(world, NodeState.DRAINING), "DRAINING at once", 0.5)
             world.publish_weights(tmp_path / "weights", V1)
             await until(lambda: world.registered("e") is None, "deregistered in the end")
@@ -305,11 +305,11 @@ async def test_an_engine_that_cannot_start_is_a_persons_to_mend(world, tmp_path:
     model = write_tokenizer(tmp_path / "model", "words")
     run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
     with pytest.raises(UserError, match="there is no model"):
-        await asyncio.wait_for(serve(run, NodeSettings(id="e"), stop=Stop()), 10)
+        await asyncio.wait_for(serve(run, NodeSettings(id="e"), stop=ShutdownSignal()), 10)
     (model / "config.json").write_text("{}")
     broken = SglangEngine(python=sys.executable, launcher=_script(tmp_path, "import sys; sys.exit('no such GPU')"))
     with pytest.raises(UserError) as caught:
-        await asyncio.wait_for(serve(run, NodeSettings(id="e", kind=broken), stop=Stop()), 20)
+        await asyncio.wait_for(serve(run, NodeSettings(id="e", kind=broken), stop=ShutdownSignal()), 20)
     assert "status 1" in caught.value.what and "no such GPU" in caught.value.why
     assert world.registered("e") is None
 
@@ -330,7 +330,7 @@ sys.exit(2)
     run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
     kind = SglangEngine(python=sys.executable, launcher=_script(tmp_path, text))
     world.publish_weights(tmp_path / "weights", V1)
-    stop = Stop()
+    stop = ShutdownSignal()
     node = asyncio.create_task(serve(run, NodeSettings(id="e", kind=kind, heartbeat_s=0.1, drain_s=0.1), stop=stop))
     try:
         await until((tmp_path / f"launched-v{V1.label}").exists, "launched with the first version", 20)
@@ -338,7 +338,7 @@ sys.exit(2)
         world.publish_weights(tmp_path / "weights", V2)
         await until((tmp_path / f"launched-v{V2.label}").exists, "launched with the newest version", 20)
     finally:
-        stop.asked.set()
+        stop.requested.set()
         await asyncio.wait_for(node, 20)
 
 

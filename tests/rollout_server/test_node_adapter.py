@@ -12,7 +12,7 @@ from aiohttp import web
 
 from protocol.codec import decode_as, encode
 from protocol.messages import NodeState, WeightUpdate
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.node.config import AttachedEngine, NodeSettings
@@ -54,14 +54,14 @@ async def node(world: Any, engine: FakeServer, tmp_path: Path, **settings: Any) 
         id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
     )
     given = {"poll_s": 0.02, "heartbeat_s": 0.1, "drain_s": 0.0, "probe_s": 60.0} | settings
-    stop = Stop()
+    stop = ShutdownSignal()
     serving = asyncio.create_task(
         serve(run, NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **given), stop=stop)
     )
     try:
         yield
     finally:
-        stop.asked.set()
+        stop.requested.set()
         await asyncio.wait_for(serving, 10)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import NodeState
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.runtime.redis.aio import RedisDown
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -146,7 +146,7 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
     model = write_tokenizer(tmp_path / "model", "words")
     run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
     quick = {"poll_s": 0.02, "heartbeat_s": 0.1, "lease_s": 0.4, "drain_s": 0.0, "probe_s": 60.0}
-    stop = Stop()
+    stop = ShutdownSignal()
     async with FakeServer() as engine:
         settings = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **quick)
         serving = asyncio.create_task(serve(run, settings, stop=stop))
@@ -166,7 +166,7 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
             await until(lambda: counts(world).get("rechecks", 0.0) >= 1.0, "it was asked what it holds")
             assert engine.calls.count("/update_weights_from_disk") == loads
         finally:
-            stop.asked.set()
+            stop.requested.set()
             await asyncio.wait_for(serving, 10)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import NodeState
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.environment.tokenizer import load_tokens
@@ -52,7 +52,7 @@ def run_of(world, tmp_path: Path) -> RunSettings:
 async def refusal(world, tmp_path: Path, url: str) -> UserError:
     """What a person is told when the node of `url` is started."""
     with pytest.raises(UserError) as caught:
-        await asyncio.wait_for(serve(run_of(world, tmp_path), settings(url), stop=Stop()), 10)
+        await asyncio.wait_for(serve(run_of(world, tmp_path), settings(url), stop=ShutdownSignal()), 10)
     assert world.registered("e") is None, "what was refused is not on the list"
     return caught.value
 
@@ -109,10 +109,10 @@ async def test_the_same_tokenizer_is_taken_on_its_word(world, until: Until, tmp_
     run = run_of(world, tmp_path)
     async with FakeServer() as engine:
         engine.faults["/tokenize"] = Fault(body={"tokens": load_tokens(run.model).own(PROBE_TEXT)})
-        stop = Stop()
+        stop = ShutdownSignal()
         node = asyncio.create_task(serve(run, settings(engine.url), stop=stop))
         await until(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")
-        stop.asked.set()
+        stop.requested.set()
         await asyncio.wait_for(node, 10)
         assert engine.calls.count("/tokenize") == 1
 
@@ -122,7 +122,7 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
     world, until: Until, tmp_path: Path
 ) -> None:
     world.publish_weights(tmp_path / "weights", V1)
-    stop = Stop()
+    stop = ShutdownSignal()
     async with FakeServer() as engine:
         node = asyncio.create_task(serve(run_of(world, tmp_path), settings(engine.url), stop=stop))
 
@@ -141,7 +141,7 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
         await until(lambda: seen.append((state(), world.registered("e").version)) or state() is NodeState.READY, "back")
         assert seen[-1] == (NodeState.READY, V1) and engine.version == "1.0"
         assert all(version == V1 for where, version in seen if where is NodeState.READY)
-        stop.asked.set()
+        stop.requested.set()
         await asyncio.wait_for(node, 10)
 
 
@@ -149,7 +149,7 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
 async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_until_it_is_whole(
     world, until: Until, tmp_path: Path
 ) -> None:
-    stop = Stop()
+    stop = ShutdownSignal()
     async with FakeServer() as engine:
         node = asyncio.create_task(serve(run_of(world, tmp_path), settings(engine.url), stop=stop))
         await until(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")
@@ -166,7 +166,7 @@ async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_unti
         failing.times = 0
         await until(lambda: world.registered("e").state is NodeState.READY, "READY in the end", 20)
         assert world.registered("e").version == V1 and engine.version == "1.0" and not engine.paused
-        stop.asked.set()
+        stop.requested.set()
         await asyncio.wait_for(node, 10)
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from protocol.codec import decode_as, encode
 from protocol.messages import NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.node.config import AttachedEngine, NodeSettings
@@ -116,7 +116,7 @@ async def ring(world: Any, until: Until, tmp_path: Path, **settings: Any) -> Asy
         id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
     )
     given = {"poll_s": 0.02, "heartbeat_s": 0.1, "drain_s": 0.0, "probe_s": 60.0} | settings
-    stop = Stop()
+    stop = ShutdownSignal()
     async with Member() as engine:
         node = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **given)
         serving = asyncio.create_task(serve(run, node, stop=stop))
@@ -127,7 +127,7 @@ async def ring(world: Any, until: Until, tmp_path: Path, **settings: Any) -> Asy
             engine.calls.clear()
             yield engine, Learner(world, until)
         finally:
-            stop.asked.set()
+            stop.requested.set()
             await asyncio.wait_for(serving, 10)
 
 

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from protocol.messages import EngineInfo, NodeState
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.node import agent
@@ -112,17 +112,17 @@ def no_rollout_server_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def node(
     world, tmp_path: Path, kind: AttachedEngine | CpuEngine | SglangEngine, **settings
-) -> AsyncIterator[Stop]:
+) -> AsyncIterator[ShutdownSignal]:
     run = RunSettings(
         id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
     )
     quick = {"poll_s": 0.02, "heartbeat_s": 0.1, "probe_s": 0.1, "probe_timeout_s": 0.3, "hang_s": 0.8, "drain_s": 0.1}
-    stop = Stop()
+    stop = ShutdownSignal()
     task = asyncio.create_task(serve(run, NodeSettings(id="e", kind=kind, **(quick | settings)), stop=stop))
     try:
         yield stop
     finally:
-        stop.asked.set()
+        stop.requested.set()
         await asyncio.wait_for(task, 20)
 
 
@@ -272,7 +272,7 @@ async def test_a_drain_hands_back_what_does_not_finish(world, until: Until, tmp_
             turn = asyncio.create_task(session.post(info(world).url + "/generate", json={}))
             await until(lambda: info(world).running == 1, "a request runs")
             began = time.monotonic()
-            stop.asked.set()
+            stop.requested.set()
             await until(stands(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
             async with await turn as response:
                 assert (await response.json())["output_ids"] == [7, 8], "the tokens it had"
@@ -289,9 +289,9 @@ async def test_a_second_signal_hurries_a_drain(world, until: Until, tmp_path: Pa
         await until(stands(world, NodeState.READY, V1), "READY")
         turn = asyncio.create_task(session.post(info(world).url + "/generate", json={}))
         await until(lambda: info(world).running == 1, "a request runs")
-        stop.asked.set()
+        stop.requested.set()
         await until(stands(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
-        stop.hurry.set()
+        stop.forced.set()
         async with await asyncio.wait_for(turn, 10) as response:
             assert (await response.json())["output_ids"] == [7, 8]
         await until(lambda: world.registered("e") is None, "deregistered", 15)

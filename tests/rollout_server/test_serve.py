@@ -99,7 +99,7 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         assert "reward/em" in values and "event_loop_lag_s" in values
         assert {"credit", "retriever"} <= snapshot().waits.keys()
         assert world.sync.zscore(world.keys.processes, "rollout:r") > world.sync.time()[0]
-        stop.asked.set()
+        stop.requested.set()
         await until(lambda: not world.sync.exists(world.keys.metrics("rollout", "r")), "it takes itself off the list")
 
 

@@ -16,7 +16,7 @@ import pytest
 from kernel import skip_or_fail
 
 from protocol.errors import UserError
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
@@ -74,7 +74,7 @@ async def episode_of(
             "episode": {"tools": tools, "rewards": [{"type": "em"}, {"type": "turn_retrieval"}], "max_context": 8192},
         }
     )
-    stop, port_file = Stop(), directory / "port"
+    stop, port_file = ShutdownSignal(), directory / "port"
     async with FakeServer(say, version="0.0") as engine, aiohttp.ClientSession() as session:
         world.register("e", engine.url, PolicyVersion(0, 0))
         serving = asyncio.create_task(serve(run, settings, port_file=port_file, stop=stop))
@@ -92,8 +92,8 @@ async def episode_of(
                 values = (await response.json())["values"]
             return body["episodes"][0], values, list(engine.requests)
         finally:
-            stop.asked.set()
-            stop.hurry.set()
+            stop.requested.set()
+            stop.forced.set()
             async with asyncio.timeout(15):
                 await serving
 

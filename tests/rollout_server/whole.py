@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
 from rollout_server.server import serve
@@ -33,7 +33,14 @@ def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, pace_s: float = 0.
 
 
 async def life(
-    world, model: Path, stop: Stop, *, url: str = "", name: str = "r", port_file: Path | None = None, **settings: Any
+    world,
+    model: Path,
+    stop: ShutdownSignal,
+    *,
+    url: str = "",
+    name: str = "r",
+    port_file: Path | None = None,
+    **settings: Any,
 ) -> None:
     """A rollout server from its beginning to its end."""
     run = RunSettings(id=world.keys.run, dir=model.parent, redis_url=url or world.url, model=model, max_lag=2)
@@ -44,9 +51,9 @@ async def life(
 @contextlib.asynccontextmanager
 async def server(
     world, model: Path, *, url: str = "", name: str = "r", **settings: Any
-) -> AsyncIterator[tuple[str, Stop]]:
+) -> AsyncIterator[tuple[str, ShutdownSignal]]:
     """A rollout server in this process: (base URL, its stop)."""
-    port_file, stop = model.parent / f"port-{name}", Stop()
+    port_file, stop = model.parent / f"port-{name}", ShutdownSignal()
     port_file.unlink(missing_ok=True)
     serving = asyncio.create_task(life(world, model, stop, url=url, name=name, port_file=port_file, **settings))
     try:
@@ -55,8 +62,8 @@ async def server(
             await asyncio.sleep(0.01)
         yield f"http://127.0.0.1:{port_file.read_text().strip()}", stop
     finally:
-        stop.asked.set()
-        stop.hurry.set()
+        stop.requested.set()
+        stop.forced.set()
         await asyncio.wait_for(serving, 15)
 
 

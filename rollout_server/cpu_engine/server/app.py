@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 
 import torch
@@ -19,6 +18,7 @@ from aiohttp import web
 
 from protocol.errors import UserError
 from protocol.runtime.http.server import SERVER_OPTIONS, listening
+from protocol.runtime.lifecycle import shutdown_on_signals
 from protocol.runtime.log import start_logging
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model.config import ModelConfig, read_model_config
@@ -122,10 +122,7 @@ def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
 
 async def run_until_signal(app: web.Application, engine: Engine, settings: EngineSettings) -> bool:
     """Answer requests until SIGINT or SIGTERM. Return whether no thread is left behind."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with listening(
+    serving = listening(
         app,
         settings.host,
         settings.port,
@@ -133,9 +130,11 @@ async def run_until_signal(app: web.Application, engine: Engine, settings: Engin
         setting="--host",
         todo="choose another --port, or 0",
         shutdown_s=1.0,
-    ) as listener:
-        print(f"listening on {listener.url}", flush=True)
-        await stop.wait()
-    # while the loop still runs: the engine's last words go through it
-    await asyncio.to_thread(engine.stop)
-    return await app[UPDATES].close()
+    )
+    with shutdown_on_signals() as shutdown:
+        async with serving as listener:
+            print(f"listening on {listener.url}", flush=True)
+            await shutdown.requested.wait()
+        # while the loop still runs: the engine's last messages go through it
+        await asyncio.to_thread(engine.stop)
+        return await app[UPDATES].close()

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from protocol.messages import Owner, Status, TrajectoryGroup
-from protocol.runtime.lifecycle import Stop
+from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import BLOCK_MS
 from protocol.settings import RunSettings
@@ -92,7 +92,7 @@ async def rollout_server(world, tmp_path: Path, model: Path, retriever: Retrieve
     search = {"type": "http", "urls": [retriever.url], "topk": 1, "deadline_s": 20.0, "attempt_s": 1.0, "probe_s": 0.3}
     settings = {"id": "r", "fleet_poll_s": 0.05, "concurrency_groups": 64, "task_idle_ms": 60_000, "search": search}
     settings |= {"episode": {"template": "demo", "max_turns": 4}}
-    stop, port_file = Stop(), tmp_path / "port"
+    stop, port_file = ShutdownSignal(), tmp_path / "port"
     serving = asyncio.create_task(
         serve(run, RolloutSettings.model_validate(settings), port_file=port_file, stop=stop), name="serve"
     )
@@ -108,8 +108,8 @@ async def rollout_server(world, tmp_path: Path, model: Path, retriever: Retrieve
                 await asyncio.sleep(0.01)
             yield status
         finally:
-            stop.asked.set()
-            stop.hurry.set()
+            stop.requested.set()
+            stop.forced.set()
             await asyncio.wait_for(serving, 15)
 
 

@@ -94,7 +94,7 @@ class _Disk:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[Any]:
+def _deferred_shutdown() -> Iterator[Any]:
     yield world.clock.current.stop
 
 
@@ -116,7 +116,7 @@ def replacements() -> dict[str, Any]:
         "learner.delivery.store.connect": lambda url, run="", timeout_s=10.0: world.sync_client(timeout_s),
         "protocol.runtime.redis.aio.connect": lambda url, run="": world.async_client(),
         "learner.main.load_questions": lambda path: QUESTION_SET,
-        "learner.main.stop_signals": _stop_signals,
+        "learner.main.deferred_shutdown": _deferred_shutdown,
         "learner.main.Books": _books(Books),
         "learner.main.StepLog": _Quiet,
         "learner.main.Teller": _Quiet,

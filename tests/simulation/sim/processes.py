@@ -26,11 +26,11 @@ from rollout_server.rollout.group import GroupRejected
 URL = "redis://127.0.0.1:1/0"
 
 
-class Stop:
-    """protocol.runtime.lifecycle.SignalsStop, told by the fault plan."""
+class SimShutdown:
+    """protocol.runtime.lifecycle.DeferredShutdown, told by the fault plan."""
 
     def __init__(self) -> None:
-        self.training = self.told = False
+        self.deferred = self.told = False
 
     def is_set(self) -> bool:
         return self.told
@@ -41,7 +41,7 @@ class Learner(Process):
 
     def __init__(self, clock: Clock, name: str, **clocks: float) -> None:
         super().__init__(name, **clocks)
-        self.clock, self.stop = clock, Stop()
+        self.clock, self.stop = clock, SimShutdown()
         self.outcome = ""
         self.books: Any = None
         self.token = ""

@@ -72,7 +72,7 @@ class Storm:
 
     def learner_told(self) -> bool:
         learner = self._learner()
-        if learner is None or not learner.stop.training:
+        if learner is None or not learner.stop.deferred:
             return False
         learner.stop.told = True
         return True
