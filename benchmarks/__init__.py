@@ -13,8 +13,6 @@ from benchmarks.rollout.bench import RolloutBench
 from benchmarks.transport.bench import TransportBench
 from benchmarks.weights import WeightsBench
 
-# The benchmarks by name: a new one is one file and one line here.
-
 BENCHMARKS: dict[str, type[BenchSettings]] = {
     "async": AsyncBench,
     "engine": EngineBench,
@@ -26,3 +24,4 @@ BENCHMARKS: dict[str, type[BenchSettings]] = {
     "transport": TransportBench,
     "weights": WeightsBench,
 }
+"""The benchmarks by name. To add one: a file with its settings class, and a line here."""

@@ -22,15 +22,13 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from benchmarks.base import BenchSettings, Measured, Say, Target, tree_cpu_seconds
+from benchmarks.base import BenchResult, BenchSettings, Say, Target, tree_cpu_seconds
 from benchmarks.report import digest
 from deploy.demo.run import DemoOptions, prepare
 from deploy.launcher.launcher import Launcher
 from deploy.monitor.snapshot import read_books
 from protocol.errors import ForayError
 
-# One run of the whole ring for the benchmark of asynchrony: real processes, the demo's world and model.
-#
 # The rollout side (Redis, retriever, engine, rollout server) runs on one core and the learner on another one, at every
 # `max_lag` alike, as on a cluster each runs on its own machines. Without that, each side would use both cores while the
 # other one waits, and the run at lag 0 would not show how long each side takes alone.
@@ -41,7 +39,7 @@ LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Window:
+class MeasuredSteps:
     """Steps `first` < step <= `last` are measured: the rest fills and drains the buffers."""
 
     first: int
@@ -59,7 +57,7 @@ class CpuSamples:
         if step not in self.by_step:
             self.by_step[step] = sum(tree_cpu_seconds(pid) for pid in pids)
 
-    def between(self, window: Window) -> tuple[int, int, float]:
+    def between(self, window: MeasuredSteps) -> tuple[int, int, float]:
         """First and last step that were seen in `window`, and the processor seconds between them."""
         seen = sorted(step for step in self.by_step if window.first <= step <= window.last)
         if len(seen) < 2:
@@ -67,7 +65,7 @@ class CpuSamples:
         return seen[0], seen[-1], self.by_step[seen[-1]] - self.by_step[seen[0]]
 
 
-def play(options: DemoOptions, window: Window, *, pin: bool, say: Say) -> dict[str, Any]:
+def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) -> dict[str, Any]:
     """Run it and return its row of figures. Raises ProcessFailed, and ForayError when a process had to be restarted."""
     prepared = prepare(options, say)
     samples = CpuSamples()
@@ -93,7 +91,7 @@ def play(options: DemoOptions, window: Window, *, pin: bool, say: Say) -> dict[s
     }
 
 
-def figures(steps: Sequence[Mapping[str, Any]], window: Window, samples: CpuSamples) -> dict[str, Any]:
+def figures(steps: Sequence[Mapping[str, Any]], window: MeasuredSteps, samples: CpuSamples) -> dict[str, Any]:
     """What the learner's records, one a step, say of the window.
 
     wait_s, train_s  of a mean step: waiting for groups, and everything else (compute, publish, checkpoint). At lag 0
@@ -206,7 +204,7 @@ class AsyncBench(BenchSettings):
         """Last step that is measured."""
         return self.steps - max(self.lags) - 1
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Seed after seed, at each lag one whole run: what the machine does meanwhile hits all lags alike."""
         pass
 
@@ -225,7 +223,7 @@ class AsyncBench(BenchSettings):
 
         def run() -> Row:
             options = DemoOptions(directory / name, seed, model=model, overrides=self._overrides(lag), fresh=True)
-            window = Window(self.skip, self.last_step)
+            window = MeasuredSteps(self.skip, self.last_step)
             row = play(options, window, pin=self.pin, say=lambda line: say(f"{name}: {line}"))
             return {"seed": seed, "max_lag": lag, **row}
 
@@ -254,7 +252,7 @@ def kept(path: Path, key: object, run: Callable[[], Row]) -> Row:
     return row
 
 
-def summary(rows: Sequence[Row]) -> Measured:
+def summary(rows: Sequence[Row]) -> BenchResult:
     """Means over the seeds for each lag; the bound from the rows at lag 0 alone."""
     by_lag = {
         lag: _means([row for row in rows if row["max_lag"] == lag]) for lag in sorted({r["max_lag"] for r in rows})
@@ -264,7 +262,7 @@ def summary(rows: Sequence[Row]) -> Measured:
     bound = (base["wait_s"] + base["train_s"]) / max(base["wait_s"], base["train_s"])
     for means in by_lag.values():
         means["speed_up"] = means["tokens_per_s"] / base["tokens_per_s"]
-    return Measured(
+    return BenchResult(
         value=first["tokens_per_s"],
         unit=f"trained tokens/s at max_lag {first['max_lag']:g}",
         baseline={"name": "the same ring at max_lag 0", "tokens_per_s": base["tokens_per_s"]},

@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchResult:
     """One figure and what it is compared with.
 
     value     in `unit`
@@ -61,11 +61,8 @@ class BenchSettings(Settings, ABC):
     """Files and folders, from the repository's root, that the figure depends on: when one changes it is stale."""
 
     @abstractmethod
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Run ours and the baseline. Leaves no process behind, whatever happens."""
-
-
-# What a figure depends on besides the code: cores, load, versions.
 
 
 def machine_facts() -> dict[str, Any]:

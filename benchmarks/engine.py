@@ -25,14 +25,12 @@ from typing import IO, Any, ClassVar
 import aiohttp
 from pydantic import Field
 
-from benchmarks.base import BenchSettings, Measured, Say, Target, cpu_seconds
+from benchmarks.base import BenchResult, BenchSettings, Say, Target, cpu_seconds
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.supervisor import Readiness, Supervisor
 from protocol.errors import ForayError
 from protocol.runtime.net import free_port
 
-# The load of the engine benchmark: the same prompts to the embedded engine, to transformers and to any other engine.
-#
 # loop       consumes              produces             waits for               unblocked by
 # rounds_of  prompts from a seed   seconds a round      every answer            the engines
 # Baseline   a round's prompts     seconds              the child's line        the child, or its death
@@ -230,7 +228,7 @@ class EngineBench(BenchSettings):
     url: str = ""
     """Another engine that speaks SGLang's API and holds the same model, to be measured beside."""
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Starts the engine and the baseline, gives each its rounds in turn, and stops them."""
         pass
 
@@ -245,7 +243,7 @@ class EngineBench(BenchSettings):
         figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
         baseline_figures = figures.pop("transformers")
         ours = figures["streaming"]
-        return Measured(
+        return BenchResult(
             value=ours["tokens_per_s"],
             unit="tokens/s",
             baseline={"name": "transformers generate, one batch", **baseline_figures},

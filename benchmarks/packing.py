@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from benchmarks.base import Measured, Say, Target
+from benchmarks.base import BenchResult, Say, Target
 from benchmarks.learner.workload import SkewedBatch
 from learner.algorithms import build_algorithm
 
@@ -44,7 +44,7 @@ class PackingBench(SkewedBatch):
     batches: int = Field(default=8, ge=1)
     """Batches, each drawn anew; the figures are means over them, `worst` is the smallest share."""
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Packs and pads each batch."""
         rows = []
         for number in range(self.batches):
@@ -52,7 +52,7 @@ class PackingBench(SkewedBatch):
             say(", ".join(f"{name} {value:.4f}" for name, value in rows[-1].items()))
         means = {name: fmean(row[name] for row in rows) for name in rows[0]}
         packed = means.pop("packed")
-        return Measured(
+        return BenchResult(
             value=packed,
             unit="share of tokens that are not padding",
             baseline={

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from benchmarks.base import BenchSettings, Measured, Target
+from benchmarks.base import BenchResult, BenchSettings, Target
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     pass
 
 
-# The processes of `foray bench weights`: Redis, and nodes with embedded engines. This process plays the learner.
+# Processes: Redis, and nodes with embedded engines. This process plays the learner.
 
 RUN = "bench"
 LEASE_MS = 86_400_000
@@ -57,7 +57,7 @@ POLL_S = 0.005
 TIMEOUT_S = 120.0
 
 
-class Fleet:
+class WeightsFleet:
     """A run whose learner is this process."""
 
     def __init__(self, directory: Path, redis_url: str) -> None:
@@ -105,7 +105,7 @@ class Fleet:
 
 
 @contextmanager
-def running(directory: Path, *, engines: int, say: Say) -> Iterator[Fleet]:
+def running(directory: Path, *, engines: int, say: Say) -> Iterator[WeightsFleet]:
     """Redis and `engines` nodes of `directory`/model, for the time of the block."""
     redis_url = child_url(directory)
     supervisor = Supervisor(is_ready=Readiness(redis_url, RUN), ready_s=TIMEOUT_S, shutdown_s=15.0, say=say)
@@ -117,7 +117,7 @@ def running(directory: Path, *, engines: int, say: Say) -> Iterator[Fleet]:
     try:
         spawn("redis", "redis", redis_argv(find_server().path, directory, redis_url, maxmemory_mb=128), Ready.PING)
         supervisor.await_ready(["redis"])
-        fleet = Fleet(directory, redis_url)
+        fleet = WeightsFleet(directory, redis_url)
         config = directory / "nodes.json"
         config.write_text(json.dumps({"run": fleet.run.model_dump(mode="json"), "engine": {"drain_s": 0.1}}))
         for number in range(engines):
@@ -167,7 +167,7 @@ class WeightsBench(BenchSettings):
     def _split(cls, value: object) -> object:
         return value.split(",") if isinstance(value, str) else value
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Each number of engines in turn: both transports, and both baselines beside them."""
         import torch
 
@@ -185,7 +185,7 @@ class WeightsBench(BenchSettings):
         return _summary(rows)
 
     def _row(
-        self, fleet: Fleet, directory: Path, weights: dict[str, torch.Tensor], count: int, say: Say
+        self, fleet: WeightsFleet, directory: Path, weights: dict[str, torch.Tensor], count: int, say: Say
     ) -> dict[str, Any]:
         from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
 
@@ -202,7 +202,7 @@ class WeightsBench(BenchSettings):
             row[name] = figures
         return row
 
-    def _publish(self, fleet: Fleet, settings: Any, weights: dict[str, torch.Tensor]) -> dict[str, float]:
+    def _publish(self, fleet: WeightsFleet, settings: Any, weights: dict[str, torch.Tensor]) -> dict[str, float]:
         """Medians over the rounds. Raises ForayError when a version did not go by the transport that is measured."""
         publisher = fleet.begin(settings)
         seen, facts = [], dict(publisher.facts())
@@ -222,10 +222,10 @@ class WeightsBench(BenchSettings):
         return figures | {"bytes_per_s": _bytes(weights) / figures["seconds"]}
 
 
-def _summary(rows: list[dict[str, Any]]) -> Measured:
+def _summary(rows: list[dict[str, Any]]) -> BenchResult:
     last = rows[-1]
     raw, copy = last["bytes"] / last["raw_broadcast_s"], last["bytes"] / last["raw_copy_s"]
-    return Measured(
+    return BenchResult(
         value=last["distributed"]["bytes_per_s"],
         unit="bytes/s",
         baseline={

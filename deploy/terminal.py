@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 
-def harmless(text: str, most: int = 200) -> str:
+def escape_untrusted(text: str, most: int = 200) -> str:
     r"""`text` on one line, cut at `most`: what is not printable as \xNN, \uNNNN or \UNNNNNNNN, a backslash doubled."""
     shown = "".join(_escaped(c) for c in text[:most])
     return shown if len(text) <= most else f"{shown}... ({len(text)} characters)"
@@ -27,7 +27,7 @@ def _escaped(character: str) -> str:
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
-def hex_lines(raw: bytes, most: int = 256) -> Iterator[str]:
+def hexdump(raw: bytes, most: int = 256) -> Iterator[str]:
     """`raw` as a hex dump: offset, 16 bytes, and the same as ASCII where that is printable."""
     for start in range(0, min(len(raw), most), 16):
         row = raw[start : min(start + 16, most)]

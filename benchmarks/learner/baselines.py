@@ -21,7 +21,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 """Those of our GRPO."""
 
 
-class Rows(NamedTuple):
+class PaddedBatch(NamedTuple):
     """A padded micro-batch: ids, attention, trained, behaviour [B, L] and advantages [B]."""
 
     ids: torch.Tensor
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     advantages: torch.Tensor
 
 
-def padded_rows(path: Path, each: int, by_length: bool, device: str) -> Iterator[Rows]:
+def padded_rows(path: Path, each: int, by_length: bool, device: str) -> Iterator[PaddedBatch]:
     """Micro-batches of `each` trajectories."""
     with np.load(path) as file:
         data: dict[str, Any] = {name: file[name] for name in file.files}
@@ -50,10 +50,10 @@ def padded_rows(path: Path, each: int, by_length: bool, device: str) -> Iterator
 
         attention = torch.from_numpy(np.arange(width) < lengths[members][:, None]).long().to(device)
         advantages = torch.from_numpy(data["advantages"][members]).to(device)
-        yield Rows(padded("ids"), attention, padded("mask"), padded("behaviour"), advantages)
+        yield PaddedBatch(padded("ids"), attention, padded("mask"), padded("behaviour"), advantages)
 
 
-def loss_of(model: Any, rows: Rows, tokens: int) -> torch.Tensor:
+def loss_of(model: Any, rows: PaddedBatch, tokens: int) -> torch.Tensor:
     """The micro-batch's share in the GRPO loss: clipped surrogate, mean over the batch's `tokens` trained tokens."""
     logits = model(input_ids=rows.ids, attention_mask=rows.attention, use_cache=False).logits
     logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, rows.ids[:, 1:, None]).squeeze(-1)

@@ -25,11 +25,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from benchmarks.base import Measured, Say, Target
-from benchmarks.learner.workload import SkewedBatch, Work
+from benchmarks.base import BenchResult, Say, Target
+from benchmarks.learner.workload import LearnerWorkload, SkewedBatch
 from protocol.errors import ForayError, UserError
 
-# The parent's side of the learner benchmark: each contender is a child with a pipe, asked for a step at a time.
+# Each contender is a child with a pipe, asked for one step at a time.
 #
 # loop   consumes   produces              waits for          unblocked by
 # play   rounds     figures of a round    a child's line     the child, or its death
@@ -85,7 +85,7 @@ class Contender:
         return json.loads(line)
 
 
-def contenders_of(settings: LearnerBench, work: Work, absent: dict[str, str]) -> list[Contender]:
+def contenders_of(settings: LearnerBench, work: LearnerWorkload, absent: dict[str, str]) -> list[Contender]:
     """Ours first, then the others; into `absent` goes who cannot take part, and why."""
     spec, directory = str(work.spec), work.spec.parent
 
@@ -101,7 +101,7 @@ def contenders_of(settings: LearnerBench, work: Work, absent: dict[str, str]) ->
     if why := _no_trl(settings):
         absent["trl"] = why
     else:
-        script = Path(__file__).with_name("trl.py")
+        script = Path(__file__).with_name("trl_baseline.py")
         commands["trl"] = (settings.trl_interpreter(), str(script), spec)
     wanted = [name.strip() for name in settings.only.split(",") if name.strip()] or list(NAMES)
     if unknown := sorted(set(wanted) - set(NAMES)):
@@ -200,7 +200,7 @@ class LearnerBench(SkewedBatch):
     only: str = ""
     """Contenders beside ours, by name and with commas (unfused, padded, padded_sorted, trl); empty: all."""
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Writes model and batch, starts every contender, gives each its rounds in turn, and stops them."""
         pass
         from benchmarks.learner.workload import write_work
@@ -220,7 +220,7 @@ class LearnerBench(SkewedBatch):
             (kind for kind in figures if kind.startswith("padded")), key=lambda kind: figures[kind]["tokens_per_s"]
         )
         baseline = figures.pop(best)
-        return Measured(
+        return BenchResult(
             value=ours["tokens_per_s"],
             unit="trained tokens/s",
             baseline={"name": f"padded transformers loop, {ORDER[best]}", **baseline},

@@ -12,8 +12,6 @@ from typing import IO
 
 import torch
 
-# The child's side of a contender of the learner benchmark: a line in, one training step, a line of figures out.
-
 
 def own_stdout() -> IO[str]:
     """The pipe to the parent; what libraries print goes to stderr from here on. Before they are imported."""

@@ -37,9 +37,8 @@ from protocol.errors import ForayError
 from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
 from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
-# Model FLOPs utilisation: the operations that a step needs, over those that a matrix product makes in that time.
-#
-# Counted is what has to be computed, not what was: padding, recomputation and logits of untrained tokens add nothing.
+# Model FLOPs utilisation: the operations that a step needs over those that a matrix product makes in that time. It
+# counts what has to be computed, not what was: padding, recomputation and logits of untrained tokens add nothing.
 
 CEILING_S = 0.5
 """How long matrix products are timed."""
@@ -104,10 +103,8 @@ def matmul_flops(dtype: str, threads: int) -> float:
     return 2.0 * size**3 / best
 
 
-# Groups of trajectories as searches make them: some short, few long, most tokens read and not written. Deterministic.
-#
-# Lengths are lognormal, which is what a policy that stops when it pleases and passages of a corpus give: a few
-# trajectories are several times as long as most, and most tokens of a trajectory are observations.
+# Deterministic groups of trajectories. Lengths are lognormal, as with a policy that stops when it likes and passages of
+# a corpus: a few trajectories are several times as long as most, and most tokens of a trajectory are observations.
 
 FIRST_ID = 16
 """Ids below are often control tokens."""
@@ -199,21 +196,21 @@ SETTINGS, SPEC = "settings.json", "spec.json"
 
 
 @dataclass(frozen=True)
-class Work:
+class LearnerWorkload:
     """What the contenders are given. `spec`: file with everything; `facts`: numbers for the report."""
 
     spec: Path
     facts: dict[str, float]
 
 
-def write_work(settings: LearnerBench, directory: Path) -> Work:
+def write_work(settings: LearnerBench, directory: Path) -> LearnerWorkload:
     """Model, batch and specification in `directory`. Raises ForayError when they cannot be made."""
     (directory / SETTINGS).write_text(settings.model_dump_json())
     argv = (sys.executable, "-m", "benchmarks.learner.workload", str(directory))
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise ForayError(f"model and batch could not be made: {done.stdout[-2000:].strip()}")
-    return Work(directory / SPEC, json.loads((directory / SPEC).read_text())["facts"])
+    return LearnerWorkload(directory / SPEC, json.loads((directory / SPEC).read_text())["facts"])
 
 
 def main(argv: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from benchmarks.base import BenchSettings, Measured, Say, Target
+from benchmarks.base import BenchResult, BenchSettings, Say, Target
 from protocol.errors import ForayError
 
 TYPES = ("memory", "faiss_flat", "faiss_hnsw", "faiss_ivf", "faiss_ivfpq", "bm25", "hybrid")
@@ -83,7 +83,7 @@ class RetrieverBench(BenchSettings):
     def _split(cls, value: object) -> object:
         return tuple(name for name in value.split(",") if name) if isinstance(value, str) else value
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Bare FAISS, the service, bare FAISS again, the service without batches; then the table."""
         from benchmarks.retriever.indexes import check_table, table_of
         from benchmarks.retriever.phases import Phases
@@ -101,7 +101,7 @@ class RetrieverBench(BenchSettings):
             equal = phases.equal_answers()
             table = table_of(self, Path(name), say) if self.indexes else []
         bare = _bare(before[0], after[0])
-        return Measured(
+        return BenchResult(
             value=steady["queries_per_s"],
             unit="queries/s",
             baseline={"name": f"bare FAISS in batches of {self.max_batch}, encoding included", **bare},

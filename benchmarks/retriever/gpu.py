@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from benchmarks.base import BenchSettings, Measured, Say
+from benchmarks.base import BenchResult, BenchSettings, Say
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RetrieverGpuBench(BenchSettings):
     def _split(cls, value: object) -> object:
         return value.split(",") if isinstance(value, str) else value
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Raises UserError without a GPU, or with one that is too small."""
         import torch
 
@@ -73,7 +73,7 @@ class RetrieverGpuBench(BenchSettings):
             )
             say(f"batches of {batch}: {batch / seconds:.0f} queries/s, {bound / seconds:.0%} of the bound")
         last = rows_by_batch[-1]
-        return Measured(
+        return BenchResult(
             value=last["queries_per_s"],
             unit="queries/s",
             baseline={

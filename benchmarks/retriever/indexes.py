@@ -41,7 +41,7 @@ CHILD_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Row:
+class IndexRun:
     """One line of the table, to be measured.
 
     index      settings of the index
@@ -89,7 +89,7 @@ def table_of(bench: RetrieverBench, directory: Path, say: Say) -> list[dict[str,
     measured, found = {}, {}
     for number, (name, index) in enumerate(chosen.items()):
         answers = directory / f"table-{number}.found.json"
-        row = Row(index, str(corpus), str(directory / f"table-{number}"), str(asked), str(answers))
+        row = IndexRun(index, str(corpus), str(directory / f"table-{number}"), str(asked), str(answers))
         measured[name] = told = _child(row.write(directory / f"table-{number}.json"))
         found[name] = json.loads(answers.read_text())
         say(f"{name}: built in {told['build_s']:.1f} s, {told['queries_per_s_64']:.0f} queries/s in batches of 64")
@@ -153,7 +153,7 @@ def _child(spec: Path) -> dict[str, Any]:
     return figures
 
 
-def measure(row: Row) -> dict[str, float]:
+def measure(row: IndexRun) -> dict[str, float]:
     """Build one index and search all questions in batches, then some of them one by one."""
     from retriever.build.build import build_index
     from retriever.corpus.corpus import Corpus
@@ -182,4 +182,4 @@ def measure(row: Row) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Row(**json.loads(Path(sys.argv[1]).read_text())))))
+    print(json.dumps(measure(IndexRun(**json.loads(Path(sys.argv[1]).read_text())))))

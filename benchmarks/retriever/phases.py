@@ -14,7 +14,7 @@ from benchmarks.retriever.bench import RetrieverBench
 from benchmarks.retriever.index import distinct_queries, index_of
 from benchmarks.retriever.load import Load
 from benchmarks.retriever.raw import Raw
-from benchmarks.retriever.service import Meter, Service, Watch, serving
+from benchmarks.retriever.service import RetrieverProcess, ServiceMeter, Watch, serving
 from protocol.errors import ForayError
 from retriever.config import RetrieverSettings
 
@@ -95,7 +95,7 @@ class Phases:
         return len(right)
 
     def _load(
-        self, service: Service, name: str, first: int, clients: int, turns: int, *, plain: bool = False
+        self, service: RetrieverProcess, name: str, first: int, clients: int, turns: int, *, plain: bool = False
     ) -> dict[str, Any]:
         bench = self._bench
         load = Load(
@@ -112,7 +112,7 @@ class Phases:
             plain=plain,
         )
         spec = load.write(self._directory / f"{name}.json")
-        with Meter(service) as meter, Watch(service) as watch:
+        with ServiceMeter(service) as meter, Watch(service) as watch:
             told: dict[str, Any] = self._child("load", spec)
         figures = told | meter.figures(load.num_queries) | watch.figures()
         self._say(

@@ -35,7 +35,7 @@ HEALTH_S = 5.0
 
 
 @dataclass(frozen=True)
-class Service:
+class RetrieverProcess:
     """A retriever that answers at `url`."""
 
     url: str
@@ -56,7 +56,7 @@ class Service:
 
 
 @contextmanager
-def serving(settings: RetrieverSettings, directory: Path, name: str, say: Say) -> Iterator[Service]:
+def serving(settings: RetrieverSettings, directory: Path, name: str, say: Say) -> Iterator[RetrieverProcess]:
     """The service as a process for the time of the block. Raises ProcessFailed when it does not start."""
     url = f"http://127.0.0.1:{free_port()}"
     chosen = settings.model_dump(mode="json") | {"port": urlsplit(url).port}
@@ -69,7 +69,7 @@ def serving(settings: RetrieverSettings, directory: Path, name: str, say: Say) -
         spec = ProcessSpec(name, "retriever", argv, directory / f"{name}.log", Ready.HTTP, url, env)
         child = supervisor.spawn(spec)
         supervisor.await_ready([name])
-        yield Service(url, child.pid)
+        yield RetrieverProcess(url, child.pid)
     finally:
         supervisor.stop()
 
@@ -78,7 +78,7 @@ def serving(settings: RetrieverSettings, directory: Path, name: str, say: Say) -
 class Watch:
     """Looks at a service from a thread for the time of the block: does it answer, and how large does it grow?"""
 
-    service: Service
+    service: RetrieverProcess
     latencies_s: list[float] = field(default_factory=list)
     failed: int = 0
     anon_mib: list[float] = field(default_factory=list)
@@ -126,13 +126,13 @@ class Watch:
         }
 
 
-class Meter:
+class ServiceMeter:
     """Counters and processor time of a service over a block."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: RetrieverProcess) -> None:
         self._service = service
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> ServiceMeter:
         self._counters, self._cpu = self._service.counters(), cpu_seconds(self._service.pid)
         return self
 

@@ -44,7 +44,7 @@ class Speed:
         return self.slowness * (self.step_s + self.request_s)
 
 
-class PrefixCache:
+class BlockCache:
     """Blocks of tokens by the hash of everything up to their end, least recently used first."""
 
     def __init__(self, tokens: int) -> None:
@@ -99,9 +99,9 @@ class Decoding:
 class BatchingEngine:
     """Requests that run together. The caller lets `step`'s seconds pass before it shows what the step has written."""
 
-    def __init__(self, speed: Speed, cache: PrefixCache | None = None) -> None:
+    def __init__(self, speed: Speed, cache: BlockCache | None = None) -> None:
         self.speed = speed
-        self.cache = PrefixCache(speed.cache_tokens) if cache is None else cache
+        self.cache = BlockCache(speed.cache_tokens) if cache is None else cache
         self.waiting: deque[Decoding] = deque()
         self.running: list[Decoding] = []
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from benchmarks.base import BenchSettings, Measured, Say, Target
+from benchmarks.base import BenchResult, BenchSettings, Say, Target
 from benchmarks.rollout.batching import Speed
 from benchmarks.rollout.oracle import bound_s, oracle_s
 from benchmarks.rollout.script import Draws, Faults, Script
@@ -29,7 +29,7 @@ from protocol.errors import ForayError
 from protocol.messages import Status
 
 if TYPE_CHECKING:
-    from benchmarks.rollout.ring import Played, Ring
+    from benchmarks.rollout.ring import Played, RolloutRing
 
 BASELINES = ("random", "round_robin", "least_loaded")
 PEERS = (*BASELINES, "sticky")
@@ -82,7 +82,7 @@ class RolloutBench(BenchSettings):
             raise ValueError("a slowness is not above 0")
         return self
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """Seed after seed: ours, then each baseline. Raises ForayError when a trajectory did not go to its end."""
         from benchmarks.rollout.ring import running
         from tests.support.environments import write_tokenizer
@@ -112,7 +112,7 @@ class RolloutBench(BenchSettings):
             pause_s=0.5 * self.scale,
         )
 
-    def _seed(self, ring: Ring, script: Script, seed: int, say: Say) -> list[dict[str, Any]]:
+    def _seed(self, ring: RolloutRing, script: Script, seed: int, say: Say) -> list[dict[str, Any]]:
         """Every policy on one seed."""
         from benchmarks.rollout.routing import BROKEN, OURS
 
@@ -165,7 +165,7 @@ def check(played: Played, script: Script) -> None:
             raise ForayError(f"a trajectory ended {turns[0]} after {turns[1]} turns and {turns[2]} searches")
 
 
-def _barrier(ring: Ring, script: Script, seed: int, *, timeout_s: float) -> dict[str, float]:
+def _barrier(ring: RolloutRing, script: Script, seed: int, *, timeout_s: float) -> dict[str, float]:
     argv = [sys.executable, "-m", "benchmarks.rollout.barrier", str(script.directory / "script.json")]
     argv += [str(seed), str(ring.next_play()), ring.search, *ring.engines]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -175,7 +175,7 @@ def _barrier(ring: Ring, script: Script, seed: int, *, timeout_s: float) -> dict
     return answer
 
 
-def _summary(rows: list[dict[str, Any]]) -> Measured:
+def _summary(rows: list[dict[str, Any]]) -> BenchResult:
     """Means over the seeds by policy, and every play."""
     from benchmarks.rollout.routing import OURS
 
@@ -184,7 +184,7 @@ def _summary(rows: list[dict[str, Any]]) -> Measured:
 
     best = min(BASELINES, key=lambda policy: mean(policy, "seconds"))
     policies = [OURS, *PEERS, "turn_barrier"]
-    return Measured(
+    return BenchResult(
         value=mean(OURS, "of_oracle"),
         unit="oracle's seconds / seconds",
         baseline={"name": f"{best} routing", "seconds": mean(best, "seconds"), "of_oracle": mean(best, "of_oracle")},

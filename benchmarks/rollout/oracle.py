@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from benchmarks.rollout.batching import BatchingEngine, Decoding, PrefixCache, Speed
+from benchmarks.rollout.batching import BatchingEngine, BlockCache, Decoding, Speed
 from benchmarks.rollout.script import Draws, Faults
 
 NO_FAULTS = Faults()
@@ -48,7 +48,7 @@ class _Turn:
     """Those of them that are to be computed."""
 
 
-class _Request(Decoding):
+class _ScheduledTurn(Decoding):
     def __init__(self, turn: _Turn, tokens: int) -> None:
         super().__init__(range(turn.fresh), range(tokens - turn.written))
         self.turn = turn
@@ -58,7 +58,7 @@ class _Engine(BatchingEngine):
     """An engine of the schedule: `life` grows when it dies, `until` is the end of the time it is away."""
 
     def __init__(self, speed: Speed) -> None:
-        super().__init__(speed, PrefixCache(0))
+        super().__init__(speed, BlockCache(0))
         self.life, self.until, self.stepping = 0, 0.0, False
 
 
@@ -112,7 +112,7 @@ class _Schedule:
                 return
             best = min(free, key=lambda e: e.speed.slowness * (e.speed.step_s + e.speed.request_s * _load(e)))
             turn = self._ready.pop()
-            best.add(_Request(turn, self._tokens(turn.trajectory, turn.turn)))
+            best.add(_ScheduledTurn(turn, self._tokens(turn.trajectory, turn.turn)))
             self._step(best, now)
 
     def _step(self, engine: _Engine, now: float) -> None:
@@ -129,7 +129,7 @@ class _Schedule:
             return
         engine.stepping = False
         for request in advanced:
-            assert isinstance(request, _Request)
+            assert isinstance(request, _ScheduledTurn)
             self._left[request.turn.trajectory] -= 1
             if request.done:
                 self._ended(request.turn, now)
@@ -148,7 +148,7 @@ class _Schedule:
         engine = self._engines[self._faults.down]
         engine.life, engine.stepping, engine.until = engine.life + 1, False, now + self._faults.away_s
         for request in [*engine.running, *engine.waiting]:
-            assert isinstance(request, _Request)
+            assert isinstance(request, _ScheduledTurn)
             engine.drop(request)
             turn = request.turn
             # what a step that did not end has written was never seen: tokens count when `_stepped` sees them

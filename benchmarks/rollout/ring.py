@@ -58,7 +58,7 @@ class Played:
     groups: list[TrajectoryGroup]
 
 
-class Ring:
+class RolloutRing:
     """The running processes. `engines` and `search` are URLs.
 
     groups  that a rollout server works on at a time
@@ -159,7 +159,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Event:
+class ScheduledEvent:
     """Something that `act` does, `at_s` seconds after the start of a play."""
 
     at_s: float
@@ -188,16 +188,18 @@ class Nodes:
                 client.hset(self._store.keys.engine(info.id), "b", encode(info))
                 client.zadd(self._store.keys.engines, {info.id: time.time() + LEASE_MS / 1000})
 
-    def events(self, faults: Faults) -> list[Event]:
+    def events(self, faults: Faults) -> list[ScheduledEvent]:
         """What `faults` asks for, in the order of time."""
         found = []
         if faults.down >= 0:
-            found.append(Event(faults.down_s, lambda: self._ask(faults.down, "down", {"seconds": faults.away_s})))
+            found.append(
+                ScheduledEvent(faults.down_s, lambda: self._ask(faults.down, "down", {"seconds": faults.away_s}))
+            )
         for swap_s in faults.swaps_s:
-            found.append(Event(swap_s, self._target))
+            found.append(ScheduledEvent(swap_s, self._target))
             for index in range(len(self._urls)):
                 at_s = swap_s + index * faults.pause_s
-                found.append(Event(at_s, lambda index=index: self._update(index, faults.pause_s)))  # type: ignore[misc]
+                found.append(ScheduledEvent(at_s, lambda index=index: self._update(index, faults.pause_s)))  # type: ignore[misc]
         return sorted(found, key=lambda event: event.at_s)
 
     def _info(self, index: int, now: float) -> EngineInfo:
@@ -250,7 +252,7 @@ class Nodes:
 
 
 @contextmanager
-def running(directory: Path, script: Script, *, groups: int, say: Say) -> Iterator[Ring]:
+def running(directory: Path, script: Script, *, groups: int, say: Say) -> Iterator[RolloutRing]:
     """All processes but rollout servers for the time of the block, logs in `directory`. Raises ProcessFailed when one
     does not start.
     """
@@ -273,7 +275,7 @@ def running(directory: Path, script: Script, *, groups: int, say: Say) -> Iterat
         engines = range(len(script.speeds))
         urls = [part(f"engine-{i}", "engine", "benchmarks.rollout.latency_engine", str(i)) for i in engines]
         supervisor.await_ready(list(supervisor.children))
-        ring = Ring(directory, supervisor, redis_url, urls, search, groups)
+        ring = RolloutRing(directory, supervisor, redis_url, urls, search, groups)
         yield ring
         supervisor.check()
         ring.store.close()

@@ -23,10 +23,6 @@ from typing import Any
 
 from benchmarks.rollout.batching import Speed
 
-# How many tokens each turn has and how long each search takes: drawn, and a pure function of (seed, trajectory, turn).
-#
-# Every loop that is compared sees the same lengths and seconds wherever and whenever it asks. Pure.
-
 
 @dataclass(frozen=True)
 class Draws:
@@ -87,7 +83,7 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class Place:
+class ScriptPosition:
     """Where a request is: `written` tokens of turn `turn` of trajectory `trajectory` are in its ids already."""
 
     play: int
@@ -144,7 +140,7 @@ class Script:
         """The text of a question. `play` tells repetitions on the same draws apart."""
         return f"{play} {seed} {group} ?"
 
-    def turn(self, place: Place) -> list[str]:
+    def turn(self, place: ScriptPosition) -> list[str]:
         """The words of a whole turn."""
         number = str(place.trajectory)
         if place.turn == self.draws.turns - 1:
@@ -155,7 +151,7 @@ class Script:
         thought = max(1, tokens - len(end) - 3)
         return [number, "<think>", *("abcdefgh"[i % 8] for i in range(thought)), "</think>", *end]
 
-    def rest(self, ids: Sequence[int]) -> tuple[Place, list[int]]:
+    def rest(self, ids: Sequence[int]) -> tuple[ScriptPosition, list[int]]:
         """Where `ids` are, and the ids that are still missing in this turn. Raises ValueError for any other ids."""
         asked, told = self.ids["?"], self.ids["</information>"]
         start = list(ids).index(asked)
@@ -167,7 +163,7 @@ class Script:
             trajectory = int(self._words[ids[start + 1]])
         else:
             trajectory = group * self.group_size + self._claim(play, seed, group)
-        place = Place(play, seed, trajectory, turn, written)
+        place = ScriptPosition(play, seed, trajectory, turn, written)
         return place, [self.ids[word] for word in self.turn(place)[written:]]
 
     def _claim(self, play: int, seed: int, group: int) -> int:
@@ -180,7 +176,7 @@ class Script:
             return member
         raise ValueError(f"group {group} has {self.group_size} trajectories, and one more asks for its first turn")
 
-    def release(self, place: Place) -> None:
+    def release(self, place: ScriptPosition) -> None:
         """Give the number of a first turn back, of which no client has seen a token."""
         group, member = divmod(place.trajectory, self.group_size)
         for claim in (self.directory / "claims").glob(f"{place.play}-{place.seed}-{group}-{member}"):

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.base import Say
-from benchmarks.transport.chain import RUN, Ring, a_task, ring
+from benchmarks.transport.chain import RUN, TransportRing, a_task, ring
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import Child
+from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import connect
 from protocol.errors import ForayError
 from protocol.keys import Keys
@@ -35,9 +35,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from benchmarks.base import BenchSettings, Measured, Target
+from benchmarks.base import BenchResult, BenchSettings, Target
 
-# Many rollout clients against one Redis: until it refuses, then for as long as one likes.
+# Load: many rollout clients against one Redis, first until it refuses, then for `minutes`.
 
 READ, STALL_S, FILL_S, DRAIN_S = 16, 2.0, 120.0, 120.0
 SETTLE = 0.2
@@ -48,7 +48,7 @@ SETTLE = 0.2
 class Pump:
     """The learner's side without a policy: issues as clients finish, reads, decodes, acknowledges, counts."""
 
-    made: Ring
+    made: TransportRing
     group_size: int
     issued: int = 0
     ledger: Ledger = field(default_factory=Ledger)
@@ -105,7 +105,7 @@ def load(settings: TransportBench, directory: Path, say: Say) -> dict[str, Any]:
     }
 
 
-def _clients(settings: TransportBench, made: Ring, directory: Path) -> list[Child]:
+def _clients(settings: TransportBench, made: TransportRing, directory: Path) -> list[ManagedProcess]:
     children, each = [], -(-settings.clients // settings.processes)
     for first in range(0, settings.clients, each):
         count = min(each, settings.clients - first)
@@ -149,7 +149,9 @@ def _fill(settings: TransportBench, pump: Pump, client: redis.Redis, say: Say) -
     }
 
 
-def _hold(settings: TransportBench, pump: Pump, client: redis.Redis, children: list[Child], say: Say) -> dict[str, Any]:
+def _hold(
+    settings: TransportBench, pump: Pump, client: redis.Redis, children: list[ManagedProcess], say: Say
+) -> dict[str, Any]:
     """Reader and clients at full speed; memory of every process is looked at each second."""
     begun, piled = time.monotonic(), pump.issued
     end, look, arrived, peak = begun + 60 * settings.minutes, begun, 0, 0.0
@@ -186,7 +188,7 @@ def _drain(pump: Pump) -> None:
         pump.turn()
 
 
-def _end(child: Child, directory: Path) -> dict[str, Any]:
+def _end(child: ManagedProcess, directory: Path) -> dict[str, Any]:
     child.terminate()
     child.wait(20)
     last = (directory / f"{child.spec.name}.log").read_text().strip().splitlines()[-1]
@@ -246,7 +248,7 @@ class TransportBench(BenchSettings):
     maxmemory_mb: int = Field(default=256, ge=16)
     """Memory limit of the Redis (MiB)."""
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         """The chain, then the load, each on a Redis of its own."""
         from benchmarks.transport.chain import chain
 
@@ -256,7 +258,7 @@ class TransportBench(BenchSettings):
             ours, raw = chain(self, Path(name), say)
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             held = load(self, Path(name), say)
-        return Measured(
+        return BenchResult(
             value=ours["groups_per_s"],
             unit="groups/s",
             baseline={"name": "plain XADD + XREADGROUP of the same bytes", **raw},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.base import Say
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import Child
+from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import child_url, find_server, redis_argv
 from deploy.launcher.supervisor import Readiness, Supervisor
 
@@ -28,24 +28,22 @@ if TYPE_CHECKING:
     from benchmarks.transport.bench import TransportBench
 
 
-# What both parts of `foray bench transport` need: a Redis, a run in it, and groups of a given size.
-
 RUN = "bench"
 LEASE_MS = 86_400_000
 
 
 @dataclass
-class Ring:
+class TransportRing:
     """A Redis for the time of a block, and a run in it whose learner is this process."""
 
     url: str
-    redis: Child
+    redis: ManagedProcess
     store: RunStore
     supervisor: Supervisor
 
 
 @contextmanager
-def ring(directory: Path, maxmemory_mb: int, say: Say) -> Iterator[Ring]:
+def ring(directory: Path, maxmemory_mb: int, say: Say) -> Iterator[TransportRing]:
     """Redis as the launcher starts it (append-only file, noeviction), the run's functions, streams and lease."""
     from learner.delivery.store import RunStore
 
@@ -61,7 +59,7 @@ def ring(directory: Path, maxmemory_mb: int, say: Say) -> Iterator[Ring]:
             epoch = store.acquire("bench", 0, LEASE_MS, takeover=True)
             assert isinstance(epoch, int)
             store.own(epoch, "bench")
-            yield Ring(url, child, store, supervisor)
+            yield TransportRing(url, child, store, supervisor)
         finally:
             store.close()
     finally:
@@ -101,7 +99,7 @@ def chain(settings: TransportBench, directory: Path, say: Say) -> tuple[dict[str
         return asyncio.run(_chain(settings, made, say))
 
 
-async def _chain(settings: TransportBench, made: Ring, say: Say) -> tuple[dict[str, Any], dict[str, Any]]:
+async def _chain(settings: TransportBench, made: TransportRing, say: Say) -> tuple[dict[str, Any], dict[str, Any]]:
     from protocol.header import seal
     from protocol.runtime.redis.aio import RedisClient
     from rollout_server.dispatch.publisher import Sink
@@ -136,7 +134,7 @@ async def _chain(settings: TransportBench, made: Ring, say: Say) -> tuple[dict[s
     return ours, raw
 
 
-async def _ours(made: Ring, sink: Any, entry: str, message: Any, spent: dict[str, float]) -> None:
+async def _ours(made: TransportRing, sink: Any, entry: str, message: Any, spent: dict[str, float]) -> None:
     from learner.delivery.entry import read_entry
     from protocol.header import seal
 

@@ -127,7 +127,7 @@ def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis |
 
 def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, wanted: list[str]) -> None:
     from deploy.dlq.pages import as_json, page
-    from deploy.terminal import harmless
+    from deploy.terminal import escape_untrusted
 
     if not wanted:
         raise UserError("it is not said which one", todo="foray dlq list shows seqs and ids; then foray dlq show SEQ")
@@ -140,21 +140,21 @@ def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis |
         print(_json(as_json(found.run.id, letters, fates, bodies=True)))
         return
     for seq in booked:
-        print(f"seq {seq} is booked as {fates.of(seq)}: {harmless(fates.reopenable[seq])}")
+        print(f"seq {seq} is booked as {fates.of(seq)}: {escape_untrusted(fates.reopenable[seq])}")
     for letter in letters:
         print("\n".join(page(letter, fates, most=max(0, args.bytes))))
 
 
 def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
     from deploy.dlq.dead_letters import choose, outlook
-    from deploy.monitor.snapshot import observe
+    from deploy.monitor.snapshot import take_snapshot
     from protocol.keys import Keys
 
     if sum((bool(wanted), bool(args.reason), args.all)) != 1:
         raise UserError("it is not said which seqs", todo="give SEQ ..., or --reason R, or --all: one of the three")
     if any(not _SEQ.match(text) for text in wanted):
         raise UserError("ids of entries cannot be requeued", todo="give seqs: foray dlq list shows them")
-    seen = observe(found.redis_url, found.run.id, found.directory)
+    seen = take_snapshot(found.redis_url, found.run.id, found.directory)
     seqs = choose(seen, _fates(found, client), [int(text) for text in wanted], reason=args.reason)
     if seqs:
         client.sadd(Keys(found.run.id).requeue, *map(str, seqs))
@@ -167,12 +167,12 @@ def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redi
 
 def _purge(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
     from deploy.dlq.dead_letters import purge_file, purge_stream
-    from deploy.monitor.snapshot import observe
+    from deploy.monitor.snapshot import take_snapshot
 
     letters = _letters(args, found, client, bodies=False)
     if wanted:
         letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
-    if args.files and observe(found.redis_url, found.run.id, found.directory).lease_ms:
+    if args.files and take_snapshot(found.redis_url, found.run.id, found.directory).lease_ms:
         raise UserError(
             "the learner is running and may be writing its file", todo="stop it first, or purge without --files"
         )

@@ -33,6 +33,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{finding.verdict:<4}  {finding.check:<{width}}  {finding.detail}")
         if finding.why:
             print(f"{'':<4}  {'':<{width}}  why: {finding.why}")
-        if finding.mend:
-            print(f"{'':<4}  {'':<{width}}  do: {finding.mend}")
+        if finding.fix:
+            print(f"{'':<4}  {'':<{width}}  do: {finding.fix}")
     return int(failed)

@@ -87,12 +87,12 @@ def _name(recipe: Path | None, overrides: Sequence[str]) -> list[str]:
 
 
 def _secure(args: argparse.Namespace, config: RunConfig, directory: Path) -> None:
-    from deploy.secrets.files import Place, write_secrets
+    from deploy.secrets.files import RedisEndpoint, write_secrets
 
     hosts = tuple(host.strip() for host in args.hosts.split(",") if host.strip())
     if not hosts:
         raise UserError("--hosts names no host", todo="--hosts redis.example,10.0.0.5")
-    place = Place(hosts, args.redis_port, not args.no_tls, config.launch.redis_maxmemory_mb)
+    place = RedisEndpoint(hosts, args.redis_port, not args.no_tls, config.launch.redis_maxmemory_mb)
     written = write_secrets(directory, config.run.id, place, force=args.force)
     width = max(len(item.path.name) for item in written)
     print(f"wrote {directory.absolute()} (mode 0700, files 0600) for run {config.run.id}; `foray up` hands out each:")

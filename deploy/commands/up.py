@@ -69,7 +69,7 @@ def up(
     config: RunConfig, say: Callable[[str], None], *, again: str = "", takeover: bool = False
 ) -> tuple[int, dict[str, Any]]:
     """(exit code, what is to be said of the run); prints a failure on stderr. `again`: the command that goes on."""
-    from deploy.launcher.launcher import Launcher, Stopped
+    from deploy.launcher.launcher import Launcher, RunStopped
     from deploy.launcher.process import ProcessFailed
     from deploy.launcher.run_dir import saved
 
@@ -79,7 +79,7 @@ def up(
     state, code, error = "done", 0, ""
     try:
         launcher.run_until_done()
-    except Stopped as stopped:
+    except RunStopped as stopped:
         state, code = "stopped", 130 if stopped.number == signal.SIGINT else 0
     except ProcessFailed as failure:
         state, code, error = "failed", failure.exit_code, str(failure)
@@ -125,6 +125,6 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     print("# ports shown as 0 and a Redis shown as `redis-server` are chosen at the start")
     for finding in found:
         print(f"# {finding.verdict}: {finding.check}: {finding.detail}")
-        for name, text in (("why", finding.why), (" do", finding.mend)):
+        for name, text in (("why", finding.why), (" do", finding.fix)):
             if text:
                 print(f"#   {name}: {text}")

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# The demo's closing table.
-
 ROWS = (("one-hop", "1hop_"), ("two-hop", "2hop_"), ("mean", ""))
 
 
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     pass
     from deploy.demo.run import run_demo
-    from deploy.launcher.launcher import Stopped
+    from deploy.launcher.launcher import RunStopped
     from deploy.launcher.run_dir import saved
 
     out = sys.stderr if args.json else sys.stdout
@@ -103,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         summary = run_demo(prepared, began, say)
-    except Stopped as stopped:
+    except RunStopped as stopped:
         for line in saved(directory, f"foray up {prepared.config_path}"):
             say(line)
         return 130 if stopped.number == signal.SIGINT else 0

@@ -25,15 +25,13 @@ from deploy.launcher.launcher import Launcher
 from deploy.launcher.progress import parse_record
 from deploy.launcher.run_dir import is_held, read_record, unique_id
 from deploy.monitor.evaluate import Score, evaluate
-from deploy.monitor.snapshot import Observation, observe, read_books
+from deploy.monitor.snapshot import RunSnapshot, read_books, take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
 from protocol.runtime.config import read_tree
 
-# What must be there before the demo's processes start: two worlds, their passages, a warm-started model, a config.
-#
-# Two worlds share the index: the one whose questions are trained on, and the one that is only asked about before and
-# after. No name of the one occurs in the other.
+# Preparation: two worlds, their passages, a warm-started model and a configuration. Both worlds share the index: the
+# one whose questions are trained on, and the held-out one. No name of one occurs in the other.
 
 CONFIG = Path(__file__).with_name("demo.yaml")
 CONFIG_COPY = "demo.yaml"
@@ -60,7 +58,7 @@ class DemoOptions:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDemo:
     """Everything that `run_demo` needs. `seconds` by phase."""
 
     options: DemoOptions
@@ -71,7 +69,7 @@ class Prepared:
     seconds: dict[str, float]
 
 
-def prepare(options: DemoOptions, say: Say) -> Prepared:
+def prepare(options: DemoOptions, say: Say) -> PreparedDemo:
     """Make the run directory and fill it. Raises UserError when it holds something else, or a demo that was trained and
     may not be replaced."""
     directory = options.directory
@@ -90,7 +88,7 @@ def prepare(options: DemoOptions, say: Say) -> Prepared:
     began = time.monotonic()
     report = _model(options, config, say)
     seconds = {"worlds": worlds_s, "warm_start": time.monotonic() - began}
-    return Prepared(options, config, directory / CONFIG_COPY, held_out, report, seconds)
+    return PreparedDemo(options, config, directory / CONFIG_COPY, held_out, report, seconds)
 
 
 def demo_tree(options: DemoOptions) -> dict[str, Any]:
@@ -163,7 +161,7 @@ LAST_VERSION_S = 60.0
 SAMPLED, GREEDY = 1.0, 0.0
 
 
-def run_demo(prepared: Prepared, began: float, say: Say) -> dict[str, Any]:
+def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
     """Everything after the preparation; returns the summary. Raises ProcessFailed or Stopped as the launcher does."""
     seconds = dict(prepared.seconds)
     questions = [Question(id=q["id"], text=q["question"], answers=tuple(q["answers"])) for q in prepared.held_out]
@@ -212,11 +210,11 @@ def ask(url: str, questions: Sequence[Question], temperatures: Sequence[float], 
         return list(pool.map(one, temperatures))
 
 
-def await_last_version(launcher: Launcher) -> Observation:
+def await_last_version(launcher: Launcher) -> RunSnapshot:
     """What Redis says once every ready engine holds the target version; raises ForayError when that takes too long."""
     deadline = time.monotonic() + LAST_VERSION_S
     while True:
-        seen = observe(launcher.redis_url, launcher.config.run.id, launcher.directory)
+        seen = take_snapshot(launcher.redis_url, launcher.config.run.id, launcher.directory)
         ready = [e for e in seen.engines if e.state is NodeState.READY]
         if seen.target is not None and ready and all(e.version == seen.target.version for e in ready):
             return seen
@@ -264,7 +262,7 @@ def scores(
     return found
 
 
-def books(directory: Path, seen: Observation) -> dict[str, Any]:
+def books(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
     """The part of the summary that is about the run: steps, delivery, lag, tokens."""
     steps = [parse_record(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     ledger = read_books(directory)

@@ -43,11 +43,10 @@ if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
 
-# Whether the warm start has taught reading: how often a model quotes the right evidence in a world it has not seen.
-#
-# Judged by relation, since what fails is a single relation whose values the model recites from memory instead of
-# copying, and reinforcement learning cannot mend that: the right value is never sampled. The answer's accuracy says
-# nothing here (it only copies the quote), so it is not looked at.
+# The gate: how often a model quotes the right evidence in a world that it has not seen. It is measured for each
+# relation, because what fails is a single relation whose values the model recites from memory instead of copying.
+# Reinforcement learning cannot repair that: the right value is never sampled. Accuracy of the answer says nothing here
+# (the answer only copies the quote).
 
 GATE_WORLD = 2_000_000
 """Seeds of the worlds that gates ask about start here; nobody trains on them."""
@@ -115,16 +114,13 @@ def gate(model: Qwen2ForCausalLM, seed: int, asked: int = 32, topk: int = 2) -> 
     )
 
 
-# Initial weights with a beginning of copying: the parts of an induction circuit, laid by hand.
-#
-# What a small transformer learns last is to look a word up in its context and to continue as the context did. That takes
-# two attention heads in a row (Olsson et al. 2022, "In-context learning and induction heads"): one that brings each
-# position the word before it, and one that finds the position whose word before is the present word, and repeats what
-# stands there. From random weights the pair appears after many hundreds of steps or, with an unlucky seed, not at all.
-# Laid by hand, the first looks back sharply and the second has a slight lead, which is enough: about a hundred steps
-# do the rest. All of it stays trainable.
-#
-# The hidden state is halved: the first half of the channels holds the present word, the second half the word before.
+# Initial weights: the parts of an induction circuit. A small transformer learns last to look a word up in its context
+# and to continue as the context did. That takes two attention heads in a row (Olsson et al. 2022, "In-context learning
+# and induction heads"): one that brings each position the word before it, and one that finds the position whose
+# previous word is the present word, and repeats what stands there. From random weights the pair appears after many
+# hundreds of steps or, with an unlucky seed, not at all. Initialised like this, the first head looks back sharply and
+# the second has a slight lead; about a hundred steps do the rest. All weights stay trainable. The first half of the
+# hidden channels holds the present word, the second half the previous word.
 
 SHARPNESS = 30.0
 """Squared amplitude of the previous-word head's score in each of its rotation frequencies."""
@@ -203,7 +199,7 @@ def _induction(model: Qwen2ForCausalLM, layer: int, frequency: Tensor, width: in
     attention.o_proj.weight[:width, :width] = torch.eye(width) * REPEAT / math.sqrt(2 * width)
 
 
-# The demo's policy: a Qwen2 of about 0.2 million parameters, small enough to train and to serve on one CPU core.
+# The policy: a Qwen2 of about 0.2 million parameters, small enough to train and to serve on one CPU core.
 
 CONTEXT = 512
 """Longest sequence in tokens; the demo's longest trajectory is about half of it."""

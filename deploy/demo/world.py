@@ -214,11 +214,10 @@ if __name__ == "__main__":
     main()
 
 
-# BM25 over one world's passages, for the demonstrations: the ring's real retriever ranks the same way.
-#
-# Scores are Lucene's BM25 (Robertson et al. 1995 with idf = ln(1 + (N - df + 0.5) / (df + 0.5))), k1 1.5, b 0.75, as in
-# bm25s. It is written out here because the warm start asks tens of thousands of single queries of worlds that live for
-# two steps: building a real index for each would cost more than the training.
+# BM25 over the passages of one world, for the demonstrations; it ranks as the retriever does. Scores are Lucene's BM25
+# (Robertson et al. 1995 with idf = ln(1 + (N - df + 0.5) / (df + 0.5))), k1 1.5, b 0.75, as in bm25s. It is written out
+# here because the warm start asks tens of thousands of single queries of worlds that live for two steps: building a
+# real index for each would cost more than the training.
 
 Floats = npt.NDArray[np.float32]
 K1, B = 1.5, 0.75
@@ -256,11 +255,10 @@ class Lookup:
         return ranked[:topk]
 
 
-# The demo's tokenizer: one token a word, the protocol's tags single tokens, saved in Hugging Face layout.
-#
-# A text is split at blanks, so tokens of a prompt, of the policy and of an observation never merge where they meet. The
-# tags are added tokens that are *not* special: they are recognised even when glued to a word, and decoding keeps them,
-# so that an engine finds its stop strings.
+# The tokenizer: one token a word, each tag of the protocol one token, saved in Hugging Face layout. A text is split at
+# blanks, so tokens of a prompt, of the policy and of an observation never merge where they meet. The tags are added
+# tokens that are *not* special: they are recognised even when glued to a word, and decoding keeps them, so that an
+# engine finds its stop strings.
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 THOUGHT = "i need to search"

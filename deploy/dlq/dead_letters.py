@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import redis
 from collections.abc import Sequence
 
-from deploy.monitor.snapshot import Observation
-from deploy.terminal import harmless
+from deploy.monitor.snapshot import RunSnapshot
+from deploy.terminal import escape_untrusted
 from protocol.errors import UserError
 
 FILES = ("dead_letters.jsonl.1", "dead_letters.jsonl")
@@ -201,12 +201,12 @@ def _seq(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) <= 18 else 0
 
 
-# Which dead seqs may be tried again, and what will happen then. Pure: the learner does it (`Keys.requeue`).
+# Requeueing. Nothing is requeued here: the learner does it (`Keys.requeue`).
 
 SHOWN = 20
 
 
-def choose(seen: Observation, fates: Fates, seqs: Sequence[int], *, reason: str = "") -> list[int]:
+def choose(seen: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str = "") -> list[int]:
     """The seqs to requeue, ascending: `seqs`, or every dead or stale one with `reason`, or every dead one.
 
     Raises UserError when the run is over, when there is no ledger to look at, or when a named seq is neither.
@@ -224,7 +224,7 @@ def choose(seen: Observation, fates: Fates, seqs: Sequence[int], *, reason: str 
     if not seqs:
         chosen = [seq for seq, why in lost.items() if why == reason] if reason else list(fates.dead)
         if reason and not chosen:
-            known = ", ".join(sorted({harmless(why) for why in lost.values()})) or "none at all"
+            known = ", ".join(sorted({escape_untrusted(why) for why in lost.values()})) or "none at all"
             raise UserError(f"no dead or stale seq has the reason {reason!r}", why=f"reasons there are: {known}")
     else:
         chosen = list(seqs)
@@ -238,7 +238,7 @@ def choose(seen: Observation, fates: Fates, seqs: Sequence[int], *, reason: str 
     return sorted({seq for seq in chosen if seq not in fates.requeued})
 
 
-def outlook(seen: Observation, seqs: Sequence[int]) -> str:
+def outlook(seen: RunSnapshot, seqs: Sequence[int]) -> str:
     """What will happen, in a sentence or two."""
     if not seqs:
         return "nothing to requeue: what is dead was requeued already"

@@ -1,4 +1,4 @@
-"""What `foray dlq list` and `foray dlq show` print. Pure. Every word of a stranger goes through `harmless`."""
+"""What `foray dlq list` and `foray dlq show` print. Pure. Every word of a stranger goes through `escape_untrusted`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from deploy.dlq.dead_letters import DeadLetter, Fates
 from deploy.monitor.top import Row, table
-from deploy.terminal import harmless, hex_lines
+from deploy.terminal import escape_untrusted, hexdump
 from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.header import check_body, read_header
@@ -28,23 +28,23 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
             str(letter.seq or "-"),
             (
                 fates.of(letter.seq),
-                harmless(letter.reason, 32),
-                harmless(letter.source, 32),
+                escape_untrusted(letter.reason, 32),
+                escape_untrusted(letter.source, 32),
                 _when(letter.at),
-                harmless(letter.id, 40),
-                harmless(letter.detail, 60),
+                escape_untrusted(letter.id, 40),
+                escape_untrusted(letter.detail, 60),
             ),
         )
         for letter in letters
     ]
     rows += [
-        Row(str(seq), (fates.of(seq), harmless(why, 32), "ledger", "-", "-", "given up; no letter"))
+        Row(str(seq), (fates.of(seq), escape_untrusted(why, 32), "ledger", "-", "-", "given up; no letter"))
         for seq, why in silent.items()
     ]
     reasons = Counter(letter.reason for letter in letters)
-    counted = ", ".join(f"{number} {harmless(why, 32)}" for why, number in reasons.most_common()) or "none"
+    counted = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in reasons.most_common()) or "none"
     dead = Counter(fates.dead.values())
-    booked = ", ".join(f"{number} {harmless(why, 32)}" for why, number in dead.most_common()) or "none"
+    booked = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in dead.most_common()) or "none"
     return [
         *(line.rstrip() for line in table(COLUMNS, rows)),
         f"{len(letters)} letters: {counted}",
@@ -55,16 +55,19 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
 def page(letter: DeadLetter, fates: Fates, *, most: int) -> list[str]:
     """Everything about one letter."""
     lines = [
-        f"entry {harmless(letter.id)} of seq {letter.seq or 'unknown'} ({fates.of(letter.seq)}), {_when(letter.at)}",
-        f"  reason    {harmless(letter.reason)}: {harmless(letter.detail, 1000)}",
-        f"  found by  {harmless(letter.source)}; kept in {' and '.join(letter.kept)}",
+        f"entry {escape_untrusted(letter.id)} of seq {letter.seq or 'unknown'} ({fates.of(letter.seq)}), "
+        f"{_when(letter.at)}",
+        f"  reason    {escape_untrusted(letter.reason)}: {escape_untrusted(letter.detail, 1000)}",
+        f"  found by  {escape_untrusted(letter.source)}; kept in {' and '.join(letter.kept)}",
     ]
     facts, wrong = read_facts(letter)
-    lines += [f"  header    {harmless(name)} = {harmless(str(value), 400)}" for name, value in facts.items()]
-    lines += [f"  {part:<9} {harmless(why, 400)}" for part, why in wrong.items()]
+    lines += [
+        f"  header    {escape_untrusted(name)} = {escape_untrusted(str(value), 400)}" for name, value in facts.items()
+    ]
+    lines += [f"  {part:<9} {escape_untrusted(why, 400)}" for part, why in wrong.items()]
     for name, raw in (("header", letter.header), ("body", letter.body)):
         if raw:
-            lines += [f"  {name}, {len(raw)} bytes kept", *(f"    {line}" for line in hex_lines(raw, most))]
+            lines += [f"  {name}, {len(raw)} bytes kept", *(f"    {line}" for line in hexdump(raw, most))]
     return lines
 
 

@@ -104,8 +104,8 @@ def _corpus(config: RunConfig) -> Finding:
         if not built:
             refuse_large(settings)
     except ImportError as error:
-        detail, mend = f"{corpus} cannot be read here", "pip install 'foray[retriever]'"
-        return Finding("retriever.corpus", "fail", detail, mend, str(error))
+        detail, fix = f"{corpus} cannot be read here", "pip install 'foray[retriever]'"
+        return Finding("retriever.corpus", "fail", detail, fix, str(error))
     except UserError as error:
         return Finding.of("retriever.index_dir" if settings.needed_corpus is None else "retriever.corpus", error)
     return Finding("retriever.corpus", "ok", f"{corpus}: the first {count} passages are readable")
@@ -130,12 +130,12 @@ def _with_columns(path: Path, found: Finding) -> Finding:
         return found
     why = f"{found.why}; its columns are {', '.join(columns)}"
     wanted = [name for name in ("id", "question", *ANSWER_FIELDS) if name in columns]
-    mend = found.mend
+    fix = found.fix
     if "question" in wanted and wanted[-1] in ANSWER_FIELDS:
         code, lines = TO_LINES.format(path=str(path), columns=wanted), path.with_suffix(".jsonl")
         quoted = shlex.quote(code) if set(code) & set('"$`\\') else f'"{code}"'
-        mend = f"python -c {quoted} > {shlex.quote(str(lines))}; then learner.questions={lines}"
-    return Finding(found.check, found.verdict, found.detail, mend, why)
+        fix = f"python -c {quoted} > {shlex.quote(str(lines))}; then learner.questions={lines}"
+    return Finding(found.check, found.verdict, found.detail, fix, why)
 
 
 def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:

@@ -13,12 +13,12 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `mend` is empty when it is in order, a command where one does it."""
+    """One thing that was looked at. `fix` is empty when it is in order, a command where one does it."""
 
     check: str
     verdict: Verdict
     detail: str
-    mend: str = ""
+    fix: str = ""
     why: str = ""
 
     @classmethod
@@ -28,7 +28,7 @@ class Finding:
 
     def error(self) -> UserError:
         """As an error."""
-        return UserError(f"{self.check}: {self.detail}", why=self.why, todo=self.mend)
+        return UserError(f"{self.check}: {self.detail}", why=self.why, todo=self.fix)
 
 
 class NotReady(UserError):

@@ -20,8 +20,6 @@ from protocol.runtime.net import free_port, require_free
 from protocol.runtime.redis.url import parse, place_of
 from protocol.settings import REDIS_URL_VARIABLE, Settings
 
-# Paths of a configuration, absolute: what the launcher writes down must mean the same from any directory.
-
 ROOT = Path(__file__).parents[2]
 M = TypeVar("M", bound=BaseModel)
 

@@ -29,7 +29,7 @@ from deploy.doctor.run import Finding, inputs, preflight
 from deploy.heartbeat import Pulse, beside
 from deploy.launcher.addresses import choose, dated, seen_from_here, settle
 from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
-from deploy.launcher.process import Child
+from deploy.launcher.process import ManagedProcess
 from deploy.launcher.progress import StepTail
 from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, hold, write_record
@@ -48,7 +48,7 @@ STAGES = (("redis",), ("retriever",), ("engine", "rollout", "learner"))
 """Kinds that start together: later stages may need the earlier ones, within a stage all find each other."""
 
 
-class Stopped(ForayError):
+class RunStopped(ForayError):
     """A person (or `foray down`) asked the run to end. `number` is the signal."""
 
     def __init__(self, number: int) -> None:
@@ -206,7 +206,7 @@ class Launcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        state = "done" if error is None else "stopped" if isinstance(error, Stopped) else "failed"
+        state = "done" if error is None else "stopped" if isinstance(error, RunStopped) else "failed"
         try:
             self.stop(state)
         finally:
@@ -216,7 +216,7 @@ class Launcher:
         """Say the warnings; raise NotReady where something would stop the run."""
         for finding in findings:
             if finding.verdict == "warn":
-                self._say(f"warning: {finding.check}: {finding.detail}; {finding.mend}")
+                self._say(f"warning: {finding.check}: {finding.detail}; {finding.fix}")
         failed = [finding for finding in findings if finding.verdict == "fail"]
         if failed:
             raise NotReady(failed)
@@ -229,7 +229,7 @@ class Launcher:
             self._say(f"{name}: {self.config.run.model} does not exist, running {' '.join(argv)}")
             log = self.directory / "logs" / f"{name}.log"
             hidden = SECRET_VARIABLES if self.config.launch.secrets else ()
-            child = Child(ProcessSpec(name, "prepare", argv, log, Ready.RUNNING, hidden=hidden))
+            child = ManagedProcess(ProcessSpec(name, "prepare", argv, log, Ready.RUNNING, hidden=hidden))
             try:
                 while child.poll() is None:
                     self._raise_if_stopped()
@@ -242,7 +242,7 @@ class Launcher:
                 raise child.failed(f"exited with code {child.poll()}")
 
     def _catch_signals(self) -> None:
-        """Ctrl-C and SIGTERM become `Stopped` at the next look; a second one shortens the stop to a kill."""
+        """Ctrl-C and SIGTERM become `RunStopped` at the next look; a second one shortens the stop to a kill."""
         if threading.current_thread() is not threading.main_thread():
             return
 
@@ -256,7 +256,7 @@ class Launcher:
 
     def _raise_if_stopped(self) -> None:
         if self._stop_signal is not None:
-            raise Stopped(self._stop_signal)
+            raise RunStopped(self._stop_signal)
 
     def _record(self) -> None:
         children = self.supervisor.children

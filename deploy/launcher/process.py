@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.launcher.plan import ProcessSpec
-from deploy.terminal import harmless
+from deploy.terminal import escape_untrusted
 from protocol.errors import ForayError
 
 PR_SET_PDEATHSIG = 1
@@ -43,7 +43,7 @@ class ProcessFailed(ForayError):
         return f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}"
 
 
-class Child:
+class ManagedProcess:
     """A running (or ended) process of `spec`. Spawn it from a thread that lives as long as the run does."""
 
     def __init__(self, spec: ProcessSpec) -> None:
@@ -110,7 +110,7 @@ class Child:
         """`waiting for engine-1 (registered in Redis as ready), 12 s; its log: ...`"""
         seconds = time.monotonic() - (since or self.spawned)
         last = next((line for line in reversed(self.tail().splitlines()) if line.strip()), "")
-        log = f"; its log: {harmless(_STAMP.sub('', last.strip()), 100)}" if last else ""
+        log = f"; its log: {escape_untrusted(_STAMP.sub('', last.strip()), 100)}" if last else ""
         return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"
 
     def failed(self, what: str) -> ProcessFailed:

@@ -49,7 +49,7 @@ class StepTail:
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """What `metrics.jsonl` says of a run, with or without its processes.
 
     last     numbers of the newest step, {} before the first
@@ -76,14 +76,14 @@ class History:
         return sum(values) / len(values) if values else None
 
 
-def read_history(path: Path) -> History:
+def read_history(path: Path) -> RunHistory:
     """The end of a `metrics.jsonl`; an empty history where there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return History()
+        return RunHistory()
     records: list[dict[str, Any]] = []
     for line in reversed(lines):
         try:
@@ -96,6 +96,6 @@ def read_history(path: Path) -> History:
             break
         records.append(record)
     if not records:
-        return History()
+        return RunHistory()
     last = {name: float(value) for name, value in records[0].items() if isinstance(value, int | float)}
-    return History(last, tuple(reversed(records)))
+    return RunHistory(last, tuple(reversed(records)))

@@ -137,9 +137,6 @@ def _is_configuration(path: Path) -> bool:
         return False
 
 
-# Which run a command means: a run directory, or a configuration file, or the latest run below ./runs.
-
-
 @dataclass(frozen=True)
 class Located:
     """A run: its shared settings, where its Redis is, its directory, and run.json ({} when started by hand)."""
@@ -189,9 +186,6 @@ def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
     if not secrets or (given and not place):
         return ""
     return login_at(place, given) if given else redis_url_for(Path(secrets), "viewer", place)
-
-
-# What a run that ended early has kept, and the command that goes on from there.
 
 
 def saved(directory: Path, again: str) -> list[str]:

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import Child, describe_exit
+from deploy.launcher.process import ManagedProcess, describe_exit
 from deploy.launcher.redis_server import connect, ping
 from protocol.codec import decode_as
 from protocol.errors import ProtocolError
@@ -48,12 +48,12 @@ class Supervisor:
     ) -> None:
         self._is_ready, self._ready_s, self._shutdown_s = is_ready, ready_s, shutdown_s
         self._say, self._beat, self._interrupted = say, beat, interrupted
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, ManagedProcess] = {}
         self.restarts: dict[str, int] = {}
 
-    def spawn(self, spec: ProcessSpec) -> Child:
+    def spawn(self, spec: ProcessSpec) -> ManagedProcess:
         """Start `spec` without waiting for it."""
-        child = Child(spec)
+        child = ManagedProcess(spec)
         self.children[spec.name] = child
         return child
 
@@ -106,7 +106,7 @@ class Supervisor:
         """Do not wait in the stop that goes on (or in later ones)."""
         self._shutdown_s = 0.0
 
-    def _stop_stage(self, stage: list[Child]) -> list[str]:
+    def _stop_stage(self, stage: list[ManagedProcess]) -> list[str]:
         if alive := [child.spec.name for child in stage if child.poll() is None]:
             checkpoint = ", which writes a checkpoint" if stage[0].spec.kind == "learner" else ""
             self._say(f"stopping {', '.join(alive)}{checkpoint}")
@@ -136,8 +136,6 @@ class Supervisor:
         # a learner with nothing left to do may have ended before anybody looked
         return child.ready or (child.spec.kind == "learner" and child.poll() == 0)
 
-
-# Whether a started process can be relied on: one short question to it, or to Redis about it.
 
 ANSWER_S = 1.0
 """Longest wait for one answer; a process that is starting is asked again."""

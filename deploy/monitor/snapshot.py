@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploy.launcher.progress import History
+from deploy.launcher.progress import RunHistory
 from deploy.launcher.redis_server import connect
 from protocol import events
 from protocol.codec import decode_as, number_of
@@ -45,7 +45,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Books:
+class LedgerTotals:
     """The ledger of the last checkpoint: the durable truth, a few steps behind the learner's own.
 
     lineage: first version of each learner start, which tells the steps that a crash rolled back.
@@ -66,7 +66,7 @@ class Books:
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """One line of the run's history (`protocol/events.py`). `at`: seconds since 1970 by Redis' clock."""
 
     at: float
@@ -77,7 +77,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Observation:
+class RunSnapshot:
     """A run at one moment. `error` says why Redis could not be asked, "" when it could; `todo` what to do about it."""
 
     run: str
@@ -97,14 +97,14 @@ class Observation:
     dead_letters: int = 0
     letters: tuple[tuple[float, str], ...] = ()
     """(when, reason) of the newest LETTERS dead letters, the newest first."""
-    events: tuple[Event, ...] = ()
+    events: tuple[RunEvent, ...] = ()
     """The newest EVENTS, the oldest first."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of attempts that ended, as Redis' functions counted them: published, rejected. (The name that the learner
     gave these counts lies beside them.)"""
     memory: int = 0
     max_memory: int = 0
-    books: Books | None = None
+    books: LedgerTotals | None = None
     unreadable: tuple[str, ...] = field(default=())
     stopped: bool = False
     """A person stopped the run, and it goes on with the command `again`."""
@@ -118,7 +118,7 @@ class Observation:
     """Whether the run is to have a learner. False: its model is only served and evaluated."""
     steps: int = 0
     """Steps of the run by its configuration."""
-    history: History = field(default_factory=History)
+    history: RunHistory = field(default_factory=RunHistory)
 
     @property
     def figures(self) -> Mapping[str, float]:
@@ -167,7 +167,7 @@ class Observation:
         return self.target_state == "done"
 
 
-def observe(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s: float = 3.0) -> Observation:
+def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s: float = 3.0) -> RunSnapshot:
     """Look at run `run`; never raises for a Redis that is away or a message that cannot be read: it says so."""
     import redis
 
@@ -176,14 +176,14 @@ def observe(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s:
     try:
         return _look(client, redis_url, run, books)
     except (redis.RedisError, OSError) as error:
-        return Observation(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", books=books)
+        return RunSnapshot(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", books=books)
     except UserError as error:
-        return Observation(run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, books=books)
+        return RunSnapshot(run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, books=books)
     finally:
         client.close()
 
 
-def read_books(run_dir: Path) -> Books | None:
+def read_books(run_dir: Path) -> LedgerTotals | None:
     """The ledger of the checkpoint that CURRENT names, None before the first. Raises ForayError when it is broken."""
     manifest = _manifest(run_dir)
     if manifest is None:
@@ -193,7 +193,7 @@ def read_books(run_dir: Path) -> Books | None:
     lineage = tuple(PolicyVersion(*pair) for pair in manifest.get("lineage", ()))
     law = manifest.get("tokens") or {}
     tokens = {"generated": int(law["generated"]), **law.get("buckets", {})} if "generated" in law else {}
-    return Books(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage, tokens)
+    return LedgerTotals(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage, tokens)
 
 
 def read_ledger(run_dir: Path) -> Ledger | None:
@@ -217,7 +217,7 @@ def _manifest(run_dir: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Observation:
+def _look(client: redis.Redis, url: str, run: str, books: LedgerTotals | None) -> RunSnapshot:
     from protocol.runtime.redis.errors import unusable_keys
 
     keys = Keys(run)
@@ -247,7 +247,7 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
     target, epoch, lease, issued, dead_letters, letters, told, tokens, memory = answers[len(names) + len(engine_ids) :]
     updates = _read_all(WeightUpdate, ["target"], [target.get(b"b")], unreadable)
     tasks, traj = _stream(client, keys.tasks, TASK_GROUP), _stream(client, keys.traj, TRAJ_GROUP)
-    return Observation(
+    return RunSnapshot(
         run=run,
         redis_url=redacted(url),
         now=now,
@@ -262,7 +262,7 @@ def _look(client: redis.Redis, url: str, run: str, books: Books | None) -> Obser
         traj=traj or Stream(),
         dead_letters=int(dead_letters),
         letters=tuple((_time(id_), raw.get(b"reason", b"").decode("utf-8", "replace")) for id_, raw in letters),
-        events=tuple(Event(_time(id_), **events.parse(raw)) for id_, raw in reversed(told)),
+        events=tuple(RunEvent(_time(id_), **events.parse(raw)) for id_, raw in reversed(told)),
         tokens={name.decode(): number_of(number) for name, number in tokens.items() if number.isdigit()},
         memory=int(memory.get("used_memory", 0)),
         max_memory=int(memory.get("maxmemory", 0)),

@@ -1,4 +1,4 @@
-"""What an observation means: states, problems with what to do about them, and the page that is printed.
+"""What a snapshot means: token balance, states, problems with what to do about them, and the page that is printed.
 
 Pure but for `look`.
 """
@@ -13,14 +13,10 @@ from typing import Any
 
 from deploy.launcher.progress import read_history
 from deploy.launcher.run_dir import Located, is_held, read_record
-from deploy.monitor.snapshot import Observation, observe
-from deploy.terminal import harmless
+from deploy.monitor.snapshot import RunSnapshot, take_snapshot
+from deploy.terminal import escape_untrusted
 from protocol.messages import NodeState
 from rollout_server.search.base import NO_SUCH_PATH
-
-# What an observation says of delivery: the law by token, dead letters, the run's last events, and what is wrong. Pure.
-#
-# Figures are the learner's own (`learner/delivery/token_accounting.py`), those of Redis' functions, and of each rollout server's spool.
 
 BUCKETS = ("trained", "untrained", "filtered", "stale", "failed", "duplicate", "in_flight")
 GROWING = 3
@@ -41,7 +37,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class TokenLaw:
+class TokenBalance:
     """Where every token went that reached the learner.
 
     rejected    of attempts that gave way to another one
@@ -72,57 +68,58 @@ class TokenLaw:
         return f"generated {self.generated} {'=' if self.closes else '!='} {parts} ({verdict}){more}"
 
 
-def token_law(seen: Observation) -> TokenLaw | None:
-    """The law by the learner's own figures, else by the last checkpoint; None where neither keeps such books."""
+def token_balance(seen: RunSnapshot) -> TokenBalance | None:
+    """Return the learner's own balance, else that of the last checkpoint; None where neither counts tokens."""
     values, rejected = (seen.learner.values if seen.learner is not None else {}), seen.tokens.get("rejected", 0)
     if "tokens_generated_total" in values:
         parts = {name: int(values.get(f"tokens_law_{name}", 0)) for name in BUCKETS}
         lost = int(values.get("tokens_law_redis_lost", 0))
-        return TokenLaw(int(values["tokens_generated_total"]), parts, rejected, lost)
+        return TokenBalance(int(values["tokens_generated_total"]), parts, rejected, lost)
     if seen.learner is None and seen.books is not None and seen.books.tokens:
         # what was not decided then is not in it: it comes again
         parts = {name: seen.books.tokens.get(name, 0) for name in BUCKETS}
-        return TokenLaw(seen.books.tokens["generated"], parts, rejected)
+        return TokenBalance(seen.books.tokens["generated"], parts, rejected)
     return None
 
 
-def letters_line(seen: Observation) -> str:
+def letters_line(seen: RunSnapshot) -> str:
     """`37 (of the last 20: 12 corrupt, 8 foreign_run)`"""
     if not seen.letters:
         return str(seen.dead_letters)
     reasons = Counter(reason for _, reason in seen.letters)
-    told = ", ".join(f"{number} {harmless(reason, 32)}" for reason, number in reasons.most_common())
+    told = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in reasons.most_common())
     some = f"of the last {len(seen.letters)}: " if len(seen.letters) < seen.dead_letters else ""
     return f"{seen.dead_letters} ({some}{told})"
 
 
-def event_lines(seen: Observation) -> list[str]:
+def event_lines(seen: RunSnapshot) -> list[str]:
     """The last events, the oldest first: `12:31:07  rollout r1  lease-lost: another server has taken seq 7`."""
     return [
-        f"{time.strftime('%H:%M:%S', time.gmtime(event.at))}  {harmless(event.process, 32)} {harmless(event.id, 64)}  "
-        f"{harmless(event.kind, 32)}: {harmless(event.text, 300)}"
+        f"{time.strftime('%H:%M:%S', time.gmtime(event.at))}  {escape_untrusted(event.process, 32)} "
+        f"{escape_untrusted(event.id, 64)}  "
+        f"{escape_untrusted(event.kind, 32)}: {escape_untrusted(event.text, 300)}"
         for event in seen.events
     ]
 
 
-def delivery_problems(seen: Observation) -> list[Problem]:
+def delivery_problems(seen: RunSnapshot) -> list[Problem]:
     """What is wrong with delivery, while the run goes on."""
     return [*of_tokens(seen), *_of_letters(seen), *_of_learner(seen), *_of_spools(seen)]
 
 
-def of_tokens(seen: Observation) -> list[Problem]:
-    """Whether the law by token holds: also of a run that is over."""
-    law = token_law(seen)
-    if law is None or law.closes:
+def of_tokens(seen: RunSnapshot) -> list[Problem]:
+    """Return a problem if tokens are unaccounted for, also in a run that is over."""
+    balance = token_balance(seen)
+    if balance is None or balance.closes:
         return []
-    return [Problem(f"tokens do not close: {law.line()}", "this is a bug: keep the run directory and report it")]
+    return [Problem(f"tokens do not close: {balance.line()}", "this is a bug: keep the run directory and report it")]
 
 
-def _of_letters(seen: Observation) -> list[Problem]:
+def _of_letters(seen: RunSnapshot) -> list[Problem]:
     fresh = [reason for at, reason in seen.letters if seen.now - at < WINDOW_S]
     if len(fresh) < GROWING:
         return []
-    told = ", ".join(f"{number} {harmless(reason, 32)}" for reason, number in Counter(fresh).most_common())
+    told = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in Counter(fresh).most_common())
     return [
         Problem(
             f"dead letters keep coming: {told} within the last minute",
@@ -131,7 +128,7 @@ def _of_letters(seen: Observation) -> list[Problem]:
     ]
 
 
-def _of_learner(seen: Observation) -> list[Problem]:
+def _of_learner(seen: RunSnapshot) -> list[Problem]:
     learner = seen.learner
     if learner is None:
         return []
@@ -151,7 +148,8 @@ def _of_learner(seen: Observation) -> list[Problem]:
         found.append(
             Problem(
                 f"{failures} checkpoints in a row could not be written; the last is of step "
-                f"{int(values.get('checkpoint_step', 0))}: {harmless(learner.text.get('checkpoint_error', ''), 300)}",
+                f"{int(values.get('checkpoint_step', 0))}: "
+                f"{escape_untrusted(learner.text.get('checkpoint_error', ''), 300)}",
                 "make room on the disk below run.dir; training goes on meanwhile, after 3 failures without new tasks, "
                 "and the next try is made by itself",
             )
@@ -168,7 +166,7 @@ def _of_learner(seen: Observation) -> list[Problem]:
     return found
 
 
-def _of_spools(seen: Observation) -> list[Problem]:
+def _of_spools(seen: RunSnapshot) -> list[Problem]:
     return [
         Problem(
             f"rollout server {p.id} cannot publish: {int(p.values['spooled_groups'])} groups "
@@ -209,7 +207,7 @@ class Conservation:
         )
 
 
-def conservation(seen: Observation) -> Conservation:
+def conservation(seen: RunSnapshot) -> Conservation:
     """The law by seq: from the learner's own figures while it lives, else from the last checkpoint and the streams."""
     learner = seen.learner
     if learner is not None and "issued" in learner.values:
@@ -230,15 +228,15 @@ STARTING_S = 60.0
 """A learner that was started so lately may not report yet: it imports, and reads its checkpoint."""
 
 
-def look(found: Located) -> Observation:
+def look(found: Located) -> RunSnapshot:
     """One look at a run with all that is known of it: Redis, run.json as it is now, and `metrics.jsonl`."""
     record = read_record(found.directory)
-    seen = observe(found.redis_url, found.run.id, found.directory)
+    seen = take_snapshot(found.redis_url, found.run.id, found.directory)
     seen = with_record(seen, record, alive=is_held(found.directory))
     return replace(seen, steps=found.run.steps, history=read_history(found.directory / "metrics.jsonl"))
 
 
-def with_record(seen: Observation, record: Mapping[str, Any], *, alive: bool = False) -> Observation:
+def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = False) -> RunSnapshot:
     """`seen` with what run.json says. A run whose launcher has ended it is no run whose Redis is away.
 
     alive  whether the launcher lives: what a dead one wrote last is no state of the run
@@ -262,7 +260,7 @@ def with_record(seen: Observation, record: Mapping[str, Any], *, alive: bool = F
     return seen
 
 
-def problems(seen: Observation, *, max_lag: int) -> list[Problem]:
+def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
     """What is wrong, the worst first; nothing for a run that goes well or has been finished."""
     if seen.todo:
         return [Problem(seen.error, seen.todo)]
@@ -318,7 +316,7 @@ def _no_retriever(rollout: str, outage: str) -> Problem:
     return Problem(f"rollout server {rollout} finds no retriever: {outage}", todo)
 
 
-def _engine_problems(seen: Observation, max_lag: int) -> list[Problem]:
+def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
     if not seen.engines:
         return [Problem("no engine is registered", "start one: python -m rollout_server.node --config ...")]
     found = [
@@ -341,7 +339,7 @@ def _engine_problems(seen: Observation, max_lag: int) -> list[Problem]:
     return found
 
 
-def to_json(seen: Observation, *, max_lag: int) -> dict[str, Any]:
+def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
     """The same, for programs. Stable: names are added, never changed."""
     wrong, books = problems(seen, max_lag=max_lag), conservation(seen)
     return {
@@ -372,13 +370,13 @@ def to_json(seen: Observation, *, max_lag: int) -> dict[str, Any]:
         },
         "letters": [{"at": at, "reason": reason} for at, reason in seen.letters],
         "events": [asdict(event) for event in seen.events],
-        "tokens": asdict(law) | {"closes": law.closes} if (law := token_law(seen)) else None,
+        "tokens": asdict(law) | {"closes": law.closes} if (law := token_balance(seen)) else None,
         "ledger": asdict(books) | {"closes": books.closes},
         "checkpoint": asdict(seen.books) | {"closes": seen.books.closes} if seen.books else None,
     }
 
 
-def state(seen: Observation) -> str:
+def state(seen: RunSnapshot) -> str:
     """One word. What the learner says: starting, training. Without one: preparing (it is to come), serving (none is to
     come), evaluating, waiting (none comes). And stopping, stopped (by a person), done, failed, down.
     """
@@ -401,7 +399,7 @@ def state(seen: Observation) -> str:
     return "preparing" if seen.awaits_learner else "waiting"
 
 
-def step_line(seen: Observation) -> str:
+def step_line(seen: RunSnapshot) -> str:
     """`step 14 of 60, 3.9 s per step, about 3 min to go`; what is not known is left out."""
     figures = seen.figures
     line = f"step {figures.get('step', 0):.0f} of {figures.get('steps', 0):.0f}"
@@ -418,7 +416,7 @@ def span(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def render(seen: Observation, *, max_lag: int) -> str:
+def render(seen: RunSnapshot, *, max_lag: int) -> str:
     """The page of `foray status`."""
     wrong, books = problems(seen, max_lag=max_lag), conservation(seen)
     lines = [
@@ -454,7 +452,7 @@ def render(seen: Observation, *, max_lag: int) -> str:
     )
     if books.source:
         lines.append(f"ledger    {books.line()} ({books.source})")
-    if law := token_law(seen):
+    if law := token_balance(seen):
         lines.append(f"tokens    {law.line()}")
     if seen.books:
         verdict = "closes" if seen.books.closes else "DOES NOT CLOSE"

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deploy.monitor.http import ask
-from deploy.monitor.snapshot import Observation
-from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_law
+from deploy.monitor.snapshot import RunSnapshot
+from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
 from protocol.messages import MetricsSnapshot
 
 IN_WORDS = {
@@ -39,7 +39,7 @@ _METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)")
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of a table: a name and its cells, as they are printed."""
 
     name: str
@@ -52,7 +52,7 @@ class Frame:
 
     title: str
     facts: tuple[tuple[str, str], ...]
-    engines: tuple[Row, ...]
+    engines: tuple[TableRow, ...]
     waits: tuple[str, ...]
     problems: tuple[str, ...]
 
@@ -97,14 +97,14 @@ def _wrapped(line: str, width: int) -> list[str]:
 ENGINE_COLUMNS = ("engine", "state", "version", "running", "waiting", "tok/s", "updates", "cache")
 
 
-def table(columns: tuple[str, ...], rows: Iterable[Row]) -> list[str]:
+def table(columns: tuple[str, ...], rows: Iterable[TableRow]) -> list[str]:
     """Aligned lines: the header, then a line a row."""
     cells = [columns, *((row.name, *row.cells) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return ["  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
 
 
-def frame(seen: Observation, before: Observation | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
+def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
     """What to show of `seen`; `before` is an earlier look, for the shares of the time between."""
     rollouts, values = seen.of("rollout"), seen.figures
     facts = [
@@ -134,13 +134,13 @@ def frame(seen: Observation, before: Observation | None, searches: Mapping[str, 
             )
         )
     facts.append(("ledger", conservation(seen).line()))
-    if law := token_law(seen):
+    if law := token_balance(seen):
         facts.append(("tokens", law.line()))
     facts.append(("dead letters", letters_line(seen)))
     if rollouts:
         facts.append(("search", _search_line(rollouts, searches)))
     engines = tuple(
-        Row(
+        TableRow(
             e.id,
             (
                 str(e.state),
@@ -159,7 +159,7 @@ def frame(seen: Observation, before: Observation | None, searches: Mapping[str, 
     return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits), wrong)
 
 
-def waits_in_words(seen: Observation, before: Observation | None) -> list[str]:
+def waits_in_words(seen: RunSnapshot, before: RunSnapshot | None) -> list[str]:
     """Sentences with the share of time each kind of process stood waiting, the largest first; below 5 % is left out.
 
     The share is of the time between the two looks (of the whole life of a process that was not there before), as a
@@ -201,9 +201,9 @@ class Looks:
     """The looks of the last WINDOW_S seconds: snapshots come once a second, and one step may take several."""
 
     def __init__(self) -> None:
-        self._looks: deque[Observation] = deque()
+        self._looks: deque[RunSnapshot] = deque()
 
-    def before(self, seen: Observation) -> Observation | None:
+    def before(self, seen: RunSnapshot) -> RunSnapshot | None:
         """The look to compare `seen` with: the newest that is WINDOW_S old, else the oldest; None for the first."""
         if seen.now:
             self._looks.append(seen)
@@ -212,13 +212,13 @@ class Looks:
         return self._looks[0] if self._looks and self._looks[0] is not seen else None
 
 
-def _weights(seen: Observation) -> str:
+def _weights(seen: RunSnapshot) -> str:
     if seen.target:
         return seen.target.version.label
     return f"{seen.books.epoch}.{seen.books.step} (checkpoint)" if seen.books else "none yet"
 
 
-def _tokens_line(seen: Observation) -> str:
+def _tokens_line(seen: RunSnapshot) -> str:
     """Throughput now; of a run without processes its mean over the last steps."""
     rollouts, history = seen.of("rollout"), seen.history
     generated = sum(p.values.get("tokens_generated_per_s", 0.0) for p in rollouts) if rollouts else None

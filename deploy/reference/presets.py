@@ -26,7 +26,7 @@ script says nothing, and the configuration of its project counts.
 
 
 @dataclass(frozen=True)
-class Row:
+class PresetValue:
     """One value of some presets: ours, the source's in the same unit, where that stands, and why they differ."""
 
     setting: str
@@ -60,12 +60,12 @@ class Table:
     nothing reads in a preset without a row for them."""
 
     sources: Mapping[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[PresetValue, ...]
     behaviour: tuple[Behaviour, ...]
     ours: tuple[str, ...]
     inert: frozenset[str]
 
-    def of(self, preset: str) -> list[Row]:
+    def of(self, preset: str) -> list[PresetValue]:
         """Rows of one preset."""
         return [row for row in self.rows if preset in row.presets]
 
@@ -80,7 +80,7 @@ def read_table(path: Path = TABLE) -> Table:
             yield from [name] if name in sources else names(groups[name])
 
     rows = tuple(
-        Row(setting, tuple(names(c["presets"])), c["here"], c["there"], c["from"], c.get("why", ""))
+        PresetValue(setting, tuple(names(c["presets"])), c["here"], c["there"], c["from"], c.get("why", ""))
         for setting, cases in tree["values"].items()
         for c in cases
     )

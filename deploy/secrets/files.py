@@ -62,7 +62,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Place:
+class RedisEndpoint:
     """Where the Redis of the run will be. `hosts[0]` is the name in the URLs, all are in the certificate."""
 
     hosts: tuple[str, ...] = LOCAL
@@ -77,7 +77,7 @@ class Place:
         return f"{scheme}://{user}:{password}@{host}:{self.port}/0{query}"
 
 
-def write_secrets(directory: Path, run: str, place: Place, *, force: bool) -> list[Written]:
+def write_secrets(directory: Path, run: str, place: RedisEndpoint, *, force: bool) -> list[Written]:
     """Makes every secret of run `run` anew. Raises UserError when `directory` holds some already, unless `force`."""
     directory = directory.absolute()
     if any(not (char.isalnum() or char in "/._-+@,=") for char in str(directory)):
@@ -102,7 +102,7 @@ def write_secrets(directory: Path, run: str, place: Place, *, force: bool) -> li
     return [Written(directory / name, uses[name]) for name in texts]
 
 
-def _redis(directory: Path, run: str, place: Place) -> dict[str, str]:
+def _redis(directory: Path, run: str, place: RedisEndpoint) -> dict[str, str]:
     local = all(is_loopback(host) for host in place.hosts)
     listen = "bind 127.0.0.1 -::1" if local else "# every interface: the password and TLS keep the door\nbind * -::*"
     tls = TLS_LINES.format(port=place.port, directory=directory) if place.tls else f"port {place.port}\n"
@@ -114,7 +114,7 @@ def _redis(directory: Path, run: str, place: Place) -> dict[str, str]:
     return texts
 
 
-def _roles(directory: Path, run: str, place: Place) -> dict[str, str]:
+def _roles(directory: Path, run: str, place: RedisEndpoint) -> dict[str, str]:
     passwords: dict[RedisRole, str] = {role: secrets.token_urlsafe(32) for role in REDIS_ROLES}
     tokens = {role: secrets.token_urlsafe(32) for role in ROLES}
     texts = {"users.acl": users_acl(run, passwords)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from deploy.launcher.process import Child
+from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import connect
 from protocol.functions import source
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
@@ -34,9 +34,9 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def children() -> Iterator[list[Child]]:
+def children() -> Iterator[list[ManagedProcess]]:
     """Children that a test leaves here are killed when it ends."""
-    left: list[Child] = []
+    left: list[ManagedProcess] = []
     yield left
     for child in left:
         child.kill()

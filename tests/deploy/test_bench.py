@@ -12,7 +12,7 @@ from pydantic import Field
 
 import benchmarks as table
 from benchmarks import BENCHMARKS
-from benchmarks.base import BenchSettings, Measured, Say
+from benchmarks.base import BenchResult, BenchSettings, Say
 from benchmarks.command import rounded
 from deploy.cli import main
 from protocol.runtime.field_docs import descriptions
@@ -27,10 +27,10 @@ class Sheep(BenchSettings):
     count: int = Field(default=7, ge=1)
     """How many."""
 
-    def measure(self, say: Say) -> Measured:
+    def measure(self, say: Say) -> BenchResult:
         say("counting")
         rows = [{"sheep": i, "seconds": 1 / 3} for i in range(self.count)]
-        return Measured(self.count / 3, "sheep/s", {"name": "goats", "value": 1.0}, self.count / 3, {"rows": rows})
+        return BenchResult(self.count / 3, "sheep/s", {"name": "goats", "value": 1.0}, self.count / 3, {"rows": rows})
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_what_a_library_prints_is_no_part_of_the_json(
     """DeepSpeed logs to stdout while it is imported; a C library or a child process writes to descriptor 1."""
     quiet = Sheep.measure
 
-    def noisy(self: Sheep, say: Say) -> Measured:
+    def noisy(self: Sheep, say: Say) -> BenchResult:
         print("[WARNING] from Python")
         os.write(1, b"from descriptor 1\n")
         subprocess.run(["echo", "from a child"], check=True)

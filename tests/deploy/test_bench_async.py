@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import asynchrony as async_ring
-from benchmarks.asynchrony import AsyncBench, CpuSamples, Window, figures, kept, play, summary
+from benchmarks.asynchrony import AsyncBench, CpuSamples, MeasuredSteps, figures, kept, play, summary
 from benchmarks.base import tree_cpu_seconds
 from benchmarks.report import judged
 from deploy.cli import main
@@ -42,7 +42,7 @@ def row(lag: int, *, ring_lag: int | None = None, generate_s: float = 3.0, train
     """Of a ring that is asked for `lag` and works at `ring_lag`."""
     records = simulated(generate_s, train_s, lag if ring_lag is None else ring_lag)
     samples = CpuSamples({record["step"]: 4.0 * record["step"] for record in records})
-    return {"seed": 0, "max_lag": lag, "groups_discarded": 2, **figures(records, Window(5, 35), samples)}
+    return {"seed": 0, "max_lag": lag, "groups_discarded": 2, **figures(records, MeasuredSteps(5, 35), samples)}
 
 
 def of_bound(rows: list[dict[str, Any]]) -> tuple[float, bool]:
@@ -65,7 +65,7 @@ def test_a_run_without_a_vote_at_its_end_has_no_exact_match() -> None:
     samples = CpuSamples({record["step"]: 1.0 * record["step"] for record in records})
     for record in records[-10:]:
         del record["reward/em"]
-    assert figures(records, Window(5, 35), samples)["em_last"] is None
+    assert figures(records, MeasuredSteps(5, 35), samples)["em_last"] is None
 
 
 def test_the_records_that_are_read_are_those_that_a_learner_writes() -> None:
@@ -118,7 +118,7 @@ def test_a_window_needs_two_looks() -> None:
     samples = CpuSamples()
     samples.look(3, [])
     with pytest.raises(ForayError, match="only 1 steps"):
-        samples.between(Window(2, 9))
+        samples.between(MeasuredSteps(2, 9))
 
 
 @pytest.mark.parametrize("argv", [["--lags", "1,2"], ["--lags", "0,0"], ["--steps", "11"], ["--lags", "0,33"]])

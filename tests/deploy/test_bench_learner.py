@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.learner.bench import ORDER, TRL_VARIABLE, Contender, LearnerBench, contenders_of
-from benchmarks.learner.workload import SHAPES, Work, head_share, skewed_groups, write_work
+from benchmarks.learner.workload import SHAPES, LearnerWorkload, head_share, skewed_groups, write_work
 from benchmarks.report import judged
 from deploy.cli import main
 from protocol.errors import ForayError, UserError
@@ -81,14 +81,14 @@ def test_the_ratio_is_against_the_better_padded_loop(
 ) -> None:
     row = figures_of(ours=60.0, padded=padded, padded_sorted=in_order, trl=15.0)
     monkeypatch.setattr("benchmarks.learner.bench.play", lambda *_: [row, row])
-    monkeypatch.setattr("benchmarks.learner.workload.write_work", lambda *_: Work(Path("spec"), {**FACTS}))
+    monkeypatch.setattr("benchmarks.learner.workload.write_work", lambda *_: LearnerWorkload(Path("spec"), {**FACTS}))
     measured = LearnerBench().measure(lambda line: None)
     assert measured.ratio == 3.0 and ORDER[best] in measured.baseline["name"] and measured.details["ratio_trl"] == 4.0
     assert {judged(target, {"ratio": 3.0, **measured.details})["met"] for target in LearnerBench.targets} == {True}
 
 
 def names(settings: LearnerBench, absent: dict[str, str]) -> list[str]:
-    return [c.name for c in contenders_of(settings, Work(Path("spec.json"), {}), absent)]
+    return [c.name for c in contenders_of(settings, LearnerWorkload(Path("spec.json"), {}), absent)]
 
 
 def test_an_environment_without_trl_and_a_misspelt_contender_are_told_apart(no_trl: None) -> None:

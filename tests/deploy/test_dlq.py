@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from deploy.cli import main
-from deploy.terminal import harmless, hex_lines
+from deploy.terminal import escape_untrusted, hexdump
 from protocol.codec import encode
 from protocol.errors import CorruptMessage
 from protocol.header import seal
@@ -120,10 +120,10 @@ def test_a_hostile_letter_is_shown_and_does_nothing_to_the_terminal(
 
 
 def test_what_was_escaped_can_be_told_from_what_was_written() -> None:
-    assert harmless("\x1b") == r"\x1b" and harmless(r"\x1b") == r"\\x1b"
-    assert harmless("\u2028\U000e0001 schön") == r"\u2028\U000e0001 schön"
-    assert harmless("a" * 300, 3) == "aaa... (300 characters)"
-    assert [line.split() for line in hex_lines(b"abc\x00")] == [["000000", "61", "62", "63", "00", "|abc.|"]]
+    assert escape_untrusted("\x1b") == r"\x1b" and escape_untrusted(r"\x1b") == r"\\x1b"
+    assert escape_untrusted("\u2028\U000e0001 schön") == r"\u2028\U000e0001 schön"
+    assert escape_untrusted("a" * 300, 3) == "aaa... (300 characters)"
+    assert [line.split() for line in hexdump(b"abc\x00")] == [["000000", "61", "62", "63", "00", "|abc.|"]]
 
 
 def test_a_file_that_a_crash_cut_and_older_letters_are_still_read(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ def findings(tmp_path: Path, *overrides: str) -> dict[str, Finding]:
     files = (f"run.model={tmp_path}/model", f"retriever.corpus={tmp_path}/corpus.jsonl", f"run.dir={tmp_path}/run")
     config = load_config(None, [*files, f"learner.questions={tmp_path}/questions.jsonl", *overrides])
     found = examine(config)
-    assert all(f.mend for f in found if f.verdict != "ok"), "what is not in order can be mended"
+    assert all(f.fix for f in found if f.verdict != "ok"), "what is not in order can be mended"
     return {f.check: f for f in found}
 
 
@@ -115,7 +115,7 @@ def test_a_redis_that_would_evict_is_refused(run_files: Path, client: redis.Redi
         found = findings(run_files, f"run.redis_url={redis_url}")["redis policy"]
     finally:
         client.config_set("maxmemory-policy", "noeviction")
-    assert found.verdict == "fail" and "CONFIG SET maxmemory-policy noeviction" in found.mend
+    assert found.verdict == "fail" and "CONFIG SET maxmemory-policy noeviction" in found.fix
 
 
 def test_a_redis_that_is_away_is_a_finding(run_files: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_redis_that_is_away_is_a_finding(run_files: Path) -> None:
 def test_the_command_prints_json_and_its_exit_code_tells(run_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(argparse.Namespace(given=[], config=None, json=True)) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["healthy"] is True and {"check", "verdict", "detail", "mend", "why"} == told["findings"][0].keys()
+    assert told["healthy"] is True and {"check", "verdict", "detail", "fix", "why"} == told["findings"][0].keys()
     config = run_files / "c.yaml"
     config.write_text("run: {model: /nowhere}\n")
     assert command.run(argparse.Namespace(given=[], config=config, json=False)) == 1
@@ -153,4 +153,4 @@ def test_a_model_that_engine_and_learner_cannot_take_is_found_by_its_configurati
     found = findings(run_files, "learner.batch.row_tokens=4096")
     assert found["engine"].verdict == "fail" and "cannot serve" in found["engine"].detail
     assert found["learner"].verdict == "fail"
-    assert all(setting in found["learner"].mend for setting in settings)
+    assert all(setting in found["learner"].fix for setting in settings)

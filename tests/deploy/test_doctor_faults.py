@@ -24,10 +24,10 @@ from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
 from deploy.doctor.run import Finding, examine
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import Child
+from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import find_server, ping, redis_argv
 from deploy.secrets.acl import rules
-from deploy.secrets.files import Place, write_secrets
+from deploy.secrets.files import RedisEndpoint, write_secrets
 from protocol.codec import encode
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
@@ -43,7 +43,7 @@ class World:
 
     directory: Path
     url: str
-    child: Child
+    child: ManagedProcess
     admin: redis.Redis
     overrides: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class World:
 
     def findings(self) -> list[Finding]:
         found = examine(self.config, environ=self.environ, clock=self.clock)
-        assert all(f.mend for f in found if f.verdict != "ok"), "what is not in order can be mended"
+        assert all(f.fix for f in found if f.verdict != "ok"), "what is not in order can be mended"
         return found
 
     def of(self, check: str) -> Finding:
@@ -78,11 +78,11 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Child]]:
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ManagedProcess]]:
     directory, port = tmp_path_factory.mktemp("doctor"), free_port()
     url = f"redis://127.0.0.1:{port}/0"
     argv = redis_argv(find_server().path, directory, url, maxmemory_mb=64)
-    child = Child(ProcessSpec("redis", "redis", argv, directory / "log", Ready.PING, url))
+    child = ManagedProcess(ProcessSpec("redis", "redis", argv, directory / "log", Ready.PING, url))
     deadline = time.monotonic() + 20
     while ping(url):
         assert child.poll() is None and time.monotonic() < deadline, child.tail()
@@ -93,7 +93,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Chi
 
 
 @pytest.fixture
-def world(run_files: Path, healthy: tuple[str, Child], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(run_files: Path, healthy: tuple[str, ManagedProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(doctor_redis, "ANSWER_S", 1.0)
     admin = redis.Redis.from_url(healthy[0])
     admin.flushall()
@@ -258,7 +258,7 @@ def other_for_sglang(world: World) -> Iterator[None]:
 @contextmanager
 def open_secrets(world: World) -> Iterator[None]:
     directory = world.directory / "secrets"
-    write_secrets(directory, RUN, Place(tls=False), force=False)
+    write_secrets(directory, RUN, RedisEndpoint(tls=False), force=False)
     (directory / "learner.env").chmod(0o644)
     directory.chmod(0o755)
     world.overrides += [f"launch.secrets={directory}", "launch.redis=own", "run.redis_url=''"]
@@ -272,14 +272,14 @@ def password_in_file(world: World) -> Iterator[None]:
     yield
 
 
-def run_mend(world: World, mend: str) -> None:
+def run_mend(world: World, fix: str) -> None:
     """Carries a mend out that is a command: `redis-cli ...` over a client, the rest by a shell."""
-    if mend.startswith("redis-cli"):
-        words = shlex.split(mend)
+    if fix.startswith("redis-cli"):
+        words = shlex.split(fix)
         start = next(i for i, word in enumerate(words) if word in ("CONFIG", "ACL"))
         world.admin.execute_command(*words[start:])
     else:
-        command = mend.partition(",")[0]
+        command = fix.partition(",")[0]
         subprocess.run(command, shell=True, check=True, timeout=10)
 
 
@@ -332,10 +332,10 @@ def test_a_fault_is_found_and_its_mend_mends(world: World, name: str) -> None:
     assert not before, "nothing was wrong before"
     with fault(world):
         found = world.of(check)
-        assert found.verdict == verdict and words in found.detail + found.why and found.mend, found
+        assert found.verdict == verdict and words in found.detail + found.why and found.fix, found
         assert "geheim" not in f"{found}"
         if mends:
-            run_mend(world, found.mend)
+            run_mend(world, found.fix)
             deadline = time.monotonic() + 10
             while world.of(check).verdict != "ok":
                 assert time.monotonic() < deadline, world.of(check)
@@ -402,7 +402,7 @@ def _without_valkey(info: dict[str, Any]) -> dict[str, Any]:
 )
 def test_what_goes_over_a_network_in_the_clear_is_named(url: str, verdict: str, words: str) -> None:
     (found,) = doctor_redis._transport(url)
-    assert found.verdict == verdict and words in found.detail and bool(found.mend) == (verdict != "ok")
+    assert found.verdict == verdict and words in found.detail and bool(found.fix) == (verdict != "ok")
 
 
 def test_trying_a_right_does_nothing(world: World) -> None:
@@ -415,7 +415,7 @@ def test_trying_a_right_does_nothing(world: World) -> None:
 
 def test_the_users_that_init_makes_are_what_the_doctor_wants(world: World) -> None:
     directory = world.directory / "secrets"
-    write_secrets(directory, RUN, Place(tls=False), force=False)
+    write_secrets(directory, RUN, RedisEndpoint(tls=False), force=False)
     for line in (directory / "users.acl").read_text().splitlines()[1:]:
         world.admin.execute_command("ACL", "SETUSER", *line.split()[1:])
     world.overrides.append(f"launch.secrets={directory}")
@@ -425,7 +425,7 @@ def test_the_users_that_init_makes_are_what_the_doctor_wants(world: World) -> No
 
 
 @pytest.mark.fault(47)
-def test_the_holder_of_a_port_is_named(healthy: tuple[str, Child]) -> None:
+def test_the_holder_of_a_port_is_named(healthy: tuple[str, ManagedProcess]) -> None:
     url, child = healthy
     found = holder(int(url.rpartition(":")[2].split("/")[0]))
     assert found is not None and found.pid == child.pid and "server" in found.name and not found.stopped
@@ -447,4 +447,4 @@ def test_the_command_says_all_of_it_as_json(
     world.admin.config_set("maxmemory-policy", "allkeys-lru")
     assert main(["doctor", str(path), "--json"]) == 1
     found = {f["check"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
-    assert found["redis policy"]["verdict"] == "fail" and "noeviction" in found["redis policy"]["mend"]
+    assert found["redis policy"]["verdict"] == "fail" and "noeviction" in found["redis policy"]["fix"]

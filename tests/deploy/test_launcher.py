@@ -19,7 +19,7 @@ import yaml
 from deploy.commands import down
 from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import NotReady
-from deploy.launcher.launcher import Launcher, Stopped
+from deploy.launcher.launcher import Launcher, RunStopped
 from deploy.launcher.process import ProcessFailed
 from deploy.launcher.redis_server import connect, ping
 from deploy.launcher.run_dir import is_held, read_record
@@ -240,7 +240,7 @@ def test_what_work_raises_comes_out_of_during(run_files: Path) -> None:
 
 def test_a_signal_stops_the_run_in_order(run_files: Path) -> None:
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell has started pytest in the background
-    with pytest.raises(Stopped) as stopped, launcher(configured(run_files, "wait"), run_files) as started:
+    with pytest.raises(RunStopped) as stopped, launcher(configured(run_files, "wait"), run_files) as started:
         started.start()
         os.kill(os.getpid(), signal.SIGINT)
         started.wait()

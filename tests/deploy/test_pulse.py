@@ -11,7 +11,7 @@ import pytest
 
 from deploy.heartbeat import Pulse, beside
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import Child
+from deploy.launcher.process import ManagedProcess
 from deploy.launcher.supervisor import Supervisor
 
 
@@ -59,7 +59,7 @@ SLOW = (
 )
 
 
-def test_start_and_stop_say_what_they_wait_for(tmp_path: Path, children: list[Child]) -> None:
+def test_start_and_stop_say_what_they_wait_for(tmp_path: Path, children: list[ManagedProcess]) -> None:
     said: list[str] = []
     pulse = Pulse(said.append, every_s=0)
     supervisor = Supervisor(

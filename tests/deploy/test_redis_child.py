@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import Child
+from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import (
     MAX_SOCKET_PATH,
     check_server,
@@ -31,9 +31,9 @@ def fake_server(directory: Path, name: str, version: str) -> Path:
     return path
 
 
-def start(directory: Path, url: str, children: list[Child]) -> Child:
+def start(directory: Path, url: str, children: list[ManagedProcess]) -> ManagedProcess:
     argv = redis_argv(find_server().path, directory, url, maxmemory_mb=32)
-    child = Child(ProcessSpec("redis", "redis", argv, directory / "redis.log", Ready.PING, url))
+    child = ManagedProcess(ProcessSpec("redis", "redis", argv, directory / "redis.log", Ready.PING, url))
     children.append(child)
     deadline = time.monotonic() + 10
     while ping(url):
@@ -63,7 +63,7 @@ def test_without_any_server_the_error_says_what_to_install(tmp_path: Path, monke
 
 
 def test_the_child_listens_on_a_socket_keeps_its_data_and_refuses_when_full(
-    tmp_path: Path, children: list[Child]
+    tmp_path: Path, children: list[ManagedProcess]
 ) -> None:
     url = child_url(tmp_path)
     assert url == f"unix://{tmp_path}/redis.sock"
@@ -116,10 +116,10 @@ def test_a_password_is_never_shown() -> None:
     assert "geheim" not in caught.value.render()
 
 
-def test_the_redis_verb_becomes_the_server(tmp_path: Path, children: list[Child]) -> None:
+def test_the_redis_verb_becomes_the_server(tmp_path: Path, children: list[ManagedProcess]) -> None:
     url = f"redis://127.0.0.1:{free_port()}/0"
     argv = (sys.executable, "-m", "deploy", "redis", "--port", url.split(":")[2].split("/")[0], "--dir", str(tmp_path))
-    child = Child(ProcessSpec("redis", "redis", argv, tmp_path / "log", Ready.PING, url))
+    child = ManagedProcess(ProcessSpec("redis", "redis", argv, tmp_path / "log", Ready.PING, url))
     children.append(child)
     deadline = time.monotonic() + 15
     while ping(url):

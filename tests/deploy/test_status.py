@@ -14,7 +14,7 @@ from deploy.commands import status as status_command
 from deploy.commands import top as top_command
 from deploy.commands.up import shown
 from deploy.launcher.run_dir import write_record
-from deploy.monitor.snapshot import Observation, observe, read_books
+from deploy.monitor.snapshot import RunSnapshot, read_books, take_snapshot
 from deploy.monitor.status import conservation, problems, render, state, to_json, with_record
 from deploy.monitor.top import frame, waits_in_words
 from protocol import events
@@ -67,9 +67,9 @@ def fill(client: redis.Redis) -> None:
 
 
 @pytest.fixture
-def look(client: redis.Redis, redis_url: str, tmp_path: Path) -> Callable[[], Observation]:
+def look(client: redis.Redis, redis_url: str, tmp_path: Path) -> Callable[[], RunSnapshot]:
     fill(client)
-    return lambda: observe(redis_url, "test", tmp_path)
+    return lambda: take_snapshot(redis_url, "test", tmp_path)
 
 
 def write_checkpoint(run_dir: Path, ledger: Ledger) -> None:
@@ -80,7 +80,7 @@ def write_checkpoint(run_dir: Path, ledger: Ledger) -> None:
     (run_dir / "checkpoints" / "CURRENT").write_text("step_9.e1\n")
 
 
-def test_a_run_that_goes_well_is_healthy_and_its_parts_are_counted(look: Callable[[], Observation]) -> None:
+def test_a_run_that_goes_well_is_healthy_and_its_parts_are_counted(look: Callable[[], RunSnapshot]) -> None:
     seen = look()
     assert problems(seen, max_lag=2) == []
     assert [p.id for p in seen.of("rollout")] == ["rollout-1"], "a process whose time has run out is not listed"
@@ -90,7 +90,7 @@ def test_a_run_that_goes_well_is_healthy_and_its_parts_are_counted(look: Callabl
     assert "issued 20 = trained 15 + filtered 1 + stale 0 + dead 1 + in flight 3 (learner)" in page
 
 
-def test_the_json_says_the_same(look: Callable[[], Observation]) -> None:
+def test_the_json_says_the_same(look: Callable[[], RunSnapshot]) -> None:
     told = json.loads(json.dumps(to_json(look(), max_lag=2)))
     assert told["healthy"] is True and told["state"] == "training" and told["target"]["version"] == "1.12"
     assert told["streams"] == {
@@ -99,7 +99,7 @@ def test_the_json_says_the_same(look: Callable[[], Observation]) -> None:
     assert told["ledger"]["closes"] is True and told["engines"][0]["state"] == "ready"
 
 
-def test_books_that_do_not_add_up_are_shown_as_such(client: redis.Redis, look: Callable[[], Observation]) -> None:
+def test_books_that_do_not_add_up_are_shown_as_such(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "learner", "l", values=LEARNER | {"in_flight": 2.0})
     books = conservation(look())
     assert not books.closes and books.line().startswith("issued 20 != ")
@@ -120,14 +120,14 @@ def test_books_that_do_not_add_up_are_shown_as_such(client: redis.Redis, look: C
     ],
 )
 def test_what_is_wrong_is_named_with_what_to_do(
-    client: redis.Redis, look: Callable[[], Observation], harm: Callable[[redis.Redis], object], words: str
+    client: redis.Redis, look: Callable[[], RunSnapshot], harm: Callable[[redis.Redis], object], words: str
 ) -> None:
     harm(client)
     found = problems(look(), max_lag=2)
     assert any(words in p.what and p.todo for p in found), found
 
 
-def test_an_engine_that_is_loading_is_no_problem(client: redis.Redis, look: Callable[[], Observation]) -> None:
+def test_an_engine_that_is_loading_is_no_problem(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     engine(client, "engine-1", state=NodeState.LOADING, step=11)
     assert problems(look(), max_lag=2) == []
 
@@ -136,7 +136,7 @@ def test_a_redis_that_is_away_is_a_problem_unless_the_run_was_finished(tmp_path:
     ledger = Ledger()
     ledger.settle(1, Outcome.TRAINED)
     write_checkpoint(tmp_path, ledger)
-    seen = observe("redis://127.0.0.1:1/0", "test", tmp_path)
+    seen = take_snapshot("redis://127.0.0.1:1/0", "test", tmp_path)
     assert seen.error and problems(seen, max_lag=2)
     finished = with_record(seen, {"state": "done"})
     assert problems(finished, max_lag=2) == []
@@ -147,15 +147,15 @@ def test_a_redis_that_is_away_is_a_problem_unless_the_run_was_finished(tmp_path:
 def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, Ledger())
     again = "foray up run.yaml run.steps=9"
-    away = with_record(observe("redis://127.0.0.1:1/0", "test", tmp_path), {"state": "stopped", "again": again})
-    for seen in (away, with_record(Observation("test", "redis://x"), {"state": "stopped", "again": again})):
+    away = with_record(take_snapshot("redis://127.0.0.1:1/0", "test", tmp_path), {"state": "stopped", "again": again})
+    for seen in (away, with_record(RunSnapshot("test", "redis://x"), {"state": "stopped", "again": again})):
         assert problems(seen, max_lag=2) == []
         page = render(seen, max_lag=2)
         assert "run test: stopped, healthy" in page and f"{again} goes on from the checkpoint" in page
 
 
 def test_without_a_learner_the_checkpoint_keeps_the_books(
-    client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], Observation]
+    client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], RunSnapshot]
 ) -> None:
     ledger = Ledger()
     for seq in (1, 2, 4):
@@ -169,7 +169,7 @@ def test_without_a_learner_the_checkpoint_keeps_the_books(
 
 
 def test_without_a_learner_the_law_by_token_is_the_checkpoints(
-    client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], Observation]
+    client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], RunSnapshot]
 ) -> None:
     write_checkpoint(tmp_path, Ledger())
     path = tmp_path / "checkpoints" / "step_9.e1" / "manifest.json"
@@ -205,7 +205,7 @@ def test_the_command_finds_the_run_and_its_exit_code_says_whether_it_is_well(
     assert status_command.run(args) == 1
 
 
-def test_top_shows_throughput_lag_reward_engines_and_who_waits(look: Callable[[], Observation]) -> None:
+def test_top_shows_throughput_lag_reward_engines_and_who_waits(look: Callable[[], RunSnapshot]) -> None:
     text = frame(look(), None, {"foray_retriever_queries_total": 42.0}, max_lag=2).plain()
     for words in (
         "step          12 of 100, weights 1.12",
@@ -230,7 +230,7 @@ def bury(client: redis.Redis, *reasons: str) -> None:
 
 
 def test_the_law_by_token_dead_letters_and_events_are_shown(
-    client: redis.Redis, look: Callable[[], Observation]
+    client: redis.Redis, look: Callable[[], RunSnapshot]
 ) -> None:
     report(client, "learner", "l", values=LEARNER | LAW)
     client.hset(KEYS.tokens, mapping={"published": 100, "rejected": 12, "generation": "26153ed52e87"})
@@ -284,7 +284,7 @@ def test_the_law_by_token_dead_letters_and_events_are_shown(
     ],
 )
 def test_what_is_wrong_with_delivery_is_named_with_what_to_do(
-    client: redis.Redis, look: Callable[[], Observation], harm: Callable[[redis.Redis], object], words: str
+    client: redis.Redis, look: Callable[[], RunSnapshot], harm: Callable[[redis.Redis], object], words: str
 ) -> None:
     report(client, "learner", "l", values=LEARNER | LAW | {"epoch": 7.0})
     client.set(KEYS.epoch, 7)
@@ -298,14 +298,14 @@ def test_what_is_wrong_with_delivery_is_named_with_what_to_do(
     assert any(words in p.what and p.todo for p in found), found
 
 
-def test_waits_are_shares_of_the_time_between_two_looks(client: redis.Redis, look: Callable[[], Observation]) -> None:
+def test_waits_are_shares_of_the_time_between_two_looks(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     before = look()
     report(client, "learner", "l", uptime_s=12.0, values=LEARNER, waits={"data": 8.0, "compute": 3.0})
     assert waits_in_words(look(), before) == ["100%  the learner computes: training is the bottleneck"]
 
 
 def test_a_restarted_process_is_counted_from_its_own_start(
-    client: redis.Redis, look: Callable[[], Observation]
+    client: redis.Redis, look: Callable[[], RunSnapshot]
 ) -> None:
     before = look()
     report(client, "learner", "l", uptime_s=2.0, values=LEARNER, waits={"data": 1.0})
@@ -324,7 +324,7 @@ def test_top_prints_one_frame_into_a_pipe(
 
 
 def test_a_rollout_server_that_finds_no_retriever_is_a_problem_with_its_reason(
-    client: redis.Redis, look: Callable[[], Observation]
+    client: redis.Redis, look: Callable[[], RunSnapshot]
 ) -> None:
     assert not problems(look(), max_lag=2)
     report(client, "rollout", "rollout-1", text={"search_outage": "unreachable at http://h:1"})
@@ -332,14 +332,14 @@ def test_a_rollout_server_that_finds_no_retriever_is_a_problem_with_its_reason(
     assert "rollout-1 finds no retriever: unreachable at http://h:1" in problem.what and "start" in problem.todo
 
 
-def test_a_wrong_address_of_the_retriever_is_called_wrong(client: redis.Redis, look: Callable[[], Observation]) -> None:
+def test_a_wrong_address_of_the_retriever_is_called_wrong(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "rollout", "rollout-1", text={"search_outage": "http_404 at http://h:1/x"})
     (problem,) = problems(look(), max_lag=2)
     assert "rollout-1" in problem.what and "http://h:1/x" in problem.what
     assert "rollout.search.urls" in problem.todo and "start the retriever" not in problem.todo
 
 
-def test_what_redis_refuses_a_process_is_a_problem(client: redis.Redis, look: Callable[[], Observation]) -> None:
+def test_what_redis_refuses_a_process_is_a_problem(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "rollout", "rollout-1", text={"redis_refusal": "{test}:traj does not hold .. `DEL {test}:traj`"})
     (problem,) = problems(look(), max_lag=2)
     assert "rollout rollout-1" in problem.what and "DEL {test}:traj" in problem.what
@@ -347,7 +347,7 @@ def test_what_redis_refuses_a_process_is_a_problem(client: redis.Redis, look: Ca
 
 @pytest.mark.parametrize("name", ["engines", "processes", "target", "tokens", "events", "dlq"])
 def test_a_key_of_another_type_is_named_with_the_way_out(
-    client: redis.Redis, look: Callable[[], Observation], name: str
+    client: redis.Redis, look: Callable[[], RunSnapshot], name: str
 ) -> None:
     key = getattr(KEYS, name)
     client.delete(key)
@@ -357,7 +357,7 @@ def test_a_key_of_another_type_is_named_with_the_way_out(
 
 
 def test_values_that_are_none_and_ids_that_no_clock_makes_are_survived(
-    client: redis.Redis, look: Callable[[], Observation]
+    client: redis.Redis, look: Callable[[], RunSnapshot]
 ) -> None:
     client.mset({KEYS.issued: "abc", KEYS.epoch: "9" * 5000})
     client.hset(KEYS.target, "state", b"\xff")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import Child, ProcessFailed
+from deploy.launcher.process import ManagedProcess, ProcessFailed
 from deploy.launcher.supervisor import Supervisor
 
 SLEEP = "import time; time.sleep(60)"
@@ -146,9 +146,9 @@ def test_what_a_killed_process_started_does_not_outlive_it(tmp_path: Path, super
 def test_children_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from deploy.launcher.process import Child; from deploy.launcher.plan import ProcessSpec, Ready\n"
+        "from deploy.launcher.process import ManagedProcess; from deploy.launcher.plan import ProcessSpec, Ready\n"
         f"argv = (sys.executable, '-c', {SLEEP!r})\n"
-        "child = Child(ProcessSpec('x', 'engine', argv, Path(sys.argv[1]), Ready.RUNNING))\n"
+        "child = ManagedProcess(ProcessSpec('x', 'engine', argv, Path(sys.argv[1]), Ready.RUNNING))\n"
         "print(child.pid, flush=True); time.sleep(60)"
     )
     argv = [sys.executable, "-c", code, str(tmp_path / "x.log")]
@@ -160,7 +160,7 @@ def test_children_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> N
     wait_until(lambda: not is_alive(pid), "the kernel has ended the child")
 
 
-def test_a_ctrl_c_in_the_terminal_does_not_reach_the_children(tmp_path: Path, children: list[Child]) -> None:
-    child = Child(spec(tmp_path, "x", SLEEP))
+def test_a_ctrl_c_in_the_terminal_does_not_reach_the_children(tmp_path: Path, children: list[ManagedProcess]) -> None:
+    child = ManagedProcess(spec(tmp_path, "x", SLEEP))
     children.append(child)
     assert os.getpgid(child.pid) == child.pid != os.getpgid(0)

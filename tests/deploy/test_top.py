@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from deploy.commands import top as command
-from deploy.launcher.progress import RECENT, History, read_history
+from deploy.launcher.progress import RECENT, RunHistory, read_history
 from deploy.launcher.run_dir import LOCK, Located, write_record
-from deploy.monitor.snapshot import Books, Observation
+from deploy.monitor.snapshot import LedgerTotals, RunSnapshot
 from deploy.monitor.status import look, problems, render, state, step_line, to_json, with_record
 from deploy.monitor.top import Looks, frame, waits_in_words
 from learner.observability import metrics as learner_metrics
@@ -48,7 +48,7 @@ def snapshot(process: str, *, values: dict[str, float] | None = None, text: str 
 
 
 ENGINE = EngineInfo(id="engine-1", url="http://127.0.0.1:1", state=NodeState.READY)
-IDLE = Observation("r", "redis://x", now=5.0, processes=(snapshot("rollout"),), engines=(ENGINE,))
+IDLE = RunSnapshot("r", "redis://x", now=5.0, processes=(snapshot("rollout"),), engines=(ENGINE,))
 """A rollout server and an engine, and no learner yet."""
 TARGET = WeightUpdate(run="r", epoch=1, step=12, digest="d", path="/w")
 LEARNER = snapshot("learner", values={"step": 12.0, "steps": 60.0}, text="training")
@@ -76,7 +76,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def shares(looks: list[MetricsSnapshot]) -> list[list[str]]:
-    found = [Observation("r", "redis://x", processes=(one,)) for one in looks]
+    found = [RunSnapshot("r", "redis://x", processes=(one,)) for one in looks]
     return [waits_in_words(now, before) for before, now in pairwise(found)]
 
 
@@ -158,7 +158,7 @@ def test_top_reads_run_json_again_and_ends_with_the_run(found: Located) -> None:
 
 def test_a_finished_run_is_shown_from_its_files(found: Located) -> None:
     write_record(found.directory, {"state": "done"})
-    seen = replace(look(found), books=Books(30, 1, 60, {"trained": 60}))
+    seen = replace(look(found), books=LedgerTotals(30, 1, 60, {"trained": 60}))
     text = frame(seen, None, {}, max_lag=2).plain()
     assert "30 of 30, 2.0 s per step, weights 1.30 (checkpoint)" in text and "to go" not in text
     assert f"260 generated, 250 trained (mean of the last {RECENT} steps)" in text
@@ -169,7 +169,7 @@ def test_a_finished_run_is_shown_from_its_files(found: Located) -> None:
 
 def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert read_history(path) == History()
+    assert read_history(path) == RunHistory()
     later = [step | {"epoch": 2, "step_s": None} for step in STEPS[10:12]]
     path.write_text("\n".join(map(json.dumps, [*STEPS, *later])) + "\n{")
     history = read_history(path)
@@ -183,10 +183,10 @@ def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Pa
 @pytest.mark.parametrize(
     ("seen", "record", "alive", "word", "wrong"),
     [
-        (Observation("r", "x", error="away"), {"state": "starting"}, True, "preparing", ""),
-        (Observation("r", "x", error="away"), {"state": "starting"}, False, "down", "Redis does not answer"),
-        (Observation("r", "x", error="away"), {"state": "stopping"}, True, "stopping", ""),
-        (Observation("r", "x", error="away"), FAILED, False, "failed", "has failed"),
+        (RunSnapshot("r", "x", error="away"), {"state": "starting"}, True, "preparing", ""),
+        (RunSnapshot("r", "x", error="away"), {"state": "starting"}, False, "down", "Redis does not answer"),
+        (RunSnapshot("r", "x", error="away"), {"state": "stopping"}, True, "stopping", ""),
+        (RunSnapshot("r", "x", error="away"), FAILED, False, "failed", "has failed"),
         (IDLE, {"state": "running"}, True, "preparing", ""),
         (IDLE, {"state": "running", "trains": False}, True, "serving", ""),
         (replace(IDLE, processes=(EVALUATES,)), {"trains": False}, False, "evaluating", ""),
@@ -211,7 +211,7 @@ def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Pa
     ],
 )  # fmt: skip
 def test_a_run_is_called_what_it_is(
-    seen: Observation, record: dict[str, Any], alive: bool, word: str, wrong: str
+    seen: RunSnapshot, record: dict[str, Any], alive: bool, word: str, wrong: str
 ) -> None:
     told = with_record(seen, record, alive=alive)
     found = [p.what for p in problems(told, max_lag=2)]
@@ -251,14 +251,14 @@ def test_problems_come_first_and_a_small_terminal_says_what_is_cut() -> None:
 
 
 def test_the_time_to_go_is_that_of_the_steps_that_are_left() -> None:
-    history = History({}, tuple({"step_s": s} for s in (2.0, 4.0)))
+    history = RunHistory({}, tuple({"step_s": s} for s in (2.0, 4.0)))
     seen = replace(TRAINING, history=history)
     assert seen.eta_s == 48 * 3.0
     assert step_line(seen) == "step 12 of 60, 3.0 s per step, about 2 min to go"
     assert f"learner   {step_line(seen)}" in render(seen, max_lag=2), "status says the same"
     assert to_json(seen, max_lag=2)["eta_s"] == 144.0
     assert replace(seen, target_state="done").eta_s is None and TRAINING.eta_s is None
-    long = replace(seen, history=History({}, ({"step_s": 300.0},)))
+    long = replace(seen, history=RunHistory({}, ({"step_s": 300.0},)))
     assert step_line(long).endswith("about 4 h 0 min to go")
 
 

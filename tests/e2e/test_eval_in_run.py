@@ -20,7 +20,7 @@ from deploy.cli import main as foray
 from deploy.demo.warmstart import new_model, save_model
 from deploy.launcher.run_dir import locate, read_record
 from deploy.monitor import status
-from deploy.monitor.snapshot import Observation
+from deploy.monitor.snapshot import RunSnapshot
 
 SMALL = ("run.steps=500", "run.groups_per_step=2", "run.group_size=2", "run.max_lag=8", "learner.checkpoint_every=50")
 QUESTIONS = 160
@@ -51,7 +51,7 @@ def until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None
         time.sleep(0.1)
 
 
-def look(run_dir: Path) -> Observation:
+def look(run_dir: Path) -> RunSnapshot:
     return status.look(locate(Namespace(given=[str(run_dir)], config=None)))
 
 

@@ -16,7 +16,7 @@ from deploy.launcher.redis_server import check_server, ping
 from deploy.monitor.snapshot import observe
 from deploy.secrets.acl import REDIS_ROLES, rules
 from deploy.secrets.env import login_at, read_env
-from deploy.secrets.files import Place, write_secrets
+from deploy.secrets.files import RedisEndpoint, write_secrets
 from learner.config.learner import FilterSettings
 from learner.data.filter import GroupFilter
 from learner.delivery.consumer import Source
@@ -46,7 +46,7 @@ KEYS = Keys(RUN)
 @pytest.fixture(scope="session")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("secure") / "secrets"
-    write_secrets(directory, RUN, Place(tls=False), force=False)
+    write_secrets(directory, RUN, RedisEndpoint(tls=False), force=False)
     return directory
 
 
@@ -394,4 +394,4 @@ def test_the_launcher_may_look_as_the_viewer(urls: dict[str, str]) -> None:
 
 def test_the_rules_of_a_run_name_no_other() -> None:
     assert "{a}:tasks" in rules("a", "rollout") and "{b}" not in rules("a", "rollout")
-    assert replace(Place(), port=7).port == 7
+    assert replace(RedisEndpoint(), port=7).port == 7

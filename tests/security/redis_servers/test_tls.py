@@ -23,7 +23,7 @@ import pytest
 
 from deploy.launcher.redis_server import ping
 from deploy.secrets.env import read_env
-from deploy.secrets.files import Place, write_secrets
+from deploy.secrets.files import RedisEndpoint, write_secrets
 from deploy.secrets.tls import make_certificates
 from protocol.keys import Keys
 from protocol.runtime.net import free_port
@@ -39,7 +39,7 @@ HOSTS = ("localhost", "127.0.0.1")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of secrets for run t1 on this machine, with certificates."""
     directory = tmp_path_factory.mktemp("tls") / "secrets"
-    write_secrets(directory, "t1", Place(HOSTS), force=False)
+    write_secrets(directory, "t1", RedisEndpoint(HOSTS), force=False)
     return directory
 
 
@@ -133,7 +133,7 @@ async def test_a_server_that_cannot_prove_who_it_is_gets_no_word(
     )
     if case == "another name":
         named = tmp_path / "named"
-        write_secrets(named, "t1", Place(("redis.example",)), force=False)
+        write_secrets(named, "t1", RedisEndpoint(("redis.example",)), force=False)
         with tls_in_front(plain_server.port, named / "redis.crt", named / "redis.key") as wrong:
             await refused(f"rediss://user:geheim@localhost:{wrong}/0?ssl_ca_certs={named / 'ca.pem'}")
         return
@@ -204,7 +204,7 @@ def test_the_written_configuration_starts_a_server_with_tls_and_users(tmp_path: 
     if program is None:
         pytest.skip("no Redis with TLS here: name one by FORAY_REDIS_SERVER (the wheel's valkey-server has none)")
     directory, port = tmp_path / "secrets", free_port()
-    write_secrets(directory, "t1", Place(HOSTS, port), force=False)
+    write_secrets(directory, "t1", RedisEndpoint(HOSTS, port), force=False)
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen([program, directory / "redis.conf"], cwd=tmp_path, stdout=log, stderr=log)
     try:
