@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import Field
 
 from protocol.settings import Settings
-from rollout_server.environment.config import DEFAULT_SEARCH, EpisodeSettings, SearchSettings
+from rollout_server.environment.config import EpisodeSettings
+from rollout_server.search import DEFAULT_SEARCH, SearchSettings
 
 
 class RolloutSettings(Settings):

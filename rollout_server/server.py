@@ -62,10 +62,11 @@ from rollout_server.engine.client import SglangClient, connector
 from rollout_server.engine.continuation import Ending
 from rollout_server.engine.request_log import noting
 from rollout_server.engine.router import Limits, Router
-from rollout_server.environment.environment import Episode, build_episode, build_search
+from rollout_server.environment.environment import Episode, build_episode
 from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
 from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop
+from rollout_server.search import build_search
 from rollout_server.search.client import MeasuredSearch
 from rollout_server.tools.metrics import with_measured_tools
 

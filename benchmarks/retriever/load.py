@@ -81,13 +81,13 @@ Ask = Callable[[str], Awaitable[tuple[Sequence[Passage], str]]]
 @asynccontextmanager
 async def own_client(load: Load) -> AsyncIterator[Ask]:
     """Foray's, as a rollout server builds it, with another deadline."""
-    from rollout_server.search.client import HttpSearchSettings
+    from rollout_server.search.client import HttpSearch, HttpSearchSettings
 
     chosen = {"connections": load.connections} if load.connections else {}
     settings = HttpSearchSettings.model_validate(
         {"urls": load.url, "topk": load.topk, "deadline_s": load.deadline_s, **chosen}
     )
-    search = settings.build()
+    search = HttpSearch(settings)
 
     async def ask(query: str) -> tuple[Sequence[Passage], str]:
         result = await search(query)

@@ -21,8 +21,7 @@ from rollout_server.engine.base import Generate
 from rollout_server.environment.environment import Episode
 from rollout_server.metrics import Stats
 from rollout_server.rollout.group import EpisodeResult, run_episode
-from rollout_server.search import NoSearch
-from rollout_server.search.base import Search
+from rollout_server.search.base import NoSearch, Search
 
 REPEATS = 3
 """An episode that was sampled at another version than the pinned one is repeated so often, and then passed on as it is:

@@ -1,54 +1,21 @@
-"""Settings of an episode: template, budgets, rewards, and where searches go. Imports nothing heavy.
+"""Settings of the environment: template, budgets, rewards, tools. Imports nothing heavy.
 
-Extension points are unions with a `type`: a new reward, search or tool is one file and one line here. Each member
-builds what it describes with `build()`, which imports what it needs only then.
+Rewards and tools are unions over `type`; their registries are in `rewards/__init__.py` and `tools/__init__.py`.
 """
 
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from protocol.messages import MAX_SEGMENTS
 from protocol.settings import Settings
 from rollout_server.environment.prompts import TEMPLATES
-from rollout_server.rewards.custom import CustomSettings
-from rollout_server.rewards.format import FormatSettings, TurnFormatSettings
-from rollout_server.rewards.judge import JudgeSettings
-from rollout_server.rewards.penalties import LengthPenaltySettings, RepeatedQuerySettings, SearchCostSettings
-from rollout_server.rewards.research import ReSearchSettings
-from rollout_server.rewards.retrieval import RetrievalHitSettings, TurnRetrievalSettings
-from rollout_server.rewards.semantic import SemanticSettings
-from rollout_server.rewards.text_match import CoverMatchSettings, ExactMatchSettings, F1Settings
-from rollout_server.search import NoSearchSettings
-from rollout_server.search.client import HttpSearchSettings
-from rollout_server.tools.fetch import FetchSettings
-from rollout_server.tools.python import PythonSettings
-from tests.support.fake_search import FakeSearchSettings
-
-RewardSettings = Annotated[
-    ExactMatchSettings
-    | CoverMatchSettings
-    | F1Settings
-    | FormatSettings
-    | ReSearchSettings
-    | RetrievalHitSettings
-    | SemanticSettings
-    | JudgeSettings
-    | SearchCostSettings
-    | LengthPenaltySettings
-    | RepeatedQuerySettings
-    | TurnRetrievalSettings
-    | TurnFormatSettings
-    | CustomSettings,
-    Field(discriminator="type"),
-]
-SearchSettings = Annotated[HttpSearchSettings | FakeSearchSettings | NoSearchSettings, Field(discriminator="type")]
-"""For a settings field: `search: SearchSettings = DEFAULT_SEARCH`."""
-DEFAULT_SEARCH = HttpSearchSettings()
-ToolSettings = Annotated[FetchSettings | PythonSettings, Field(discriminator="type")]
+from rollout_server.rewards import RewardSettings
+from rollout_server.rewards.text_match import ExactMatchSettings
+from rollout_server.tools import ToolSettings
 
 
 class EpisodeSettings(Settings):

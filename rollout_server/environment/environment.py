@@ -11,13 +11,14 @@ from protocol.errors import UserError
 from protocol.messages import Trajectory
 from protocol.search import Passage
 from rollout_server.environment.actions import MAX_CHARS_PER_TOKEN, enclose, neutralise, passages_text
-from rollout_server.environment.config import EpisodeSettings, SearchSettings
+from rollout_server.environment.config import EpisodeSettings
 from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.environment.prompts.base import PromptTemplate, tokens_for
 from rollout_server.environment.tokenizer import Tokens, load_tokens
+from rollout_server.rewards import build_reward
 from rollout_server.rewards.composite import Composite
 from rollout_server.rewards.resources import Io
-from rollout_server.search.base import SearchService
+from rollout_server.tools import build_tool
 from rollout_server.tools.base import NoTool, Tool
 
 
@@ -155,13 +156,13 @@ def build_episode(
         template=template,
         tokens=tokens,
         prompter=tokens_for(template, tokens, model_dir, day),
-        score=Composite([(reward.build(io), reward.weight) for reward in settings.rewards]),
+        score=Composite([(build_reward(reward, io), reward.weight) for reward in settings.rewards]),
         io=io,
         before=before,
         after=after,
         invalid=tuple(tokens.own(template.invalid)),
         one_text=all(tokens.own(text) == tokens.foreign(text) for text in template.around),
-        tools={tool.type: tool.build(urls) for tool in given},
+        tools={tool.type: build_tool(tool, urls) for tool in given},
     )
     needed = len(episode.prompt("")) + settings.reserve_tokens
     if needed > settings.max_context:
@@ -177,11 +178,6 @@ def build_episode(
             todo="raise rollout.episode.max_obs_tokens",
         )
     return episode
-
-
-def build_search(settings: SearchSettings) -> SearchService:
-    """The search that the settings name; the caller closes it. Nothing is connected before the first query."""
-    return settings.build()
 
 
 def render(episode: Episode, trajectory: Trajectory) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -10,7 +9,6 @@ from typing import Protocol, runtime_checkable
 from protocol.errors import ForayError
 from protocol.messages import Question, Status
 from protocol.settings import Settings
-from rollout_server.rewards.resources import Io
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,9 @@ class WeightedReward(Settings):
         """Name in `Trajectory.rewards`; no two rewards of an episode may share it."""
         return self.type
 
-    @abstractmethod
-    def build(self, io: Io) -> Reward | TurnReward:
-        """The reward itself. `io` is shared by all of them. Raises UserError for what only a person can mend."""
+
+class WithoutOptions:
+    """A reward whose settings hold nothing but its weight."""
+
+    def __init__(self, settings: WeightedReward | None = None) -> None:
+        """`settings` is what `build_reward` passes to every reward."""

@@ -17,16 +17,17 @@ from typing import Any, Literal
 from pydantic import Field
 
 from protocol.errors import UserError
-from rollout_server.rewards.base import Outcome, Reward, RewardError, WeightedReward
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import Outcome, RewardError, WeightedReward
 
 
 class Custom:
     """See the module."""
 
-    def __init__(self, name: str, function: Callable[..., Any], settings: CustomSettings) -> None:
-        self.name = name
-        self._function, self._options = function, settings.options
+    def __init__(self, settings: CustomSettings) -> None:
+        """Import the function. Raises UserError when it cannot be imported or does not take the options."""
+        self.name = settings.key
+        self._function = function = _load(settings)
+        self._options = settings.options
         self._deadline_s = settings.deadline_s
         self._places = asyncio.Semaphore(settings.threads)
         calls = getattr(function, "__call__", None)  # noqa: B004 - an object may have an async __call__
@@ -97,18 +98,16 @@ class CustomSettings(WeightedReward):
     def key(self) -> str:
         return self.name or self.target.partition(":")[2]
 
-    def build(self, io: Io) -> Reward:
-        return Custom(self.key, self._load(), self)
 
-    def _load(self) -> Callable[..., Any]:
-        module, _, name = self.target.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-            inspect.signature(function).bind(None, **self.options)
-        except Exception as error:  # importing runs somebody's code, which may fail in any way
-            raise UserError(
-                f"the custom reward {self.target!r} cannot be used",
-                why=f"{type(error).__name__}: {error}",
-                todo="it must be importable (PYTHONPATH) and take an Outcome and its `options` by name",
-            ) from error
-        return function  # type: ignore[no-any-return]
+def _load(settings: CustomSettings) -> Callable[..., Any]:
+    module, _, name = settings.target.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function).bind(None, **settings.options)
+    except Exception as error:  # importing runs the user's code, which may fail in any way
+        raise UserError(
+            f"the custom reward {settings.target!r} cannot be used",
+            why=f"{type(error).__name__}: {error}",
+            todo="it must be importable (PYTHONPATH) and take an Outcome and its `options` by name",
+        ) from error
+    return function  # type: ignore[no-any-return]

@@ -26,8 +26,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_server.rewards.base import Outcome, Reward, TurnReward, TurnText, WeightedReward
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import Outcome, TurnText, WeightedReward
 from rollout_server.rewards.text_match import ExactMatch, covers
 
 
@@ -92,9 +91,6 @@ class FormatSettings(WeightedReward):
     retrieval: float = Field(default=0.0, ge=0)
     """Added to a wrong, well-formed trajectory that had a gold answer in front of it."""
 
-    def build(self, io: Io) -> Reward:
-        return Format(self)
-
 
 # Per turn: whether it is <think>..</think> and then one <search>..</search> or <answer>..</answer>, or one call of an
 # enabled tool, nothing else.
@@ -129,6 +125,3 @@ class TurnFormatSettings(WeightedReward):
     """Score of a well-formed turn. Above 0, more turns earn more."""
     ill: float = -1.0
     """Score of any other turn."""
-
-    def build(self, io: Io) -> TurnReward:
-        return TurnFormat(self)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollout_server.environment.actions import folded
-from rollout_server.rewards.base import Outcome, Reward
+from rollout_server.rewards.base import Outcome
 from rollout_server.rewards.remote import Asking, Endpoint, EndpointSettings
 from rollout_server.rewards.resources import Io
 
@@ -61,8 +61,8 @@ class Judge:
 
     name = "judge"
 
-    def __init__(self, settings: JudgeSettings, endpoint: Endpoint, io: Io) -> None:
-        self._settings, self._endpoint = settings, endpoint
+    def __init__(self, settings: JudgeSettings, io: Io) -> None:
+        self._settings, self._endpoint = settings, Endpoint(settings, "/chat/completions", io)
         self._verdict: Asking[Case, float] = Asking(io, self._fetch, cache=settings.cache, name="judge")
 
     async def __call__(self, outcome: Outcome) -> float:
@@ -103,6 +103,3 @@ class JudgeSettings(EndpointSettings):
     """Most tokens of the judge's reply."""
     json_mode: bool = False
     """Ask for `response_format: json_object`, where the service knows it."""
-
-    def build(self, io: Io) -> Reward:
-        return Judge(self, self.endpoint(io, "/chat/completions"), io)

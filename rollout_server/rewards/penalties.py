@@ -14,8 +14,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout_server.rewards.base import Outcome, Reward, TurnReward, WeightedReward
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import Outcome, WeightedReward, WithoutOptions
 from rollout_server.rewards.text_match import normalise
 
 
@@ -51,16 +50,13 @@ class LengthPenaltySettings(WeightedReward):
             raise ValueError("buffer is longer than max_tokens")
         return self
 
-    def build(self, io: Io) -> Reward:
-        return LengthPenalty(self)
-
 
 # Per turn: a search for what this trajectory has searched for already costs, at the turn that did it.
 #
 # Two queries are the same when they are after Search-R1's normalisation (case, ASCII punctuation, articles, blanks).
 
 
-class RepeatedQuery:
+class RepeatedQuery(WithoutOptions):
     """-1 for each turn whose query an earlier turn had, else 0."""
 
     name = "repeated_query"
@@ -80,9 +76,6 @@ class RepeatedQuerySettings(WeightedReward):
     """-1 for every search that repeats an earlier one."""
 
     type: Literal["repeated_query"] = "repeated_query"
-
-    def build(self, io: Io) -> TurnReward:
-        return RepeatedQuery()
 
 
 # A price on searches: -min(cap, each * (searches - free)), never above 0.
@@ -114,6 +107,3 @@ class SearchCostSettings(WeightedReward):
     """Searches that cost nothing."""
     cap: float = Field(default=1.0, ge=0)
     """Most that a trajectory's searches cost."""
-
-    def build(self, io: Io) -> Reward:
-        return SearchCost(self)

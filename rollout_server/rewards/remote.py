@@ -52,28 +52,6 @@ class EndpointSettings(WeightedReward):
     """Further fields of each request, over ours, e.g. `{chat_template_kwargs: {enable_thinking: false}}`. null leaves
     a field of ours out."""
 
-    def endpoint(self, io: Io, path: str) -> Endpoint:
-        """Raises UserError when the environment lacks the key."""
-        headers = {}
-        if self.api_key_variable:
-            key = os.environ.get(self.api_key_variable, "")
-            if not key:
-                raise UserError(
-                    f"reward {self.key!r} has no API key",
-                    why=f"the environment variable {self.api_key_variable} is not set",
-                    todo=f"export {self.api_key_variable}=... where the rollout server starts",
-                )
-            headers["Authorization"] = f"Bearer {key}"
-        return Endpoint(
-            io,
-            self.url.rstrip("/") + path,
-            headers,
-            deadline_s=self.deadline_s,
-            attempts=self.attempts,
-            concurrency=self.concurrency,
-            extra=self.extra,
-        )
-
 
 class Refused(RewardError):
     """The service will not take this request, however often it is asked."""
@@ -90,20 +68,21 @@ class _Again(Exception):
 class Endpoint:
     """See the module."""
 
-    def __init__(
-        self,
-        io: Io,
-        url: str,
-        headers: Mapping[str, str],
-        *,
-        deadline_s: float,
-        attempts: int,
-        concurrency: int,
-        extra: Mapping[str, Any],
-    ) -> None:
-        self._io, self._url, self._headers, self._extra = io, url, dict(headers), dict(extra)
-        self._deadline_s, self._attempts = deadline_s, attempts
-        self._places = asyncio.Semaphore(concurrency)
+    def __init__(self, settings: EndpointSettings, path: str, io: Io) -> None:
+        """`path` follows `settings.url`. Raises UserError when the environment lacks the API key."""
+        self._io, self._url, self._extra = io, settings.url.rstrip("/") + path, dict(settings.extra)
+        self._headers = {}
+        if variable := settings.api_key_variable:
+            key = os.environ.get(variable, "")
+            if not key:
+                raise UserError(
+                    f"reward {settings.key!r} has no API key",
+                    why=f"the environment variable {variable} is not set",
+                    todo=f"export {variable}=... where the rollout server starts",
+                )
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._deadline_s, self._attempts = settings.deadline_s, settings.attempts
+        self._places = asyncio.Semaphore(settings.concurrency)
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """What `read` makes of the reply to `body`. What `read` cannot take (ValueError, KeyError, TypeError, ...) is

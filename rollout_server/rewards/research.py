@@ -27,8 +27,7 @@ from pydantic import Field
 
 from protocol.messages import Status
 from rollout_server.environment.actions import boxed
-from rollout_server.rewards.base import Outcome, Reward, TurnText, WeightedReward
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import Outcome, TurnText, WeightedReward
 from rollout_server.rewards.text_match import equal, f1
 
 _ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
@@ -94,6 +93,3 @@ class ReSearchSettings(WeightedReward):
     """f1 as in ReSearch, em as in its preview."""
     floor: float = Field(default=0.1, ge=0)
     """A wrong answer in a well-formed trajectory."""
-
-    def build(self, io: Io) -> Reward:
-        return ReSearch(self)

@@ -14,8 +14,7 @@ from typing import Literal
 
 from protocol.messages import Question
 from rollout_server.environment.actions import folded
-from rollout_server.rewards.base import Outcome, Reward, TurnReward, TurnText, WeightedReward
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import Outcome, TurnText, WeightedReward
 from rollout_server.rewards.text_match import covers, normalise, stands
 
 By = Literal["answer", "passage", "either"]
@@ -103,9 +102,6 @@ class RetrievalHitSettings(WeightedReward):
     share: bool = False
     """Score the share of what is looked for, not whether any of it was shown."""
 
-    def build(self, io: Io) -> Reward:
-        return RetrievalHit(self)
-
 
 # Per turn: what a search brought that no earlier one had (`evidence`), as a share of all there is to find.
 #
@@ -117,8 +113,8 @@ class TurnRetrieval:
 
     name = "turn_retrieval"
 
-    def __init__(self, by: By) -> None:
-        self._by: By = by
+    def __init__(self, settings: TurnRetrievalSettings) -> None:
+        self._by = settings.by
 
     async def per_turn(self, outcome: Outcome) -> Sequence[float]:
         wanted = targets(outcome.question, self._by)
@@ -137,6 +133,3 @@ class TurnRetrievalSettings(WeightedReward):
     type: Literal["turn_retrieval"] = "turn_retrieval"
     by: By = "either"
     """What is looked for: `answer`, `passage` (the question's `supporting_ids`) or `either`."""
-
-    def build(self, io: Io) -> TurnReward:
-        return TurnRetrieval(self.by)

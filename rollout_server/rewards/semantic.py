@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from rollout_server.rewards.base import Outcome, Reward
+from rollout_server.rewards.base import Outcome
 from rollout_server.rewards.remote import Asking, Endpoint, EndpointSettings
 from rollout_server.rewards.resources import Io
 
@@ -29,8 +29,8 @@ class Semantic:
 
     name = "semantic"
 
-    def __init__(self, settings: SemanticSettings, endpoint: Endpoint, io: Io) -> None:
-        self._settings, self._endpoint = settings, endpoint
+    def __init__(self, settings: SemanticSettings, io: Io) -> None:
+        self._settings, self._endpoint = settings, Endpoint(settings, "/embeddings", io)
         self._embed: Asking[str, Vector] = Asking(
             io,
             self._fetch,
@@ -88,6 +88,3 @@ class SemanticSettings(EndpointSettings):
     """How long a text waits for others to share its request."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Longest wait for one answer: waiting in line, every attempt and the pauses between them."""
-
-    def build(self, io: Io) -> Reward:
-        return Semantic(self, self.endpoint(io, "/embeddings"), io)

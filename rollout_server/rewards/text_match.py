@@ -8,8 +8,7 @@ import unicodedata
 from collections import Counter
 from typing import Literal
 
-from rollout_server.rewards.base import Outcome, Reward, WeightedReward
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import Outcome, WeightedReward, WithoutOptions
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -34,7 +33,7 @@ def equal(answer: str, gold: str) -> bool:
     return bool(given) and given == comparable(gold)
 
 
-class ExactMatch:
+class ExactMatch(WithoutOptions):
     """1 when the answer equals a gold answer after normalisation, else 0."""
 
     name = "em"
@@ -49,9 +48,6 @@ class ExactMatchSettings(WeightedReward):
     """1 when the answer equals a gold answer after normalisation, else 0."""
 
     type: Literal["em"] = "em"
-
-    def build(self, io: Io) -> Reward:
-        return ExactMatch()
 
 
 # Cover match: a gold answer's words occur, in order and unbroken, in the answer (`subem_check` of Search-R1).
@@ -71,7 +67,7 @@ _UNSPACED = re.compile(
 """Characters of scripts that put no spaces between words, by the blocks of Unicode 16. Hangul is not among them."""
 
 
-class CoverMatch:
+class CoverMatch(WithoutOptions):
     """1 when some gold answer occurs in the answer after normalisation, else 0."""
 
     name = "cover_em"
@@ -115,9 +111,6 @@ class CoverMatchSettings(WeightedReward):
 
     type: Literal["cover_em"] = "cover_em"
 
-    def build(self, io: Io) -> Reward:
-        return CoverMatch()
-
 
 # Token F1 of the answer against the best gold answer (HotpotQA's, as in ReSearch's `re_search.py`).
 
@@ -135,7 +128,7 @@ def f1(answer: str, gold: str) -> float:
     return 2 * common / (len(words) + len(gold_words)) if common else 0.0
 
 
-class F1:
+class F1(WithoutOptions):
     """The best token F1 over the gold answers, 0 without an answer."""
 
     name = "f1"
@@ -150,6 +143,3 @@ class F1Settings(WeightedReward):
     """Token F1 against the best gold answer."""
 
     type: Literal["f1"] = "f1"
-
-    def build(self, io: Io) -> Reward:
-        return F1()

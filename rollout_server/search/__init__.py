@@ -1,26 +1,26 @@
-"""Search: the seam, the client of the retriever, the fake."""
+"""Search: every kind by its settings, and the one place where they are built."""
 
 from __future__ import annotations
 
-from typing import Literal
+from importlib import import_module
+from typing import Annotated
+
+from pydantic import Field
 
 from protocol.settings import Settings
-from rollout_server.search.base import SearchResult, SearchService, Ungoverned
+from rollout_server.search.base import NoSearchSettings, SearchService
+from rollout_server.search.client import HttpSearchSettings
 
-# A search that finds nothing: the ablation that shows whether a policy answers from what it reads.
+SearchSettings = Annotated[HttpSearchSettings | NoSearchSettings, Field(discriminator="type")]
+DEFAULT_SEARCH = HttpSearchSettings()
+REGISTRY: dict[type[Settings], str] = {
+    HttpSearchSettings: "client:HttpSearch",
+    NoSearchSettings: "base:NoSearch",
+}
 
 
-class NoSearch(Ungoverned):
-    """Every query brings an empty list, at once and without an error."""
-
-    async def __call__(self, query: str) -> SearchResult:
-        return SearchResult((), 0.0)
-
-
-class NoSearchSettings(Settings):
-    """Search switched off: the policy is told that nothing was found."""
-
-    type: Literal["none"] = "none"
-
-    def build(self) -> SearchService:
-        return NoSearch()
+def build_search(settings: Settings) -> SearchService:
+    """Instantiate the search for `settings`; the caller closes it. Nothing is connected before the first query."""
+    module, name = REGISTRY[type(settings)].split(":")
+    search: SearchService = getattr(import_module(f"{__name__}.{module}"), name)(settings)
+    return search

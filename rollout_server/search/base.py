@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from protocol.search import Passage
+from protocol.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,22 @@ class Ungoverned:
 
     async def close(self) -> None:
         return None
+
+
+class NoSearchSettings(Settings):
+    """Search switched off: the policy is told that nothing was found."""
+
+    type: Literal["none"] = "none"
+
+
+class NoSearch(Ungoverned):
+    """A search that finds nothing, at once and without an error: shows whether a policy answers from what it reads."""
+
+    def __init__(self, settings: NoSearchSettings | None = None) -> None:
+        """There are no options."""
+
+    async def __call__(self, query: str) -> SearchResult:
+        return SearchResult((), 0.0)
 
 
 # How a request to a retriever fails, by name. Pure.

@@ -65,9 +65,6 @@ class HttpSearchSettings(Settings):
             raise ValueError("attempt_s must be at most half of deadline_s: after a time-out another replica is asked")
         return self
 
-    def build(self) -> SearchService:
-        return HttpSearch(self)
-
 
 @dataclass
 class _Shared:

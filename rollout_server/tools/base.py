@@ -1,15 +1,14 @@
 """The seam to tools: an argument in, a text or passages out, and failures that have a name.
 
 A tool is called by its tag, as the search is: `<fetch> id </fetch>`. A new one is one file with a settings class and a
-callable, and one line in the union `ToolSettings` of `config_episode`; `tests/contracts/test_tool.py` finds it there.
+callable, listed in `rollout_server/tools/__init__.py`; `tests/contracts/test_tool.py` finds it there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from abc import abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -73,13 +72,6 @@ class ToolBase(Settings):
     type: str
     max_calls: int | None = Field(default=None, ge=0)
     """Most calls in one trajectory; a further one is answered by saying so. None: only `max_turns` bounds them."""
-
-    @abstractmethod
-    def build(self, urls: Sequence[str]) -> Tool:
-        """The tool itself; nothing is connected yet. `urls`: the retrievers that searches go to, if any.
-
-        Raises UserError for what only a person can mend.
-        """
 
 
 # Calls of a tool in flight: timed, and ended as `closed` when the tool is closed.

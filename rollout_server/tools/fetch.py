@@ -21,7 +21,7 @@ from protocol.errors import UserError
 from protocol.search import Passage
 from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, Fault
 from rollout_server.search.transport import Connections
-from rollout_server.tools.base import Calls, Tool, ToolBase, ToolResult
+from rollout_server.tools.base import Calls, ToolBase, ToolResult
 
 MAX_ID_CHARS = 1024
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
@@ -63,15 +63,6 @@ class FetchSettings(ToolBase):
     def _one_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
-    def build(self, urls: Sequence[str]) -> Tool:
-        if not (self.urls or urls):
-            raise UserError(
-                "the tool fetch does not know where documents are",
-                why="rollout.search has no retriever, and the tool names none",
-                todo="set `urls` of the tool fetch in rollout.episode.tools",
-            )
-        return Fetch(self, self.urls or tuple(urls))
-
 
 class Fetch:
     """See the module. Built outside an event loop; the session opens at the first call."""
@@ -79,6 +70,14 @@ class Fetch:
     name = "fetch"
 
     def __init__(self, settings: FetchSettings, urls: Sequence[str]) -> None:
+        """`urls` are asked where the settings name none. Raises UserError when there are none at all."""
+        urls = settings.urls or urls
+        if not urls:
+            raise UserError(
+                "the tool fetch does not know where documents are",
+                why="rollout.search has no retriever, and the tool names none",
+                todo="set `urls` of the tool fetch in rollout.episode.tools",
+            )
         self._settings = settings
         self._urls = [url.rstrip("/") + "/passages" for url in urls]
         self._next = random.randrange(len(self._urls))

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollout_server.tools.base import Calls, Tool, ToolBase, ToolResult
+from rollout_server.tools.base import Calls, ToolBase, ToolResult
 from rollout_server.tools.sandbox.runner import JailError, Limits, Ran, run_confined
 
 log = logging.getLogger(__name__)
@@ -62,11 +62,14 @@ class PythonSettings(ToolBase):
     """Run programs even where network, files or processes cannot be isolated: they can then do what this server can.
     Only for policies that you trust, or inside a container of their own."""
 
-    def build(self, urls: Sequence[str]) -> Tool:
-        from rollout_server.tools.sandbox.capabilities import require
 
-        libraries = tuple(str(path.resolve()) for path in self.libraries)
-        return Python(self, require(_limits(self), libraries, allow_unisolated=self.allow_unisolated), libraries)
+def build_python(settings: PythonSettings, urls: Sequence[str] = ()) -> Python:
+    """Build the tool, without `urls`. Raises UserError where programs cannot be isolated as the settings want it."""
+    from rollout_server.tools.sandbox.capabilities import require
+
+    libraries = tuple(str(path.resolve()) for path in settings.libraries)
+    mechanisms = require(_limits(settings), libraries, allow_unisolated=settings.allow_unisolated)
+    return Python(settings, mechanisms, libraries)
 
 
 class Python:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.environment.config import RewardSettings
+from rollout_server.rewards import REGISTRY, RewardSettings, build_reward
 from rollout_server.rewards.base import Outcome, TurnText
 from rollout_server.rewards.composite import Composite
 from rollout_server.rewards.resources import Io
@@ -72,7 +72,7 @@ async def settings(
 async def score(settings: Any) -> AsyncIterator[Scored]:
     """The score of an outcome by the member alone, as an episode would have it."""
     io = Io()
-    composite = Composite([(settings.build(io), 1.0)])
+    composite = Composite([(build_reward(settings, io), 1.0)])
 
     async def whole(given: Outcome) -> float:
         return (await composite(given)).reward
@@ -81,12 +81,16 @@ async def score(settings: Any) -> AsyncIterator[Scored]:
     await io.close()
 
 
+def test_the_registry_has_every_kind() -> None:
+    assert set(REGISTRY) == set(MEMBERS)
+
+
 def test_every_member_is_of_a_kind_that_these_tests_know() -> None:
     assert {kind(member) for member in MEMBERS} == OF_ANSWER | OF_EVIDENCE | OF_BEHAVIOUR | {"custom"}
 
 
 def test_it_is_known_by_its_key_and_has_a_weight(settings: Any) -> None:
-    assert settings.build(Io()).name == settings.key
+    assert build_reward(settings, Io()).name == settings.key
     assert settings.key == (settings.type if settings.type != "custom" else "by_length")
     assert settings.weight == 1.0
 

@@ -16,8 +16,9 @@ from kernel import skip_or_fail
 from protocol.errors import UserError
 from protocol.search import Passage
 from rollout_server.environment.actions import RESERVED, Call, neutralise, parse
-from rollout_server.environment.config import EpisodeSettings, ToolSettings
+from rollout_server.environment.config import EpisodeSettings
 from rollout_server.environment.prompts import TEMPLATES
+from rollout_server.tools import REGISTRY, ToolSettings, build_tool
 from rollout_server.tools.base import Tool, ToolBase, ToolResult
 
 MEMBERS: list[Any] = list(get_args(get_args(ToolSettings)[0]))
@@ -43,11 +44,15 @@ async def tool(request: pytest.FixtureRequest) -> AsyncIterator[Tool]:
     app.router.add_get("/passages/{id:.+}", passage)
     async with TestServer(app) as server:
         try:
-            built = request.param().build((str(server.make_url("")),))
+            built = build_tool(request.param(), (str(server.make_url("")),))
         except UserError as error:
             skip_or_fail("seccomp", str(error))
         yield built
         await built.close()
+
+
+def test_the_registry_has_every_kind() -> None:
+    assert set(REGISTRY) == set(MEMBERS)
 
 
 ARGUMENTS = [

@@ -39,9 +39,9 @@ from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.service_cli import EXIT_USER
 from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
+from rollout_server.search.base import NoSearchSettings
 from rollout_server.server import serve as serve_rollouts
 from tests.support.environments import write_tokenizer
-from tests.support.fake_search import FakeSearchSettings
 
 QWEN_3B = {
     **{"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008},
@@ -390,7 +390,7 @@ async def test_a_rollout_server_started_by_hand_refuses_an_evicting_redis(start:
     write_tokenizer(start.directory / "model", "words")
     with pytest.raises(UserError, match="evicts keys: maxmemory-policy is allkeys-lru"):
         async with asyncio.timeout(30):
-            await serve_rollouts(run, RolloutSettings(search=FakeSearchSettings()))
+            await serve_rollouts(run, RolloutSettings(search=NoSearchSettings()))
 
 
 @pytest.mark.parametrize(

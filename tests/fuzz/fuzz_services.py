@@ -82,6 +82,7 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
     from rollout_server.server import serve
     from tests.support.environments import write_tokenizer
     from tests.support.fake_engine import FakeServer
+    from tests.support.fake_search import canned_retriever
 
     socket, port, model = scratch / "redis.sock", scratch / "port", write_tokenizer(scratch / "model", "words")
     tokens, keys = load_tokens(model), Keys("fuzz")
@@ -97,14 +98,17 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
             client.function_load(source(), replace=True)
             client.xgroup_create(keys.tasks, TASK_GROUP, "0", mkstream=True)
             client.xgroup_create(keys.traj, TRAJ_GROUP, "0", mkstream=True)
-            async with FakeServer(lambda body: tokens.own("<answer> c </answer>"), version="1.3") as engine:
+            async with (
+                FakeServer(lambda body: tokens.own("<answer> c </answer>"), version="1.3") as engine,
+                canned_retriever("t\nd e f") as retriever,
+            ):
                 info = EngineInfo(id="e", url=engine.url, state=NodeState.READY, incarnation="a", epoch=1, step=3)
                 target = WeightUpdate(run="fuzz", epoch=1, step=3, digest="d", path="nowhere")
                 client.hset(keys.target, mapping={"b": encode(target), "state": "ready"})
                 client.hset(keys.engine("e"), "b", encode(info))
                 client.zadd(keys.engines, {"e": int(client.time()[0]) + 1_000_000})
                 run = RunSettings(id="fuzz", dir=scratch, redis_url=f"unix://{socket}", model=model)
-                given = {"search": {"type": "fake", "otherwise": ("t\nd e f",)}, "episode": {"template": "demo"}}
+                given = {"search": {"type": "http", "urls": retriever.url}, "episode": {"template": "demo"}}
                 settings = RolloutSettings.model_validate(given | {"port": 0})
                 yield serve(run, settings, port_file=port), lambda: int(port.read_text())
                 engine.requests.clear()

@@ -27,6 +27,7 @@ from rollout_server.node.server import serve as serve_node
 from rollout_server.server import model_digest, serve
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer
+from tests.support.fake_search import canned_retriever
 
 Until = Callable[..., Awaitable[None]]
 V3 = PolicyVersion(1, 3)
@@ -46,10 +47,17 @@ async def serving(
         return tokens.own("<answer> c </answer>" if mark in body["input_ids"] else "<search> a b </search>")
 
     run = RunSettings(id=world.keys.run, dir=tmp_path, redis_url=world.url, model=model)
-    settings = {"fleet_poll_s": 0.05, "search": {"type": "fake", "otherwise": ("t\nd e f",)}}
-    settings |= {"episode": {"template": "demo"}} | more
     stop, port_file = ShutdownSignal(), tmp_path / "port"
-    async with FakeServer(say, latency_s=latency_s, version="1.3") as engine, aiohttp.ClientSession() as session:
+    async with (
+        FakeServer(say, latency_s=latency_s, version="1.3") as engine,
+        canned_retriever("t\nd e f") as retriever,
+        aiohttp.ClientSession() as session,
+    ):
+        settings = {
+            "fleet_poll_s": 0.05,
+            "search": {"type": "http", "urls": retriever.url},
+            "episode": {"template": "demo"},
+        } | more
         world.register("e", engine.url, V3)
         task = asyncio.create_task(serve(run, RolloutSettings.model_validate(settings), port_file=port_file, stop=stop))
         try:

@@ -13,6 +13,7 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import Question, Status
+from rollout_server.rewards import build_reward
 from rollout_server.rewards.base import Outcome, Reward, RewardError, TurnText
 from rollout_server.rewards.custom import CustomSettings
 from rollout_server.rewards.resources import Io
@@ -65,7 +66,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(function: str, **settings: Any) -> Reward:
-    return CustomSettings(target=f"own_rewards:{function}", **settings).build(Io())  # type: ignore[return-value]
+    return build_reward(CustomSettings(target=f"own_rewards:{function}", **settings), Io())  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import yaml
 
 from protocol.runtime.config import section
 from rollout_server.config import RolloutSettings
-from rollout_server.environment.config import RewardSettings
+from rollout_server.rewards import RewardSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 FRAGMENTS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import Question, Status
+from rollout_server.rewards import build_reward
 from rollout_server.rewards.base import Outcome, TurnText
 from rollout_server.rewards.format import FormatSettings, well_formed
 from rollout_server.rewards.resources import Io
@@ -16,7 +17,7 @@ RIGHT, WRONG = "<think>ok</think> <answer> Jane Austen </answer>", "<think>ok</t
 async def score(*turns: TurnText | str, answer: str | None, **symbols: float) -> float:
     texts = tuple(turn if isinstance(turn, TurnText) else TurnText(turn) for turn in turns)
     question = Question(id="q", text="?", answers=("jane austen",))
-    reward = FormatSettings.model_validate(symbols).build(Io())
+    reward = build_reward(FormatSettings.model_validate(symbols), Io())
     return await reward(Outcome(question, Status.ANSWERED, answer, texts, len(texts) - 1))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from protocol.messages import Question, Status
 from rollout_server.environment.actions import Answer, Search, boxed, parse
+from rollout_server.rewards import build_reward
 from rollout_server.rewards.base import Outcome, TurnText
 from rollout_server.rewards.research import ReSearchSettings, boxed_answer
 from rollout_server.rewards.resources import Io
@@ -25,7 +26,7 @@ async def score(
 ) -> float:
     texts = [turn if isinstance(turn, TurnText) else TurnText(turn, finish=finish) for turn in turns]
     question = Question(id="q", text="?", answers=tuple(golds))
-    reward = ReSearchSettings.model_validate(settings).build(Io())
+    reward = build_reward(ReSearchSettings.model_validate(settings), Io())
     return await reward(Outcome(question, status, "unread", tuple(texts), len(texts) - 1))  # type: ignore[operator]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import Question, Status
+from rollout_server.rewards import build_reward
 from rollout_server.rewards.base import Outcome, TurnText
 from rollout_server.rewards.resources import Io
 from rollout_server.rewards.retrieval import RetrievalHitSettings, TurnRetrievalSettings
@@ -26,12 +27,12 @@ def outcome(turns: Sequence[TurnText], golds: Sequence[str] = ("Jane Austen",), 
 async def hit(
     *turns: TurnText, golds: Sequence[str] = ("Jane Austen",), supporting: str = "", **settings: Any
 ) -> float:
-    reward = RetrievalHitSettings.model_validate(settings).build(Io())
+    reward = build_reward(RetrievalHitSettings.model_validate(settings), Io())
     return await reward(outcome(turns, golds, supporting))  # type: ignore[operator]
 
 
 async def per_turn(*turns: TurnText, supporting: str = "", **settings: Any) -> list[float]:
-    reward = TurnRetrievalSettings.model_validate(settings).build(Io())
+    reward = build_reward(TurnRetrievalSettings.model_validate(settings), Io())
     return list(await reward.per_turn(outcome(turns, supporting=supporting)))  # type: ignore[union-attr]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import Question, Status
+from rollout_server.rewards import build_reward
 from rollout_server.rewards import remote as endpoint
 from rollout_server.rewards.base import Outcome, Reward, RewardError, TurnText
 from rollout_server.rewards.judge import JudgeSettings, harmless, read_verdict
@@ -51,7 +52,7 @@ def outcome(answer: str | None, *golds: str, question: str = "who wrote Emma?") 
 
 
 def build(kind: str, io: Io, service: FakeService, **settings: Any) -> Reward:
-    reward = MEMBERS[kind](**{"url": service.url, "model": "m"} | settings).build(io)
+    reward = build_reward(MEMBERS[kind](**{"url": service.url, "model": "m"} | settings), io)
     return reward  # type: ignore[no-any-return]
 
 

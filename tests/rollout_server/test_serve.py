@@ -19,7 +19,6 @@ from tests.support.messages import make_task
 
 Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
-SEARCH = {"type": "fake", "otherwise": ('"b"\nd e f',)}
 
 
 async def get(url: str) -> tuple[int, Any]:

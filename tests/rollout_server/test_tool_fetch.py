@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from protocol.errors import UserError
 from rollout_server.tools.base import Tool
-from rollout_server.tools.fetch import FetchSettings, address
+from rollout_server.tools.fetch import Fetch, FetchSettings, address
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PAGE = {"id": "p7", "contents": '"Author"\nJane Austen.'}
@@ -57,7 +57,7 @@ async def retriever() -> AsyncIterator[Retriever]:
 
 @pytest.fixture
 async def fetch(retriever: Retriever) -> AsyncIterator[Tool]:
-    tool = FetchSettings(urls=(retriever.url,), deadline_s=2).build(())
+    tool = Fetch(FetchSettings(urls=(retriever.url,), deadline_s=2), ())
     yield tool
     await tool.close()
 
@@ -140,7 +140,7 @@ async def test_a_reply_that_cannot_be_used_has_a_name_and_is_not_asked_for_again
 )
 async def test_the_deadline_holds_for_all_attempts_together(retriever: Retriever, answer: Answer, error: str) -> None:
     retriever.answers = [answer]
-    fetch = FetchSettings(urls=(retriever.url,), deadline_s=0.4).build(())
+    fetch = Fetch(FetchSettings(urls=(retriever.url,), deadline_s=0.4), ())
     started = time.monotonic()
     result = await fetch("p7")
     await fetch.close()
@@ -150,11 +150,11 @@ async def test_the_deadline_holds_for_all_attempts_together(retriever: Retriever
 async def test_a_retry_goes_to_the_next_retriever(retriever: Retriever) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         dead = f"http://127.0.0.1:{server.getsockname()[1]}"
-    fetch = FetchSettings(deadline_s=5).build((dead, retriever.url))
+    fetch = Fetch(FetchSettings(deadline_s=5), (dead, retriever.url))
     for _ in range(2):
         assert (await fetch("p7")).error == ""
     await fetch.close()
-    only_dead = FetchSettings(deadline_s=0.3, outage_wait_s=0).build((dead,))
+    only_dead = Fetch(FetchSettings(deadline_s=0.3, outage_wait_s=0), (dead,))
     assert (await only_dead("p7")).error == "unreachable"
     await only_dead.close()
 
@@ -162,7 +162,7 @@ async def test_a_retry_goes_to_the_next_retriever(retriever: Retriever) -> None:
 async def test_a_retriever_that_is_away_longer_than_the_deadline_costs_time_and_nothing_else() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    fetch = FetchSettings(deadline_s=0.2, outage_wait_s=20).build((f"http://127.0.0.1:{port}",))
+    fetch = Fetch(FetchSettings(deadline_s=0.2, outage_wait_s=20), (f"http://127.0.0.1:{port}",))
     call = asyncio.create_task(fetch("p7"))
     await asyncio.sleep(0.4)
     assert not call.done()
@@ -177,14 +177,14 @@ async def test_a_retriever_that_is_away_longer_than_the_deadline_costs_time_and_
 
 async def test_a_long_document_is_cut(retriever: Retriever) -> None:
     retriever.answers = [say(body={"id": "p7", "contents": '"t"\n' + "x" * 10_000})]
-    fetch = FetchSettings(urls=(retriever.url,), max_chars=100).build(())
+    fetch = Fetch(FetchSettings(urls=(retriever.url,), max_chars=100), ())
     assert len((await fetch("p7")).passages[0].contents) == 100
     await fetch.close()
 
 
 async def test_closing_ends_calls_in_flight_and_a_cancelled_call_stays_cancelled(retriever: Retriever) -> None:
     retriever.answers = [say(after_s=60)]
-    fetch = FetchSettings(urls=(retriever.url,)).build(())
+    fetch = Fetch(FetchSettings(urls=(retriever.url,)), ())
     first, second = asyncio.create_task(fetch("p7")), asyncio.create_task(fetch("p7"))
     async with asyncio.timeout(5):
         await asyncio.gather(retriever.arrived.acquire(), retriever.arrived.acquire())
@@ -196,6 +196,6 @@ async def test_closing_ends_calls_in_flight_and_a_cancelled_call_stays_cancelled
 
 
 def test_documents_come_from_where_searches_go_unless_settings_say_otherwise() -> None:
-    FetchSettings().build(("http://127.0.0.1:1",))
+    Fetch(FetchSettings(), ("http://127.0.0.1:1",))
     with pytest.raises(UserError, match="does not know where documents are"):
-        FetchSettings().build(())
+        Fetch(FetchSettings(), ())

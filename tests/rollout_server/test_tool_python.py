@@ -13,7 +13,7 @@ from kernel import skip_or_fail
 from protocol.errors import UserError
 from rollout_server.tools import python as module
 from rollout_server.tools.base import Tool
-from rollout_server.tools.python import Python, PythonSettings, describe, program_of
+from rollout_server.tools.python import Python, PythonSettings, build_python, describe, program_of
 from rollout_server.tools.sandbox.capabilities import MECHANISMS, missing
 from rollout_server.tools.sandbox.runner import JailError, Limits, Ran
 
@@ -129,7 +129,7 @@ async def test_a_jail_that_does_not_hold_is_the_tools_failure(
 async def test_libraries_that_settings_name_can_be_imported(python: Tool, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "calculus.py").write_text("ANSWER = 42\n")
-    tool = PythonSettings(libraries=(tmp_path / "mine",), deadline_s=8).build(())
+    tool = build_python(PythonSettings(libraries=(tmp_path / "mine",), deadline_s=8))
     result = await tool("import calculus; print(calculus.ANSWER)\nopen(calculus.__file__, 'w')")
     await tool.close()
     assert result.text.startswith("42\n") and result.mistake == "raised"
@@ -141,4 +141,4 @@ def test_a_machine_without_isolation_cannot_have_the_tool(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(mechanisms, "MECHANISMS", ("landlock",))
     with pytest.raises(UserError, match="cannot isolate"):
-        PythonSettings().build(())
+        build_python(PythonSettings())

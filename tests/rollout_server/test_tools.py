@@ -21,10 +21,11 @@ from protocol.runtime.config import section
 from protocol.search import Passage
 from rollout_server.config import RolloutSettings
 from rollout_server.environment.actions import Action, Answer, Call, Invalid, Search, neutralise, parse
-from rollout_server.environment.config import EpisodeSettings, ToolSettings
+from rollout_server.environment.config import EpisodeSettings
 from rollout_server.environment.environment import Episode
 from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.metrics import Stats
+from rollout_server.rewards import build_reward
 from rollout_server.rewards.base import Outcome, TurnText
 from rollout_server.rewards.format import TurnFormatSettings, well_formed
 from rollout_server.rewards.penalties import SearchCostSettings
@@ -32,6 +33,7 @@ from rollout_server.rewards.research import boxed_answer
 from rollout_server.rewards.resources import Io
 from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.trajectory import run_trajectory
+from rollout_server.tools import ToolSettings
 from rollout_server.tools.base import ToolResult
 from rollout_server.tools.fetch import FetchSettings
 from rollout_server.tools.metrics import with_measured_tools
@@ -398,8 +400,8 @@ async def test_a_call_is_as_well_formed_as_a_search(policy: str, formed: bool) -
     turns = (TurnText(policy, tool="python"), TurnText("<think>y</think> <answer> \\boxed{a} </answer>"))
     assert well_formed(turns) is formed
     outcome = Outcome(QUESTION, Status.ANSWERED, "a", turns, 0)
-    assert await TurnFormatSettings().build(Io()).per_turn(outcome) == [0.0 if formed else -1.0, 0.0]
-    assert await SearchCostSettings(free=0).build(Io())(outcome) == 0.0, "no search was made"
+    assert await build_reward(TurnFormatSettings(), Io()).per_turn(outcome) == [0.0 if formed else -1.0, 0.0]
+    assert await build_reward(SearchCostSettings(free=0), Io())(outcome) == 0.0, "no search was made"
     assert not well_formed((replace(turns[0], tool=""), turns[1])) or "search" in policy
     balanced = policy.count("<think>") == policy.count("</think>")
     assert boxed_answer(turns) == ("a" if balanced and "<python>" in policy else None)

@@ -22,7 +22,7 @@ from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
 from rollout_server.environment.tokenizer import load_tokens
 from rollout_server.server import serve
-from rollout_server.tools.python import PythonSettings
+from rollout_server.tools.python import PythonSettings, build_python
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer
 
@@ -132,7 +132,7 @@ async def test_a_policy_computes_with_python_and_answers(world: Any, tmp_path: P
         "<think>so</think><answer> 137846528820 </answer>",
     ]
     try:
-        PythonSettings(deadline_s=20).build(())
+        build_python(PythonSettings(deadline_s=20))
     except UserError as error:
         skip_or_fail("seccomp", str(error))
     tools = [{"type": "python", "deadline_s": 20}]

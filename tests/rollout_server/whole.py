@@ -16,8 +16,10 @@ from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
 from rollout_server.server import serve
 from tests.support.fake_engine import FakeServer, unsaid
+from tests.support.fake_search import canned_retriever
 
-SEARCH = {"type": "fake", "otherwise": ('"b"\nd e f',)}
+FOUND = '"b"\nd e f'
+"""What every search brings."""
 
 
 def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, pace_s: float = 0.0, version: str = "1.5") -> FakeServer:
@@ -44,8 +46,10 @@ async def life(
 ) -> None:
     """A rollout server from its beginning to its end."""
     run = RunSettings(id=world.keys.run, dir=model.parent, redis_url=url or world.url, model=model, max_lag=2)
-    given = {"id": name, "fleet_poll_s": 0.05, "search": SEARCH, "episode": {"template": "demo", "max_turns": 4}}
-    await serve(run, RolloutSettings.model_validate(given | settings), port_file=port_file, stop=stop)
+    given: dict[str, Any] = {"id": name, "fleet_poll_s": 0.05, "episode": {"template": "demo", "max_turns": 4}}
+    async with canned_retriever(FOUND) as retriever:
+        given["search"] = {"type": "http", "urls": retriever.url}
+        await serve(run, RolloutSettings.model_validate(given | settings), port_file=port_file, stop=stop)
 
 
 @contextlib.asynccontextmanager

@@ -24,7 +24,7 @@ from retriever.server import running
 from rollout_server.api.app import ROUTE_ROLES, build_app
 from rollout_server.config import RolloutSettings
 from rollout_server.cpu_engine.config import EngineSettings, read_keys
-from rollout_server.search.client import HttpSearchSettings
+from rollout_server.search.client import HttpSearch, HttpSearchSettings
 
 TOKENS: dict[Role, str] = {role: secrets.token_urlsafe(32) for role in ROLES}
 
@@ -82,7 +82,7 @@ async def test_the_retriever_asks_for_the_right_role(locked: None, retriever: Re
 
 async def test_a_rollout_servers_searches_bring_its_token(locked: None, retriever: RetrieverSettings) -> None:
     async with running(retriever) as port:
-        search = HttpSearchSettings(urls=(f"http://127.0.0.1:{port}",), deadline_s=10).build()
+        search = HttpSearch(HttpSearchSettings(urls=(f"http://127.0.0.1:{port}",), deadline_s=10))
         try:
             found = await search("fact 3")
             assert not found.error and found.passages
@@ -97,7 +97,7 @@ async def test_without_it_a_search_fails_by_name(
         for role in ROLES:
             monkeypatch.delenv(variable(role))
         urls = (f"http://127.0.0.1:{port}",)
-        search = HttpSearchSettings(urls=urls, deadline_s=4, outage_wait_s=0.2, attempts=1).build()
+        search = HttpSearch(HttpSearchSettings(urls=urls, deadline_s=4, outage_wait_s=0.2, attempts=1))
         try:
             assert (await search("fact 3")).error
         finally:

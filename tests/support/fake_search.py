@@ -1,4 +1,7 @@
-"""A search with canned passages and scripted failures: for tests, benchmarks and dry runs without a retriever."""
+"""Doubles of the search: one in this process, and a retriever behind a real socket that misbehaves as scripted.
+
+The retriever's good answers repeat the query: passage `i` of `q` has the id `q#i`, so a mixed-up answer shows.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import web
-from pydantic import Field
 
 from protocol.search import Passage
-from protocol.settings import Settings
-from rollout_server.search.base import SearchResult, SearchService, Ungoverned
+from rollout_server.search.base import SearchResult, Ungoverned
 from tests.support.scripted_server import ScriptedServer
 
 
@@ -47,37 +48,6 @@ class FakeSearch(Ungoverned):
         error = self._failures[call] if call < len(self._failures) else ""
         found = () if error else tuple(self._passages.get(query, self._otherwise))
         return SearchResult(found, self._latency_s, error)
-
-
-class FakeSearchSettings(Settings):
-    """Canned passages instead of a retriever."""
-
-    type: Literal["fake"] = "fake"
-    passages: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Query -> contents of the passages it brings: title line, newline, text."""
-    otherwise: tuple[str, ...] = ()
-    """Contents of the passages for every other query."""
-    failures: tuple[str, ...] = ()
-    """One word for each of the first calls, empty for a call that works."""
-    latency_s: float = Field(default=0.0, ge=0)
-    """Seconds that each search takes."""
-
-    def build(self) -> SearchService:
-        return FakeSearch(
-            {query: _passages(contents) for query, contents in self.passages.items()},
-            otherwise=_passages(self.otherwise),
-            failures=self.failures,
-            latency_s=self.latency_s,
-        )
-
-
-def _passages(contents: Sequence[str]) -> list[Passage]:
-    return [Passage(id=f"fake-{i}", contents=text) for i, text in enumerate(contents)]
-
-
-# A retriever behind a real socket that misbehaves as it is told, in both dialects. For tests.
-#
-# Good answers say the query back: passage `i` of `q` has the id `q#i`, so a mixed-up answer shows.
 
 
 @dataclass(frozen=True)
@@ -187,3 +157,10 @@ async def _cut(request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.abort()
     return response
+
+
+def canned_retriever(contents: str) -> FakeRetriever:
+    """A retriever that answers every query with one passage of these contents (title line, newline, text)."""
+    retriever = FakeRetriever(hits=1)
+    retriever.contents = lambda query, i: contents
+    return retriever
