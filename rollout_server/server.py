@@ -67,7 +67,7 @@ from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metric
 from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop
 from rollout_server.search import build_search
-from rollout_server.search.client import MeasuredSearch
+from rollout_server.search.client import InstrumentedSearch
 from rollout_server.tools.metrics import with_measured_tools
 
 # Which policy an answer is of: a version is a number within one run, and a model that nobody trains is always 0.0.
@@ -123,7 +123,7 @@ async def serve(
     try:
         async with aiohttp.ClientSession(connector=connector()) as session:
             with shutdown_on_signals(stop), unwrap_user_error():
-                server = RolloutServer(run, settings, episode, stats, redis, MeasuredSearch(search, stats), session)
+                server = RolloutServer(run, settings, episode, stats, redis, InstrumentedSearch(search, stats), session)
                 await server.run(stop, port_file)
     finally:
         await search.close()
@@ -141,7 +141,7 @@ class RolloutServer:
         episode: Episode,
         stats: Stats,
         redis: RedisClient,
-        search: MeasuredSearch,
+        search: InstrumentedSearch,
         session: aiohttp.ClientSession,
     ) -> None:
         self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
@@ -178,7 +178,7 @@ class RolloutServer:
             consumer=f"{stats.id}-{secrets.token_hex(4)}",
             concurrency=settings.concurrency_groups,
             idle_ms=settings.task_idle_ms,
-            held_up=self._held_up,
+            backpressure=self._backpressure,
         )
         self._work = Work(
             self._tasks,
@@ -225,11 +225,11 @@ class RolloutServer:
                 loop.cancel()
             await self._leave()
 
-    def _held_up(self) -> str:
+    def _backpressure(self) -> str:
         """Why no group should be begun now: the name of what it would wait for, "" when it would not."""
         if self._sink.spool_full or not self._fleet.looked:  # the first look says whose run this is
             return "redis"
-        if self._search.held_up:
+        if self._search.backpressure:
             return "retriever"
         return "backlog" if self._router.congested() else ""
 

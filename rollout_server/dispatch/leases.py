@@ -63,13 +63,13 @@ class Tasks:
         consumer: str,
         concurrency: int,
         idle_ms: int,
-        held_up: Callable[[], str] = lambda: "",
+        backpressure: Callable[[], str] = lambda: "",
     ) -> None:
         """held_up  what a group more would only wait for, by the name of the wait; "" when it could begin. The task is
         better left in the stream: to a server that can, or until this one can"""
         self._redis, self._sink, self._stats = redis, sink, stats
         self._consumer, self._concurrency, self._idle_ms = consumer, concurrency, idle_ms
-        self._held_up = held_up
+        self._backpressure = backpressure
         self.in_flight: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._freed = asyncio.Event()
         self._accepting = asyncio.Event()
@@ -94,7 +94,7 @@ class Tasks:
     async def lease_loop(self, group: asyncio.TaskGroup, perform: Perform) -> None:
         """Consumes tasks (new ones, and those whose server fell silent); produces one `perform` in `group` for each.
 
-        Waits for a free place, for permission (`accept`), for engines or retriever (`held_up`) and for credit: a task
+        Waits for a free place, for permission (`accept`), for engines or retriever (`backpressure`) and for credit: a task
         in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease that ran
         out. Ended by `stop`, within BLOCK_MS.
         """
@@ -105,7 +105,7 @@ class Tasks:
             await self._place()
             if self._stopping:
                 return
-            if cause := self._held_up():
+            if cause := self._backpressure():
                 with self._stats.waits.during(cause):
                     await asyncio.sleep(BACKLOG_LOOK_S)
                 continue

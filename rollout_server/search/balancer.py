@@ -1,13 +1,13 @@
-"""Which replica a search goes to, and when: windows, health, one line of waiting searches, probes.
+"""Load balancer over the retrievers: concurrency limits, outlier ejection, one queue of waiting searches, probes.
 
-    enter --(a usable replica with room, the least busy first)--> Place --> done | failed | left
-      |  none has room: in line, first come first served
-      |  none is usable: raises Away; `somebody` is the event to wait for
+    acquire --(a healthy replica with capacity, the least busy first)--> Permit --> succeeded | failed | release
+      |  none has capacity: queued, first come first served
+      |  none is healthy: raises NoHealthyReplica; `any_healthy` is the event to wait for
 
-    loop           consumes            produces               waits for                unblocked by
-    _bring_back    a replica aside     a usable replica       growing pauses, probe    the clock, its answer
-    _look          a doubtful failure  aside, or nothing      one probe                its answer
-Both are tasks of their own, at most one a replica, ended by `close`.
+    loop                    consumes             produces              waits for               unblocked by
+    _readmit_when_healthy   an ejected replica   a healthy replica     growing pauses, probe   the clock, its answer
+    _check_health           a doubtful failure   an ejection or none   one probe               its answer
+Each runs as a task, at most one a replica, ended by `close`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rollout_server.search.base import NO_SUCH_PATH, OVERLOADED, TIMEOUT, Fault, Names
-from rollout_server.search.limiter import Window
-from rollout_server.search.replica import Proof, Replica, Verdict, probe, read_fingerprint
-from rollout_server.search.transport import Wire
+from rollout_server.search.base import NO_SUCH_PATH, OVERLOADED, TIMEOUT, CauseLabels, SearchError
+from rollout_server.search.limiter import GradientLimit
+from rollout_server.search.replica import HealthCheck, HealthVerdict, Replica, probe, read_fingerprint
+from rollout_server.search.transport import SearchTransport
 
-# The circuit breaker over all replicas: open while none of them can be used. Pure.
-#
-#     closed     --(the last usable replica is put aside)--> open
-#     open       --(a probe is sent)-->                      half open --(it fails)--> open
-#     half open  --(it succeeds)-->                          closed, with a small window at that replica
-#
-# While it is not closed, searches wait in their places and no new task is leased: an outage costs time and not rewards.
+log = logging.getLogger(__name__)
+
+REMIND_S = 60.0
+"""How often a wrong address is logged again, as long as it is wrong."""
 
 
-class State(StrEnum):
-    """`gauge` is what the metric shows."""
+class BreakerState(StrEnum):
+    """State of the circuit breaker; `gauge` is its value in the metrics."""
 
     CLOSED = "closed"
     HALF_OPEN = "half_open"
@@ -44,157 +41,161 @@ class State(StrEnum):
 
     @property
     def gauge(self) -> float:
-        return {State.CLOSED: 0.0, State.HALF_OPEN: 0.5, State.OPEN: 1.0}[self]
+        return {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 0.5, BreakerState.OPEN: 1.0}[self]
 
 
-class Breaker:
-    """Reads the replicas; nothing is stored twice, so the two cannot disagree."""
+class CircuitBreaker:
+    """The circuit breaker over all replicas: open while none of them is healthy.
+
+    closed     --(the last healthy replica is ejected)--> open
+    open       --(a probe is sent)-->                     half open --(it fails)--> open
+    half open  --(it succeeds)-->                         closed, with a small limit at that replica
+
+    While it is not closed, searches wait and no new task is leased: an outage costs time and not rewards. The state is
+    read from the replicas and not stored, so the two cannot disagree.
+    """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
 
     @property
     def usable(self) -> bool:
-        """Whether any replica may be asked."""
-        return any(replica.up for replica in self._replicas)
+        """Whether any replica is healthy."""
+        return any(replica.healthy for replica in self._replicas)
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         if self.usable:
-            return State.CLOSED
-        return State.HALF_OPEN if any(replica.looking for replica in self._replicas) else State.OPEN
+            return BreakerState.CLOSED
+        return BreakerState.HALF_OPEN if any(replica.probing for replica in self._replicas) else BreakerState.OPEN
 
     @property
     def reason(self) -> str:
-        """Why it is not closed, "" when it is: each address with its cause."""
-        if self.state is State.CLOSED:
+        """Each address with its cause; "" while the breaker is closed."""
+        if self.state is BreakerState.CLOSED:
             return ""
         return ", ".join(f"{replica.cause} at {replica.url}" for replica in self._replicas)
 
 
-log = logging.getLogger(__name__)
-
-
-REMIND_S = 60.0
-"""How often it is said that an address is wrong, as long as it is."""
-
-
-class Away(Exception):
-    """No replica can be used."""
+class NoHealthyReplica(Exception):
+    """Every replica is ejected."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Permission to send one request to `replica`; `number` is its window's."""
+class Permit:
+    """Permission to send one request to `replica`; `number` identifies it to `replica.limit`."""
 
     replica: Replica
     number: int
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    granted: asyncio.Future[Place]
+class _Waiter:
+    permit: asyncio.Future[Permit]
     avoid: Collection[str]
 
 
-class Governor:
-    """See the module. Belongs to one event loop, from the first `enter` on.
+class ReplicaBalancer:
+    """Chooses a replica for each search. Belongs to one event loop, from the first `acquire` on.
 
     ceiling     most requests in flight at one replica
     attempt_s   time of one attempt, and of a probe by a query
     probe_s     time of any other probe
     """
 
-    def __init__(self, wire: Wire, urls: Sequence[str], *, ceiling: int, attempt_s: float, probe_s: float) -> None:
-        self._wire, self._attempt_s, self._probe_s = wire, attempt_s, probe_s
-        self.replicas = [Replica(url, Window(ceiling=ceiling, patience_s=attempt_s)) for url in urls]
-        self.breaker = Breaker(self.replicas)
-        self.somebody = asyncio.Event()
-        self.somebody.set()
+    def __init__(
+        self, transport: SearchTransport, urls: Sequence[str], *, ceiling: int, attempt_s: float, probe_s: float
+    ) -> None:
+        self._transport, self._attempt_s, self._probe_s = transport, attempt_s, probe_s
+        self.replicas = [Replica(url, GradientLimit(ceiling=ceiling, timeout_s=attempt_s)) for url in urls]
+        self.breaker = CircuitBreaker(self.replicas)
+        self.any_healthy = asyncio.Event()
+        self.any_healthy.set()
         self.counts: Counter[str] = Counter()
-        self._names = Names()
-        self._line: deque[_Waiting] = deque()
+        self._labels = CauseLabels()
+        self._queue: deque[_Waiter] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._fingerprints: set[str] = set()
-        self._asked_for_name = False
+        self._fingerprints_requested = False
 
-    async def enter(self, avoid: Collection[str]) -> Place:
-        """A place at a replica, at one whose address is not in `avoid` where there is a choice. Raises Away.
+    async def acquire(self, avoid: Collection[str]) -> Permit:
+        """Return a permit, for a replica whose address is not in `avoid` where there is a choice.
 
-        Waits for an answer that frees a place, or for a replica that comes back. May be cancelled at any time.
+        Waits for an answer that frees a permit, or for a replica that is readmitted. May be cancelled at any time.
+        Raises NoHealthyReplica.
         """
         if not self.breaker.usable:
-            raise Away
-        if not self._asked_for_name:
-            self._asked_for_name = True
+            raise NoHealthyReplica
+        if not self._fingerprints_requested:
+            self._fingerprints_requested = True
             for known in self.replicas:
-                self._start(self._learn_name(known), "search-info")
-        replica = None if self._line else self._choose(avoid)
+                self._start(self._read_fingerprint(known), "search-info")
+        replica = None if self._queue else self._choose(avoid)
         if replica is not None:
-            return Place(replica, replica.window.send())
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), avoid)
-        self._line.append(waiting)
+            return Permit(replica, replica.limit.acquire())
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), avoid)
+        self._queue.append(waiter)
         try:
-            return await waiting.granted
+            return await waiter.permit
         except asyncio.CancelledError:
-            if waiting in self._line:
-                self._line.remove(waiting)
-            elif waiting.granted.done() and not waiting.granted.cancelled() and not waiting.granted.exception():
-                self.left(waiting.granted.result())
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+            elif waiter.permit.done() and not waiter.permit.cancelled() and not waiter.permit.exception():
+                self.release(waiter.permit.result())
             raise
 
-    def done(self, place: Place, query: str, latency_s: float) -> None:
-        """The request was answered as it should be."""
-        place.replica.window.answered(place.number, latency_s)
-        place.replica.succeeded(query)
-        self._serve_line()
+    def succeeded(self, permit: Permit, query: str, latency_s: float) -> None:
+        """Note that the request was answered as it should be."""
+        permit.replica.limit.on_success(permit.number, latency_s)
+        permit.replica.succeeded(query)
+        self._serve_queue()
 
-    def failed(self, place: Place, fault: Fault, latency_s: float) -> None:
-        """It was not. Puts the replica aside, or has it looked at, when that is what the failures say."""
-        replica = place.replica
-        self.counts[f"search_faults_{self._names(fault.cause)}"] += 1
-        if fault.cause in (OVERLOADED, TIMEOUT):
-            replica.window.refused(place.number)
-        elif fault.served:
-            replica.window.answered(place.number, latency_s)
+    def failed(self, permit: Permit, error: SearchError, latency_s: float) -> None:
+        """Note that the request failed. Ejects the replica, or probes it, when that is what its failures say."""
+        replica = permit.replica
+        self.counts[f"search_faults_{self._labels(error.cause)}"] += 1
+        if error.cause in (OVERLOADED, TIMEOUT):
+            replica.limit.on_dropped(permit.number)
+        elif error.served:
+            replica.limit.on_success(permit.number, latency_s)
         else:
-            replica.window.ended()
-        verdict = replica.failed(fault)
-        if verdict is Verdict.DOWN:
-            self._went_down(replica)
-        elif verdict is Verdict.DOUBTFUL:
-            replica.looking = True
-            self._start(self._look(replica), "search-look")
-        self._serve_line()
+            replica.limit.on_ignored()
+        verdict = replica.failed(error)
+        if verdict is HealthVerdict.DOWN:
+            self._on_ejected(replica)
+        elif verdict is HealthVerdict.DOUBTFUL:
+            replica.probing = True
+            self._start(self._check_health(replica), "search-look")
+        self._serve_queue()
 
-    def left(self, place: Place) -> None:
-        """The request was given up, or never sent."""
-        place.replica.window.ended()
-        self._serve_line()
+    def release(self, permit: Permit) -> None:
+        """Give back the permit of a request that was cancelled or never sent."""
+        permit.replica.limit.on_ignored()
+        self._serve_queue()
 
     def has_other(self, than: Collection[str]) -> bool:
-        """Whether a replica can be used whose address is not among these."""
-        return any(replica.up and replica.url not in than for replica in self.replicas)
+        """Whether a replica is healthy whose address is not among these."""
+        return any(replica.healthy and replica.url not in than for replica in self.replicas)
 
     @property
     def waiting(self) -> int:
-        """Searches in line."""
-        return len(self._line)
+        """Searches in the queue."""
+        return len(self._queue)
 
     @property
-    def congested(self) -> bool:
-        """Whether more searches stand in line than may be in flight: whoever comes now waits a round trip and more."""
-        return self.waiting > sum(replica.window.size for replica in self.replicas if replica.up)
+    def backpressure(self) -> bool:
+        """Whether more searches are queued than may be in flight: a new one would wait a round trip or more."""
+        return self.waiting > sum(replica.limit.size for replica in self.replicas if replica.healthy)
 
     def gauges(self) -> dict[str, Callable[[], float]]:
-        """What can be read at any moment."""
+        """Return the gauges by name; each can be read at any moment."""
         replicas = self.replicas
         return {
-            "search_window": lambda: sum(r.window.size for r in replicas if r.up),
-            "searches_in_flight": lambda: sum(r.window.in_flight for r in replicas),
+            "search_window": lambda: sum(r.limit.size for r in replicas if r.healthy),
+            "searches_in_flight": lambda: sum(r.limit.in_flight for r in replicas),
             "searches_in_line": lambda: self.waiting,
             "retrievers": lambda: len(replicas),
-            "retrievers_healthy": lambda: sum(r.up for r in replicas),
+            "retrievers_healthy": lambda: sum(r.healthy for r in replicas),
             "retriever_fingerprints": lambda: len({r.fingerprint for r in replicas if r.fingerprint}),
             "search_breaker": lambda: self.breaker.state.gauge,
         }
@@ -207,86 +208,87 @@ class Governor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _choose(self, avoid: Collection[str]) -> Replica | None:
-        free = [replica for replica in self.replicas if replica.up and replica.window.room()]
+        free = [replica for replica in self.replicas if replica.healthy and replica.limit.has_capacity()]
         if not free:
             return None
-        return min(free, key=lambda r: (r.url in avoid, r.window.in_flight, random.random()))
+        return min(free, key=lambda r: (r.url in avoid, r.limit.in_flight, random.random()))
 
-    def _serve_line(self) -> None:
-        while self._line:
-            waiting = self._line[0]
-            if not waiting.granted.done():
-                replica = self._choose(waiting.avoid)
+    def _serve_queue(self) -> None:
+        while self._queue:
+            waiter = self._queue[0]
+            if not waiter.permit.done():
+                replica = self._choose(waiter.avoid)
                 if replica is None:
                     return
-                waiting.granted.set_result(Place(replica, replica.window.send()))
-            self._line.popleft()
+                waiter.permit.set_result(Permit(replica, replica.limit.acquire()))
+            self._queue.popleft()
 
-    def _went_down(self, replica: Replica) -> None:
+    def _on_ejected(self, replica: Replica) -> None:
         if replica.cause not in NO_SUCH_PATH:
-            log.warning("retriever %s is put aside: %s", replica.url, replica.cause)
+            log.warning("retriever %s is ejected: %s", replica.url, replica.cause)
         self.counts["retrievers_put_aside"] += 1
-        self._start(self._bring_back(replica), "search-probe")
+        self._start(self._readmit_when_healthy(replica), "search-probe")
         if self.breaker.usable:
             return
         log.warning("no retriever can be used (%s): searches wait, and no new task is leased", self.breaker.reason)
         self.counts["search_outages"] += 1
-        self.somebody.clear()
-        while self._line:
-            granted = self._line.popleft().granted
-            if not granted.done():
-                granted.set_exception(Away())
+        self.any_healthy.clear()
+        while self._queue:
+            permit = self._queue.popleft().permit
+            if not permit.done():
+                permit.set_exception(NoHealthyReplica())
 
-    async def _look(self, replica: Replica) -> None:
+    async def _check_health(self, replica: Replica) -> None:
         try:
-            cause = await self._probe(replica, Proof.READY)
+            cause = await self._probe(replica, HealthCheck.READY)
         finally:
-            replica.looking = False
-        if cause and replica.up:
-            replica.put_aside(cause, Proof.READY)
-            self._went_down(replica)
+            replica.probing = False
+        if cause and replica.healthy:
+            replica.eject(cause, HealthCheck.READY)
+            self._on_ejected(replica)
 
-    async def _bring_back(self, replica: Replica) -> None:
-        told = -REMIND_S
+    async def _readmit_when_healthy(self, replica: Replica) -> None:
+        logged_at = -REMIND_S
         while True:
             now = asyncio.get_running_loop().time()
-            if replica.cause in NO_SUCH_PATH and now >= told + REMIND_S:
-                told = now
+            if replica.cause in NO_SUCH_PATH and now >= logged_at + REMIND_S:
+                logged_at = now
                 log.error(
                     "retriever %s has no POST %s (%s): correct rollout.search.urls (the part before that path) or "
                     "rollout.search.dialect; no query is sent there meanwhile",
-                    *(replica.url, self._wire.path, replica.cause),
+                    *(replica.url, self._transport.path, replica.cause),
                 )
-            # jitter: the rollout servers of a run must not come in step
+            # jitter: the rollout servers of a run must not probe in step
             await asyncio.sleep(replica.next_pause() * random.uniform(0.5, 1.0))
-            replica.looking = True
+            replica.probing = True
             try:
-                cause = await self._probe(replica, replica.proof)
+                cause = await self._probe(replica, replica.health_check)
             finally:
-                replica.looking = False
+                replica.probing = False
             if not cause:
                 break
             replica.cause = cause
-        replica.bring_back()
+        replica.readmit()
         log.warning("retriever %s can be used again", replica.url)
-        self.somebody.set()
-        self._serve_line()
-        await self._learn_name(replica)
+        self.any_healthy.set()
+        self._serve_queue()
+        await self._read_fingerprint(replica)
 
-    async def _probe(self, replica: Replica, proof: Proof) -> str:
-        return await probe(self._wire, replica, proof, look_s=self._probe_s, query_s=self._attempt_s)
+    async def _probe(self, replica: Replica, health_check: HealthCheck) -> str:
+        return await probe(self._transport, replica, health_check, ready_s=self._probe_s, query_s=self._attempt_s)
 
-    async def _learn_name(self, replica: Replica) -> None:
-        """Which index it serves: answers that depend on the replica, or change with a restart, are worth a warning."""
-        name = await read_fingerprint(self._wire, replica, self._probe_s)
-        if not name:
+    async def _read_fingerprint(self, replica: Replica) -> None:
+        """Note which index it serves, and warn of another one: answers would depend on the replica."""
+        fingerprint = await read_fingerprint(self._transport, replica, self._probe_s)
+        if not fingerprint:
             return
-        replica.fingerprint = name
-        if self._fingerprints - {name} and name not in self._fingerprints:
+        replica.fingerprint = fingerprint
+        if self._fingerprints - {fingerprint} and fingerprint not in self._fingerprints:
             log.warning(
-                "retriever %s serves another index (%s) than %s", replica.url, name, ", ".join(self._fingerprints)
+                "retriever %s serves another index (%s) than %s",
+                *(replica.url, fingerprint, ", ".join(self._fingerprints)),
             )
-        self._fingerprints.add(name)
+        self._fingerprints.add(fingerprint)
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -296,4 +298,4 @@ class Governor:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a look at a retriever broke", exc_info=error)
+            log.error("a probe of a retriever broke", exc_info=error)

@@ -1,4 +1,19 @@
-"""The seam to retrieval: a query in, passages out, and failures that have a name."""
+"""The interface to retrieval: a query in, passages out, and failures that have a name.
+
+| cause | what happened |
+|---|---|
+| `unreachable` | no connection, or it was cut before the answer was whole |
+| `timeout` | no answer within the time of one attempt; for a search: within its deadline |
+| `overloaded` | 429 or 503 |
+| `http_NNN` | another status than 200 |
+| `not_json` | HTML, an answer that is no HTTP, bytes that are no text |
+| `bad_shape` | JSON of another form than the dialect's |
+| `wrong_count` | more or fewer lists of hits than queries |
+| `too_large` | more bytes than `max_bytes`; what came was thrown away |
+| `failed_WORD` | the server answered and named this query's failure itself |
+| `unavailable` | no retriever could answer for `outage_wait_s` |
+| `closed` | this process is stopping |
+"""
 
 from __future__ import annotations
 
@@ -14,9 +29,9 @@ from protocol.settings import Settings
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search brought.
+    """The result of a search.
 
-    error  "" or a short word, see `rollout_server.search.fault`. No passages and no error: nothing was found
+    error  "" or a cause of the table above. No passages and no error: nothing was found
     """
 
     passages: tuple[Passage, ...]
@@ -25,42 +40,42 @@ class SearchResult:
 
 
 class Search(Protocol):
-    """Searches for one query; never raises for the service's faults: they are `SearchResult.error`."""
+    """Search for one query. Never raises for failures of the service: they are `SearchResult.error`."""
 
     async def __call__(self, query: str) -> SearchResult: ...
 
 
 class SearchService(Search, Protocol):
-    """A search that a process owns: it is built once, shared by all rollouts, and closed in the end."""
+    """A search that a process owns: built once, shared by all rollouts, closed in the end."""
 
     @property
     def outage(self) -> str:
-        """Why no query can be answered now, "" when one can. Searches wait meanwhile; new work is better not begun."""
+        """Why no query can be answered now, "" when one can. Searches wait meanwhile, and no new work should begin."""
 
     @property
-    def congested(self) -> bool:
-        """Whether so many searches stand in line that new work is better not begun."""
+    def backpressure(self) -> bool:
+        """Whether so many searches are queued that no new work should begin."""
 
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
-        """From now on count in `counts`, and have what can be read at any moment in `gauges`."""
+        """Count in `counts` from now on, and add the gauges to `gauges`."""
 
     async def close(self) -> None:
-        """Let go of connections and of searches in flight. Safe to call twice."""
+        """Close connections and end searches in flight. Safe to call twice."""
 
 
-class Ungoverned:
-    """What a search owes besides searching when it asks nobody: it is never away, and holds nothing."""
+class LocalSearch:
+    """Base of searches that call no server: never away, nothing to report or to close."""
 
     @property
     def outage(self) -> str:
         return ""
 
     @property
-    def congested(self) -> bool:
+    def backpressure(self) -> bool:
         return False
 
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
-        """It has nothing to report."""
+        """Report nothing."""
 
     async def close(self) -> None:
         return None
@@ -72,7 +87,7 @@ class NoSearchSettings(Settings):
     type: Literal["none"] = "none"
 
 
-class NoSearch(Ungoverned):
+class NoSearch(LocalSearch):
     """A search that finds nothing, at once and without an error: shows whether a policy answers from what it reads."""
 
     def __init__(self, settings: NoSearchSettings | None = None) -> None:
@@ -81,22 +96,6 @@ class NoSearch(Ungoverned):
     async def __call__(self, query: str) -> SearchResult:
         return SearchResult((), 0.0)
 
-
-# How a request to a retriever fails, by name. Pure.
-#
-# | cause | what happened |
-# |---|---|
-# | `unreachable` | no connection, or it was cut before the answer was whole |
-# | `timeout` | no answer within the time of one attempt; for a search: within its deadline |
-# | `overloaded` | 429 or 503 |
-# | `http_NNN` | another status than 200 |
-# | `not_json` | HTML, an answer that is no HTTP, bytes that are no text |
-# | `bad_shape` | JSON of another form than the dialect's |
-# | `wrong_count` | more or fewer lists of hits than queries |
-# | `too_large` | more bytes than `max_bytes`; what came was thrown away |
-# | `failed_WORD` | the server answered and named this query's failure itself |
-# | `unavailable` | no retriever could answer for `outage_wait_s` |
-# | `closed` | this process is stopping |
 
 UNAVAILABLE, CLOSED, TIMEOUT, UNREACHABLE, OVERLOADED = "unavailable", "closed", "timeout", "unreachable", "overloaded"
 NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE = "not_json", "bad_shape", "wrong_count", "too_large"
@@ -114,39 +113,46 @@ _ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
 """Statuses that the same query would get again. Any other may be a proxy's while its server restarts."""
 
 
-class Fault(Exception):
-    """One attempt failed.
+class SearchError(Exception):
+    """One attempt at a search failed.
 
-    cause    see the module
-    again    the same query may do better: at another retriever, or at this one later
-    served   the retriever did answer, though not well; else it was away or too busy
-    refused  nobody listens at the address: no further evidence is needed
-    wait_s   the server asked not to be asked again for so long
+    cause          see the table of the module
+    retryable      the same query may do better: at another retriever, or at this one later
+    served         the retriever did answer, though not well; else it was away or too busy
+    refused        nobody listens at the address: no further evidence is needed
+    retry_after_s  seconds that the server asked to wait
     """
 
     def __init__(
-        self, cause: str, *, again: bool = True, served: bool = True, refused: bool = False, wait_s: float = 0.0
+        self,
+        cause: str,
+        *,
+        retryable: bool = True,
+        served: bool = True,
+        refused: bool = False,
+        retry_after_s: float = 0.0,
     ) -> None:
         super().__init__(cause)
-        self.cause, self.again, self.served, self.refused, self.wait_s = cause, again, served, refused, wait_s
+        self.cause, self.retryable, self.served = cause, retryable, served
+        self.refused, self.retry_after_s = refused, retry_after_s
 
 
-def status_fault(status: int, retry_after: str) -> Fault:
+def error_of_status(status: int, retry_after: str) -> SearchError:
     """What a status other than 200 means; `retry_after` is the header, seconds or (ignored) a date."""
-    wait_s = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
+    retry_after_s = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
     if status in (429, 503):
-        return Fault(OVERLOADED, served=False, wait_s=wait_s)
-    return Fault(f"http_{status}", again=status not in _ABOUT_THE_QUERY, wait_s=wait_s)
+        return SearchError(OVERLOADED, served=False, retry_after_s=retry_after_s)
+    return SearchError(f"http_{status}", retryable=status not in _ABOUT_THE_QUERY, retry_after_s=retry_after_s)
 
 
-def named_by_server(word: str) -> Fault:
-    """A failure of one query that the server named. The word is a stranger's: [a-z0-9_], at most 32 of it."""
+def error_named_by_server(word: str) -> SearchError:
+    """A failure of one query that the server named. The word is untrusted: [a-z0-9_], at most 32 of it."""
     sound = re.sub(r"[^a-z0-9]+", "_", word[:200].lower()).strip("_")[:32]
-    return Fault(f"failed_{sound or 'unnamed'}", again=False)
+    return SearchError(f"failed_{sound or 'unnamed'}", retryable=False)
 
 
-class Names:
-    """What a cause is counted under: its own name, or `other` when there are too many."""
+class CauseLabels:
+    """The metric label of a cause: its own name, or `other` when there are too many."""
 
     def __init__(self) -> None:
         self._known = set(KNOWN)

@@ -1,7 +1,7 @@
-"""Client of the retrievers: settings, and the searches in flight. `Pursuit` carries a query, `Governor` the replicas.
+"""Client of the retrievers: `RetryingQuery` carries out a query, `ReplicaBalancer` chooses the replica.
 
-Identical queries in flight share one request, since the trajectories of a group often ask the same thing at the same
-time. It is given up when the last that waits for it has left, and not before.
+Identical queries in flight share one request, since the trajectories of a group often search for the same thing at the
+same time. It is cancelled when the last caller that waits for it has left.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pydantic import Field, field_validator, model_validator
 from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
 from protocol.settings import Settings
 from rollout_server.metrics import Stats
-from rollout_server.search.balancer import Governor
-from rollout_server.search.base import CLOSED, KNOWN, Names, SearchResult, SearchService
-from rollout_server.search.retry import Found, Limits, Pursuit
-from rollout_server.search.transport import Dialect, Wire
+from rollout_server.search.balancer import ReplicaBalancer
+from rollout_server.search.base import CLOSED, KNOWN, CauseLabels, SearchResult, SearchService
+from rollout_server.search.retry import QueryLimits, QueryResult, RetryingQuery
+from rollout_server.search.transport import Dialect, SearchTransport
 
 
 class HttpSearchSettings(Settings):
@@ -29,13 +29,13 @@ class HttpSearchSettings(Settings):
 
     type: Literal["http"] = "http"
     urls: tuple[str, ...] = Field(default=("http://127.0.0.1:8000",), min_length=1)
-    """Base addresses of the retrievers, all with the same index. Queries go to the least busy one that is well."""
+    """Base addresses of the retrievers, all with the same index. Queries go to the least busy healthy one."""
     dialect: Dialect = "search_r1"
     """`search_r1`: POST /retrieve. `flashrag`: POST /batch_search, as ReSearch's and ReCall's servers have it."""
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Passages per query."""
     run: str = Field(default="", max_length=128)
-    """Whose memory of earlier searches the retriever uses and feeds, where it keeps one. Empty: nobody's."""
+    """Run whose memory of earlier searches the retriever uses and extends, where it keeps one. Empty: none."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Longest wait for one query in seconds, while a retriever can be used: line, attempts and pauses between them."""
     attempt_s: float | None = Field(default=None, gt=0)
@@ -68,9 +68,9 @@ class HttpSearchSettings(Settings):
 
 @dataclass
 class _Shared:
-    """A search in flight, and how many wait for it."""
+    """A search in flight, and how many callers wait for it."""
 
-    task: asyncio.Task[Found]
+    task: asyncio.Task[QueryResult]
     waiting: int = 0
 
 
@@ -79,15 +79,17 @@ class HttpSearch:
 
     def __init__(self, settings: HttpSearchSettings) -> None:
         attempt_s = settings.attempt_s or settings.deadline_s / 3
-        self._wire = Wire(settings.dialect, topk=settings.topk, run=settings.run, max_bytes=settings.max_bytes)
-        self.governor = Governor(
-            self._wire,
+        self._transport = SearchTransport(
+            settings.dialect, topk=settings.topk, run=settings.run, max_bytes=settings.max_bytes
+        )
+        self.balancer = ReplicaBalancer(
+            self._transport,
             list(dict.fromkeys(settings.urls)),
             ceiling=settings.connections,
             attempt_s=attempt_s,
             probe_s=settings.probe_s,
         )
-        self._limits = Limits(settings.deadline_s, attempt_s, settings.outage_wait_s, settings.attempts)
+        self._limits = QueryLimits(settings.deadline_s, attempt_s, settings.outage_wait_s, settings.attempts)
         self._in_flight: dict[str, _Shared] = {}
         self._closed = False
 
@@ -113,16 +115,16 @@ class HttpSearch:
 
     @property
     def outage(self) -> str:
-        return self.governor.breaker.reason
+        return self.balancer.breaker.reason
 
     @property
-    def congested(self) -> bool:
-        return self.governor.congested
+    def backpressure(self) -> bool:
+        return self.balancer.backpressure
 
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
-        counts.update(self.governor.counts)
-        self.governor.counts = counts
-        gauges |= self.governor.gauges()
+        counts.update(self.balancer.counts)
+        self.balancer.counts = counts
+        gauges |= self.balancer.gauges()
 
     async def close(self) -> None:
         self._closed = True
@@ -130,22 +132,22 @@ class HttpSearch:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.governor.close()
-        await self._wire.close()
+        await self.balancer.close()
+        await self._transport.close()
 
     def _share(self, query: str) -> _Shared:
         """The search for `query` that is in flight, or a new one."""
         shared = self._in_flight.get(query)
         if shared is not None:
-            self.governor.counts["searches_shared"] += 1
+            self.balancer.counts["searches_shared"] += 1
             return shared
-        pursuit = Pursuit(query, self.governor, self._wire, self._limits)
-        shared = self._in_flight[query] = _Shared(asyncio.create_task(pursuit.run(), name="search"))
+        retrying = RetryingQuery(query, self.balancer, self._transport, self._limits)
+        shared = self._in_flight[query] = _Shared(asyncio.create_task(retrying.run(), name="search"))
         shared.task.add_done_callback(lambda _: self._forget(query, shared))
         return shared
 
     def _give_up(self, query: str, shared: _Shared) -> None:
-        # forgotten at once: whoever asks the same now must not be handed a search that is being cancelled
+        # forgotten at once: the next caller with this query must not get a search that is being cancelled
         self._forget(query, shared)
         shared.task.cancel()
 
@@ -154,19 +156,16 @@ class HttpSearch:
             del self._in_flight[query]
 
 
-# A search that is counted: how many, how they ended, how long they took, and how long somebody stood waiting.
+class InstrumentedSearch:
+    """Counts the searches of any search service, how they end and how long they take. Does not own the service.
 
-
-class MeasuredSearch:
-    """Wraps any search; the result is passed on as it is. Whoever built the search closes it.
-
-    Counts `searches`, of which `search_outcome_found`, `search_outcome_nothing` (answered, and no passage: not a
-    failure, and never the picture of one) and `search_errors`, of which `search_errors_CAUSE`.
+    Counts `searches`, of which `search_outcome_found`, `search_outcome_nothing` (answered without a passage, which
+    is no failure) and `search_errors`, of which `search_errors_CAUSE`.
     """
 
     def __init__(self, search: SearchService, stats: Stats) -> None:
         self._search, self._stats = search, stats
-        self._names = Names()
+        self._labels = CauseLabels()
         for name in ("searches", "search_errors", "search_outcome_found", "search_outcome_nothing"):
             stats.counts[name] += 0
         for cause in KNOWN:
@@ -180,9 +179,9 @@ class MeasuredSearch:
         return self._search.outage
 
     @property
-    def held_up(self) -> bool:
-        """Whether a trajectory that begins now would only wait for a retriever."""
-        return bool(self._search.outage) or self._search.congested
+    def backpressure(self) -> bool:
+        """Whether a trajectory that begins now would have to wait for a retriever."""
+        return bool(self._search.outage) or self._search.backpressure
 
     async def __call__(self, query: str) -> SearchResult:
         with self._stats.waits.during("retriever"):
@@ -192,7 +191,7 @@ class MeasuredSearch:
         self._stats.time("search_seconds", result.latency_s)
         if result.error:
             counts["search_errors"] += 1
-            counts[f"search_errors_{self._names(result.error)}"] += 1
+            counts[f"search_errors_{self._labels(result.error)}"] += 1
         else:
             counts["search_outcome_found" if result.passages else "search_outcome_nothing"] += 1
         return result

@@ -1,21 +1,22 @@
 """How many requests are in flight at one retriever: additive increase, multiplicative decrease. Pure, without a clock.
 
-Several rollout servers that grow by sums and shrink by factors share a retriever fairly without knowing of each other
+Several rollout servers that grow by sums and shrink by factors share a retriever fairly without coordination
 (Chiu and Jain, "Analysis of the increase and decrease algorithms for congestion avoidance", 1989). As in TCP Vegas
-(Brakmo and Peterson, 1995) and the gradient limiters built on it, the sign of congestion is latency against the least
-that was seen, and not only failure: it comes before anything fails.
+(Brakmo and Peterson, 1995) and the gradient limits built on it (Netflix concurrency-limits), the sign of congestion is
+latency against the least that was seen, and not only failure: it comes before anything fails.
 
     target  = TOLERANCE * least, at least SLACK_S and at most a quarter of an attempt's time
-    least   = the least smoothed latency that was seen since the retriever was last away
+    least   = the least smoothed latency seen since the retriever was last away
     grow    by 1 an answer up to the size at which it last shrank (slow start, Jacobson 1988), by 1 a round trip beyond
-            it, while the smoothed latency is below the target and at least half of the window is in use
-    shrink  to 0.7 of itself when the smoothed latency is above the target, or the server refused (429, 503) or let a
+            it, while the smoothed latency is below the target and at least half of the limit is in use
+    shrink  to 0.7 of itself when the smoothed latency is above the target, or the server rejected (429, 503) or let a
             request run out of time; then not again for what was sent before: once a round trip
 
 TOLERANCE is large because retrievers batch: a full batch takes several times as long as a lone query and answers
-hundreds. SLACK_S is what nobody minds waiting. Smoothing keeps single answers from a cache, hundreds of times faster
-than a search, from making all searches look slow. A window that has shrunk to FLOOR and still finds answers slow is
-not the cause: the server has become slower for good, or others keep it busy, and the least latency is measured anew.
+hundreds. SLACK_S is a latency that never counts as congestion. Smoothing keeps single answers from a cache, hundreds of
+times faster than a search, from making all searches look slow. A limit that has shrunk to FLOOR and still finds answers
+slow is not the cause: the server has become slower for good, or others keep it busy, and the least latency is measured
+again.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ SMOOTHING = 1 / 8
 """Weight of the newest latency (Jacobson's smoothed round-trip time). As many answers make it a measure."""
 
 
-class Window:
-    """Requests in flight from here to one retriever. Each is `send` and then one of `answered`, `refused`, `ended`.
+class GradientLimit:
+    """Most requests in flight from here to one retriever: `acquire`, then `on_success`, `on_dropped` or `on_ignored`.
 
     ceiling     most requests in flight
-    patience_s  time after which a request is given up; the target stays well below it
+    timeout_s   time after which a request is given up; the target stays well below it
     """
 
-    def __init__(self, *, ceiling: int, patience_s: float, start: int = START) -> None:
-        self._ceiling, self._floor, self._patience_s = ceiling, min(FLOOR, ceiling), patience_s
+    def __init__(self, *, ceiling: int, timeout_s: float, start: int = START) -> None:
+        self._ceiling, self._floor, self._timeout_s = ceiling, min(FLOOR, ceiling), timeout_s
         self._size = float(min(start, ceiling))
         self._shrank_at = float(ceiling)
         self._next = self._first_since = 0
@@ -54,22 +55,22 @@ class Window:
 
     @property
     def target_s(self) -> float:
-        """Smoothed latency up to which the window grows."""
+        """Smoothed latency up to which the limit grows."""
         least = self._least if math.isfinite(self._least) else 0.0
-        return min(max(SLACK_S, TOLERANCE * least), self._patience_s / 4)
+        return min(max(SLACK_S, TOLERANCE * least), self._timeout_s / 4)
 
-    def room(self) -> bool:
-        """Whether one more may go."""
+    def has_capacity(self) -> bool:
+        """Whether one more request may be sent."""
         return self.in_flight < self.size
 
-    def send(self) -> int:
-        """One more goes; its number, to be given back when it is over."""
+    def acquire(self) -> int:
+        """Count one more request; returns its number, to be passed to `on_success` or `on_dropped`."""
         self.in_flight += 1
         self._next += 1
         return self._next - 1
 
-    def answered(self, number: int, latency_s: float) -> None:
-        """It was answered, well or not, after so long."""
+    def on_success(self, number: int, latency_s: float) -> None:
+        """The request was answered, well or not."""
         in_use = 2 * self.in_flight >= self.size
         self.in_flight -= 1
         if number < self._first_since:
@@ -87,18 +88,18 @@ class Window:
             step = 1.0 if self._size < self._shrank_at else 1.0 / self._size
             self._size = min(self._ceiling, self._size + step)
 
-    def refused(self, number: int) -> None:
-        """It was turned away, or ran out of time."""
+    def on_dropped(self, number: int) -> None:
+        """The request was rejected by the server, or ran out of time."""
         self.in_flight -= 1
         if number >= self._first_since:
             self._shrink()
 
-    def ended(self) -> None:
-        """It ended in a way that says nothing of how busy the server is."""
+    def on_ignored(self) -> None:
+        """The request ended in a way that says nothing about how busy the server is."""
         self.in_flight -= 1
 
-    def restart(self) -> None:
-        """The server was away and is back, perhaps another: begin small, and measure anew."""
+    def reset(self) -> None:
+        """Begin small and measure again: the server was away and is back, perhaps another one."""
         self._size = float(self._floor)
         self._shrank_at = float(self._ceiling)
         self._smooth, self._smoothed, self._first_since = 0.0, 0, self._next

@@ -1,6 +1,15 @@
-"""One request to a retriever: sent, read under a cap, and every way to fail by its name.
+"""One request to a retriever: sent, read up to a size limit, and every failure as a named `SearchError`.
 
-Redirects are not followed and compression is not accepted: a few kilobytes must not become gigabytes here.
+Redirects are not followed and compression is not accepted: a few kilobytes must not become gigabytes here. Two JSON
+dialects:
+
+    search_r1  POST /retrieve      {"queries": [q], "topk": k, "return_scores": true}
+               -> {"result": [[{"document": {"id", "contents"}, "score"}, ..]], "errors": [null]?}
+    flashrag   POST /batch_search  {"query": [q], "top_n": k, "return_score": false}
+               -> [[{"id", "contents"}, ..]]                          (ReSearch, ReCall)
+
+Scores are not read: passages come best first. Answers are untrusted: their parts are checked one by one, each failure has
+a name, and only the first k hits are looked at.
 """
 
 from __future__ import annotations
@@ -24,25 +33,15 @@ from rollout_server.search.base import (
     TOO_LARGE,
     UNREACHABLE,
     WRONG_COUNT,
-    Fault,
-    named_by_server,
-    status_fault,
+    SearchError,
+    error_named_by_server,
+    error_of_status,
 )
 
 if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
 
-
-# The two JSON dialects of retrievers: what is asked, and passages from what is answered. Pure.
-#
-#     search_r1  POST /retrieve      {"queries": [q], "topk": k, "return_scores": true}
-#                -> {"result": [[{"document": {"id", "contents"}, "score"}, ..]], "errors": [null]?}
-#     flashrag   POST /batch_search  {"query": [q], "top_n": k, "return_score": false}
-#                -> [[{"id", "contents"}, ..]]                          (ReSearch, ReCall)
-#
-# Scores are not read: passages come best first. An answer is a stranger's, so its parts are checked one by one, each
-# failure has a name, and only the first k hits are looked at.
 
 Dialect = Literal["search_r1", "flashrag"]
 PATHS: dict[Dialect, str] = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
@@ -58,7 +57,7 @@ class _Document(BaseModel):
 
 
 def request_body(dialect: Dialect, query: str, topk: int, run: str) -> bytes:
-    """The body that asks one query. `run`: whose memory the server uses, "" for none (search_r1 only)."""
+    """Return the body for one query. `run`: whose memory the server uses, "" for none (search_r1 only)."""
     body: dict[str, Any]
     if dialect == "flashrag":
         body = {"query": [query], "top_n": topk, "return_score": False}
@@ -70,26 +69,26 @@ def request_body(dialect: Dialect, query: str, topk: int, run: str) -> bytes:
 
 
 def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
-    """At most `topk` passages, best first. Raises Fault: not_json, bad_shape, wrong_count or failed_WORD."""
+    """At most `topk` passages, best first. Raises SearchError: not_json, bad_shape, wrong_count or failed_WORD."""
     try:
         answer = from_json(raw)
     except ValueError:
-        raise Fault(NOT_JSON) from None
+        raise SearchError(NOT_JSON) from None
     try:
         lists = answer if dialect == "flashrag" else answer["result"]
         errors = None if dialect == "flashrag" else answer.get("errors")
         if not isinstance(lists, list) or not isinstance(errors, list | None):
             raise TypeError("no list of lists")
         if len(lists) != 1 or (errors is not None and len(errors) != 1):
-            raise Fault(WRONG_COUNT)
+            raise SearchError(WRONG_COUNT)
         if errors and errors[0] is not None:
-            raise named_by_server(str(errors[0]))
+            raise error_named_by_server(str(errors[0]))
         if not isinstance(lists[0], list):
             raise TypeError("no list of hits")
         hits = lists[0][:topk]
         found = [_Document.model_validate(hit if dialect == "flashrag" else hit["document"]) for hit in hits]
     except (TypeError, KeyError, AttributeError, IndexError, ValidationError):
-        raise Fault(BAD_SHAPE) from None
+        raise SearchError(BAD_SHAPE) from None
     return tuple(Passage(id=document.id, contents=document.contents) for document in found)
 
 
@@ -100,7 +99,7 @@ KEEP_ALIVE_S = 4.0
 that crosses that closing would look like a retriever that has died."""
 
 
-class Connections:
+class HttpConnections:
     """Pooled connections to one or more servers. The session opens at the first request, inside the event loop.
 
     limit    most requests at once, further ones wait within their time; 0: no limit
@@ -114,7 +113,7 @@ class Connections:
     async def exchange(
         self, method: str, url: str | URL, timeout_s: float, body: bytes | None = None, also: Collection[int] = ()
     ) -> tuple[int, bytes]:
-        """Status and body of an answer with status 200, or one of `also`. Raises Fault."""
+        """Status and body of an answer with status 200, or one of `also`. Raises SearchError."""
         import aiohttp
 
         try:
@@ -123,27 +122,27 @@ class Connections:
                 self._open().request(method, url, data=body, allow_redirects=False) as response,
             ):
                 if response.status != 200 and response.status not in also:
-                    raise status_fault(response.status, response.headers.get("Retry-After", ""))
+                    raise error_of_status(response.status, response.headers.get("Retry-After", ""))
                 return response.status, await self._read(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             refused = not isinstance(error, aiohttp.ConnectionTimeoutError)
-            raise Fault(UNREACHABLE, served=False, refused=refused) from error
+            raise SearchError(UNREACHABLE, served=False, refused=refused) from error
         except TimeoutError as error:
-            raise Fault(TIMEOUT, served=False) from error
+            raise SearchError(TIMEOUT, served=False) from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError) as error:
-            raise Fault(UNREACHABLE, served=False) from error
+            raise SearchError(UNREACHABLE, served=False) from error
         except aiohttp.ClientError as error:
-            raise Fault(NOT_JSON) from error  # what came back is not even HTTP
+            raise SearchError(NOT_JSON) from error  # what came back is not even HTTP
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if (response.content_length or 0) > self._max_bytes:
-            raise Fault(TOO_LARGE, again=False)
+            raise SearchError(TOO_LARGE, retryable=False)
         parts: list[bytes] = []
         size = 0
         async for chunk in response.content.iter_any():
             size += len(chunk)
             if size > self._max_bytes:
-                raise Fault(TOO_LARGE, again=False)
+                raise SearchError(TOO_LARGE, retryable=False)
             parts.append(chunk)
         return b"".join(parts)
 
@@ -166,8 +165,8 @@ class Connections:
             self._session = None
 
 
-class Wire(Connections):
-    """The same to retrievers, in their dialect. How many requests there are at once is decided by the windows."""
+class SearchTransport(HttpConnections):
+    """Connections to retrievers, in their dialect. `GradientLimit` bounds the requests in flight."""
 
     def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
         super().__init__(max_bytes=max_bytes, headers=read_access(os.environ).headers("node", "operator"))
@@ -179,11 +178,11 @@ class Wire(Connections):
         return PATHS[self._dialect]
 
     async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
-        """Passages for one query, best first. Raises Fault."""
+        """Passages for one query, best first. Raises SearchError."""
         body = request_body(self._dialect, query, self._topk, self._run)
         raw = await self.request("POST", url + self.path, timeout_s, body)
         return read_answer(self._dialect, raw, self._topk)
 
     async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> bytes:
-        """The body of a 200. Raises Fault."""
+        """The body of a 200. Raises SearchError."""
         return (await self.exchange(method, url, timeout_s, body))[1]

@@ -19,8 +19,8 @@ from pydantic import Field, ValidationError, field_validator
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, Fault
-from rollout_server.search.transport import Connections
+from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
+from rollout_server.search.transport import HttpConnections
 from rollout_server.tools.base import Calls, ToolBase, ToolResult
 
 MAX_ID_CHARS = 1024
@@ -81,7 +81,7 @@ class Fetch:
         self._settings = settings
         self._urls = [url.rstrip("/") + "/passages" for url in urls]
         self._next = random.randrange(len(self._urls))
-        self._connections = Connections(max_bytes=settings.max_bytes, limit=settings.connections)
+        self._connections = HttpConnections(max_bytes=settings.max_bytes, limit=settings.connections)
         self._calls = Calls(self.name)
 
     async def __call__(self, argument: str) -> ToolResult:
@@ -96,7 +96,7 @@ class Fetch:
 
     async def _ask(self, name: str) -> ToolResult:
         """The document, or the error of the last attempt. Ends within the deadline, or the longest outage."""
-        last = Fault(TIMEOUT)
+        last = SearchError(TIMEOUT)
         pause = BACKOFF_S
         loop = asyncio.get_running_loop()
         begun = since = loop.time()
@@ -105,10 +105,10 @@ class Fetch:
                 while True:
                     try:
                         return await self._attempt(name)
-                    except Fault as fault:
-                        last = fault
+                    except SearchError as error:
+                        last = error
                     # Jitter: thousands of rollouts must not come back in step.
-                    wait = max(last.wait_s, random.uniform(pause / 2, pause))
+                    wait = max(last.retry_after_s, random.uniform(pause / 2, pause))
                     end = since + self._settings.deadline_s
                     if last.cause == UNREACHABLE:
                         end = max(end, begun + self._settings.outage_wait_s)
@@ -135,9 +135,9 @@ class Fetch:
         try:
             passage = Passage.model_validate_json(raw)
         except (ValidationError, RecursionError) as error:
-            raise Fault(GARBAGE) from error
+            raise SearchError(GARBAGE) from error
         if passage.id != name:
-            raise Fault(GARBAGE)
+            raise SearchError(GARBAGE)
         cut = passage.model_copy(update={"contents": passage.contents[: self._settings.max_chars]})
         return ToolResult(passages=(cut,))
 
@@ -159,7 +159,7 @@ def _unknown(raw: bytes) -> ToolResult:
     try:
         said = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise Fault(GARBAGE) from error
+        raise SearchError(GARBAGE) from error
     if not isinstance(said, dict) or "error" not in said:
-        raise Fault(GARBAGE)
+        raise SearchError(GARBAGE)
     return UNKNOWN

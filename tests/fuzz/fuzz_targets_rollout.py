@@ -22,7 +22,7 @@ from rollout_server.engine.decoding import Reader, Received
 from rollout_server.environment.actions import Search, boxed, neutralise, parse
 from rollout_server.node.weights.manifest import MANIFEST, WeightsCorrupt, verify
 from rollout_server.rewards.judge import harmless, read_verdict
-from rollout_server.search.base import Fault, status_fault
+from rollout_server.search.base import SearchError, error_of_status
 from rollout_server.search.transport import read_answer
 from tests.support.environments import write_tokenizer
 
@@ -213,7 +213,7 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder(
             "search.search_r1",
             lambda raw: read_answer("search_r1", raw, 3),
-            (Fault,),
+            (SearchError,),
             (json.dumps(search).encode(),),
             "json",
             share=4,
@@ -221,13 +221,13 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder(
             "search.flashrag",
             lambda raw: read_answer("flashrag", raw, 3),
-            (Fault,),
+            (SearchError,),
             (json.dumps(many).encode(),),
             "json",
             share=2,
         ),
         Decoder(
-            "search.retry_after", lambda raw: status_fault(503, raw.decode("latin-1")), (), (b"3",), "text", share=0.5
+            "search.retry_after", lambda raw: error_of_status(503, raw.decode("latin-1")), (), (b"3",), "text", share=0.5
         ),
         Decoder("actions.parse", _action, (), (turn,), "text", share=3),
         Decoder("actions.neutralise", _neutral, (), (page,), "text", share=2),

@@ -31,7 +31,7 @@ class Server:
         self.redis = world.client()
         self.run = world.keys.run
         self.sink = Sink(self.redis, self.stats)
-        self.held_up = ""
+        self.backpressure = ""
         self.tasks = Tasks(
             self.redis,
             self.sink,
@@ -39,7 +39,7 @@ class Server:
             consumer=name,
             concurrency=concurrency,
             idle_ms=idle_ms,
-            held_up=lambda: self.held_up,
+            backpressure=lambda: self.backpressure,
         )
         self.let = asyncio.Event()
         self.quick: set[int] = set()
@@ -87,15 +87,15 @@ async def test_a_server_whose_turns_would_only_wait_leaves_tasks_to_the_others(
     world, until: Callable[..., Awaitable[None]], cause: str
 ) -> None:
     server = Server(world, "a")
-    server.held_up = cause
+    server.backpressure = cause
     async with server.running():
         world.issue(make_task(1))
         await asyncio.sleep(0.3)
         assert server.begun == [] and world.pending() == 0
         assert server.stats.waits.seconds()[cause] > 0.2
-        server.held_up = ""
+        server.backpressure = ""
         await until(lambda: server.begun == [1], "it goes on when they have caught up", 1.0)
-        server.held_up = cause
+        server.backpressure = cause
         server.tasks.stop()
         await until(server.leasing.done, "a stop does not wait for them", 1.0)
 

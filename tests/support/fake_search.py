@@ -14,11 +14,11 @@ from typing import Any
 from aiohttp import web
 
 from protocol.search import Passage
-from rollout_server.search.base import SearchResult, Ungoverned
+from rollout_server.search.base import SearchResult, LocalSearch
 from tests.support.scripted_server import ScriptedServer
 
 
-class FakeSearch(Ungoverned):
+class FakeSearch(LocalSearch):
     """Answers from a table.
 
     passages   query -> what it brings; any other query brings `otherwise`

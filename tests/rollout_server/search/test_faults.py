@@ -16,7 +16,7 @@ from rollout_server.engine.base import GenerateRequest
 from rollout_server.environment.environment import Episode
 from rollout_server.metrics import Stats, prometheus_text
 from rollout_server.rollout.group import GroupRejected, run_group
-from rollout_server.search.client import HttpSearch, HttpSearchSettings, MeasuredSearch
+from rollout_server.search.client import HttpSearch, HttpSearchSettings, InstrumentedSearch
 from tests.support.environments import make_episode
 from tests.support.fake_engine import FakeEngine, Play
 from tests.support.fake_search import HTML, FakeRetriever, Fault
@@ -68,7 +68,7 @@ async def roll(
     search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **limits))  # type: ignore[arg-type]
     task = Task(seq=1, question=QUESTION, group_size=len(queries), sampling=Sampling())
     try:
-        measured = MeasuredSearch(search, stats)
+        measured = InstrumentedSearch(search, stats)
         return await run_group(episode, task, FakeEngine(script), measured, run="r", producer="p")
     finally:
         await search.close()
@@ -159,7 +159,7 @@ async def test_a_strangers_names_for_failures_do_not_fill_the_metrics(retriever:
         Fault(body={"result": [[]], "errors": [f"cause {query}"]}) if query.isdigit() else None
     )
     service = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **PATIENT))  # type: ignore[arg-type]
-    search = MeasuredSearch(service, stats)
+    search = InstrumentedSearch(service, stats)
     for number in range(200):
         await search(str(number))
         await search("well")  # so that it is not taken for an outage

@@ -84,7 +84,7 @@ async def test_an_answer_that_cannot_be_used_is_asked_for_again_and_then_has_a_n
     result = await search("bad")
     assert (result.passages, result.error) == ((), cause)
     assert retriever.queries.count("bad") == 4
-    assert search.governor.counts[f"search_faults_{cause}"] == 4
+    assert search.balancer.counts[f"search_faults_{cause}"] == 4
     assert (await search("good")).error == "" and search.outage == "", "one bad query is the query's fault"
 
 
@@ -140,7 +140,7 @@ async def test_a_dead_retriever_is_passed_over_for_a_living_one(retriever: FakeR
         dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
         search = HttpSearch(HttpSearchSettings(urls=(dead, retriever.url), deadline_s=5))
         results = [await search(f"query {i}") for i in range(8)]
-        assert search.outage == "" and search.governor.gauges()["retrievers_healthy"]() == 1
+        assert search.outage == "" and search.balancer.gauges()["retrievers_healthy"]() == 1
         alone = HttpSearch(HttpSearchSettings(urls=(dead,), deadline_s=5, outage_wait_s=0.2))
         started = time.monotonic()
         nothing = await alone("emma")
@@ -154,7 +154,7 @@ async def test_a_dead_retriever_is_passed_over_for_a_living_one(retriever: FakeR
 async def test_a_connection_cut_in_the_middle_is_tried_again(retriever: FakeRetriever, search: HttpSearch) -> None:
     retriever.then(Fault(cut=True))
     assert len((await search("emma")).passages) == 3
-    assert search.governor.counts["search_faults_unreachable"] == 1 and search.governor.counts["search_retries"] == 1
+    assert search.balancer.counts["search_faults_unreachable"] == 1 and search.balancer.counts["search_retries"] == 1
 
 
 async def test_equal_queries_in_flight_share_one_request(retriever: FakeRetriever, search: HttpSearch) -> None:
@@ -189,11 +189,11 @@ async def test_a_search_that_nobody_waits_for_is_given_up_and_does_not_spoil_the
     again = asyncio.create_task(search("emma"))  # asked while the first is being cancelled
     await asyncio.gather(*both, return_exceptions=True)
     await asyncio.sleep(0.05)
-    assert search.governor.gauges()["searches_in_flight"]() == 1
+    assert search.balancer.gauges()["searches_in_flight"]() == 1
     again.cancel()
     await asyncio.gather(again, return_exceptions=True)
     await asyncio.sleep(0)
-    assert search.governor.gauges()["searches_in_flight"]() == 0, "their places are free"
+    assert search.balancer.gauges()["searches_in_flight"]() == 0, "their places are free"
     assert len((await search("emma")).passages) == 3
 
 

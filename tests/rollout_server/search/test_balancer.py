@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from rollout_server.search import balancer as governor
-from rollout_server.search import replica
+from rollout_server.search import balancer, replica
 from rollout_server.search.client import HttpSearch, HttpSearchSettings
 from tests.support.fake_search import HTML, FakeRetriever, Fault
 
@@ -34,10 +33,10 @@ class Client:
     def __init__(self, *retrievers: FakeRetriever, **settings: object) -> None:
         given = {"urls": [r.url for r in retrievers], "deadline_s": 4.0, "attempt_s": 0.3, "probe_s": 0.2}
         self.search = HttpSearch(HttpSearchSettings.model_validate(given | settings))
-        self.counts = self.search.governor.counts
+        self.counts = self.search.balancer.counts
 
     def gauge(self, name: str) -> float:
-        return self.search.governor.gauges()[name]()
+        return self.search.balancer.gauges()[name]()
 
     async def __aenter__(self) -> Client:
         return self
@@ -163,11 +162,11 @@ async def test_a_cancelled_search_leaves_its_place_in_the_line(until: Until) -> 
 
 async def test_a_search_that_is_cancelled_just_as_its_turn_comes_passes_it_on() -> None:
     async with FakeRetriever() as retriever, Client(retriever, connections=1) as client:
-        governor = client.search.governor
-        place = await governor.enter(())
-        first, second = (asyncio.create_task(governor.enter(())) for _ in range(2))
+        balancer = client.search.balancer
+        permit = await balancer.acquire(())
+        first, second = (asyncio.create_task(balancer.acquire(())) for _ in range(2))
         await asyncio.sleep(0)
-        governor.left(place)
+        balancer.release(permit)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
@@ -178,9 +177,9 @@ async def test_a_line_longer_than_what_may_be_in_flight_holds_new_work_back(unti
     async with FakeRetriever() as retriever, Client(retriever, connections=2) as client:
         retriever.script = lambda query: Fault(after_s=0.05)
         searches = client.start(5)
-        await until(lambda: client.search.congested, "three stand in line, two are in flight")
+        await until(lambda: client.search.backpressure, "three stand in line, two are in flight")
         await asyncio.gather(*searches[:2])
-        assert not client.search.congested
+        assert not client.search.backpressure
         await asyncio.gather(*searches)
 
 
@@ -218,7 +217,7 @@ async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind(until: U
 async def test_an_address_without_searches_is_called_wrong_and_that_again_and_again(
     until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ready: bool | None
 ) -> None:
-    monkeypatch.setattr(governor, "REMIND_S", 0.2)
+    monkeypatch.setattr(balancer, "REMIND_S", 0.2)
     async with FakeRetriever(lambda query: Fault(404)) as retriever, Client(retriever, outage_wait_s=10) as client:
         retriever.ready = ready
         searches = client.start(5)

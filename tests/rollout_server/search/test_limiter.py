@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_server.search.limiter import FLOOR, START, Window
+from rollout_server.search.limiter import FLOOR, START, GradientLimit
 
 
-def window(ceiling: int = 512, patience_s: float = 10.0, **facts: int) -> Window:
-    return Window(ceiling=ceiling, patience_s=patience_s, **facts)
+def limit(ceiling: int = 512, timeout_s: float = 10.0, **facts: int) -> GradientLimit:
+    return GradientLimit(ceiling=ceiling, timeout_s=timeout_s, **facts)
 
 
-def rounds(w: Window, number: int, latency_s: float) -> None:
+def rounds(w: GradientLimit, number: int, latency_s: float) -> None:
     """So many times: everything in flight is answered after latency_s, and each answer lets others go."""
-    flying = [w.send() for _ in range(w.size - w.in_flight)]
+    flying = [w.acquire() for _ in range(w.size - w.in_flight)]
     for _ in range(number):
         sent, flying = flying, []
         for each in sent:
-            w.answered(each, latency_s)
-            while w.room():
-                flying.append(w.send())
+            w.on_success(each, latency_s)
+            while w.has_capacity():
+                flying.append(w.acquire())
     for _ in flying:
-        w.ended()
+        w.on_ignored()
 
 
 def test_it_doubles_a_round_until_it_meets_its_ceiling_while_answers_are_quick() -> None:
-    w = window(ceiling=800)
+    w = limit(ceiling=800)
     assert (w.size, w.in_flight) == (START, 0)
     rounds(w, 1, 0.01)
     assert 1.75 * START <= w.size <= 2 * START
@@ -38,17 +38,17 @@ def test_it_doubles_a_round_until_it_meets_its_ceiling_while_answers_are_quick()
 
 
 def test_it_does_not_grow_on_the_word_of_a_few() -> None:
-    w = window()
+    w = limit()
     for _ in range(1000):
-        w.answered(w.send(), 0.01)
+        w.on_success(w.acquire(), 0.01)
     assert w.size == START
 
 
 def test_after_it_has_shrunk_it_grows_by_one_a_round() -> None:
-    w = window()
-    sent = [w.send() for _ in range(w.size)]
+    w = limit()
+    sent = [w.acquire() for _ in range(w.size)]
     for each in sent:
-        w.refused(each)
+        w.on_dropped(each)
     assert w.size == int(0.7 * START), "a round that was refused as a whole is one decrease"
     before = w.size
     rounds(w, 3, 0.01)
@@ -56,7 +56,7 @@ def test_after_it_has_shrunk_it_grows_by_one_a_round() -> None:
 
 
 def test_latency_beyond_the_target_shrinks_it_once_a_round() -> None:
-    w = window(ceiling=64)
+    w = limit(ceiling=64)
     rounds(w, 2, 0.1)
     assert (w.size, w.target_s) == (64, pytest.approx(1.2))
     rounds(w, 1, 5.0)
@@ -64,17 +64,17 @@ def test_latency_beyond_the_target_shrinks_it_once_a_round() -> None:
 
 
 def test_quick_answers_of_a_cache_do_not_make_a_search_look_slow() -> None:
-    w = window()
+    w = limit()
     for _ in range(300):
         for took in (0.9, 0.9, 0.0003, 0.9):
-            while w.room():
-                w.send()
-            w.answered(w._next - 1, took)
+            while w.has_capacity():
+                w.acquire()
+            w.on_success(w._next - 1, took)
     assert w.size > START
 
 
 def test_a_server_that_has_become_slower_for_good_is_given_a_new_measure() -> None:
-    w = window(ceiling=8)
+    w = limit(ceiling=8)
     rounds(w, 2, 0.01)
     assert w.target_s == 0.5
     sizes = []
@@ -86,45 +86,45 @@ def test_a_server_that_has_become_slower_for_good_is_given_a_new_measure() -> No
 
 
 def test_after_an_outage_it_begins_small_and_what_was_sent_before_says_nothing() -> None:
-    w = window()
-    old = [w.send() for _ in range(20)]
-    w.restart()
-    assert (w.size, w.in_flight, w.room()) == (FLOOR, 20, False)
+    w = limit()
+    old = [w.acquire() for _ in range(20)]
+    w.reset()
+    assert (w.size, w.in_flight, w.has_capacity()) == (FLOOR, 20, False)
     for each in old:
-        w.refused(each)
-    assert (w.size, w.in_flight, w.room()) == (FLOOR, 0, True)
+        w.on_dropped(each)
+    assert (w.size, w.in_flight, w.has_capacity()) == (FLOOR, 0, True)
 
 
 def test_a_request_that_is_given_up_frees_its_place_and_changes_nothing() -> None:
-    w = window(ceiling=1)
-    w.send()
-    assert not w.room()
-    w.ended()
-    assert w.room() and w.size == 1
+    w = limit(ceiling=1)
+    w.acquire()
+    assert not w.has_capacity()
+    w.on_ignored()
+    assert w.has_capacity() and w.size == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from("sarex"), st.floats(0, 20)), max_size=300), st.integers(1, 64))
 @settings(max_examples=50)
 def test_whatever_happens_it_stays_within_its_bounds(events: list[tuple[str, float]], ceiling: int) -> None:
-    w = window(ceiling=ceiling)
+    w = limit(ceiling=ceiling)
     flying: list[int] = []
     for kind, took in events:
-        if kind == "s" and w.room():
-            flying.append(w.send())
+        if kind == "s" and w.has_capacity():
+            flying.append(w.acquire())
         elif kind == "x":
-            w.restart()
+            w.reset()
         elif flying:
             each = flying.pop(0)
             if kind == "a":
-                w.answered(each, took)
+                w.on_success(each, took)
             elif kind == "r":
-                w.refused(each)
+                w.on_dropped(each)
             else:
-                w.ended()
+                w.on_ignored()
         assert min(FLOOR, ceiling) <= w.size <= ceiling and w.in_flight == len(flying)
 
 
-def simulate(windows: list[Window], *, places: int, service_s: float, seconds: float) -> tuple[list[int], float]:
+def simulate(windows: list[GradientLimit], *, places: int, service_s: float, seconds: float) -> tuple[list[int], float]:
     """A server with `places` that takes service_s a query, all windows always full.
 
     Returns the answers of each window in the second half of the time, and the longest latency there.
@@ -133,12 +133,12 @@ def simulate(windows: list[Window], *, places: int, service_s: float, seconds: f
     events: list[tuple[float, int, int, float]] = []
     while now < seconds:
         for who, w in enumerate(windows):
-            while w.room():
+            while w.has_capacity():
                 done = max(now, heapq.heappop(free_at)) + service_s
                 heapq.heappush(free_at, done)
-                heapq.heappush(events, (done, who, w.send(), now))
+                heapq.heappush(events, (done, who, w.acquire(), now))
         now, who, number, sent = heapq.heappop(events)
-        windows[who].answered(number, now - sent)
+        windows[who].on_success(number, now - sent)
         if now > seconds / 2:
             answered[who] += 1
             slowest = max(slowest, now - sent)
@@ -146,7 +146,7 @@ def simulate(windows: list[Window], *, places: int, service_s: float, seconds: f
 
 
 def test_two_servers_share_a_slow_retriever_fairly_keep_it_busy_and_its_queue_short() -> None:
-    early, late = window(), window(start=FLOOR)
+    early, late = limit(), limit(start=FLOOR)
     answered, slowest = simulate([early, late], places=8, service_s=0.1, seconds=400)
     assert sum(answered) > 0.99 * 80 * 200, "the retriever is never idle"
     assert min(answered) > 0.25 * max(answered), answered
