@@ -58,10 +58,10 @@ from rollout_server.dispatch.fleet import Agreement, Fleet
 from rollout_server.dispatch.leases import Tasks
 from rollout_server.dispatch.publisher import Sink
 from rollout_server.dispatch.runner import Work
-from rollout_server.engine.client import SglangClient, connector
-from rollout_server.engine.continuation import Ending
-from rollout_server.engine.request_log import noting
-from rollout_server.engine.router import Limits, Router
+from rollout_server.engine.client import SglangClient, pooled_connector
+from rollout_server.engine.continuation import StopChecker
+from rollout_server.engine.request_log import with_request_log
+from rollout_server.engine.router import Router, TurnLimits
 from rollout_server.environment.environment import Episode, build_episode
 from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
 from rollout_server.rollout.group import GroupRejected, run_group
@@ -121,7 +121,7 @@ async def serve(
     redis = RedisClient(run.redis_url, Keys(run.id))
     search = build_search(settings.search)
     try:
-        async with aiohttp.ClientSession(connector=connector()) as session:
+        async with aiohttp.ClientSession(connector=pooled_connector()) as session:
             with shutdown_on_signals(stop), unwrap_user_error():
                 server = RolloutServer(run, settings, episode, stats, redis, InstrumentedSearch(search, stats), session)
                 await server.run(stop, port_file)
@@ -152,19 +152,19 @@ class RolloutServer:
             _connect, session, read_access(os.environ), settings.stream_interval
         )
         if settings.journal_routes is not None:
-            connect = noting(connect, settings.journal_routes, self._fleet)
+            connect = with_request_log(connect, settings.journal_routes, self._fleet)
         self._router = Router(
             self._fleet,
             connect,
             stats.waits,
             max_lag=run.max_lag if settings.max_engine_lag is None else settings.max_engine_lag,
-            limits=Limits(
+            limits=TurnLimits(
                 timeout_s=settings.generate_timeout_s,
                 stall_s=settings.stall_s,
                 attempts=settings.generate_attempts,
                 wait_s=settings.engine_wait_s,
             ),
-            ending=Ending(episode.tokens.decode, episode.tokens.eos_ids),
+            stop_checker=StopChecker(episode.tokens.decode, episode.tokens.eos_ids),
             adaptive=settings.adaptive,
             vocab_size=_vocab_size(run.model),
             tokenizer=episode.tokens.fingerprint,
@@ -196,7 +196,7 @@ class RolloutServer:
             "groups_in_flight": lambda: len(self._tasks.in_flight),
             "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
             "turns_waiting": lambda: self._router.waiting,
-            "requests_in_flight": lambda: self._router.places.in_flight,
+            "requests_in_flight": lambda: self._router.inflight.in_flight,
             "engine_strikes": lambda: self._router.health.total,
             "engines_routable": lambda: len(self._router.candidates(pinned=False)),
         }
@@ -231,7 +231,7 @@ class RolloutServer:
             return "redis"
         if self._search.backpressure:
             return "retriever"
-        return "backlog" if self._router.congested() else ""
+        return "backlog" if self._router.backpressure() else ""
 
     def _hopeful(self) -> bool:
         """Whether a group in flight can come to its end."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from rollout_server.engine import router
-from rollout_server.engine.selection import Candidate, choose
+from rollout_server.engine.selection import Candidate, pick_engine
 
 Policy = Callable[[Sequence[Candidate], Sequence[str], int], str]
 
@@ -67,7 +67,7 @@ def only_one() -> Policy:
 OURS = "foray"
 BROKEN = "only_one"
 POLICIES: dict[str, Callable[[], Policy]] = {
-    OURS: lambda: choose,
+    OURS: lambda: pick_engine,
     "random": at_random,
     "round_robin": round_robin,
     "least_loaded": least_loaded,
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a rollout server; its exit status."""
     from rollout_server.cli import main as serve
 
-    setattr(router, "choose", POLICIES[argv[0]]())  # noqa: B010  # the one name that the policies differ in
+    setattr(router, "pick_engine", POLICIES[argv[0]]())  # noqa: B010  # the one name that the policies differ in
     return serve(list(argv[1:]))
 
 

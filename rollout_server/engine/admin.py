@@ -18,7 +18,7 @@ from rollout_server.engine.client import CONTROL_TIMEOUT_S, EngineHttp, json_obj
 
 
 @dataclass(frozen=True)
-class Checksums:
+class WeightChecksums:
     """Of an engine's weights.
 
     whole    of all of them, comparable between engines of one kind and layout
@@ -29,7 +29,7 @@ class Checksums:
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
-class EngineControl:
+class EngineAdmin:
     """One engine at `url`. `session` is shared and owned by the caller; `name` goes into errors. Raises EngineError."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "") -> None:
@@ -199,19 +199,19 @@ class EngineControl:
         body = {"new_version": label, "abort_all_requests": False}
         await self._weights("/update_weight_version", body, CONTROL_TIMEOUT_S)
 
-    async def checksums(self, *, timeout_s: float) -> Checksums:
+    async def checksums(self, *, timeout_s: float) -> WeightChecksums:
         """What the engine holds."""
         reply = json_object(
             await self._http.control("POST", "/weights_checker", {"action": "checksum"}, timeout_s), self.name
         )
         whole = reply.get("per_engine_checksum")
         if isinstance(whole, str) and whole:
-            return Checksums(whole)
+            return WeightChecksums(whole)
         if reply.get("success") is not True or not reply.get("ranks"):
             raise EngineError("bad_output", self.name, f"/weights_checker: {str(reply.get('message', reply))[:300]}")
         ranks = hashlib.sha256(json.dumps(reply["ranks"], sort_keys=True).encode()).hexdigest()
         tensors = reply.get("checksums")
-        return Checksums(ranks, tensors if isinstance(tensors, dict) else {})
+        return WeightChecksums(ranks, tensors if isinstance(tensors, dict) else {})
 
     # --- adapters ---
 

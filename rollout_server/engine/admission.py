@@ -1,4 +1,4 @@
-"""What this server has in flight at each engine, and whether one more may go there. Pure but for the clock."""
+"""Admission control: what this server has in flight at each engine, how much may be, and the queue for it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ from typing import Literal, Protocol
 from protocol.messages import EngineInfo
 from protocol.runtime.waits import Waits
 from rollout_server.engine.base import EngineError, GenerateRequest
-from rollout_server.engine.selection import foreign_tokens
-
-# How many requests this server has in flight at one engine: additive increase, multiplicative decrease. Pure.
-#
-# An engine with too many requests puts some back for want of KV cache and computes them again (a retraction), or lets
-# them queue, where they grow stale and cannot go elsewhere. Several rollout servers that shrink and grow by the same
-# rule share an engine fairly without knowing of each other (Chiu and Jain, 1989).
+from rollout_server.engine.selection import tokens_of_others
 
 SHRINK = 0.7
 PERIOD_S = 2.0
-"""One change in so long at most: a node's heartbeat, so that the engine's answer to the last change is seen first."""
+"""Least seconds between two changes: a node's heartbeat, so that the engine's answer to the last change is seen."""
 RETURNING = 1.5
-"""Size of the window, in its own units, for later turns of trajectories that were generated at this engine."""
+"""Factor on the limit for later turns of trajectories that were generated at this engine."""
 UNKNOWN_CAPACITY = 1024
-"""Requests for an engine that does not say how many it runs together."""
+"""Limit for an engine that does not say how many requests it runs together."""
+REMEMBERED_GROUPS = 65_536
+"""Groups whose age is remembered."""
+RECHECK_S = 0.5
+"""How often waiting turns are looked at: an engine's ejection may end without any change in Redis."""
+
+Shortage = Literal["engine", "window"]
+"""What queued turns wait for: any engine that may be asked, or capacity at one of those that may."""
 
 
-class Window:
-    """Requests in flight from here to one incarnation of an engine.
+class AimdLimit:
+    """Most requests in flight from here to one incarnation of an engine: additive increase, multiplicative decrease.
+
+    An engine with too many requests puts some back for want of KV cache and computes them again (a retraction), or lets
+    them queue, where they grow stale and cannot go elsewhere. Several rollout servers that shrink and grow by the same
+    rule share an engine fairly without coordination (Chiu and Jain, 1989).
 
     Starts at what the engine runs together (`max_running`). Ceiling: that and a headroom of a sixteenth, which waits at
     the engine and fills the gap when another ends. Floor: a sixteenth. Shrinks to 0.7 of itself when more than
@@ -57,10 +62,10 @@ class Window:
     def size(self) -> int:
         return int(self._size)
 
-    def room(self, *, returning: bool = False) -> bool:
-        """Whether one more may go. A window that says no is one that could grow.
+    def has_capacity(self, *, returning: bool = False) -> bool:
+        """Whether one more request may go. A limit that was reached may grow.
 
-        returning  a later turn of a trajectory that was generated here: it may exceed the window by half, since the
+        returning  a later turn of a trajectory that was generated here: it may exceed the limit by half, since the
                    wait for this engine costs less than computing its prefix again at another
         """
         free = self.in_flight < self.size * (RETURNING if returning else 1.0)
@@ -69,7 +74,7 @@ class Window:
         return free
 
     def observe(self, engine: EngineInfo, now: float) -> None:
-        """Draw the conclusions of what the engine reports now."""
+        """Shrink or grow by what the engine reports now."""
         if now - self._changed_at < PERIOD_S:
             return
         quiet = engine.waiting <= self._headroom
@@ -86,96 +91,85 @@ class Window:
 
 
 def incarnation_key(engine: EngineInfo) -> str:
-    """What everything that is known of an engine is booked under: a restarted one starts anew."""
+    """Return the key under which everything known of an engine is kept: a restarted one starts without a past."""
     return f"{engine.id}/{engine.incarnation}"
 
 
 @dataclass
-class _Place:
-    window: Window
+class _EngineLoad:
+    limit: AimdLimit
     tokens: int = 0
     foreign: float = 0.0
     """tokens of other rollout servers, by the last heartbeat"""
 
 
-class Places:
-    """By incarnation. `adaptive` False: there is always room."""
+class InflightTracker:
+    """Requests and tokens in flight at each engine incarnation. `adaptive` False: there is always capacity."""
 
     def __init__(self, *, adaptive: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._adaptive, self._clock = adaptive, clock
-        self._places: dict[str, _Place] = {}
+        self._loads: dict[str, _EngineLoad] = {}
 
-    def report(self, engines: Iterable[EngineInfo]) -> None:
-        """The engine table as of now. Incarnations that are gone are forgotten when their last request is."""
+    def update(self, engines: Iterable[EngineInfo]) -> None:
+        """Take in the engine table. Incarnations that are gone are forgotten when their last request is."""
         now = self._clock()
         present = {incarnation_key(engine): engine for engine in engines}
         for engine in present.values():
-            place = self._of(engine)
-            place.window.observe(engine, now)
-            ours = place.window.in_flight
-            place.foreign = foreign_tokens(engine, ours, place.tokens // ours if ours else 1)
-        for key in [k for k, p in self._places.items() if k not in present and not p.window.in_flight]:
-            del self._places[key]
+            load = self._load_of(engine)
+            load.limit.observe(engine, now)
+            ours = load.limit.in_flight
+            load.foreign = tokens_of_others(engine, ours, load.tokens // ours if ours else 1)
+        for key in [k for k, load in self._loads.items() if k not in present and not load.limit.in_flight]:
+            del self._loads[key]
 
-    def room(self, engine: EngineInfo, *, returning: bool = False) -> bool:
-        """Whether one more request may go there. `returning`: see `Window.room`."""
-        return self._of(engine).window.room(returning=returning) or not self._adaptive
+    def has_capacity(self, engine: EngineInfo, *, returning: bool = False) -> bool:
+        """Whether one more request may go there. `returning`: see `AimdLimit.has_capacity`."""
+        return self._load_of(engine).limit.has_capacity(returning=returning) or not self._adaptive
 
     def load(self, engine: EngineInfo) -> float:
         """Tokens in flight there: ours, prompt and allowance for the answer, and what others seem to have."""
-        place = self._of(engine)
-        return place.tokens + place.foreign
+        load = self._load_of(engine)
+        return load.tokens + load.foreign
 
-    def enter(self, engine: EngineInfo, size: int) -> None:
-        """A request of `size` tokens goes there."""
-        place = self._of(engine)
-        place.window.in_flight += 1
-        place.tokens += size
+    def add(self, engine: EngineInfo, size: int) -> None:
+        """Count a request of `size` tokens that goes there."""
+        load = self._load_of(engine)
+        load.limit.in_flight += 1
+        load.tokens += size
 
-    def leave(self, engine: EngineInfo, size: int) -> None:
-        """It is over."""
-        place = self._of(engine)
-        place.window.in_flight -= 1
-        place.tokens -= size
+    def remove(self, engine: EngineInfo, size: int) -> None:
+        """Stop counting a request that is over."""
+        load = self._load_of(engine)
+        load.limit.in_flight -= 1
+        load.tokens -= size
 
-    def window(self, engine: EngineInfo) -> int | None:
+    def limit(self, engine: EngineInfo) -> int | None:
         """Requests that may be in flight there; None: any number."""
-        return self._of(engine).window.size if self._adaptive else None
+        return self._load_of(engine).limit.size if self._adaptive else None
 
     def requests(self, engine: EngineInfo) -> int:
         """Requests of ours in flight there."""
-        return self._of(engine).window.in_flight
+        return self._load_of(engine).limit.in_flight
 
     def tokens(self, engine: EngineInfo) -> int:
         """Tokens of ours in flight there."""
-        return self._of(engine).tokens
+        return self._load_of(engine).tokens
 
     @property
     def in_flight(self) -> int:
         """Requests of ours in flight anywhere."""
-        return sum(place.window.in_flight for place in self._places.values())
+        return sum(load.limit.in_flight for load in self._loads.values())
 
-    def _of(self, engine: EngineInfo) -> _Place:
+    def _load_of(self, engine: EngineInfo) -> _EngineLoad:
         key = incarnation_key(engine)
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = _Place(Window(engine, self._clock()))
-        return place
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = _EngineLoad(AimdLimit(engine, self._clock()))
+        return load
 
 
-# Turns that wait for a place at an engine: the oldest group first, so that groups end one after the other.
-
-REMEMBERED = 65_536
-"""Groups whose age is remembered."""
-RECHECK_S = 0.5
-"""How often those who wait are looked at: an engine may end its rest without any change in Redis."""
-
-Lacking = Literal["engine", "window"]
-"""What those in a line wait for: any engine that may be asked, or room at one of those that may."""
-
-
-class Take(Protocol):
-    """Takes a place for a request, its engines' failures given; None while there is none.
+class TryAcquire(Protocol):
+    """Takes capacity for a request, given how often each engine has failed it; None while there is none.
 
     returning  only at the engine that generated the trajectory's earlier turns
     """
@@ -191,106 +185,108 @@ class _Waiter:
     number: int
     request: GenerateRequest = field(compare=False)
     failures: Mapping[str, int] = field(compare=False)
-    place: asyncio.Future[EngineInfo] = field(compare=False)
+    engine: asyncio.Future[EngineInfo] = field(compare=False)
     deadline: float = field(compare=False)
 
 
-class Line:
-    """Two lines, since evaluation (`pinned`) may use other engines. `move` whenever a place may have come free.
+class RequestQueue:
+    """Turns that wait for an engine, the oldest group first, so that groups end one after the other.
 
-    take      takes a place at an engine for a request
-    give_back returns a place that was taken for a turn which was then cancelled
-    lacking   what a line waits for now
-    wait_s    how long a turn may wait while there is no engine that may be asked
+    Training and evaluation (`pinned`) queue apart, since they may use different engines. Call `dispatch` whenever
+    capacity may have come free.
+
+    try_acquire  takes capacity at an engine for a request
+    release      returns the capacity that was taken for a turn which was then cancelled
+    shortage     what a queue waits for now
+    wait_s       how long a turn may wait while there is no engine that may be asked
     """
 
     def __init__(
         self,
-        take: Take,
-        give_back: Callable[[EngineInfo, GenerateRequest], None],
-        lacking: Callable[[bool], Lacking],
+        try_acquire: TryAcquire,
+        release: Callable[[EngineInfo, GenerateRequest], None],
+        shortage: Callable[[bool], Shortage],
         waits: Waits,
         *,
         wait_s: float,
     ) -> None:
-        self._take, self._give_back, self._lacking = take, give_back, lacking
+        self._try_acquire, self._release, self._shortage = try_acquire, release, shortage
         self._waits, self._wait_s = waits, wait_s
-        self._lines: dict[bool, list[_Waiter]] = {False: [], True: []}
+        self._queues: dict[bool, list[_Waiter]] = {False: [], True: []}
         self._numbers = itertools.count()
         self._ages: OrderedDict[str, int] = OrderedDict()
-        self._open: dict[Lacking, AbstractContextManager[None]] = {}
+        self._open_waits: dict[Shortage, AbstractContextManager[None]] = {}
         self._ticking = False
 
     def __len__(self) -> int:
-        return sum(not waiter.place.done() for line in self._lines.values() for waiter in line)
+        return sum(not waiter.engine.done() for queue in self._queues.values() for waiter in queue)
 
-    async def stand(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
-        """A place: at once when there is one and nothing waits, or when this is a later turn of a trajectory whose
-        engine has room for it. Raises EngineError("no_engine").
+    async def acquire(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
+        """Return an engine with capacity taken for the request. Raises EngineError("no_engine").
+
+        At once when there is capacity and nothing waits, or when the engine of an earlier turn has capacity for it.
         """
         age = self._age(request.group)
-        line = self._lines[request.pinned]
-        engine = self._take(request, failures, returning=bool(line))
+        queue = self._queues[request.pinned]
+        engine = self._try_acquire(request, failures, returning=bool(queue))
         if engine is not None:
             return engine
         loop = asyncio.get_running_loop()
         waiter = _Waiter(age, next(self._numbers), request, failures, loop.create_future(), loop.time() + self._wait_s)
-        heapq.heappush(line, waiter)
-        self.move()
+        heapq.heappush(queue, waiter)
+        self.dispatch()
         if not self._ticking:
             self._ticking = True
             loop.call_later(RECHECK_S, self._tick)
         try:
-            return await waiter.place
+            return await waiter.engine
         except asyncio.CancelledError:
-            if waiter.place.done() and not waiter.place.cancelled() and waiter.place.exception() is None:
-                self._give_back(waiter.place.result(), request)
-            self.move()
+            if waiter.engine.done() and not waiter.engine.cancelled() and waiter.engine.exception() is None:
+                self._release(waiter.engine.result(), request)
+            self.dispatch()
             raise
 
-    def move(self) -> None:
-        """Gives places to those who wait, as long as there are any; sees to the waiting times."""
-        while self._move_one():
+    def dispatch(self) -> None:
+        """Admit waiting turns as long as there is capacity; start and stop the timers of what they wait for."""
+        while self._dispatch_one():
             pass
-        lacking = {self._lacking(pinned) for pinned, line in self._lines.items() if line}
-        for cause in lacking - self._open.keys():
-            self._open[cause] = self._waits.during(cause)
-            self._open[cause].__enter__()
-        for cause in self._open.keys() - lacking:
-            self._open.pop(cause).__exit__(None, None, None)
+        shortage = {self._shortage(pinned) for pinned, queue in self._queues.items() if queue}
+        for cause in shortage - self._open_waits.keys():
+            self._open_waits[cause] = self._waits.during(cause)
+            self._open_waits[cause].__enter__()
+        for cause in self._open_waits.keys() - shortage:
+            self._open_waits.pop(cause).__exit__(None, None, None)
 
-    def _move_one(self) -> bool:
-        """Give one place to the head of a line, training or evaluation: the one whose group was seen first, if there
-        is a place for it.
-        """
-        for line in self._lines.values():
-            while line and line[0].place.done():  # cancelled
-                heapq.heappop(line)
-        for line in sorted((line for line in self._lines.values() if line), key=lambda line: line[0]):
-            engine = self._take(line[0].request, line[0].failures, returning=False)
+    def _dispatch_one(self) -> bool:
+        """Admit the head of a queue, training or evaluation: the one whose group was seen first, if it fits."""
+        for queue in self._queues.values():
+            while queue and queue[0].engine.done():  # cancelled
+                heapq.heappop(queue)
+        for queue in sorted((queue for queue in self._queues.values() if queue), key=lambda queue: queue[0]):
+            engine = self._try_acquire(queue[0].request, queue[0].failures, returning=False)
             if engine is not None:
-                heapq.heappop(line).place.set_result(engine)
+                heapq.heappop(queue).engine.set_result(engine)
                 return True
         return False
 
     def _tick(self) -> None:
-        """Looks again, ends waits that are past their deadline, and comes back while anybody waits."""
+        """Dispatch, end waits that are past their deadline, and come back while any turn waits."""
         loop = asyncio.get_running_loop()
-        self.move()
-        for pinned, line in self._lines.items():
-            if not line or self._lacking(pinned) != "engine":
+        self.dispatch()
+        for pinned, queue in self._queues.items():
+            if not queue or self._shortage(pinned) != "engine":
                 continue
-            for waiter in line:
-                if not waiter.place.done() and loop.time() >= waiter.deadline:
+            for waiter in queue:
+                if not waiter.engine.done() and loop.time() >= waiter.deadline:
                     error = EngineError("no_engine", detail=f"none may take a request for {self._wait_s:g} s")
-                    waiter.place.set_exception(error)
-        self._ticking = any(self._lines.values())
+                    waiter.engine.set_exception(error)
+        self._ticking = any(self._queues.values())
         if self._ticking:
             loop.call_later(RECHECK_S, self._tick)
 
     def _age(self, group: str) -> int:
-        """The same number for all turns of a group; a smaller one the earlier it was first seen."""
+        """Return one number for all turns of a group; the earlier it was first seen, the smaller."""
         age = self._ages.setdefault(group, next(self._numbers))
-        if len(self._ages) > REMEMBERED:
+        if len(self._ages) > REMEMBERED_GROUPS:
             self._ages.popitem(last=False)
         return age

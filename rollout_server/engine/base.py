@@ -1,7 +1,7 @@
-"""The seam to inference: what a rollout needs of it, and how it may fail.
+"""The interface to inference: what a rollout needs of it, and how it may fail.
 
-Rollout code knows `Generate` and nothing of engines, routing or HTTP. `router.py` is the real one, `fake.py` the
-scripted one.
+Rollout code knows `Generate` and nothing of engines, routing or HTTP. `router.py` is the real one,
+`tests/support/fake_engine.py` the scripted one.
 """
 
 from __future__ import annotations

@@ -19,10 +19,8 @@ from typing import Any
 import aiohttp
 
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
-from rollout_server.engine.continuation import Turn
-from rollout_server.engine.decoding import Reader, Received, cause_of_status
-
-# One request at one engine while it runs: what came, how long it may take, and how to end it from outside.
+from rollout_server.engine.continuation import TurnAssembler
+from rollout_server.engine.decoding import ReceivedTokens, StreamDecoder, cause_of_status
 
 GRACE_S = 1.0
 """How long an engine may take to end a stream whose last chunk has come."""
@@ -34,53 +32,55 @@ def _never() -> bool:
     return False
 
 
-class Call:
-    """`async with call:` around the request; ends it with an EngineError when a limit is reached or on `leave`.
+class EngineCall:
+    """One request at one engine while it runs: `async with call:` around it.
 
-    received   the caller's: whatever ends the call, the tokens are there
-    timeout_s  for all of it
-    stall_s    between two pieces of the answer, once the first has come
-    may_pause  whether the engine is known to be silent for a reason (it loads weights); asked before it is a stall
-    enough     asked after each piece of the answer: True ends the call at once, without an error
+    Ends the request with an EngineError when a limit is reached, or on `abort`.
+
+    received    the caller's: whatever ends the call, the tokens are there
+    timeout_s   for the whole call
+    stall_s     between two pieces of the answer, once the first has come
+    may_pause   whether the engine is known to be silent for a reason (it loads weights); asked before it is a stall
+    should_end  asked after each piece of the answer: True ends the call at once, without an error
     """
 
     def __init__(
         self,
-        received: Received,
+        received: ReceivedTokens,
         *,
         timeout_s: float,
         stall_s: float = math.inf,
         may_pause: Callable[[], bool] = _never,
-        enough: Callable[[], bool] | None = None,
+        should_end: Callable[[], bool] | None = None,
     ) -> None:
-        self.received, self.enough = received, enough
+        self.received, self.should_end = received, should_end
         self._timeout_s, self._stall_s, self._may_pause = timeout_s, stall_s, may_pause
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
         self._deadline = math.inf
-        self.heard_at = -math.inf
+        self.last_data_at = -math.inf
         """When the last piece of the answer came, by the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
         self._why: EngineError | None = None
         self._open = False
 
-    def leave(self, cause: str, detail: str) -> None:
-        """Ends the call from outside, with this error. Nothing happens when it has ended already."""
+    def abort(self, cause: str, detail: str) -> None:
+        """End the call with this error. Does nothing when it has ended already."""
         if self._open:
             self._open = False
             self._why = EngineError(cause, self.received.engine, detail)
             self._scope.reschedule(self._loop.time())
 
-    def heard(self) -> None:
-        """A piece of the answer has come."""
-        if self.heard_at == -math.inf and self._stall_s < self._timeout_s:
+    def on_data(self) -> None:
+        """Note that a piece of the answer has come."""
+        if self.last_data_at == -math.inf and self._stall_s < self._timeout_s:
             self._arm(self._stall_s)
-        self.heard_at = self._loop.time()
+        self.last_data_at = self._loop.time()
         if self.received.finish_reason and self._stall_s > GRACE_S:
             self._stall_s = GRACE_S
             self._arm(GRACE_S)
 
-    async def __aenter__(self) -> Call:
+    async def __aenter__(self) -> EngineCall:
         await self._scope.__aenter__()
         self._open = True
         self._deadline = self._loop.time() + self._timeout_s
@@ -103,48 +103,47 @@ class Call:
     def _arm(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = self._loop.call_later(seconds, self._check_limits)
 
-    def _look(self) -> None:
-        """Ends the call when a limit has been reached; else looks again when the next one may be."""
+    def _check_limits(self) -> None:
+        """End the call when a limit has been reached; else look again when the next one may be."""
         now = self._loop.time()
         if now >= self._deadline:
-            self.leave("timeout", f"not done within {self._timeout_s:g} s, {len(self.received.ids)} tokens")
+            self.abort("timeout", f"not done within {self._timeout_s:g} s, {len(self.received.ids)} tokens")
             return
-        due = self.heard_at + self._stall_s if self.heard_at > -math.inf else self._deadline
+        due = self.last_data_at + self._stall_s if self.last_data_at > -math.inf else self._deadline
         if now >= due:
             if not self._may_pause():
-                self.leave("stalled", f"silent for {self._stall_s:g} s after {len(self.received.ids)} tokens")
+                self.abort("stalled", f"silent for {self._stall_s:g} s after {len(self.received.ids)} tokens")
                 return
-            self.heard_at = now  # when it goes on it has the whole time again
+            self.last_data_at = now  # when it goes on it has the whole time again
             due = now + RECHECK_S
         self._arm(max(0.0, min(due, self._deadline) - now))
 
-
-# One HTTP call to an engine, with a deadline and typed errors. Everything that can go wrong is an EngineError.
-#
-# SGLang with `--admin-api-key` wants that key for control, and `--api-key` for everything else. Both come from the
-# environment, or from the node that launched the engine (`node/launch.py`).
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"
 
 CONTROL_TIMEOUT_S = 30.0
 """Deadline of a control call that computes nothing."""
-
-
 KEEP_ALIVE_S = 4.0
 """An idle connection is closed from here after so long. SGLang's server does it after 5 s, and a request that crosses
 that closing would look like an engine that has died."""
 
 
-def connector() -> aiohttp.TCPConnector:
-    """Pooled connections to engines, as many as there are requests: how many an engine runs together is decided by
-    windows and by the engines themselves."""
+def pooled_connector() -> aiohttp.TCPConnector:
+    """Return pooled connections to engines, without a limit: `AimdLimit` and the engines bound the requests."""
     return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
 
 
 class EngineHttp:
-    """Calls to the engine at `url`. `session` is shared and owned by the caller; `name` goes into errors."""
+    """HTTP calls to the engine at `url`: with a deadline, and every failure as an EngineError.
+
+    SGLang with `--admin-api-key` wants that key for control, and `--api-key` for everything else. Both come from the
+    environment, or from the node that launched the engine (`node/process.py`).
+
+    session  shared and owned by the caller
+    name     goes into errors
+    """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "", key: str = "") -> None:
         self.session, self.url, self.name = session, url.rstrip("/"), name or url
@@ -234,17 +233,17 @@ class SglangClient:
         self, request: GenerateRequest, *, version: str, timeout_s: float, vocab_size: int | None = None
     ) -> Completion:
         """One whole turn from this engine, or an EngineError. `version`: see `stream`."""
-        received = Received(self.name, request.max_new_tokens, vocab_size=vocab_size, label=version)
-        await self.stream(request, Call(received, timeout_s=timeout_s), version=version)
-        turn = Turn(request)
+        received = ReceivedTokens(self.name, request.max_new_tokens, vocab_size=vocab_size, label=version)
+        await self.stream(request, EngineCall(received, timeout_s=timeout_s), version=version)
+        turn = TurnAssembler(request)
         turn.add(received)
         completion = turn.completion()
         if completion is None:
             raise EngineError("bad_output", self.name, "the versions of its tokens are not known")
         return completion
 
-    async def stream(self, request: GenerateRequest, call: Call, *, version: str) -> None:
-        """Generate into `call.received`, until the turn ends or `call.enough`. Raises EngineError.
+    async def stream(self, request: GenerateRequest, call: EngineCall, *, version: str) -> None:
+        """Generate into `call.received`, until the turn ends or `call.should_end`. Raises EngineError.
 
         version  label that keeps the prefix cache of this version apart
 
@@ -265,7 +264,7 @@ class SglangClient:
         if failure.cause == "bad_output" or not received.finish_reason:
             raise failure from None
 
-    async def _exchange(self, body: str, call: Call) -> None:
+    async def _exchange(self, body: str, call: EngineCall) -> None:
         headers = self._http.open_headers | {"Content-Type": "application/json"}
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with self._http.session.post(
@@ -281,32 +280,32 @@ class SglangClient:
             else:
                 raise EngineError("bad_output", self.name, f"an answer of type {response.content_type[:100]}")
 
-    async def _read_events(self, response: aiohttp.ClientResponse, call: Call) -> None:
+    async def _read_events(self, response: aiohttp.ClientResponse, call: EngineCall) -> None:
         received = call.received
-        reader = Reader(received)
+        decoder = StreamDecoder(received)
         try:
             async for data in response.content.iter_any():
-                reader.feed(data)
-                call.heard()
-                if call.enough is not None:
-                    reader.settle()
-                    if call.enough():
+                decoder.feed(data)
+                call.on_data()
+                if call.should_end is not None:
+                    decoder.flush()
+                    if call.should_end():
                         return
         except asyncio.CancelledError:
             with suppress(EngineError):  # a chunk that is not sound brings no tokens, and a cancellation goes first
-                reader.settle()
+                decoder.flush()
             raise
         except aiohttp.ClientError:
             # of a connection that is lost aiohttp hands out no more, but what had come by then is here
             for data in response.content._buffer:
-                reader.feed(data)
-            reader.settle()
+                decoder.feed(data)
+            decoder.flush()
             raise
-        reader.settle()
+        decoder.flush()
         if not received.finish_reason:
             raise EngineError("cut", self.name, f"no last chunk after {len(received.ids)} tokens")
 
-    async def _read_whole(self, response: aiohttp.ClientResponse, received: Received) -> None:
+    async def _read_whole(self, response: aiohttp.ClientResponse, received: ReceivedTokens) -> None:
         """The answer of an engine that does not stream."""
         if (response.content_length or 0) > LARGEST_ANSWER:
             raise EngineError("bad_output", self.name, f"an answer of {response.content_length} bytes")

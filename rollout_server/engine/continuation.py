@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from protocol.messages import VersionSpan
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Completion, GenerateRequest
-from rollout_server.engine.decoding import Received
+from rollout_server.engine.decoding import ReceivedTokens
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How the end of a turn shows in its tokens. `decode`: all ids as text; `eos_ids`: tokens that end a turn."""
+class StopChecker:
+    """Finds the end of a turn in its tokens. `decode`: all ids as text; `eos_ids`: tokens that end a turn."""
 
     decode: Callable[[Sequence[int]], str]
     eos_ids: frozenset[int] = frozenset()
@@ -37,11 +37,11 @@ class Ending:
         return (over, ids[over - 1]) if over else None
 
 
-class Turn:
-    """The tokens of a turn as its pieces come. `ending` None: only engines say when it is over."""
+class TurnAssembler:
+    """The tokens of a turn as its pieces come. `stop_checker` None: only engines say when it is over."""
 
-    def __init__(self, request: GenerateRequest, ending: Ending | None = None) -> None:
-        self._request, self._ending = request, ending
+    def __init__(self, request: GenerateRequest, stop_checker: StopChecker | None = None) -> None:
+        self._request, self._stop_checker = request, stop_checker
         self.ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[tuple[PolicyVersion, int, int]] = []
@@ -49,15 +49,15 @@ class Turn:
         self._engine = ""
         self._finish: tuple[str, str | int | None] | None = None
 
-    def add(self, received: Received) -> int:
-        """Join what a request brought; returns how many of its tokens are left out, their version being unknown."""
+    def add(self, received: ReceivedTokens) -> int:
+        """Add what a request brought. Returns how many of its tokens are left out because their version is unknown."""
         spans = received.spans()
         sure = spans[-1][2] if spans else 0
         before = len(self.ids)
         self.ids += received.ids[:sure]
         self._logprobs += received.logprobs[:sure]
         for version, start, end in spans:
-            self._join(version, before + start, before + end)
+            self._append_span(version, before + start, before + end)
         if sure:
             self.pieces += 1
             self._engine = received.engine
@@ -65,22 +65,25 @@ class Turn:
         self._finish = (received.finish_reason, received.matched) if whole and received.finish_reason else None
         return len(received.ids) - sure
 
-    def rest(self) -> GenerateRequest:
-        """What is still to be generated: from the tokens that are there, and no more than is left."""
+    def remaining_request(self) -> GenerateRequest:
+        """Return the request for what is still to be generated, after the tokens that are there."""
         if not self.ids:
             return self._request
         left = self._request.max_new_tokens - len(self.ids)
         return replace(self._request, ids=[*self._request.ids, *self.ids], max_new_tokens=left)
 
-    def over_with(self, more: Sequence[int]) -> bool:
+    def ends_within(self, more: Sequence[int]) -> bool:
         """Whether the turn ends within `more`, which a request that continues it has brought so far."""
-        return self._ending is not None and self._ending.find([*self.ids, *more], self._request.stop) is not None
+        return (
+            self._stop_checker is not None
+            and self._stop_checker.find([*self.ids, *more], self._request.stop) is not None
+        )
 
     def completion(self) -> Completion | None:
-        """The turn when it is over, None while it is not."""
+        """Return the turn when it is over, None while it is not."""
         count, finish = len(self.ids), self._finish
-        if self._ending is not None and count and (finish is None or self.pieces > 1):
-            found = self._ending.find(self.ids, self._request.stop)
+        if self._stop_checker is not None and count and (finish is None or self.pieces > 1):
+            found = self._stop_checker.find(self.ids, self._request.stop)
             if found is not None:
                 count, finish = found[0], ("stop", found[1])
         if finish is None and count and count >= self._request.max_new_tokens:
@@ -96,7 +99,7 @@ class Turn:
             self.ids[:count], self._logprobs[:count], spans, finish[0], finish[1], self._engine, max(1, self.pieces)
         )
 
-    def _join(self, version: PolicyVersion, start: int, end: int) -> None:
+    def _append_span(self, version: PolicyVersion, start: int, end: int) -> None:
         """Append a span; one with the last one's version makes that longer."""
         if self._spans and self._spans[-1][0] == version:
             start = self._spans.pop()[1]

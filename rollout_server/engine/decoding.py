@@ -1,8 +1,11 @@
-"""Server-sent events of /generate, as tokens in a `Received`: pure.
+"""Server-sent events of /generate, as tokens in a `ReceivedTokens`: pure.
 
 SGLang's chunks hold all tokens so far, so decoding each one costs the square of the turn's length. Of a chunk that
-says nothing new but more tokens only its bytes are kept, until the stream ends or somebody looks (`settle`): then the
-last one is decoded and checked, and it holds what the others held.
+adds nothing but tokens only the bytes are kept, until the stream ends or `flush` is called: then the last one
+is decoded and checked, and it holds what the others held.
+
+Nothing that an engine says is used before it is checked: an id beyond the vocabulary, a NaN or a version span with a gap
+would be trained on. Facts of the API: SGLang 0.5.21 to 0.5.23.
 """
 
 from __future__ import annotations
@@ -16,11 +19,6 @@ from typing import Any
 
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError
-
-# One answer of /generate, or one chunk of a streamed one, as tokens: pure, and suspicious.
-#
-# Nothing that an engine says is believed before it is checked: an id beyond the vocabulary, a NaN or a version span
-# with a gap would be trained on. Facts of the API: SGLang 0.5.21 to 0.5.23.
 
 MAX_LOGPROB = 0.9e-3
 """A log-prob is at most 0; rounding in the engine's softmax may lift it by a little. Less than the 1e-3 that a message
@@ -90,13 +88,13 @@ def _first_new(given: list[Any], total: int, have: Sequence[int]) -> int:
     raise ValueError(f"a chunk of {len(given)} tokens after {known}, {total} in all")
 
 
-def check_tokens(chunk: Chunk, room: int, vocab_size: int | None) -> None:
-    """Raises ValueError for numbers that cannot be. `room`: tokens that the request may still bring."""
+def check_tokens(chunk: Chunk, remaining: int, vocab_size: int | None) -> None:
+    """Raises ValueError for numbers that cannot be. `remaining`: tokens that the request may still bring."""
     ids, logprobs = chunk.ids, chunk.logprobs
     if not ids:
         return
-    if len(ids) > room:
-        raise ValueError(f"{len(ids)} more tokens where {room} were allowed")
+    if len(ids) > remaining:
+        raise ValueError(f"{len(ids)} more tokens where {remaining} were allowed")
     if set(map(type, ids)) != {int}:
         raise ValueError("a token id is not an integer")
     if min(ids) < 0 or max(ids) >= (MAX_VOCAB if vocab_size is None else vocab_size):
@@ -126,7 +124,7 @@ def _spans(given: Any, total: int) -> Spans:
 
 
 def version_of(label: str) -> PolicyVersion:
-    """The policy version with this label; (0, 0) for a foreign one."""
+    """Return the policy version with this label; (0, 0) for one that is not ours."""
     return PolicyVersion.parse(label) or PolicyVersion(0, 0)
 
 
@@ -146,19 +144,17 @@ def cause_of_status(status: int) -> str:
     return "http_500" if status >= 500 or status == 429 else "denied"
 
 
-# What one request has brought so far, kept whatever ends it: pure.
-#
-# Versions. Where the engine says which version sampled which token (`weight_versions`: the embedded engine in every
-# chunk, SGLang in the last one), that counts. A stream that breaks before that has only the label that each chunk
-# carries. A chunk during which the label changed may hold tokens of both versions: from there on no token is kept, and
-# they are counted, since a token with a wrong version would be trained with a wrong ratio.
-
 ABORT_CAUSE = {400: "refused", 500: "http_500"}
 """Status code in an abort's finish reason -> cause. Any other abort, 503 (the queue is full) included: `aborted`."""
 
 
-class Received:
-    """Tokens of one request to `engine`.
+class ReceivedTokens:
+    """Tokens of one request to `engine`, kept whatever ends it.
+
+    Where the engine says which version sampled which token (`weight_versions`: the embedded engine in every chunk,
+    SGLang in the last one), that counts. A stream that breaks before that has only the label that each chunk carries. A
+    chunk during which the label changed may hold tokens of both versions: from there on no token is kept, and they are
+    counted, since a token with a wrong version would be trained with a wrong ratio.
 
     limit       most tokens that were asked for
     vocab_size  ids must be below it; None: unknown
@@ -251,7 +247,7 @@ _GOES_ON = re.compile(rb'"finish_reason": ?null')
 _DONE_WELL = re.compile(rb'"finish_reason": ?\{"type": ?"(stop|length)"')
 
 
-class Events:
+class SseParser:
     """Splits a byte stream into the payloads of its `data:` lines. Raises EngineError("bad_output")."""
 
     def __init__(self, engine: str) -> None:
@@ -279,30 +275,30 @@ class Events:
         return payloads
 
 
-class Reader:
+class StreamDecoder:
     """Feeds `received` from the bytes of one answer."""
 
-    def __init__(self, received: Received) -> None:
+    def __init__(self, received: ReceivedTokens) -> None:
         self._received = received
-        self._events = Events(received.engine)
+        self._events = SseParser(received.engine)
         self._cumulative = False
         self._pending = b""
         self._same = re.compile(b"")
         """Finds the label of the last decoded chunk."""
 
     def feed(self, data: bytes) -> None:
-        """Takes what `data` completes. Raises EngineError as `Received.take` does."""
+        """Take what `data` completes. Raises EngineError as `ReceivedTokens.take` does."""
         for payload in self._events.feed(data):
             if self._can_wait(payload):
                 self._pending = payload
             elif payload != b"[DONE]":
                 if self._holds_all(payload):
                     self._pending = b""
-                self.settle()
+                self.flush()
                 self._take(payload)
 
-    def settle(self) -> None:
-        """Decodes the chunk that was put off, if there is one. Raises EngineError as `Received.take` does."""
+    def flush(self) -> None:
+        """Decode the chunk that was put off, if there is one. Raises EngineError as `ReceivedTokens.take` does."""
         pending, self._pending = self._pending, b""
         if pending:
             self._take(pending)

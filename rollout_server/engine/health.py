@@ -1,4 +1,4 @@
-"""Which engines deserve requests: strikes for bad behaviour, and a rest for those that have too many.
+"""Outlier ejection of engines: strikes for failures, and no requests for a while after too many.
 
 Local to one rollout server and about its own experience only: whether an engine is registered, READY and at the
 right version is the fleet's business. A restarted engine (a new incarnation) starts with a clean slate.
@@ -11,26 +11,33 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+log = logging.getLogger(__name__)
+
 HALF_LIFE_S = 30.0
-"""A strike counts half after so long."""
+"""A strike counts half after this time."""
 LIMIT = 2.5
-"""More than this much and the engine rests: three strikes in quick succession."""
-REST_S = 30.0
-"""How long an engine rests after too many strikes."""
+"""An engine with more strikes than this is ejected: three in quick succession."""
+EJECTION_S = 30.0
+"""How long an engine is ejected after too many strikes."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 """An engine that could not be reached is tried again after the first, doubling up to the second."""
+
+
+AGAIN_S = 30.0
+"""Seconds in which a cause is logged once for an engine, with the number of times that it was left out."""
+FORGET_AFTER = 1024
 
 
 @dataclass
 class _Record:
     strikes: float = 0.0
     at: float = 0.0
-    rests_until: float = 0.0
+    ejected_until: float = 0.0
     unreachable: int = 0
-    last: str = ""
+    last_error: str = ""
 
 
-class Health:
+class EngineHealth:
     """Strikes by engine incarnation. `key` is any string that names one incarnation of one engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,34 +49,34 @@ class Health:
     def usable(self, key: str) -> bool:
         """Whether the engine may be given a request now."""
         record = self._records.get(key)
-        return record is None or self._clock() >= record.rests_until
+        return record is None or self._clock() >= record.ejected_until
 
-    def praise(self, key: str) -> None:
-        """A request went well."""
+    def succeeded(self, key: str) -> None:
+        """Note a request that went well."""
         record = self._records.get(key)
         if record is not None:
             record.unreachable = 0
 
     def strike(self, key: str, why: str = "") -> None:
-        """A time-out, a server error or bad output."""
+        """Note a time-out, a server error or bad output."""
         now = self._clock()
         record = self._records.setdefault(key, _Record(at=now))
-        record.last = why
+        record.last_error = why
         record.strikes = self.strikes(key) + 1.0
         record.at = now
         self.total += 1
         if record.strikes > LIMIT:
-            record.rests_until = now + REST_S
+            record.ejected_until = now + EJECTION_S
             record.strikes = 0.0
 
     def unreachable(self, key: str, why: str = "") -> None:
-        """The engine could not be reached: out at once, for a short while that grows."""
+        """Eject an engine that could not be reached: at once, for a short while that grows."""
         now = self._clock()
         record = self._records.setdefault(key, _Record(at=now))
-        record.last = why
-        if now < record.rests_until:
-            return  # many requests in flight meet the same death: it counts once
-        record.rests_until = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**record.unreachable)
+        record.last_error = why
+        if now < record.ejected_until:
+            return  # many requests in flight meet the same failure: it counts once
+        record.ejected_until = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**record.unreachable)
         record.unreachable += 1
         self.total += 1
 
@@ -80,41 +87,34 @@ class Health:
             return 0.0
         return float(record.strikes * 0.5 ** ((self._clock() - record.at) / HALF_LIFE_S))
 
-    def last(self, key: str) -> str:
+    def last_error(self, key: str) -> str:
         """What went wrong last, "" when nothing has."""
         record = self._records.get(key)
-        return record.last if record is not None else ""
+        return record.last_error if record is not None else ""
 
-    def forget_all_but(self, keys: set[str]) -> None:
-        """Drops records of incarnations that are gone, so that they do not pile up."""
+    def retain(self, keys: set[str]) -> None:
+        """Drop the records of all other incarnations."""
         for key in self._records.keys() - keys:
             del self._records[key]
 
 
-# Log lines about engines, few enough to be read: hundreds of turns meet the same death at once.
-
-log = logging.getLogger(__name__)
-
-AGAIN_S = 30.0
-"""The same about the same engine is said once in so long, with the number of times that it was not."""
-FORGET_AFTER = 1024
-
-
-class Notices:
-    """`say(engine, cause, text)` logs a warning, unless it has just done so."""
+class RateLimitedLog:
+    """Warnings about engines, few enough to be read: hundreds of turns meet the same failure at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._said: dict[tuple[str, str], tuple[float, int]] = {}
+        self._logged: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def say(self, engine: str, cause: str, text: str) -> None:
-        """engine and cause tell what counts as the same."""
+    def warning(self, engine: str, cause: str, text: str) -> None:
+        """Log a warning, unless one with the same engine and cause was logged in the last AGAIN_S."""
         now = self._clock()
-        at, unsaid = self._said.get((engine, cause), (-AGAIN_S, 0))
+        at, suppressed = self._logged.get((engine, cause), (-AGAIN_S, 0))
         if now - at < AGAIN_S:
-            self._said[engine, cause] = (at, unsaid + 1)
+            self._logged[engine, cause] = (at, suppressed + 1)
             return
-        if len(self._said) >= FORGET_AFTER:
-            self._said.clear()
-        self._said[engine, cause] = (now, 0)
-        log.warning("engine %s: %s: %s%s", engine, cause, text, f" (and {unsaid} times before)" if unsaid else "")
+        if len(self._logged) >= FORGET_AFTER:
+            self._logged.clear()
+        self._logged[engine, cause] = (now, 0)
+        log.warning(
+            "engine %s: %s: %s%s", engine, cause, text, f" (and {suppressed} times before)" if suppressed else ""
+        )

@@ -1,4 +1,4 @@
-"""Every request and the engine that it went to, one line of JSON each, for who must prove where requests went.
+"""A log of every request and the engine that it went to, one line of JSON each.
 
 Off unless `rollout.journal_routes` names a file: one line a turn is much for a long run.
 """
@@ -17,11 +17,13 @@ from rollout_server.dispatch.fleet import Fleet
 Client = TypeVar("Client")
 
 
-def noting(connect: Callable[[EngineInfo], Client], path: Path, fleet: Fleet) -> Callable[[EngineInfo], Client]:
-    """`connect`, and a line for each call: the engine as the router saw it, and the target at that moment."""
+def with_request_log(
+    connect: Callable[[EngineInfo], Client], path: Path, fleet: Fleet
+) -> Callable[[EngineInfo], Client]:
+    """Wrap `connect` to log a line for each call: the engine as the router saw it, and the target at that moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def noted(engine: EngineInfo) -> Client:
+    def connect_and_log(engine: EngineInfo) -> Client:
         target = fleet.table.target
         line = {
             "at": time.time(),
@@ -35,4 +37,4 @@ def noting(connect: Callable[[EngineInfo], Client], path: Path, fleet: Fleet) ->
             file.write(json.dumps(line) + "\n")
         return connect(engine)
 
-    return noted
+    return connect_and_log

@@ -1,12 +1,13 @@
 """Which engine generates a turn, and what happens when it does not: the real `Generate`.
 
 A turn is one request, as long as nothing goes wrong. An engine that dies, stalls, drains or is taken away by the
-engine table in the middle of it costs nothing that it has sampled: what was received is here as token ids with
-log-probs and versions, so another engine goes on from exactly these tokens. Only of an engine that talks nonsense
-nothing is believed, and the piece that it was to write is sampled again.
+engine table in the middle of it loses nothing that it has sampled: what was received is here as token ids with
+log-probs and versions, so another engine goes on from exactly these tokens. Only output of an engine that sent
+malformed data is dropped, and that piece is sampled again.
 
-    call        Turn.rest() --> Line.stand() --> choose() --> SglangClient.stream() --> Turn.add() --> over? else again
-    the table   ends calls at engines that are no longer to be used, moves the line, tells windows of load
+    a call      TurnAssembler.remaining_request() --> RequestQueue.acquire() --> pick_engine()
+                --> SglangClient.stream() --> TurnAssembler.add() --> complete? else again
+    the table   ends calls at engines that are no longer to be used, dispatches the queue, adjusts the limits
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from typing import Protocol
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.waits import Waits
 from rollout_server.dispatch.fleet import Fleet, FleetTable, same_tokenizer
-from rollout_server.engine.admission import Lacking, Line, Places, incarnation_key
+from rollout_server.engine.admission import InflightTracker, RequestQueue, Shortage, incarnation_key
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
-from rollout_server.engine.client import Call
-from rollout_server.engine.continuation import Ending, Turn
-from rollout_server.engine.decoding import Received
-from rollout_server.engine.health import Health, Notices
-from rollout_server.engine.selection import Candidate, choose
+from rollout_server.engine.client import EngineCall
+from rollout_server.engine.continuation import StopChecker, TurnAssembler
+from rollout_server.engine.decoding import ReceivedTokens
+from rollout_server.engine.health import EngineHealth, RateLimitedLog
+from rollout_server.engine.selection import Candidate, pick_engine
 
 REMEMBERED = 65_536
 """Sessions and groups whose engine is remembered; forgetting one costs a prefill."""
 LEAST_BACKLOG = 16
-"""Turns that may wait before no more groups are begun, however small the windows are."""
+"""Turns that may wait before no more groups are begun, however small the limits are."""
 
 UNUSABLE = frozenset({NodeState.SUSPECT, NodeState.QUARANTINED, NodeState.GONE})
-"""States of an engine in which nothing more is to be expected of it: its turns go on elsewhere at once."""
+"""States of an engine that will send nothing more: its turns go on elsewhere at once."""
 SILENT = frozenset({NodeState.LOADING, NodeState.SYNCING})
 """States in which an engine may keep its turns waiting."""
-WITHOUT_COUNTING = frozenset({"unreachable", "cut", "aborted", "withdrawn"})
+FREE_RETRIES = frozenset({"unreachable", "cut", "aborted", "withdrawn"})
 """Causes that do not use up a turn's attempts: the engine is gone, and another or the same will be there."""
 
 COUNTERS = ("failovers", "tokens_continued", "tokens_unattributed", "tokens_distrusted")
@@ -50,12 +51,12 @@ generated again (tokens_continued), dropped since their version is not known for
 class EngineClient(Protocol):
     """What the router needs of an engine's client."""
 
-    async def stream(self, request: GenerateRequest, call: Call, *, version: str) -> None: ...
+    async def stream(self, request: GenerateRequest, call: EngineCall, *, version: str) -> None: ...
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one turn may cost.
+class TurnLimits:
+    """Time and attempts that one turn may take.
 
     timeout_s  for a request to one engine
     stall_s    between two pieces of its answer
@@ -74,7 +75,7 @@ class Router:
 
     connect   a client for an engine
     ending    how the end of a turn shows in its tokens; None: only engines know
-    adaptive  whether the requests in flight at an engine are bounded by a window
+    adaptive  whether the requests in flight at an engine are bounded (`AimdLimit`)
     counts    where COUNTERS and `engine_<cause>` (errors by cause) are counted
     """
 
@@ -85,50 +86,50 @@ class Router:
         waits: Waits,
         *,
         max_lag: int,
-        limits: Limits,
-        ending: Ending | None = None,
+        limits: TurnLimits,
+        stop_checker: StopChecker | None = None,
         adaptive: bool = True,
         vocab_size: int | None = None,
         tokenizer: str = "",
         counts: Counter[str] | None = None,
     ) -> None:
-        self._fleet, self._connect, self._limits, self._ending = fleet, connect, limits, ending
+        self._fleet, self._connect, self._limits, self._stop_checker = fleet, connect, limits, stop_checker
         self._max_lag, self._vocab_size, self._tokenizer = max_lag, vocab_size, tokenizer
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.counts.update(dict.fromkeys(COUNTERS, 0))
-        self.health, self.places = Health(), Places(adaptive=adaptive)
+        self.health, self.inflight = EngineHealth(), InflightTracker(adaptive=adaptive)
         self._adaptive = adaptive
-        self._line = Line(self._take, self._give_back, self._lacking, waits, wait_s=limits.wait_s)
-        self._notices = Notices()
-        self._calls: dict[Call, tuple[EngineInfo, bool]] = {}
+        self._queue = RequestQueue(self._try_acquire, self._release, self._shortage, waits, wait_s=limits.wait_s)
+        self._log = RateLimitedLog()
+        self._calls: dict[EngineCall, tuple[EngineInfo, bool]] = {}
         """call in flight -> (engine as it was when asked, pinned)"""
         self._engine_of: OrderedDict[str, str] = OrderedDict()
         """s:<session> or g:<group> -> engine id, least recently used first"""
-        fleet.listeners.append(self._look_at_table)
-        self._look_at_table(fleet.table)
+        fleet.listeners.append(self._on_table)
+        self._on_table(fleet.table)
 
     async def __call__(self, request: GenerateRequest) -> Completion:
         if self._vocab_size is not None and max(request.ids, default=0) >= self._vocab_size:
             # SGLang 0.5.21 dies of such an id, and so would the next engine
             raise EngineError("refused", detail=f"a token id is outside the vocabulary of {self._vocab_size}")
-        turn = Turn(request, self._ending)
+        turn = TurnAssembler(request, self._stop_checker)
         failures: dict[str, int] = {}
         attempts = 0
-        hope_until = time.monotonic() + self._limits.wait_s
+        give_up_at = time.monotonic() + self._limits.wait_s
         while True:
-            rest = turn.rest()
-            engine = await self._place(rest, failures)
+            rest = turn.remaining_request()
+            engine = await self._acquire_engine(rest, failures)
             received, error = await self._attempt(engine, rest, turn)
             if error is not None and error.cause == "refused":
                 raise error  # the request itself is wrong: every engine would say so
-            kept = self._book(engine, turn, received, error)
+            kept = self._account(engine, turn, received, error)
             completion = turn.completion()
             if completion is not None:
                 return completion
-            attempts += error is None or error.cause not in WITHOUT_COUNTING
+            attempts += error is None or error.cause not in FREE_RETRIES
             if kept:
-                hope_until = time.monotonic() + self._limits.wait_s
-            if attempts >= self._limits.attempts or time.monotonic() > hope_until:
+                give_up_at = time.monotonic() + self._limits.wait_s
+            if attempts >= self._limits.attempts or time.monotonic() > give_up_at:
                 raise error or EngineError("bad_output", engine.id, "its versions change faster than it answers")
             self.counts["failovers"] += 1
             failures[engine.id] = failures.get(engine.id, 0) + 1
@@ -147,44 +148,48 @@ class Router:
     def obstacle(self, engine: EngineInfo) -> str:
         """Why `engine` is given no training request now, "" when it is."""
         why = self._fleet.table.obstacle(engine, max_lag=self._max_lag, tokenizer=self._tokenizer)
-        return why or ("" if self.health.usable(incarnation_key(engine)) else "rests after errors")
+        return why or ("" if self.health.usable(incarnation_key(engine)) else "is ejected after errors")
 
     @property
     def waiting(self) -> int:
-        """Turns that wait for a place at an engine."""
-        return len(self._line)
+        """Turns that wait for an engine."""
+        return len(self._queue)
 
-    def congested(self) -> bool:
-        """Whether so many turns wait that a new group would only wait with them: half of all windows."""
+    def backpressure(self) -> bool:
+        """Whether more turns wait than half of all limits: a new group would only wait with them."""
         if not self._adaptive:
             return False
-        windows = sum(self.places.window(e) or 0 for e in self.candidates(pinned=False))
-        return self.waiting > max(LEAST_BACKLOG, windows // 2)
+        limits = sum(self.inflight.limit(e) or 0 for e in self.candidates(pinned=False))
+        return self.waiting > max(LEAST_BACKLOG, limits // 2)
 
-    async def _place(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
-        """An engine at which a place is taken, as the table has it now. Raises EngineError("no_engine")."""
+    async def _acquire_engine(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
+        """Return an engine with capacity taken, as the table has it now. Raises EngineError("no_engine")."""
         while True:
-            taken = await self._line.stand(request, failures)
+            taken = await self._queue.acquire(request, failures)
             for engine in self.candidates(pinned=request.pinned):
                 if incarnation_key(engine) == incarnation_key(taken):
                     return engine
-            self._give_back(taken, request)  # the table changed between the place and the turn
+            self._release(taken, request)  # the table changed meanwhile
 
-    def _take(self, request: GenerateRequest, failures: Mapping[str, int], *, returning: bool) -> EngineInfo | None:
-        """A place, or None. `returning`: only at the engine that holds the prefix, if it has not failed this turn."""
-        places = self.places
+    def _try_acquire(
+        self, request: GenerateRequest, failures: Mapping[str, int], *, returning: bool
+    ) -> EngineInfo | None:
+        """Take capacity, or return None. `returning`: only at the engine that holds the prefix, unless it failed this turn."""
+        inflight = self.inflight
         names = f"s:{request.session}", f"g:{request.group}"
         usual = [self._engine_of.get(name, "") for name in names]
         own = "" if failures.get(usual[0]) else usual[0]
         candidates = self.candidates(pinned=request.pinned)
         found = {
-            e.id: e for e in candidates if (e.id == own or not returning) and places.room(e, returning=e.id == own)
+            e.id: e
+            for e in candidates
+            if (e.id == own or not returning) and inflight.has_capacity(e, returning=e.id == own)
         }
         if not found:
             return None
         size = size_of(request)
-        chosen = choose(
-            [Candidate(e.id, places.load(e), e.running + e.waiting, failures.get(e.id, 0)) for e in found.values()],
+        chosen = pick_engine(
+            [Candidate(e.id, inflight.load(e), e.running + e.waiting, failures.get(e.id, 0)) for e in found.values()],
             usual,
             size,
         )
@@ -193,21 +198,21 @@ class Router:
             self._engine_of.move_to_end(name)
             if len(self._engine_of) > REMEMBERED:
                 self._engine_of.popitem(last=False)
-        places.enter(found[chosen], size)
+        inflight.add(found[chosen], size)
         return found[chosen]
 
-    def _give_back(self, engine: EngineInfo, request: GenerateRequest) -> None:
-        self.places.leave(engine, size_of(request))
-        self._line.move()
+    def _release(self, engine: EngineInfo, request: GenerateRequest) -> None:
+        self.inflight.remove(engine, size_of(request))
+        self._queue.dispatch()
 
-    def _lacking(self, pinned: bool) -> Lacking:
+    def _shortage(self, pinned: bool) -> Shortage:
         return "window" if self.candidates(pinned=pinned) else "engine"
 
     async def _attempt(
-        self, engine: EngineInfo, request: GenerateRequest, turn: Turn
-    ) -> tuple[Received, EngineError | None]:
-        """One request. What it brought, and why it brought no more."""
-        received = Received(
+        self, engine: EngineInfo, request: GenerateRequest, turn: TurnAssembler
+    ) -> tuple[ReceivedTokens, EngineError | None]:
+        """Send one request. Returns what it brought, and the error that ended it."""
+        received = ReceivedTokens(
             engine.id,
             request.max_new_tokens,
             vocab_size=self._vocab_size,
@@ -215,13 +220,13 @@ class Router:
             # an engine knows the version of its weights, not that of an adapter over them
             fixed=engine.version if engine.adapter else None,
         )
-        call = Call(
+        call = EngineCall(
             received,
             timeout_s=self._limits.timeout_s,
             stall_s=self._limits.stall_s,
             may_pause=lambda: self._is_in(engine, SILENT),
             # an engine cannot see a stop string that began before its own tokens
-            enough=(lambda: turn.over_with(received.ids)) if turn.ids else None,
+            should_end=(lambda: turn.ends_within(received.ids)) if turn.ids else None,
         )
         self._calls[call] = engine, request.pinned
         try:
@@ -230,15 +235,17 @@ class Router:
             return received, error
         finally:
             del self._calls[call]
-            self._give_back(engine, request)
+            self._release(engine, request)
         return received, None
 
-    def _book(self, engine: EngineInfo, turn: Turn, received: Received, error: EngineError | None) -> int:
-        """Join what was received to the turn, and draw the conclusions about the engine. Returns the tokens joined."""
+    def _account(
+        self, engine: EngineInfo, turn: TurnAssembler, received: ReceivedTokens, error: EngineError | None
+    ) -> int:
+        """Add what was received to the turn, and note how the engine did. Returns the tokens added."""
         key, cause = incarnation_key(engine), error.cause if error else ""
         kept = len(received.ids)
         if cause == "bad_output":
-            # who talks nonsense now has perhaps done so before
+            # earlier tokens of an engine that sends malformed data may be wrong too
             self.counts["tokens_distrusted"] += kept
             kept = 0
         else:
@@ -246,11 +253,11 @@ class Router:
             self.counts["tokens_unattributed"] += unsure
             kept -= unsure
         if error is None:
-            self.health.praise(key)
+            self.health.succeeded(key)
             return kept
         self.counts[f"engine_{cause}"] += 1
         self.counts["tokens_continued"] += kept
-        self._notices.say(
+        self._log.warning(
             engine.id, cause, f"{error.detail}; {kept} tokens of {len(received.ids)} are kept, the turn goes on"
         )
         if cause in ("unreachable", "cut", "aborted"):
@@ -258,36 +265,36 @@ class Router:
         elif cause != "withdrawn":
             self.health.strike(key, str(error))
         if cause in ("stalled", "timeout"):
-            self._leave_hung(key, cause)
-        self.health.forget_all_but({incarnation_key(e) for e in self._fleet.table.engines.values()} | {key})
+            self._abort_hung(key, cause)
+        self.health.retain({incarnation_key(e) for e in self._fleet.table.engines.values()} | {key})
         return kept
 
-    def _leave_hung(self, key: str, cause: str) -> None:
-        """End all calls at an engine that has kept one waiting for too long and says nothing to the others either.
+    def _abort_hung(self, key: str, cause: str) -> None:
+        """End all calls at an engine that has let one time out and is silent to the others too.
 
-        Those that it has not begun to answer would else wait for the limit of a whole call: they may stand in a queue.
+        Those that it has not begun to answer would otherwise wait for the timeout of a whole call.
         """
         calls = [call for call, (engine, _) in self._calls.items() if incarnation_key(engine) == key]
-        last = max((call.heard_at for call in calls), default=0.0)
+        last = max((call.last_data_at for call in calls), default=0.0)
         if asyncio.get_running_loop().time() - last >= self._limits.stall_s:
             for call in calls:
-                call.leave(cause, "silent to every request")
+                call.abort(cause, "silent to every request")
 
     def _is_in(self, engine: EngineInfo, states: frozenset[NodeState]) -> bool:
         now = self._fleet.table.engines.get(engine.id)
         return now is not None and now.incarnation == engine.incarnation and now.state in states
 
-    def _look_at_table(self, table: FleetTable) -> None:
-        """At every look at Redis: windows, calls that must end, turns that may begin."""
-        self.places.report(table.engines.values())
+    def _on_table(self, table: FleetTable) -> None:
+        """Take in a new engine table: adjust limits, end calls that must end, admit turns."""
+        self.inflight.update(table.engines.values())
         for engine in table.engines.values():
             if not same_tokenizer(engine, self._tokenizer):
-                self._notices.say(engine.id, "another tokenizer", "it gets no requests from here")
+                self._log.warning(engine.id, "another tokenizer", "it gets no requests from here")
         for call, (engine, pinned) in list(self._calls.items()):
             why = self._withdrawn(table, engine, pinned)
             if why:
-                call.leave("withdrawn", why)
-        self._line.move()
+                call.abort("withdrawn", why)
+        self._queue.dispatch()
 
     def _withdrawn(self, table: FleetTable, engine: EngineInfo, pinned: bool) -> str:
         """Why a call at `engine` must end now, "" when it need not.

@@ -1,10 +1,10 @@
-"""Which of several engines gets a turn: pure.
+"""Choose the engine for a turn: pure.
 
   1. a trajectory stays with its engine, whose prefix cache holds its earlier turns;
   2. a new trajectory goes where its group started, so that the prompt is computed once;
   3. a new group goes to the engine with the least load.
 Rules 1 and 2 give way when that engine is much busier than the idlest one: an engine that joins late is given work
-at once, and not only when the old ones run dry. Engines that have failed this very turn come last.
+at once, and not only when the others are idle. Engines that have failed this very turn come last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Candidate:
     failures: int = 0
 
 
-def choose(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
+def pick_engine(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
     """Id of the engine for a turn of `size` tokens, prompt included.
 
     candidates  at least one
@@ -49,7 +49,7 @@ def choose(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> 
     return idlest.id
 
 
-def foreign_tokens(engine: EngineInfo, ours: int, size: int) -> float:
+def tokens_of_others(engine: EngineInfo, ours: int, size: int) -> float:
     """Tokens that other rollout servers have in flight at an engine, as far as its last heartbeat tells.
 
     ours  requests of ours at that time

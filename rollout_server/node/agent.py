@@ -29,7 +29,7 @@ from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.redis.aio import Outage, insist
 from protocol.settings import RunSettings
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.attach import introduce
@@ -71,7 +71,7 @@ class Agent:
     ) -> None:
         self._run, self._settings, self._registry, self._stats = run, settings, registry, stats
         self._standing, self._url, self._port = standing, url, port
-        self._client = EngineControl(session, url, name=standing.id)
+        self._client = EngineAdmin(session, url, name=standing.id)
         self._access = read_access(os.environ)
         if not isinstance(settings.kind, AttachedEngine):
             check_host(settings.host, self._access)

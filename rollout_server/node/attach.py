@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from rollout_server.environment.tokenizer import Tokens, load_tokens
@@ -26,7 +26,7 @@ PROBE_TEXT = "Who wrote <think>Emma</think>? <search> naïve 東京 1815 </searc
 """Words, tags, accents, another script, digits and blanks: two tokenizers that agree on it agree on much."""
 
 
-async def introduce(client: EngineControl, url: str, model: Path, *, wait_s: float) -> None:
+async def introduce(client: EngineAdmin, url: str, model: Path, *, wait_s: float) -> None:
     """Returns when `url` is an engine that serves the architecture and the tokenizer of `model`, else UserError.
 
     wait_s  how long it may take to answer at all
@@ -44,7 +44,7 @@ async def introduce(client: EngineControl, url: str, model: Path, *, wait_s: flo
     await _same_tokenizer(client, info, url, model)
 
 
-async def _first_answer(client: EngineControl, url: str, wait_s: float) -> dict[str, Any]:
+async def _first_answer(client: EngineAdmin, url: str, wait_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -90,7 +90,7 @@ def _same_architecture(info: dict[str, Any], url: str, model: Path) -> None:
             )
 
 
-async def _same_tokenizer(client: EngineControl, info: dict[str, Any], url: str, model: Path) -> None:
+async def _same_tokenizer(client: EngineAdmin, info: dict[str, Any], url: str, model: Path) -> None:
     """By the files where we can read them, else by what it makes of a text, where it tells."""
     ours = load_tokens(model)
     why = _by_files(ours, info)
@@ -115,7 +115,7 @@ def _by_files(ours: Tokens, info: dict[str, Any]) -> str | None:
     return "" if theirs == ours.fingerprint else f"fingerprint {theirs[:12]} of {named}, not {ours.fingerprint[:12]}"
 
 
-async def _by_text(client: EngineControl, ours: Tokens) -> str | None:
+async def _by_text(client: EngineAdmin, ours: Tokens) -> str | None:
     try:
         theirs = await client.tokenize(PROBE_TEXT)
     except EngineError as error:

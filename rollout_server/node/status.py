@@ -12,7 +12,7 @@ from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.redis.aio import Outage, RedisDown, RedisFull
 from protocol.runtime.waits import Waits
 from protocol.versions import PolicyVersion
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.node.registry import Registry
 
@@ -113,7 +113,7 @@ class Standing:
             except TimeoutError:
                 pass
 
-    async def measure(self, client: EngineControl, *, every_s: float) -> None:
+    async def measure(self, client: EngineAdmin, *, every_s: float) -> None:
         """Consumes the engine's own figures; produces `loads`; waits every_s; ended by cancellation."""
         while True:
             try:
@@ -125,7 +125,7 @@ class Standing:
                 self.loads |= await self._retractions(client)
             await asyncio.sleep(every_s)
 
-    async def _retractions(self, client: EngineControl) -> dict[str, float]:
+    async def _retractions(self, client: EngineAdmin) -> dict[str, float]:
         try:
             return {"retractions": await client.counter(SGLANG_RETRACTIONS)}
         except EngineError as error:

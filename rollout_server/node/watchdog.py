@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from protocol.messages import NodeState
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
@@ -34,7 +34,7 @@ class Watchdog:
     """Over one incarnation of an engine. `swapping` is held while it is paused on purpose."""
 
     def __init__(
-        self, client: EngineControl, standing: Standing, settings: NodeSettings, stats: Stats, swapping: asyncio.Lock
+        self, client: EngineAdmin, standing: Standing, settings: NodeSettings, stats: Stats, swapping: asyncio.Lock
     ) -> None:
         self._client, self._standing, self._settings = client, standing, settings
         self._stats, self._swapping = stats, swapping

@@ -8,7 +8,7 @@ dialects:
     flashrag   POST /batch_search  {"query": [q], "top_n": k, "return_score": false}
                -> [[{"id", "contents"}, ..]]                          (ReSearch, ReCall)
 
-Scores are not read: passages come best first. Answers are untrusted: their parts are checked one by one, each failure has
+Scores are not read: passages come best first. Answers are untrusted: each part is checked, each failure has
 a name, and only the first k hits are looked at.
 """
 

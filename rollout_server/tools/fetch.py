@@ -123,7 +123,7 @@ class Fetch:
         return ToolResult(error=GARBAGE if last.cause == NOT_JSON else last.cause)
 
     async def _attempt(self, name: str) -> ToolResult:
-        """One request. Raises Fault."""
+        """Send one request. Raises SearchError."""
         from yarl import URL
 
         self._next = (self._next + 1) % len(self._urls)

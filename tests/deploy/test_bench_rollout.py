@@ -24,7 +24,7 @@ from benchmarks.rollout.routing import BROKEN, OURS, POLICIES
 from benchmarks.rollout.script import Draws, Faults, RedisEndpoint, Script
 from deploy.cli import main
 from protocol.errors import ForayError
-from rollout_server.engine.selection import Candidate, choose
+from rollout_server.engine.selection import Candidate, pick_engine
 from rollout_server.environment.tokenizer import load_tokens
 from tests.support.environments import write_tokenizer
 from tests.support.messages import make_group
@@ -145,7 +145,7 @@ def test_one_engine_for_everything_is_less_than_half_of_the_figure() -> None:
 def test_what_the_policies_choose() -> None:
     a, b, c = Candidate("a", 100), Candidate("b", 5), Candidate("c", 50, failures=1)
     policies = {name: make() for name, make in POLICIES.items()}
-    assert policies[OURS] is choose
+    assert policies[OURS] is pick_engine
     asked = {name: [policy([c, b, a], ["a", ""], 10) for _ in range(20)] for name, policy in policies.items()}
     assert asked["round_robin"] == ["a", "b"] * 10 and set(asked["random"]) == {"a", "b"}
     assert set(asked["least_loaded"]) == {"b"} and set(asked["sticky"]) == {"a"} and set(asked[BROKEN]) == {"a"}

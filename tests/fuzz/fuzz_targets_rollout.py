@@ -15,10 +15,10 @@ from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.server.openai_bodies import chat, completion
 from rollout_server.cpu_engine.server.validation import BadRequest, Limits
 from rollout_server.cpu_engine.server.validation import parse as parse_generate
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.client import json_object
-from rollout_server.engine.decoding import Reader, Received
+from rollout_server.engine.decoding import ReceivedTokens, StreamDecoder
 from rollout_server.environment.actions import Search, boxed, neutralise, parse
 from rollout_server.node.weights.manifest import MANIFEST, WeightsCorrupt, verify
 from rollout_server.rewards.judge import harmless, read_verdict
@@ -39,7 +39,7 @@ def _chunk(count: int, finish: dict[str, Any] | None, *, spans: bool = True) -> 
 
 def _reply(vocab: int | None) -> Any:
     def read(raw: bytes) -> object:
-        received = Received("e", 8, vocab_size=vocab)
+        received = ReceivedTokens("e", 8, vocab_size=vocab)
         try:
             reply = json.loads(raw)
         except (ValueError, RecursionError):
@@ -50,7 +50,7 @@ def _reply(vocab: int | None) -> Any:
     return read
 
 
-def _segment(received: Received) -> Segment:
+def _segment(received: ReceivedTokens) -> Segment:
     """What is taken from an engine must be able to travel."""
     spans = tuple(VersionSpan(epoch=v.epoch, step=v.step, start=a, end=b) for v, a, b in received.spans())
     sure = spans[-1].end if spans else 0
@@ -59,15 +59,15 @@ def _segment(received: Received) -> Segment:
 
 
 def _stream(raw: bytes) -> object:
-    received = Received("e", 8, vocab_size=100)
-    reader = Reader(received)
+    received = ReceivedTokens("e", 8, vocab_size=100)
+    reader = StreamDecoder(received)
     for start in range(0, len(raw), max(1, len(raw) // 7)):
         reader.feed(raw[start : start + max(1, len(raw) // 7)])
-    reader.settle()
+    reader.flush()
     return _segment(received)
 
 
-class _Answering(EngineControl):
+class _Answering(EngineAdmin):
     """An engine whose every control call is answered with `reply`."""
 
     def __init__(self, reply: Any) -> None:
@@ -227,7 +227,12 @@ def decoders() -> tuple[Decoder, ...]:
             share=2,
         ),
         Decoder(
-            "search.retry_after", lambda raw: error_of_status(503, raw.decode("latin-1")), (), (b"3",), "text", share=0.5
+            "search.retry_after",
+            lambda raw: error_of_status(503, raw.decode("latin-1")),
+            (),
+            (b"3",),
+            "text",
+            share=0.5,
         ),
         Decoder("actions.parse", _action, (), (turn,), "text", share=3),
         Decoder("actions.neutralise", _neutral, (), (page,), "text", share=2),

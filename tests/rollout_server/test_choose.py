@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import EngineInfo, NodeState
-from rollout_server.engine.admission import PERIOD_S, UNKNOWN_CAPACITY, Places, Window
-from rollout_server.engine.selection import Candidate, choose, foreign_tokens
+from rollout_server.engine.admission import PERIOD_S, UNKNOWN_CAPACITY, AimdLimit, InflightTracker
+from rollout_server.engine.selection import Candidate, pick_engine, tokens_of_others
 
 
 def at(name: str, load: float, busy: int = 0, failures: int = 0) -> Candidate:
@@ -31,7 +31,7 @@ def at(name: str, load: float, busy: int = 0, failures: int = 0) -> Candidate:
     ],
 )
 def test_who_gets_a_turn_of_a_hundred_tokens(engines: list[Candidate], usual: list[str], expected: str) -> None:
-    assert choose(engines, usual, 100) == expected
+    assert pick_engine(engines, usual, 100) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_who_gets_a_turn_of_a_hundred_tokens(engines: list[Candidate], usual: li
     ],
 )
 def test_what_other_servers_seem_to_have_at_an_engine(facts: dict, ours: int, expected: float) -> None:
-    assert foreign_tokens(engine(**facts), ours, 100) == expected
+    assert tokens_of_others(engine(**facts), ours, 100) == expected
 
 
 def engine(**facts) -> EngineInfo:
@@ -55,15 +55,15 @@ def engine(**facts) -> EngineInfo:
 
 
 def test_several_servers_see_each_other_by_what_the_engine_reports() -> None:
-    places = Places(adaptive=True, clock=lambda: 0.0)
+    inflight = InflightTracker(adaptive=True, clock=lambda: 0.0)
     loaded, idle = engine(id="a", running=30, max_tokens=10_000, token_usage=0.9), engine(id="b")
-    places.enter(loaded, 300)
-    places.report([loaded, idle])
-    assert places.load(loaded) == 300 + 29 * 300 and places.load(idle) == 0
-    assert (places.requests(loaded), places.tokens(loaded), places.in_flight) == (1, 300, 1)
-    places.leave(loaded, 300)
-    places.report([idle])
-    assert places.in_flight == 0 and places.load(loaded) == 0, "an incarnation that is gone is forgotten"
+    inflight.add(loaded, 300)
+    inflight.update([loaded, idle])
+    assert inflight.load(loaded) == 300 + 29 * 300 and inflight.load(idle) == 0
+    assert (inflight.requests(loaded), inflight.tokens(loaded), inflight.in_flight) == (1, 300, 1)
+    inflight.remove(loaded, 300)
+    inflight.update([idle])
+    assert inflight.in_flight == 0 and inflight.load(loaded) == 0, "an incarnation that is gone is forgotten"
 
 
 class Heartbeats:
@@ -72,22 +72,22 @@ class Heartbeats:
     def __init__(self, **facts) -> None:
         self.facts = {"max_running": 64} | facts
         self.now = 0.0
-        self.window = Window(engine(**self.facts), self.now)
+        self.limit = AimdLimit(engine(**self.facts), self.now)
 
     def fill(self) -> None:
-        while self.window.room():
-            self.window.in_flight += 1
+        while self.limit.has_capacity():
+            self.limit.in_flight += 1
 
     def beat(self, seconds: float = PERIOD_S, **facts) -> int:
         self.now += seconds
         self.facts |= facts
-        self.window.observe(engine(**self.facts), self.now)
-        return self.window.size
+        self.limit.observe(engine(**self.facts), self.now)
+        return self.limit.size
 
 
 def test_a_window_starts_at_what_the_engine_runs_and_grows_to_its_headroom_when_full_and_quiet() -> None:
     beats = Heartbeats()
-    assert beats.window.size == 64 and beats.beat() == 64, "nobody asked for more"
+    assert beats.limit.size == 64 and beats.beat() == 64, "nobody asked for more"
     beats.fill()
     assert beats.beat() == 68
     beats.fill()
@@ -101,12 +101,12 @@ def test_it_shrinks_at_most_once_a_heartbeat_and_only_when_the_last_time_has_had
     assert beats.beat(waiting=9) == 44
     assert beats.beat(PERIOD_S / 2) == 44
     assert beats.beat() == 44, "64 are still in flight"
-    beats.window.in_flight = 44
+    beats.limit.in_flight = 44
     assert beats.beat() == 31
-    beats.window.in_flight = 0
+    beats.limit.in_flight = 0
     for _ in range(10):
         beats.beat()
-    assert beats.window.size == 4, "the floor"
+    assert beats.limit.size == 4, "the floor"
 
 
 def test_it_comes_back_step_by_step() -> None:
@@ -127,27 +127,27 @@ def test_a_retraction_is_a_reason_to_shrink_once() -> None:
 
 
 def test_an_engine_that_does_not_say_what_it_runs_is_given_much() -> None:
-    assert Heartbeats(max_running=0).window.size == UNKNOWN_CAPACITY
+    assert Heartbeats(max_running=0).limit.size == UNKNOWN_CAPACITY
 
 
 def test_a_later_turn_may_exceed_the_window_of_the_engine_that_holds_its_prefix() -> None:
-    places = Places(adaptive=True, clock=lambda: 0.0)
+    inflight = InflightTracker(adaptive=True, clock=lambda: 0.0)
     small = engine(max_running=10)
     for _ in range(10):
-        places.enter(small, 1)
-    assert not places.room(small) and places.room(small, returning=True)
+        inflight.add(small, 1)
+    assert not inflight.has_capacity(small) and inflight.has_capacity(small, returning=True)
     for _ in range(5):
-        places.enter(small, 1)
-    assert not places.room(small, returning=True)
+        inflight.add(small, 1)
+    assert not inflight.has_capacity(small, returning=True)
 
 
 def test_an_engine_whose_later_turns_go_beyond_the_window_shrinks_it_too() -> None:
     beats = Heartbeats()
     beats.fill()
-    while beats.window.room(returning=True):
-        beats.window.in_flight += 1
-    assert beats.window.in_flight == 96 and beats.beat(retractions=1) == 44
+    while beats.limit.has_capacity(returning=True):
+        beats.limit.in_flight += 1
+    assert beats.limit.in_flight == 96 and beats.beat(retractions=1) == 44
     assert beats.beat(retractions=2) == 44, "96 are still in flight"
-    beats.window.in_flight = 65
-    assert beats.window.room(returning=True)
+    beats.limit.in_flight = 65
+    assert beats.limit.has_capacity(returning=True)
     assert beats.beat(retractions=3) == 31

@@ -21,9 +21,9 @@ from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine import decoding as stream
 from rollout_server.engine.admission import incarnation_key
 from rollout_server.engine.base import Completion, GenerateRequest
-from rollout_server.engine.client import SglangClient, connector
-from rollout_server.engine.continuation import Ending
-from rollout_server.engine.router import Limits, Router
+from rollout_server.engine.client import SglangClient, pooled_connector
+from rollout_server.engine.continuation import StopChecker
+from rollout_server.engine.router import Router, TurnLimits
 from rollout_server.rollout.group import run_group
 from tests.support.environments import make_episode
 from tests.support.fake_engine import FakeServer, Fault, next_ids, unsaid
@@ -62,13 +62,13 @@ def ask(ids: Sequence[int], *, n: int = 20, pinned: bool = False, stop: Sequence
 async def routing(table: Table, *, interval: int = 4, **settings: Any) -> AsyncIterator[Router]:
     limits = {"timeout_s": 5.0, "stall_s": 5.0, "wait_s": 10.0}
     limits |= {name: settings.pop(name) for name in [*limits] if name in settings}
-    async with aiohttp.ClientSession(connector=connector()) as session:
+    async with aiohttp.ClientSession(connector=pooled_connector()) as session:
 
         def connect(engine: EngineInfo) -> SglangClient:
             return SglangClient(session, engine.url, name=engine.id, adapter=engine.adapter, stream_interval=interval)
 
         yield Router(
-            table, connect, Waits(), **{"max_lag": 2, "limits": Limits(**limits), "vocab_size": 1000} | settings
+            table, connect, Waits(), **{"max_lag": 2, "limits": TurnLimits(**limits), "vocab_size": 1000} | settings
         )
 
 
@@ -101,7 +101,7 @@ async def test_an_engine_may_die_after_any_token(kind: dict[str, bool], interval
             assert (done.engine, done.pieces, done.finish_reason) == ("b", 1 + bool(k), "length")
             assert b.tokens_made == n - k, "what was received is not generated again"
     assert router.counts["failovers"] == n and router.counts["tokens_continued"] == sum(range(n))
-    assert router.counts["tokens_unattributed"] == 0 and router.places.in_flight == 0
+    assert router.counts["tokens_unattributed"] == 0 and router.inflight.in_flight == 0
 
 
 async def test_a_turn_may_pass_through_many_engines_and_be_lost_by_each() -> None:
@@ -274,8 +274,8 @@ class Letters:
         rest = range(len(said), len(self.pieces))
         return [*rest, *[len(self.pieces) - 1] * 20][: body["sampling_params"]["max_new_tokens"]]
 
-    def ending(self, *eos: int) -> Ending:
-        return Ending(lambda ids: "".join(self.pieces[i] for i in ids if i < len(self.pieces)), frozenset(eos))
+    def stop_checker(self, *eos: int) -> StopChecker:
+        return StopChecker(lambda ids: "".join(self.pieces[i] for i in ids if i < len(self.pieces)), frozenset(eos))
 
 
 @pytest.mark.parametrize("after", range(1, 7))
@@ -286,7 +286,7 @@ async def test_a_stop_string_may_lie_across_the_border_of_two_engines(after: int
     async with (
         FakeServer(words.say, version="1.5") as a,
         FakeServer(words.say, version="1.6", pace_s=0.01) as b,
-        routing(table, ending=words.ending(), interval=1) as router,
+        routing(table, stop_checker=words.stop_checker(), interval=1) as router,
     ):
         table.tell(info("a", a), info("b", b))
         a.faults["/generate"] = Fault(after=after, drop=True)
@@ -309,7 +309,7 @@ async def test_a_turn_that_is_complete_but_for_its_last_chunk_is_not_asked_for_a
     async with (
         FakeServer(words.say, version="1.5") as a,
         FakeServer(words.say, version="1.6") as b,
-        routing(table, ending=words.ending(3), interval=1) as router,
+        routing(table, stop_checker=words.stop_checker(3), interval=1) as router,
     ):
         table.tell(info("a", a), info("b", b))
         a.faults["/generate"] = Fault(after=4, drop=True)
@@ -397,7 +397,7 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
             stall_s=0.5,
             vocab_size=len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]),
             tokenizer="ours",
-            ending=Ending(episode.tokens.decode, episode.tokens.eos_ids),
+            stop_checker=StopChecker(episode.tokens.decode, episode.tokens.eos_ids),
         ) as router,
     ):
         if fault is not None:
@@ -421,7 +421,7 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
     else:
         assert asked > 0 and router.health.total > 0 and router.counts[f"engine_{cause}"] > 0, router.counts
         assert any(f"engine bad: {cause}" in line for line in said), said
-        assert router.health.last(incarnation_key(first)).startswith(f"{cause} at bad")
+        assert router.health.last_error(incarnation_key(first)).startswith(f"{cause} at bad")
         assert not any("engine good" in line for line in said)
 
 

@@ -21,7 +21,7 @@ import yaml
 from protocol.errors import UserError
 from protocol.runtime.http.auth import Access, engine_key
 from rollout_server.cpu_engine.config import parse
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.node import guard
 from rollout_server.node.capabilities import NO_OVERLAP, read_facts
 from rollout_server.node.config import CpuEngine, SglangEngine
@@ -153,7 +153,7 @@ async def test_an_sglang_that_misnames_versions_in_place_is_not_taken(exact: boo
         async def loads(self) -> dict[str, float]:
             return {"max_tokens": 8.0, "max_running": 2.0}
 
-    engine = cast(EngineControl, Described())
+    engine = cast(EngineAdmin, Described())
     assert (await read_facts(engine, pause_mode="retract"))["kind"] == "sglang"
     with contextlib.nullcontext() if exact else pytest.raises(UserError, match=r"cannot be swapped in place"):
         await read_facts(engine, pause_mode="in_place")

@@ -15,9 +15,9 @@ from protocol.runtime.waits import Waits
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
-from rollout_server.engine.client import SglangClient, connector
-from rollout_server.engine.health import LIMIT, REST_S, Health
-from rollout_server.engine.router import Limits, Router
+from rollout_server.engine.client import SglangClient, pooled_connector
+from rollout_server.engine.health import EJECTION_S, LIMIT, EngineHealth
+from rollout_server.engine.router import Router, TurnLimits
 from tests.support.fake_engine import FakeServer, Fault, next_ids
 
 Until = Callable[..., Awaitable[None]]
@@ -49,8 +49,8 @@ async def routing(table: Fleet, **settings) -> AsyncIterator[Router]:
     limits = {"timeout_s": 5.0, "attempts": 4, "wait_s": 5.0}
     limits |= {name: settings.pop(name) for name in [*limits, "stall_s"] if name in settings}
     interval = settings.pop("interval", 8)
-    given = {"max_lag": 2, "vocab_size": 1000, "limits": Limits(**limits)} | settings
-    async with aiohttp.ClientSession(connector=connector()) as session:
+    given = {"max_lag": 2, "vocab_size": 1000, "limits": TurnLimits(**limits)} | settings
+    async with aiohttp.ClientSession(connector=pooled_connector()) as session:
 
         def connect(info: EngineInfo) -> SglangClient:
             return SglangClient(session, info.url, name=info.id, adapter=info.adapter, stream_interval=interval)
@@ -90,7 +90,7 @@ async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is
         await a.stop()
         results = await asyncio.wait_for(playing, 20)
     assert results == [expected(name, 6) for name in names]
-    assert router.counts["failovers"] >= 1 and router.places.in_flight == 0
+    assert router.counts["failovers"] >= 1 and router.inflight.in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first(until: Un
             for number in range(4, 8):
                 tasks.create_task(turn("old", number))
             await until(lambda: router.waiting == 10, "two go, ten wait")
-            assert a._in_flight <= 2 and router.places.in_flight == 2 and not router.congested()
+            assert a._in_flight <= 2 and router.inflight.in_flight == 2 and not router.backpressure()
         assert order == ["old"] * 8 + ["young"] * 4
         assert router.waiting == 0 and router._line._waits.seconds()["window"] > 0.2
 
@@ -298,7 +298,7 @@ async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix(
                 tasks.create_task(router(request([number], session=f"new{number}", group="old")))
             await until(lambda: router.waiting == 2, "two go, two wait")
             tasks.create_task(router(request([1, 2], session="begun", group="old")))
-            await until(lambda: router.places.in_flight == 3, "the later turn goes beyond the window")
+            await until(lambda: router.inflight.in_flight == 3, "the later turn goes beyond the window")
             tasks.create_task(router(request([1, 2, 3], session="begun", group="old")))
             await until(lambda: router.waiting == 3, "and one more does not")
 
@@ -345,7 +345,7 @@ async def test_without_adaptive_windows_nobody_waits_for_room(until: Until) -> N
         table.tell(engine("a", a.url, max_running=2))
         playing = [asyncio.create_task(router(request([i], session=str(i)))) for i in range(40)]
         await until(lambda: a._in_flight == 40, "all are there")
-        assert router.waiting == 0 and not router.congested()
+        assert router.waiting == 0 and not router.backpressure()
         await asyncio.gather(*playing)
 
 
@@ -355,12 +355,12 @@ async def test_a_turn_that_is_cancelled_leaves_its_place_to_the_next(until: Unti
         table.tell(engine("a", a.url, max_running=1))
         turns = [asyncio.create_task(router(request([i], session=str(i), group=str(i)))) for i in range(30)]
         await until(lambda: router.waiting == 29 and len(a.requests) == 1, "one goes, the others wait")
-        assert router.congested(), "a new group would only wait with them"
+        assert router.backpressure(), "a new group would only wait with them"
         for turn in turns[:-1]:
             turn.cancel()
         completion = await asyncio.wait_for(turns[-1], 1.0)
         assert completion.ids == next_ids([29], 8) and len(a.requests) == 2
-        assert router.places.in_flight == 0 and router.waiting == 0 and not router.congested()
+        assert router.inflight.in_flight == 0 and router.waiting == 0 and not router.backpressure()
 
 
 async def test_a_full_engine_does_not_keep_a_turn_from_an_empty_one() -> None:
@@ -392,7 +392,7 @@ async def test_with_windows_full_an_evaluation_on_its_own_engine_need_not_wait()
 @pytest.mark.fault(6, 20)
 def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:
     now = [0.0]
-    health = Health(lambda: now[0])
+    health = EngineHealth(lambda: now[0])
     for _ in range(2):
         health.strike("a")
     assert health.usable("a") and health.strikes("a") == 2.0
@@ -404,14 +404,14 @@ def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:
     assert health.strikes("a") == pytest.approx(2.5) and LIMIT == 2.5 and health.usable("a")
     health.strike("a")
     assert not health.usable("a") and health.usable("b")
-    now[0] += REST_S
+    now[0] += EJECTION_S
     assert health.usable("a")
 
 
 @pytest.mark.fault(5)
 def test_an_unreachable_engine_is_tried_again_later_and_later_until_it_answers() -> None:
     now = [0.0]
-    health = Health(lambda: now[0])
+    health = EngineHealth(lambda: now[0])
     rests = []
     for _ in range(4):
         for _ in range(10):
@@ -421,7 +421,7 @@ def test_an_unreachable_engine_is_tried_again_later_and_later_until_it_answers()
             now[0] += 0.25
         rests.append(now[0] - began)
     assert rests == [0.5, 1.0, 2.0, 4.0]
-    health.praise("a")
+    health.succeeded("a")
     health.unreachable("a")
     now[0] += 0.5
     assert health.usable("a")

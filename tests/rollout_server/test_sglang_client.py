@@ -12,11 +12,11 @@ from aiohttp import web
 
 from protocol.messages import Sampling
 from protocol.versions import PolicyVersion
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError, GenerateRequest
 from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, SglangClient
-from rollout_server.engine.continuation import Turn
-from rollout_server.engine.decoding import Received
+from rollout_server.engine.continuation import TurnAssembler
+from rollout_server.engine.decoding import ReceivedTokens
 from tests.support.fake_engine import FakeServer, Fault, next_ids
 
 REQUEST = GenerateRequest(
@@ -34,9 +34,9 @@ def reply(**changes: Any) -> dict[str, Any]:
 
 
 def parse(value: Any, *, limit: int = 8):
-    received = Received("e", limit, vocab_size=100)
+    received = ReceivedTokens("e", limit, vocab_size=100)
     received.take(value)
-    turn = Turn(replace(REQUEST, max_new_tokens=limit))
+    turn = TurnAssembler(replace(REQUEST, max_new_tokens=limit))
     turn.add(received)
     return turn.completion()
 
@@ -98,7 +98,7 @@ def test_more_tokens_than_were_asked_for_are_bad_output() -> None:
     [(None, "aborted", "fleet"), (503, "aborted", "fleet"), (500, "http_500", "engine"), (400, "refused", "request")],
 )
 def test_an_aborted_request_is_no_completion_but_its_tokens_are_kept(status, cause: str, fault: str) -> None:
-    received = Received("e", 8)
+    received = ReceivedTokens("e", 8)
     abort = {"type": "abort", "message": "Abort in waiting queue", "status_code": status}
     with pytest.raises(EngineError) as caught:
         received.take(reply(meta={"finish_reason": abort}))
@@ -107,7 +107,7 @@ def test_an_aborted_request_is_no_completion_but_its_tokens_are_kept(status, cau
 
 
 def test_the_short_answer_to_a_request_that_was_aborted_in_the_queue_takes_nothing_away() -> None:
-    received = Received("e", 8, label="3.7")
+    received = ReceivedTokens("e", 8, label="3.7")
     received.take(reply(meta={"finish_reason": None, "completion_tokens": 3}))
     with pytest.raises(EngineError, match="aborted"):
         received.take(
@@ -178,7 +178,7 @@ async def test_an_engine_that_is_not_there_is_unreachable() -> None:
     await engine.stop()
     async with aiohttp.ClientSession() as session:
         with pytest.raises(EngineError) as caught:
-            await EngineControl(session, engine.url).version()
+            await EngineAdmin(session, engine.url).version()
     assert caught.value.cause == "unreachable"
 
 
@@ -193,7 +193,7 @@ async def test_a_cancelled_turn_leaves_the_engine(until) -> None:
 
 async def test_an_update_goes_through_pause_load_read_back_and_continue() -> None:
     async with FakeServer(version="1.0") as engine, aiohttp.ClientSession() as session:
-        client = EngineControl(session, engine.url)
+        client = EngineAdmin(session, engine.url)
         await client.pause("retract")
         assert engine.paused
         await client.update_weights_from_disk("/weights/v1.1", label="1.1", flush=True, timeout_s=5.0)
@@ -223,7 +223,7 @@ async def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             await SglangClient(session, url).generate(REQUEST, version="", timeout_s=5.0)
-            await EngineControl(session, url).pause("retract")
+            await EngineAdmin(session, url).pause("retract")
     finally:
         await runner.cleanup()
     assert seen == {"/generate": "Bearer open sesame", "/pause_generation": "Bearer chief"}

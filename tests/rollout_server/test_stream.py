@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protocol.versions import PolicyVersion
 from rollout_server.engine import decoding as stream
 from rollout_server.engine.base import FAULTS, EngineError
-from rollout_server.engine.decoding import Events, Reader, Received
+from rollout_server.engine.decoding import ReceivedTokens, SseParser, StreamDecoder
 from tests.support.fake_engine import Generation
 
 IDS = [7, 3, 900, 3, 3, 12, 0, 44, 5, 6, 8, 1]
@@ -38,13 +38,13 @@ def raw(said: list[Any], separators: tuple[str, str] = (", ", ": ")) -> bytes:
     return b"".join(b"data: " + json.dumps(c, separators=separators).encode() + b"\n\n" for c in said)
 
 
-def read(data: bytes, cuts: list[int] = [], **facts: Any) -> Received:  # noqa: B006
-    received = Received("e", len(IDS), **({"vocab_size": 1000, "label": "1.5"} | facts))
-    reader = Reader(received)
+def read(data: bytes, cuts: list[int] = [], **facts: Any) -> ReceivedTokens:  # noqa: B006
+    received = ReceivedTokens("e", len(IDS), **({"vocab_size": 1000, "label": "1.5"} | facts))
+    reader = StreamDecoder(received)
     places = [0, *sorted(cuts), len(data)]
     for a, b in itertools.pairwise(places):
         reader.feed(data[a:b])
-    reader.settle()
+    reader.flush()
     return received
 
 
@@ -147,7 +147,7 @@ def test_no_bytes_at_all_can_do_more_than_raise_an_engine_error(data: bytes, cut
 )
 @pytest.mark.fault(21)
 def test_no_json_at_all_can_do_more_than_raise_an_engine_error(value: Any) -> None:
-    received = Received("e", 4)
+    received = ReceivedTokens("e", 4)
     try:
         received.take(value)
     except EngineError as error:
@@ -157,7 +157,7 @@ def test_no_json_at_all_can_do_more_than_raise_an_engine_error(value: Any) -> No
 
 @pytest.mark.parametrize("cut", range(0, 12, 3))
 def test_comments_names_and_carriage_returns_are_no_garbage(cut: int) -> None:
-    events = Events("e")
+    events = SseParser("e")
     data = b": ping\r\n\r\nevent: x\nid: 7\nretry: 5\ndata:{}\r\n\r\ndata: [DONE]\n\n"
     assert events.feed(data[:cut]) + events.feed(data[cut:]) == [b"{}", b"[DONE]"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from protocol.search import Passage
-from rollout_server.search.base import SearchResult, LocalSearch
+from rollout_server.search.base import LocalSearch, SearchResult
 from tests.support.scripted_server import ScriptedServer
 
 

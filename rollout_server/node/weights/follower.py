@@ -17,7 +17,7 @@ import time
 from protocol.errors import ForayError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.redis.aio import Outage, RedisDown, RedisFull
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
@@ -56,7 +56,7 @@ class Follower:
         self._refused = ""
         self._receiver = Receiver(standing, registry, settings, stats)
 
-    async def follow(self, client: EngineControl) -> None:
+    async def follow(self, client: EngineAdmin) -> None:
         """Consumes target and view in Redis; produces loaded versions; waits poll_s, longer after a failure.
 
         Also waits for evaluations to end. Raises EngineLost when a swap failed half-way; else ended by cancellation.
@@ -67,7 +67,7 @@ class Follower:
         finally:
             adopter.close()
 
-    async def _follow(self, client: EngineControl, adopter: Adopter) -> None:
+    async def _follow(self, client: EngineAdmin, adopter: Adopter) -> None:
         outage = Outage("reading the target", self._stats.waits, longest_s=2.0)
         failures = 0
         tried: WeightUpdate | None = None
@@ -95,7 +95,7 @@ class Follower:
             if failures:
                 await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
 
-    async def _holds_what_we_think(self, client: EngineControl, target: WeightUpdate | None) -> bool:
+    async def _holds_what_we_think(self, client: EngineAdmin, target: WeightUpdate | None) -> bool:
         """Asks an engine that nobody looked after for a while: READY if it generates, at the version that we knew it
         to hold, which is of the living epoch. Else it stays SYNCING and is loaded. False: it does not answer (yet).
         """
@@ -132,7 +132,7 @@ class Follower:
         # the version we hold, but not taking traffic: a corrupt copy was mended, or it was never read back
         return behind or (update.version == self._standing.version and self._standing.state is NodeState.SYNCING)
 
-    async def _advance(self, client: EngineControl, adopter: Adopter, update: WeightUpdate, failures: int) -> bool:
+    async def _advance(self, client: EngineAdmin, adopter: Adopter, update: WeightUpdate, failures: int) -> bool:
         """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisDown."""
         label = update.version.label
         # The learner removes old versions, but none that an engine holds, or names at the end of its detail.
@@ -162,7 +162,7 @@ class Follower:
                 await asyncio.sleep(self._settings.poll_s)
         return await self._registry.target() == update
 
-    async def _swap(self, client: EngineControl, update: WeightUpdate) -> bool:
+    async def _swap(self, client: EngineAdmin, update: WeightUpdate) -> bool:
         """Pause, load, read back, continue. False: nothing has changed. Raises EngineLost: anything may have."""
         standing, settings, label = self._standing, self._settings, update.version.label
         before = standing.state
@@ -199,7 +199,7 @@ class Follower:
         log.info("%s loaded: paused %.3f s, of which %.3f s loading", label, standing.pause_s, standing.load_s)
         return True
 
-    async def _resume_anyway(self, client: EngineControl) -> None:
+    async def _resume_anyway(self, client: EngineAdmin) -> None:
         try:
             await client.resume()
         except EngineError as error:

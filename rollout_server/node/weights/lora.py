@@ -11,7 +11,7 @@ import logging
 import time
 
 from protocol.messages import NodeState, WeightUpdate
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
@@ -26,7 +26,7 @@ UNLOAD_S = 60.0
 class Adopter:
     """The adapters of one incarnation of an engine."""
 
-    def __init__(self, client: EngineControl, standing: Standing, settings: NodeSettings, stats: Stats) -> None:
+    def __init__(self, client: EngineAdmin, standing: Standing, settings: NodeSettings, stats: Stats) -> None:
         self._client, self._standing, self._settings, self._stats = client, standing, settings, stats
         self._loaded: list[str] = []
         """Names, oldest first."""

@@ -24,7 +24,7 @@ from protocol.errors import ForayError
 from protocol.messages import NodeState, ViewAnswer, WeightView
 from protocol.runtime.redis.aio import RedisDown, RedisFull
 from protocol.weight_sums import sum_of
-from rollout_server.engine.admin import Checksums, EngineControl
+from rollout_server.engine.admin import EngineAdmin, WeightChecksums
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
@@ -46,7 +46,7 @@ LISTENS_S = 2.0
 CLEAN_UP_S = 10.0
 """Deadline of a call that tidies up after a failure."""
 MARGIN_S = 1.0
-NONE = Checksums("")
+NONE = WeightChecksums("")
 
 
 class Over(ForayError):
@@ -117,7 +117,7 @@ class Receiver:
     def _member(self) -> str:
         return f"{self._standing.id}/{self._standing.incarnation}"
 
-    async def take_part(self, client: EngineControl, orders: Orders) -> None:
+    async def take_part(self, client: EngineAdmin, orders: Orders) -> None:
         """The whole of one view. Never raises for what goes wrong in it: the standing says what became of the engine.
 
         Waits for the learner's next phase; is unblocked by it, by the deadline, or by a newer epoch.
@@ -140,7 +140,7 @@ class Receiver:
             log.warning("view %d of %s: %s", view.number, view.version.label, error)
             await self._give_up(client, part, str(error))
 
-    async def _prepare(self, client: EngineControl, part: Part) -> None:
+    async def _prepare(self, client: EngineAdmin, part: Part) -> None:
         view = part.view
         try:
             if await self._registry.evaluating(self._settings.role):
@@ -187,7 +187,7 @@ class Receiver:
             part.left_s  # noqa: B018 - raises at the deadline
             await asyncio.sleep(PAUSED_POLL_S if part.paused_at else PHASE_POLL_S)
 
-    async def _load(self, client: EngineControl, part: Part) -> None:
+    async def _load(self, client: EngineAdmin, part: Part) -> None:
         """Every bucket into the engine, which is paused afterwards."""
         view, stages = part.view, self._stages
         if not stages:
@@ -213,18 +213,18 @@ class Receiver:
             raise
         part.open, part.touched = False, True
 
-    async def _pause(self, client: EngineControl, part: Part) -> None:
+    async def _pause(self, client: EngineAdmin, part: Part) -> None:
         self._standing.become(NodeState.LOADING, part.view.version.label)
         part.paused_at = time.monotonic()
         await client.pause(self._settings.pause_mode)
 
-    async def _verify(self, client: EngineControl, part: Part) -> Checksums:
+    async def _verify(self, client: EngineAdmin, part: Part) -> WeightChecksums:
         began = time.monotonic()
         sums = await client.checksums(timeout_s=part.left_s)
         part.verify_s = time.monotonic() - began
         return sums
 
-    async def _commit(self, client: EngineControl, part: Part) -> None:
+    async def _commit(self, client: EngineAdmin, part: Part) -> None:
         standing, version = self._standing, part.view.version
         await client.label(version.label)
         held = await client.version()
@@ -242,7 +242,7 @@ class Receiver:
             version.label, standing.pause_s, part.transfer_s, part.verify_s,
         )  # fmt: skip
 
-    async def _answer(self, part: Part, phase: str, *, sums: Checksums = NONE, detail: str = "") -> None:
+    async def _answer(self, part: Part, phase: str, *, sums: WeightChecksums = NONE, detail: str = "") -> None:
         """Raises Over when Redis does not take it."""
         sent = [name for bucket in part.view.buckets for name in bucket.names] if sums.tensors else []
         answer = ViewAnswer.model_validate(
@@ -268,7 +268,7 @@ class Receiver:
 
     # --- when it fails ---
 
-    async def _give_up(self, client: EngineControl, part: Part, reason: str) -> None:
+    async def _give_up(self, client: EngineAdmin, part: Part, reason: str) -> None:
         """Tell the learner, close what is open, and leave the engine going on at its version or quarantined."""
         if part.open:
             await self._close_session(client, part)
@@ -287,7 +287,7 @@ class Receiver:
                 log.warning("cannot continue after a failed transfer: %s", error)  # the probe finds out
             standing.become(NodeState.READY, f"{label} was not received: {reason}")
 
-    async def _close_session(self, client: EngineControl, part: Part) -> None:
+    async def _close_session(self, client: EngineAdmin, part: Part) -> None:
         """An open session would refuse the next one. A complete set of an engine that stages takes effect by this."""
         try:
             if not part.paused_at:
@@ -299,7 +299,7 @@ class Receiver:
             log.info("the session is closed: %s", error)
         part.open = False
 
-    async def _leave(self, client: EngineControl) -> None:
+    async def _leave(self, client: EngineAdmin) -> None:
         """Out of the group we know of. A group may be broken, or gone with the incarnation that joined it."""
         group, self._group = self._group, ""
         if not group:

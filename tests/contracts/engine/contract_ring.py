@@ -30,10 +30,10 @@ from protocol.runtime.waits import Waits
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet
-from rollout_server.engine.admin import EngineControl
+from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import Completion
 from rollout_server.engine.client import SglangClient
-from rollout_server.engine.router import Limits, Router
+from rollout_server.engine.router import Router, TurnLimits
 from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.server import serve
 
@@ -90,14 +90,14 @@ async def ring(server: Server, redis_url: str, folder: Path, transport: Transpor
             lambda info: SglangClient(session, info.url, name=info.id),
             waits,
             max_lag=100,
-            limits=Limits(timeout_s=PATIENCE_S, stall_s=PATIENCE_S, wait_s=PATIENCE_S),
+            limits=TurnLimits(timeout_s=PATIENCE_S, stall_s=PATIENCE_S, wait_s=PATIENCE_S),
             adaptive=False,
         )
         whole = Ring(publisher, router, fleet)
         following, serving = tasks.create_task(fleet.follow()), None
         try:
             # whatever the last test has left there
-            await EngineControl(session, server.url).update_weights_from_disk(
+            await EngineAdmin(session, server.url).update_weights_from_disk(
                 str(server.first), label="1.0", flush=True, timeout_s=PATIENCE_S
             )
             await whole.publish(PolicyVersion(1, 0), server.first)
