@@ -1,1 +1,1 @@
-"""Engines: the seam, the HTTP client, the router, the scripted fake."""
+"""Engines: the interface, the HTTP client, routing and failover, admission control."""

@@ -4,8 +4,8 @@ SGLang's chunks hold all tokens so far, so decoding each one costs the square of
 adds nothing but tokens only the bytes are kept, until the stream ends or `flush` is called: then the last one
 is decoded and checked, and it holds what the others held.
 
-Nothing that an engine says is used before it is checked: an id beyond the vocabulary, a NaN or a version span with a gap
-would be trained on. Facts of the API: SGLang 0.5.21 to 0.5.23.
+Nothing that an engine sends is used before it is checked: an id beyond the vocabulary, a NaN or a version span with a
+gap would be trained on. Facts of the API: SGLang 0.5.21 to 0.5.23.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Router:
     def _try_acquire(
         self, request: GenerateRequest, failures: Mapping[str, int], *, returning: bool
     ) -> EngineInfo | None:
-        """Take capacity, or return None. `returning`: only at the engine that holds the prefix, unless it failed this turn."""
+        """Take capacity, or return None. `returning`: only at the engine of the prefix, unless it failed this turn."""
         inflight = self.inflight
         names = f"s:{request.session}", f"g:{request.group}"
         usual = [self._engine_of.get(name, "") for name in names]
