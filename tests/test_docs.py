@@ -1,0 +1,65 @@
+"""What the pages say of the repository is so: links, paths, and the walk of a question."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+PAGES = sorted(name for name in TRACKED if name.endswith(".md"))
+FOLDERS = {name.partition("/")[0] for name in TRACKED if "/" in name}
+HISTORY = {"CHANGELOG.md"}
+"""Pages that speak of files as they were."""
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_PATH = re.compile(r"(?<![\w/.$<{-])((?:[\w.-]+/)+[\w.*-]+\.(?:py|lua|yaml|toml|txt|lock|md|json|svg))(?![\w/])")
+_MODULE = re.compile(r"`([\w/]+\.py)`")
+_WALK = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \| (.+) \|$", re.M)
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_path_of_a_page_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in _LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
+    lost = [link for link in links if not ((ROOT / page).parent / link).exists()]
+    if page not in HISTORY:
+        ours = [path for path in _PATH.findall(text) if path.partition("/")[0] in FOLDERS]
+        lost += [path for path in ours if not (list(ROOT.glob(path)) or (ROOT / "tests" / path).exists())]
+        lost += [path for path in _MODULE.findall(text) if not any(f"/{name}".endswith(f"/{path}") for name in TRACKED)]
+    assert not lost
+
+
+@cache
+def functions(path: str) -> frozenset[str]:
+    """`name` and `Class.name` of every function and class of a file."""
+    found: set[str] = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inside = (item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+            found.update(f"{node.name}.{item.name}" for item in inside)
+    return frozenset(found)
+
+
+def test_every_function_of_the_walk_is_there() -> None:
+    steps = _WALK.findall(ARCHITECTURE)
+    assert [int(number) for number, *_ in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 30
+    assert not [(path, name) for _, path, name, _ in steps if name not in functions(path)]
+    assert sum("**up**" in what for *_, what in steps) <= 2, "a question goes back up at most twice"
+
+
+def test_every_folder_of_the_product_has_its_line() -> None:
+    table = ARCHITECTURE.partition("## Folders")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([\w/]+)`", table))
+    packages = ("protocol", "learner", "rollout_server", "retriever", "deploy")
+    folders = {str(Path(name).parent) for name in TRACKED if name.startswith(packages) and name.endswith(".py")}
+    top = {folder for folder in folders if folder.count("/") == 1}
+    short = {f"{package}/{name}" for package in packages for name in named}
+    assert not top - named - short, "docs/architecture.md has no line for it"
