@@ -19,7 +19,7 @@ from learner.delivery.dead_letters import History
 from learner.delivery.issuer import Issuer
 from learner.delivery.lease import Lease
 from learner.delivery.state import Books
-from learner.delivery.store import RedisUnavailable, RunStore
+from learner.delivery.store import RunStore
 from learner.interfaces import Report, TrainEngine
 from learner.observability.metrics import Meter
 from learner.observability.reporting import Teller
@@ -27,6 +27,7 @@ from learner.weights.base import Publisher
 from protocol.errors import StateLost
 from protocol.messages import TrajectoryGroup
 from protocol.runtime.http.server import ThreadedServer
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)

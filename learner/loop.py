@@ -22,7 +22,6 @@ from learner.config.learner import LearnerSettings
 from learner.context import Parts
 from learner.data.batch import Batch, Plan, build_batch
 from learner.delivery.entry import Entry
-from learner.delivery.store import RedisUnavailable
 from learner.delivery.token_accounting import split_of
 from learner.interfaces import Report
 from learner.observability.metrics import Meter
@@ -31,7 +30,7 @@ from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup, WeightUpdate
 from protocol.run_meta import LINEAGE_FIELD
-from protocol.runtime.redis.errors import Tolerated
+from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -132,7 +131,7 @@ class TrainingLoop:
         self._announced = False
         self._refusals: int | None = None
         """As of the last look. Those of before the first may be days old."""
-        self._tolerated = Tolerated()
+        self._best_effort = BestEffort()
         self._watch = Stopwatch(parts.meter)
 
     # --- the training step, whole ---
@@ -242,7 +241,7 @@ class TrainingLoop:
                 log.warning("Redis is full and no batch comes: a checkpoint now, which makes room in it")
             self.checkpoint()
         elif full:
-            self._tolerated(self._drop_evidence)
+            self._best_effort(self._drop_evidence)
 
     def _drop_evidence(self) -> None:
         if dropped := self.parts.store.drop_evidence():

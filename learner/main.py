@@ -33,7 +33,7 @@ from learner.delivery.issuer import Issuer
 from learner.delivery.lease import Lease
 from learner.delivery.reconciler import Reconciler, Requests
 from learner.delivery.state import Books
-from learner.delivery.store import RedisFull, RedisUnavailable, RunStore
+from learner.delivery.store import RunStore
 from learner.interfaces import TrainEngine
 from learner.loop import TrainingLoop
 from learner.observability.metrics import Meter, StepLog
@@ -45,6 +45,7 @@ from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot, TrajectoryGroup
 from protocol.runtime.http.server import ThreadedServer
 from protocol.runtime.lifecycle import DeferredShutdown, deferred_shutdown
+from protocol.runtime.redis.errors import RedisFull, RedisUnavailable
 from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion

@@ -77,11 +77,3 @@ class UserError(ForayError):
         if self.todo:
             lines.append(f"   do: {self.todo}")
         return redact("\n".join(lines))
-
-
-def redis_text(error: Exception) -> str:
-    """What Redis answered, in one printable line, without the command that redis-py quotes before it in a pipeline."""
-    quoted, _, text = str(error).rpartition(" of pipeline caused error: ")
-    if quoted:  # the asynchronous library quotes a tuple with the answer, too
-        text = text.removeprefix("(").removesuffix(",)").strip("\"'")
-    return "".join(c if " " <= c <= "~" else "." for c in text[:300])

@@ -46,8 +46,8 @@ class RunSettings(Settings):
     dir: Path = Field(default=Path("runs/run"))
     """Run directory: logs, weights, checkpoints, trajectories, metrics."""
     redis_url: str = ""
-    """redis://host:port/db, rediss:// (TLS), unix:///path, redis+sentinel://h1,h2/name or redis+cluster://h1,h2. Empty:
-    the variable FORAY_REDIS_URL, or the launcher starts a Redis of its own in the run directory."""
+    """redis://host:port/db, rediss:// (TLS), unix:///path or redis+sentinel://h1,h2/name. Empty: the variable
+    FORAY_REDIS_URL, or the launcher starts a Redis of its own in the run directory."""
     model: Path = Field(default=Path("model"))
     """Directory of the initial policy in Hugging Face layout, tokenizer included."""
     date: Date | None = None

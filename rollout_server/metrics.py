@@ -14,9 +14,9 @@ from collections.abc import Callable
 from protocol.codec import encode
 from protocol.functions import REPORT
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
-from protocol.runtime.metrics import Histogram, Page
-from protocol.runtime.redis.aio import Outage, RedisClient, RedisDown, RedisFull
-from protocol.runtime.waits import Waits
+from protocol.runtime.metrics import Histogram, Page, WaitTimer
+from protocol.runtime.redis.aio import Backoff, RedisClient
+from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.metric_tables import TABLES, WAITS
 
 PERIOD_S = 1.0
@@ -32,7 +32,7 @@ class Stats:
 
     def __init__(self, process: str, process_id: str) -> None:
         self.process, self.id = process, process_id
-        self.waits = Waits()
+        self.waits = WaitTimer()
         self.counts: Counter[str] = Counter()
         self.gauges: dict[str, Callable[[], float]] = {}
         """name -> reads the value now"""
@@ -121,7 +121,7 @@ async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[Rate, .
 
     Also measures how late the event loop is: a blocked loop renews no lease.
     """
-    outage = Outage("publishing metrics", stats.waits)
+    backoff = Backoff("publishing metrics", stats.waits)
     lag = 0.0
     stats.gauges |= {"event_loop_lag_s": lambda: lag, "redis_refused": lambda: redis.refused}
     stats.text["redis_refusal"] = lambda: redis.refusal
@@ -130,10 +130,10 @@ async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[Rate, .
             rate.tick()
         try:
             await _write(redis, stats)
-        except (RedisDown, RedisFull) as error:
-            await outage.wait(error)
+        except RedisUnavailable as error:
+            await backoff.sleep(error)
         else:
-            outage.over()
+            backoff.reset()
         before = time.monotonic()
         await asyncio.sleep(PERIOD_S)
         lag = max(0.0, time.monotonic() - before - PERIOD_S)
@@ -153,7 +153,7 @@ async def _write(redis: RedisClient, stats: Stats) -> None:
 
 
 async def withdraw_metrics(redis: RedisClient, stats: Stats) -> None:
-    """Take this process off the lists at an orderly stop; raises RedisDown."""
+    """Take this process off the lists at an orderly stop; raises RedisUnavailable."""
     await redis.batch(
         ("DEL", redis.keys.metrics(stats.process, stats.id)),
         ("ZREM", redis.keys.processes, f"{stats.process}:{stats.id}"),

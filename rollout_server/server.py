@@ -47,7 +47,8 @@ from protocol.messages import EngineInfo, Task, TrajectoryGroup
 from protocol.runtime.http.auth import Access, engine_key, read_access
 from protocol.runtime.http.server import announce, listening
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
-from protocol.runtime.redis.aio import BLOCK_MS, Outage, RedisClient, RedisDown, insist
+from protocol.runtime.redis.aio import BLOCK_MS, Backoff, RedisClient, retry_until_available
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
 from rollout_server.api.app import Served, build_app
@@ -256,7 +257,9 @@ class RolloutServer:
     async def _refuse_eviction(self) -> None:
         """Raises UserError for a Redis that would throw away what it promised to keep; waits for one that is away."""
         url = self._run.redis_url
-        policy = await insist(Outage("asking for the eviction policy", self._stats.waits), self._redis.eviction_policy)
+        policy = await retry_until_available(
+            Backoff("asking for the eviction policy", self._stats.waits), self._redis.eviction_policy
+        )
         if not policy:
             log.warning("%s", unknown_policy(url))
         elif (evicts := eviction_refusal(policy, url)) is not None:
@@ -317,7 +320,7 @@ class RolloutServer:
                 await self._sink.tell("left", f"stopped; {self._stats.counts['handed_back']} tasks handed back")
                 await self._tasks.leave()
                 await withdraw_metrics(self._redis, self._stats)
-        except (RedisDown, StateLost, TimeoutError) as error:
+        except (RedisUnavailable, StateLost, TimeoutError) as error:
             log.info("left without taking leave of Redis: %s", error)
 
 

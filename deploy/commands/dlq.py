@@ -65,7 +65,7 @@ def _client(found: locate.Located, *, may_be_gone: bool) -> Iterator[redis.Redis
     from deploy.launcher.redis_server import connect
     from protocol.runtime.redis.url import redacted
 
-    client = connect(found.redis_url, found.run.id)
+    client = connect(found.redis_url)
     try:
         yield None if may_be_gone and _is_gone(client, found) else client
     except (redis.RedisError, OSError) as error:

@@ -128,7 +128,7 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
     if named == "admin":
         yield Finding("redis user", "ok", "the admin: for people, no process should run as it")
         return
-    client = connect(url, run, timeout_s=ANSWER_S)
+    client = connect(url, timeout_s=ANSWER_S)
     try:
         missing = _refused(client, [c for part in ([named] if named else SERVICES) for c in needs(run)[part]])
         beyond = [command for command in TOO_MUCH if command not in _refused(client, TOO_MUCH)]

@@ -58,7 +58,7 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
     """The tokenizers of the engines that are registered now, and of the run's learner, beside that of run.model."""
     import redis
 
-    keys, client = Keys(config.run.id), connect(url, config.run.id, timeout_s=ANSWER_S)
+    keys, client = Keys(config.run.id), connect(url, timeout_s=ANSWER_S)
     try:
         names: Any = client.zrange(keys.engines, 0, -1)
         raws: list[Any] = [client.hget(keys.engine(name.decode()), "b") for name in names]

@@ -44,7 +44,7 @@ def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) 
     """Everything about the server at `url`, or why it cannot be asked."""
     import redis
 
-    client = connect(url, config.run.id, timeout_s=ANSWER_S)
+    client = connect(url, timeout_s=ANSWER_S)
     try:
         client.ping()
         yield from _transport(url)

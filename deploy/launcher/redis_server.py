@@ -114,11 +114,11 @@ def ping(url: str, *, timeout_s: float = 1.0) -> str:
     return ""
 
 
-def connect(url: str, run: str = "", *, timeout_s: float = 5.0) -> redis.Redis:
-    """A client without retries, for `run` where the URL is of a Cluster. Raises UserError for what is no Redis URL."""
-    from protocol.runtime.redis.client import connect as by_the_rules
+def connect(url: str, *, timeout_s: float = 5.0) -> redis.Redis:
+    """Return `protocol.runtime.redis.client.connect(url)`, imported when it is needed."""
+    from protocol.runtime.redis.client import connect as connect_now
 
-    return by_the_rules(url, run, timeout_s=timeout_s)
+    return connect_now(url, timeout_s=timeout_s)
 
 
 def check_server(url: str) -> str:

@@ -163,7 +163,7 @@ class Readiness:
     def _engine_is_ready(self, name: str) -> bool:
         import redis
 
-        client = connect(self._url, self._keys.run, timeout_s=ANSWER_S)
+        client = connect(self._url, timeout_s=ANSWER_S)
         try:
             raw = client.hget(self._keys.engine(name), "b")
             return isinstance(raw, bytes) and decode_as(EngineInfo, raw).state is NodeState.READY

@@ -172,7 +172,7 @@ def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, time
     import redis
 
     books = read_books(run_dir) if run_dir is not None else None
-    client = connect(redis_url, run, timeout_s=timeout_s)
+    client = connect(redis_url, timeout_s=timeout_s)
     try:
         return _look(client, redis_url, run, books)
     except (redis.RedisError, OSError) as error:

@@ -16,8 +16,8 @@ from protocol.settings import RUN_ID
 RedisRole = Literal["learner", "rollout", "node", "viewer", "operator", "admin"]
 REDIS_ROLES: tuple[RedisRole, ...] = get_args(RedisRole)
 
-EVERYBODY = "+ping +hello +auth +select +time +multi +exec +discard +client|setname +client|getname +cluster|slots"
-"""Handshake, clock, transactions (each command in one is checked by itself), and who owns a slot of a Cluster."""
+EVERYBODY = "+ping +hello +auth +select +time +multi +exec +discard +client|setname +client|getname"
+"""Handshake, clock, transactions (each command in one is checked by itself)."""
 _SWEPT = "+zadd +zrem +zremrangebyscore"
 _LOOK = (
     "(%R~{run}:* +get +hget +hgetall +hmget +exists +pttl +zrange +zrangebyscore +smembers +scard +sismember +xlen "

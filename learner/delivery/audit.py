@@ -15,9 +15,10 @@ from learner.delivery.dead_letters import History
 from learner.delivery.reconciler import Requests
 from learner.delivery.redis_accounts import Census
 from learner.delivery.state import Books
-from learner.delivery.store import RedisFull, RedisUnavailable, RunStore
+from learner.delivery.store import RunStore
 from protocol.errors import Fenced, StateLost
 from protocol.run_meta import RunMeta
+from protocol.runtime.redis.errors import RedisFull, RedisUnavailable
 
 # What Redis counted, against what the learner received: the only judge of tokens that is not the learner itself.
 #

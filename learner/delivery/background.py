@@ -16,11 +16,11 @@ from learner.delivery.audit import CrossCheck
 from learner.delivery.issuer import Issuer
 from learner.delivery.lease import Lease
 from learner.delivery.reconciler import Reconciler, Requests
-from learner.delivery.store import RedisFull, RedisUnavailable, RunStore
+from learner.delivery.store import RunStore
 from learner.observability.metrics import Meter
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot
-from protocol.runtime.redis.errors import Tolerated
+from protocol.runtime.redis.errors import BestEffort, RedisFull, RedisUnavailable
 
 # Threads beside the training thread, and how they tell it of what only it can mend.
 
@@ -149,7 +149,7 @@ class Keeper:
         self._renewal, self._reconciling, self._metrics = Every(lease_s / 3), Every(reconcile_s), Every(METRICS_S)
         self._complaints = Every(SILENCE_S)
         self._reconciling.due()  # not before the first interval has passed
-        self._tolerated = Tolerated()
+        self._best_effort = BestEffort()
         self.wake = threading.Event()
 
     def turn(self) -> None:
@@ -170,10 +170,10 @@ class Keeper:
                 log.warning("no tasks are issued at the moment: %s", error)
         if self._metrics.due():
             self._cross.update()
-            self._tolerated(self._note_rate)
+            self._best_effort(self._note_rate)
             self.report()
             if self._issuer.open.is_set():
-                self._tolerated(self._requests.turn)
+                self._best_effort(self._requests.turn)
 
     def _note_rate(self) -> None:
         self._meter.generated_per_s = None
@@ -182,4 +182,4 @@ class Keeper:
     def report(self) -> None:
         """Publishes the metrics as they are."""
         snapshot = self.snapshot()
-        self._tolerated(lambda: self._store.report(snapshot))
+        self._best_effort(lambda: self._store.report(snapshot))

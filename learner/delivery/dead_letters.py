@@ -13,10 +13,10 @@ import logging
 from pathlib import Path
 
 from learner.delivery.entry import BadEntry
-from learner.delivery.store import Fields, RedisUnavailable, RunStore
+from learner.delivery.store import Fields, RunStore
 from protocol import events
 from protocol.errors import StateLost, UserError
-from protocol.runtime.redis.errors import Tolerated
+from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,12 @@ class History:
     """Thread-safe."""
 
     def __init__(self, store: RunStore) -> None:
-        self._store, self._tolerated = store, Tolerated()
+        self._store, self._best_effort = store, BestEffort()
 
     def tell(self, kind: str, text: str) -> None:
         """One line. Raises nothing."""
         fields = events.fields("learner", LEARNER_ID, kind, text)
         try:
-            self._tolerated(lambda: self._store.add_event(fields))
+            self._best_effort(lambda: self._store.add_event(fields))
         except (RedisUnavailable, StateLost) as error:
             log.info("the event %r is not told: %s", kind, error)

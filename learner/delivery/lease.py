@@ -14,10 +14,11 @@ import time
 import uuid
 from pathlib import Path
 
-from learner.delivery.store import Holder, RedisUnavailable, RunStore
+from learner.delivery.store import Holder, RunStore
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.run_meta import foreign
 from protocol.runtime.files import create_once, durable_mkdir
+from protocol.runtime.redis.errors import RedisUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from learner.delivery.consumer import Source
 from learner.delivery.dead_letters import History
 from learner.delivery.state import Books
-from learner.delivery.store import RedisUnavailable, RunStore
+from learner.delivery.store import RunStore
 from protocol.codec import number_of
 from protocol.ledger import NotReopenable
-from protocol.runtime.redis.errors import Tolerated
+from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Requests:
 
     def __init__(self, store: RunStore, books: Books, history: History) -> None:
         self._store, self._books, self._history = store, books, history
-        self._tolerated = Tolerated()
+        self._best_effort = BestEffort()
 
     def turn(self) -> None:
         """Honours what can be honoured, and removes what cannot. Raises RedisUnavailable."""
@@ -98,7 +98,7 @@ class Requests:
         """A durable checkpoint has these: their requests are dealt with."""
         done = list(seqs)
         try:
-            if not self._tolerated(lambda: self._store.drop_requests(done)):
+            if not self._best_effort(lambda: self._store.drop_requests(done)):
                 return
         except RedisUnavailable as error:
             log.info("requests that were honoured are removed later: %s", error)

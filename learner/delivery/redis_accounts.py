@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError
 from protocol import events, functions
 from protocol.codec import number_of
 from protocol.keys import Keys
-from protocol.runtime.redis.errors import translated
+from protocol.runtime.redis.errors import translate_errors
 
 DEAD_LETTERS = 1000
 REQUESTS = 100
@@ -49,7 +49,7 @@ class Accounts:
 
     def census(self) -> Census:
         """Where the entries are now, and what Redis has counted."""
-        with translated():
+        with translate_errors():
             reply: Any = self._db.fcall(functions.CENSUS, 2, self.keys.traj, self.keys.tokens)
         flat, last, pending, unread = reply
         counts = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -68,26 +68,26 @@ class Accounts:
         wanted = list(ids)
         if not wanted:
             return 0
-        with translated():
+        with translate_errors():
             reply: Any = self._db.fcall(functions.TOKENS_OF, 1, self.keys.traj, *cast(tuple[str, ...], tuple(wanted)))
         return sum(number_of(raw) for raw in reply)
 
     def begin_life(self, name: str) -> str:
         """Names the time since the hash of tokens was empty, unless it has a name; returns the one that holds."""
-        with translated(), self._db.pipeline(transaction=True) as pipe:
+        with translate_errors(), self._db.pipeline(transaction=True) as pipe:
             pipe.hsetnx(self.keys.tokens, LIFE, name)
             pipe.hget(self.keys.tokens, LIFE)
             return str(pipe.execute()[1].decode("ascii", "replace"))
 
     def committed(self, name: str) -> None:
         """Leaves a mark of the last checkpoint."""
-        with translated(self.keys.tokens):
+        with translate_errors(self.keys.tokens):
             self._db.hset(self.keys.tokens, COMMIT, name)
 
     def server(self) -> str:
         """An id that changes whenever the Redis process does; "" where this user may not ask."""
         try:
-            with translated():
+            with translate_errors():
                 try:
                     return str(self._db.info("server").get("run_id", ""))
                 except NoPermissionError:
@@ -97,7 +97,7 @@ class Accounts:
 
     def refusals(self) -> int:
         """Commands of anybody that this Redis process has refused for want of memory; 0 where this user may not ask."""
-        with translated():
+        with translate_errors():
             try:
                 stats = self._db.info("errorstats")
             except NoPermissionError:
@@ -106,7 +106,7 @@ class Accounts:
 
     def drop_evidence(self) -> int:
         """Removes the older half of what is kept in Redis for people only; how many entries that were."""
-        with translated(), self._db.pipeline(transaction=False) as pipe:
+        with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             for stream in (self.keys.dlq, self.keys.events):
                 pipe.xlen(stream)
             lengths: list[int] = pipe.execute()
@@ -116,28 +116,28 @@ class Accounts:
 
     def rejected(self) -> tuple[int, str]:
         """Tokens of rejected attempts that this Redis has counted, and since when (`life`)."""
-        with translated(self.keys.tokens):
+        with translate_errors(self.keys.tokens):
             counted, life = cast(list[bytes | None], self._db.hmget(self.keys.tokens, ["rejected", LIFE]))
         return number_of(counted or b""), (life or b"").decode("ascii", "replace")
 
     def requests(self) -> list[bytes]:
         """Seqs that people want tried again, as they wrote them; at most REQUESTS."""
-        with translated(self.keys.requeue):
+        with translate_errors(self.keys.requeue):
             return cast(list[bytes], self._db.srandmember(self.keys.requeue, REQUESTS))
 
     def drop_requests(self, seqs: Iterable[int | bytes]) -> None:
         """These requests are dealt with."""
         wanted = list(seqs)
         if wanted:
-            with translated(self.keys.requeue):
+            with translate_errors(self.keys.requeue):
                 self._db.srem(self.keys.requeue, *cast(tuple[str, ...], tuple(wanted)))
 
     def add_event(self, fields: Mapping[str, str]) -> None:
         """One line of the run's history."""
-        with translated(self.keys.events):
+        with translate_errors(self.keys.events):
             self._db.xadd(self.keys.events, cast(Any, dict(fields)), maxlen=events.MOST, approximate=True)
 
     def dead_letter(self, fields: dict[str, str | int | bytes]) -> None:
         """Bounded evidence for people; the file in the run directory is the record."""
-        with translated(self.keys.dlq):
+        with translate_errors(self.keys.dlq):
             self._db.xadd(self.keys.dlq, cast(Any, fields), maxlen=DEAD_LETTERS, approximate=True)

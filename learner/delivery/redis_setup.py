@@ -14,13 +14,13 @@ from redis.exceptions import NoPermissionError
 from protocol import functions
 from protocol.errors import UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
-from protocol.runtime.redis.errors import translated
+from protocol.runtime.redis.errors import translate_errors
 
 
 def prepare(db: redis.Redis, keys: Keys) -> bool:
     """Makes what is missing; whether a stream or a group was. May be called at any time; raises the four errors."""
     made = False
-    with translated():
+    with translate_errors():
         try:
             if not _has_functions(db):
                 db.function_load(functions.source(), replace=True)
@@ -29,7 +29,7 @@ def prepare(db: redis.Redis, keys: Keys) -> bool:
                 raise
             raise UserError("this Redis has no functions", why="it is older than 7.0", todo="upgrade it") from error
     for stream, group in ((keys.tasks, TASK_GROUP), (keys.traj, TRAJ_GROUP)):
-        with translated(stream):
+        with translate_errors(stream):
             made |= not _has_group(db, stream, group) and _create(db, stream, group)
     return made
 

@@ -22,10 +22,7 @@ from protocol.errors import ProtocolError, StateLost
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.redis.client import connect
-from protocol.runtime.redis.errors import RedisFull as RedisFull
-from protocol.runtime.redis.errors import RedisUnavailable as RedisUnavailable
-from protocol.runtime.redis.errors import translated as translated
-from protocol.runtime.redis.errors import unusable
+from protocol.runtime.redis.errors import translate_errors, unusable
 from protocol.runtime.redis.memory_policy import SETTING
 from protocol.runtime.redis.url import redacted
 from protocol.versions import PolicyVersion
@@ -82,8 +79,8 @@ class RunStore(Accounts):
         self.keys = Keys(run)
         self.url = redacted(url)
         self._owner: tuple[str, str] = ("0", "")
-        self._db = connect(url, run)
-        self._reader = connect(url, run, timeout_s=BLOCK_MS / 1000 + 10)
+        self._db = connect(url)
+        self._reader = connect(url, timeout_s=BLOCK_MS / 1000 + 10)
         # redis-py's own parser hides the cursor of a claim that asks for ids only.
         self._db.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
 
@@ -109,7 +106,7 @@ class RunStore(Accounts):
 
     def eviction_policy(self) -> str:
         """`maxmemory-policy` of the server; "" where this user may not ask for it."""
-        with translated():
+        with translate_errors():
             try:
                 return str(self._db.info("memory").get("maxmemory_policy", ""))
             except redis.exceptions.NoPermissionError:
@@ -120,7 +117,7 @@ class RunStore(Accounts):
                 return ""
 
     def _call(self, name: str, keys: Sequence[str], *args: str | bytes | int) -> Any:
-        with translated():
+        with translate_errors():
             return self._db.fcall(name, len(keys), *keys, *cast(tuple[str, ...], args))
 
     # --- lease ---
@@ -151,7 +148,7 @@ class RunStore(Accounts):
 
     def holder(self) -> Holder | None:
         """Who holds the lease now."""
-        with translated(self.keys.lease):
+        with translate_errors(self.keys.lease):
             lease = cast(Fields, self._db.hgetall(self.keys.lease))
             left_s = max(0, self._db.pttl(self.keys.lease)) / 1000
         if b"token" not in lease:
@@ -164,7 +161,7 @@ class RunStore(Accounts):
 
     def meta(self) -> Fields:
         """What the run's learner wrote of it; {} where there was none yet."""
-        with translated(self.keys.meta):
+        with translate_errors(self.keys.meta):
             return cast(Fields, self._db.hgetall(self.keys.meta))
 
     def write_meta(self, fields: Mapping[str, str]) -> None:
@@ -181,7 +178,7 @@ class RunStore(Accounts):
 
     def issued(self) -> int:
         """Highest seq ever issued, as far as Redis knows."""
-        with translated(self.keys.issued):
+        with translate_errors(self.keys.issued):
             found = cast(bytes | None, self._db.get(self.keys.issued)) or b"0"
         if not found.isdigit() or len(found) > MAX_DIGITS:
             raise unusable(self.keys.issued, "it holds no count")
@@ -205,7 +202,7 @@ class RunStore(Accounts):
 
     def snapshot(self) -> InRedis:
         """Where seqs are: one transaction, since a task that moves while it is looked for would be seen nowhere."""
-        with translated(), self._db.pipeline(transaction=True) as pipe:
+        with translate_errors(), self._db.pipeline(transaction=True) as pipe:
             pipe.xinfo_groups(self.keys.tasks)
             pipe.xpending_range(self.keys.tasks, TASK_GROUP, "-", "+", 1_000_000)
             pipe.xrange(self.keys.tasks)
@@ -240,7 +237,7 @@ class RunStore(Accounts):
 
     def read(self, count: int) -> list[tuple[bytes, Fields]]:
         """Up to `count` entries that no learner was given yet; waits BLOCK_MS for the first."""
-        with translated(self.keys.traj):
+        with translate_errors(self.keys.traj):
             reply: Any = self._reader.xreadgroup(
                 TRAJ_GROUP, self.consumer, {self.keys.traj: ">"}, count=count, block=BLOCK_MS
             )
@@ -251,7 +248,7 @@ class RunStore(Accounts):
         ids: list[bytes] = []
         cursor: bytes | str = "0-0"
         while True:
-            with translated(self.keys.traj):
+            with translate_errors(self.keys.traj):
                 # JUSTID: K steps of groups may be pending; their bodies are fetched as the buffer has room.
                 reply: Any = self._db.execute_command(  # type: ignore[no-untyped-call]
                     "XAUTOCLAIM", self.keys.traj, TRAJ_GROUP, self.consumer, 0, cursor, "COUNT", 500, "JUSTID"
@@ -263,7 +260,7 @@ class RunStore(Accounts):
 
     def fetch(self, ids: Sequence[bytes]) -> list[tuple[bytes, Fields]]:
         """The entries with these ids that are still there."""
-        with translated(), self._db.pipeline(transaction=False) as pipe:
+        with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             for id_ in ids:
                 pipe.xrange(self.keys.traj, id_, id_)
             return [entry for found in pipe.execute() for entry in found]
@@ -280,7 +277,7 @@ class RunStore(Accounts):
         """A pending entry, and how often Redis has counted that it was handed out, this time included. The fields are
         None where it is not there (any more).
         """
-        with translated(), self._db.pipeline(transaction=False) as pipe:
+        with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             pipe.xpending_range(self.keys.traj, TRAJ_GROUP, id_, id_, 1)
             pipe.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_])
             pending, claimed = pipe.execute()
@@ -289,7 +286,7 @@ class RunStore(Accounts):
 
     def got_through(self, id_: bytes) -> None:
         """The entry was read and did no harm: it counts as never handed out."""
-        with translated(self.keys.traj):
+        with translate_errors(self.keys.traj):
             self._db.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_], retrycount=0, justid=True)
 
     # --- announcements ---
@@ -300,7 +297,7 @@ class RunStore(Accounts):
 
     def announced(self) -> PolicyVersion | None:
         """The version that engines must load, as far as Redis knows."""
-        with translated(self.keys.target):
+        with translate_errors(self.keys.target):
             raw = self._db.hget(self.keys.target, "b")
         update = _decoded(WeightUpdate, cast(bytes, raw)) if raw else None
         return update.version if update else None
@@ -311,14 +308,14 @@ class RunStore(Accounts):
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         """What the members of a view said last, by member."""
-        with translated(key := self.keys.answers(epoch, number)):
+        with translate_errors(key := self.keys.answers(epoch, number)):
             found = cast(Fields, self._db.hgetall(key))
         answers = (_decoded(ViewAnswer, raw) for raw in found.values())
         return {answer.member: answer for answer in answers if answer is not None}
 
     def engines(self) -> list[EngineInfo]:
         """Engines whose registration is alive."""
-        with translated(self.keys.engines):
+        with translate_errors(self.keys.engines):
             names = cast(list[bytes], self._db.zrange(self.keys.engines, 0, -1))
             with self._db.pipeline(transaction=False) as pipe:
                 for name in names:
@@ -329,7 +326,7 @@ class RunStore(Accounts):
 
     def generated_per_s(self) -> float | None:
         """Tokens a second that the rollout servers say they generate, all together; None where none says."""
-        with translated(self.keys.processes):
+        with translate_errors(self.keys.processes):
             names = [
                 name.decode(errors="replace") for name in cast(list[bytes], self._db.zrange(self.keys.processes, 0, -1))
             ]
@@ -343,19 +340,19 @@ class RunStore(Accounts):
 
     def evaluating(self) -> bool:
         """Whether an evaluation wants the versions to stand still."""
-        with translated():
+        with translate_errors():
             return bool(self._db.exists(self.keys.evaluation))
 
     def now(self) -> float:
         """Seconds by the clock of Redis, which all hosts share."""
-        with translated():
+        with translate_errors():
             seconds, micros = self._db.time()
         return float(seconds) + float(micros) / 1e6
 
     def report(self, snapshot: MetricsSnapshot) -> None:
         """Publishes this second's metrics."""
         key = self.keys.metrics(snapshot.process, snapshot.id)
-        with translated():
+        with translate_errors():
             expiry = self.now() + METRICS_TTL_MS / 1000
         member = f"{snapshot.process}:{snapshot.id}"
         keys = (key, self.keys.processes)

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from learner.delivery.store import RedisUnavailable
 from learner.weights.base import Announcement, Link
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
+from protocol.runtime.redis.errors import RedisUnavailable
 
 log = logging.getLogger(__name__)
 

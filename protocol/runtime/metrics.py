@@ -6,8 +6,10 @@ has that name behind `foray_PROCESS_`, with units spelt out (`prometheus_name`).
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -82,6 +84,41 @@ class Histogram:
     @property
     def sum(self) -> float:
         return self._sum
+
+
+class WaitTimer:
+    """Seconds spent waiting, by cause: `with waits.during("engine"): ...` around every wait.
+
+    A cause accrues wall-clock time while at least one coroutine waits for it, however many do.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._total: dict[str, float] = {}
+        self._waiting: dict[str, tuple[int, float]] = {}
+        """cause -> (how many wait, since when at least one does)"""
+
+    @contextmanager
+    def during(self, cause: str) -> Iterator[None]:
+        """Count the time of the block as a wait for `cause`."""
+        count, since = self._waiting.get(cause, (0, 0.0))
+        self._waiting[cause] = (count + 1, since if count else self._clock())
+        try:
+            yield
+        finally:
+            count, since = self._waiting.pop(cause)
+            if count > 1:
+                self._waiting[cause] = (count - 1, since)
+            else:
+                self._total[cause] = self._total.get(cause, 0.0) + self._clock() - since
+
+    def seconds(self, now: float | None = None) -> dict[str, float]:
+        """Return the seconds by cause, including waits that still go on; as of `now` by the same clock."""
+        now = self._clock() if now is None else now
+        out = dict(self._total)
+        for cause, (_, since) in self._waiting.items():
+            out[cause] = out.get(cause, 0.0) + now - since
+        return out
 
 
 EXTENSION = gauge("A number that is in no table: an extension reports it under this name.", "name")

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from protocol.runtime.http.auth import Access, Role
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
-from protocol.runtime.redis.aio import RedisDown, RedisFull
+from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.api.episodes import Episodes, EpisodesRequest, FleetUnknown, summarise
 from rollout_server.api.evaluation_pin import PinLost
 from rollout_server.api.openapi import openapi
@@ -165,7 +165,7 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
             return await _stream(request, served.episodes, wanted)
         async with aclosing(served.episodes.run(wanted)) as running:
             finished = [episode async for episode in running]
-    except (RedisDown, RedisFull, PinLost) as error:
+    except (RedisUnavailable, PinLost) as error:
         return web.json_response({"error": f"the version cannot be pinned: {error}"}, status=503)
     except FleetUnknown as error:
         return web.json_response({"error": str(error)}, status=503)

@@ -81,7 +81,7 @@ class FleetUnknown(ForayError):
 
 
 class Episodes:
-    """Runs requests. `RedisDown`, `RedisFull` and `PinLost` are raised only for a request that wants the pin,
+    """Runs requests. `RedisUnavailable`, `RedisFull` and `PinLost` are raised only for a request that wants the pin,
     `FleetUnknown` for others.
 
     policy  what each episode says of the policy beside its version: run, lineage_id and digest of the initial model

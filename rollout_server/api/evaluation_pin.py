@@ -18,7 +18,8 @@ from contextlib import asynccontextmanager
 from protocol.errors import ForayError
 from protocol.keys import EVAL_ENGINES_ONLY
 from protocol.messages import NodeState
-from protocol.runtime.redis.aio import Outage, RedisClient, RedisDown, RedisFull
+from protocol.runtime.redis.aio import Backoff, RedisClient
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.metrics import Stats
@@ -92,7 +93,7 @@ class Pin:
     async def held(self) -> AsyncIterator[asyncio.Future[None]]:
         """The pin for the time of the block. The future fails with PinLost when the version is lost meanwhile.
 
-        Raises RedisDown or RedisFull when the pin cannot be set, PinLost when no engine becomes ready.
+        Raises RedisUnavailable when the pin cannot be set, PinLost when no engine becomes ready.
         """
         lost = asyncio.get_running_loop().create_future()
         self._holders.add(lost)
@@ -189,7 +190,7 @@ class Pin:
 
         Ended by cancellation, or when the version is lost (no engine holds it, or it was held for too long): says why.
         """
-        outage = Outage("pinning the versions for an evaluation", self._stats.waits, longest_s=PIN_MS / 5000)
+        backoff = Backoff("pinning the versions for an evaluation", self._stats.waits, longest_s=PIN_MS / 5000)
         there_at = time.monotonic()
         while True:
             await asyncio.sleep(max(0.0, min(PIN_MS / 5000, self._left_s())))
@@ -204,10 +205,10 @@ class Pin:
                 )
             try:
                 await self._set()
-            except (RedisDown, RedisFull) as error:
-                await outage.wait(error)
+            except RedisUnavailable as error:
+                await backoff.sleep(error)
             else:
-                outage.over()
+                backoff.reset()
 
     def _is_there(self) -> bool:
         return any(e.version == self.version and e.state not in LOST for e in self._fleet.table.engines.values())
@@ -242,7 +243,7 @@ class Pin:
             (holder,) = await self._redis.batch(("GET", key))
             if holder is not None and self._is_ours(holder):
                 await self._redis.batch(("DEL", key))
-        except RedisDown as error:
+        except RedisUnavailable as error:
             log.info("the evaluation pin is left to lapse: %s", error)
             return False
         return True

@@ -27,9 +27,10 @@ from protocol.run_meta import (
     refusal,
     tokenizer_digest,
 )
-from protocol.runtime.redis.aio import Outage, RedisClient, RedisDown
+from protocol.runtime.metrics import WaitTimer
+from protocol.runtime.redis.aio import Backoff, RedisClient
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import redacted
-from protocol.runtime.waits import Waits
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -159,7 +160,9 @@ def same_tokenizer(engine: EngineInfo, tokenizer: str) -> bool:
 class Fleet:
     """Keeps `table` fresh. `changed()` wakes whoever waits for an engine."""
 
-    def __init__(self, redis: RedisClient, waits: Waits, *, poll_s: float, agreement: Agreement | None = None) -> None:
+    def __init__(
+        self, redis: RedisClient, waits: WaitTimer, *, poll_s: float, agreement: Agreement | None = None
+    ) -> None:
         self._redis, self._waits, self._poll_s, self._agreement = redis, waits, poll_s, agreement
         self.table = FleetTable()
         self.pin: PolicyVersion | None = None
@@ -178,19 +181,19 @@ class Fleet:
 
     async def follow(self) -> None:
         """Consumes registrations and the target in Redis; produces `table`; waits poll_s; ended by cancellation."""
-        outage = Outage("reading the engine table", self._waits)
+        backoff = Backoff("reading the engine table", self._waits)
         while True:
             try:
                 table = await self.read()
-            except RedisDown as error:
-                await outage.wait(error)
+            except RedisUnavailable as error:
+                await backoff.sleep(error)
                 continue
-            outage.over()
+            backoff.reset()
             self.install(table)
             await asyncio.sleep(self._poll_s)
 
     async def read(self) -> FleetTable:
-        """One look at Redis; raises RedisDown, and UserError when the learner's meta does not fit ours.
+        """One look at Redis; raises RedisUnavailable, and UserError when the learner's meta does not fit ours.
 
         Entries that do not decode are left out and logged once.
         """

@@ -19,7 +19,8 @@ from protocol.errors import ProtocolError, StateLost
 from protocol.functions import BEAT
 from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed, Task
-from protocol.runtime.redis.aio import Outage, RedisClient, RedisDown, RedisFull
+from protocol.runtime.redis.aio import Backoff, RedisClient
+from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.dispatch.publisher import Sink
 from rollout_server.metrics import Stats
 
@@ -99,7 +100,7 @@ class Tasks:
         out. Ended by `stop`, within BLOCK_MS.
         """
         waiting = f"waiting for the learner to start run {self._redis.keys.run}"
-        outage = Outage("leasing tasks", self._stats.waits, at_first=waiting)
+        backoff = Backoff("leasing tasks", self._stats.waits, at_first=waiting)
         while not self._stopping:
             await self._accepting.wait()
             await self._place()
@@ -111,10 +112,10 @@ class Tasks:
                 continue
             try:
                 entries = await self._reclaim() or await self._read()
-            except (RedisDown, RedisFull, StateLost) as error:
-                await outage.wait(error)
+            except (RedisUnavailable, StateLost) as error:
+                await backoff.sleep(error)
                 continue
-            outage.over()
+            backoff.reset()
             for entry, fields in entries:
                 # a Redis that lost its last second hands out once more what we already work on
                 lease = await self._open(entry, fields) if entry not in self.in_flight else None
@@ -126,16 +127,16 @@ class Tasks:
 
         A lease that another server has taken is cancelled here, unless its result is already being published.
         """
-        outage = Outage("renewing leases", self._stats.waits, longest_s=self._idle_ms / 6000)
+        backoff = Backoff("renewing leases", self._stats.waits, longest_s=self._idle_ms / 6000)
         while True:
             await asyncio.sleep(self._idle_ms / 3000)
             while True:
                 try:
                     await self._beat()
-                except (RedisDown, RedisFull, StateLost) as error:
-                    await outage.wait(error)
+                except (RedisUnavailable, StateLost) as error:
+                    await backoff.sleep(error)
                 else:
-                    outage.over()
+                    backoff.reset()
                     break
 
     async def drain(self, seconds: float, hurry: asyncio.Event, *, hopeful: Callable[[], bool] = lambda: True) -> None:
@@ -166,7 +167,7 @@ class Tasks:
             log.warning("Redis is away: the tasks not handed back are taken over when their leases run out")
 
     async def leave(self) -> None:
-        """Remove our consumer from the group, when nothing is pending under its name; raises RedisDown, StateLost."""
+        """Remove our consumer from the group, when nothing is pending under its name; raises RedisUnavailable, StateLost."""
         tasks = self._redis.keys.tasks
         async with self._redis.commands() as commands:
             if not await commands.xpending_range(tasks, TASK_GROUP, "-", "+", 1, consumername=self._consumer):

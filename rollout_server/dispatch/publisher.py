@@ -21,7 +21,8 @@ from protocol.functions import PUBLISH, RETRY
 from protocol.header import seal
 from protocol.keys import TASK_GROUP
 from protocol.messages import TASK_UNREADABLE, GroupFailed, Task, TrajectoryGroup
-from protocol.runtime.redis.aio import Outage, RedisClient, RedisDown, RedisFull, RedisRefused, insist
+from protocol.runtime.redis.aio import Backoff, RedisClient, retry_until_available
+from protocol.runtime.redis.errors import RedisRefused, RedisUnavailable
 from rollout_server.metrics import Stats
 
 log = logging.getLogger(__name__)
@@ -90,9 +91,11 @@ class Sink:
 
     async def _send(self, entry: str, seq: int, header: bytes, body: bytes, tokens: int) -> bytes:
         keys = self._redis.keys
-        outage = Outage(f"publishing seq {seq}", self._stats.waits)
+        backoff = Backoff(f"publishing seq {seq}", self._stats.waits)
         names = [keys.tasks, keys.traj, keys.tokens]
-        reply: bytes = await insist(outage, lambda: self._redis.call(PUBLISH, names, entry, seq, header, body, tokens))
+        reply: bytes = await retry_until_available(
+            backoff, lambda: self._redis.call(PUBLISH, names, entry, seq, header, body, tokens)
+        )
         return reply
 
     async def replace(self, entry: str, task: Task, tokens: int = 0) -> bool:
@@ -101,10 +104,12 @@ class Sink:
         With the next attempt's number this is a retry; with the same number the task is handed back, and another
         server takes it at once rather than after our lease has run out. `tokens` were sampled in vain.
         """
-        outage = Outage(f"replacing the task of seq {task.seq}", self._stats.waits)
+        backoff = Backoff(f"replacing the task of seq {task.seq}", self._stats.waits)
         keys, body = [self._redis.keys.tasks, self._redis.keys.tokens], encode(task)
         with self._spooling(entry, len(body)):
-            reply = await insist(outage, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens))
+            reply = await retry_until_available(
+                backoff, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens)
+            )
         return bool(reply != b"DUP")
 
     @contextmanager
@@ -120,12 +125,12 @@ class Sink:
         reason = f"{TASK_UNREADABLE}{error.reason}"
         log.error("task %s (seq %s) is unreadable: %s: %s", entry, seq, reason, error)
         await self.keep_evidence(entry, seq, raw, reason, str(error))
-        outage = Outage(f"burying task {entry}", self._stats.waits)
+        backoff = Backoff(f"burying task {entry}", self._stats.waits)
         if seq is not None:
             await self.publish(entry, GroupFailed(run=run, seq=seq, attempt=1, reason=reason, producer=self._stats.id))
         else:
             # nothing to report it under: the learner's reconciler misses the seq and issues it again
-            await insist(outage, lambda: self._acknowledge(entry))
+            await retry_until_available(backoff, lambda: self._acknowledge(entry))
 
     async def tell(self, kind: str, text: str) -> None:
         """One line of the run's history (`protocol/events.py`). Lost, and counted, when Redis does not take it now."""
@@ -133,15 +138,15 @@ class Sink:
         flat = [part for pair in fields.items() for part in pair]
         try:
             await self._redis.batch(("XADD", self._redis.keys.events, "MAXLEN", "~", events.MOST, "*", *flat))
-        except (RedisDown, RedisFull, StateLost, UserError) as error:
+        except (RedisUnavailable, StateLost, UserError) as error:
             log.info("the event %r is not told: %s", kind, error)
             self._stats.counts["events_lost"] += 1
 
     async def keep_evidence(self, entry: str, seq: int | None, raw: bytes, reason: str, detail: str) -> None:
         """A dead letter (`deploy/dlq/dead_letters.py` has its fields): what the task at `entry` was, and what is wrong."""
         letter = {"id": entry, "seq": str(seq or 0), "reason": reason, "detail": detail[:1000], "from": self._stats.id}
-        outage = Outage(f"keeping evidence of task {entry}", self._stats.waits)
-        await insist(outage, lambda: self._dead_letter(letter, raw))
+        backoff = Backoff(f"keeping evidence of task {entry}", self._stats.waits)
+        await retry_until_available(backoff, lambda: self._dead_letter(letter, raw))
 
     async def _dead_letter(self, letter: dict[str, str], raw: bytes) -> None:
         flat = [part for pair in letter.items() for part in pair]

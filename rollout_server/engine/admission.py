@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from protocol.messages import EngineInfo
-from protocol.runtime.waits import Waits
+from protocol.runtime.metrics import WaitTimer
 from rollout_server.engine.base import EngineError, GenerateRequest
 from rollout_server.engine.selection import tokens_of_others
 
@@ -206,7 +206,7 @@ class RequestQueue:
         try_acquire: TryAcquire,
         release: Callable[[EngineInfo, GenerateRequest], None],
         shortage: Callable[[bool], Shortage],
-        waits: Waits,
+        waits: WaitTimer,
         *,
         wait_s: float,
     ) -> None:

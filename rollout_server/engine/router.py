@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.messages import EngineInfo, NodeState
-from protocol.runtime.waits import Waits
+from protocol.runtime.metrics import WaitTimer
 from rollout_server.dispatch.fleet import Fleet, FleetTable, same_tokenizer
 from rollout_server.engine.admission import InflightTracker, RequestQueue, Shortage, incarnation_key
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
@@ -83,7 +83,7 @@ class Router:
         self,
         fleet: Fleet,
         connect: Callable[[EngineInfo], EngineClient],
-        waits: Waits,
+        waits: WaitTimer,
         *,
         max_lag: int,
         limits: TurnLimits,

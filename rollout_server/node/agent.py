@@ -27,7 +27,7 @@ import aiohttp
 from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.http.auth import read_access
-from protocol.runtime.redis.aio import Outage, insist
+from protocol.runtime.redis.aio import Backoff, retry_until_available
 from protocol.settings import RunSettings
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
@@ -207,8 +207,8 @@ class Agent:
 
     async def _wanted(self) -> WeightUpdate | None:
         """The target, unless it is of a refused epoch."""
-        outage = Outage("reading the target", self._stats.waits)
-        update: WeightUpdate | None = await insist(outage, self._registry.target)
+        backoff = Backoff("reading the target", self._stats.waits)
+        update: WeightUpdate | None = await retry_until_available(backoff, self._registry.target)
         return update if update is not None and self._follower.wanted(update) else None
 
     async def _weights(self, wanted: WeightUpdate | None) -> tuple[Path, str]:

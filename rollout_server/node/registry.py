@@ -39,7 +39,7 @@ class Orders:
 
 
 class Registry:
-    """Every method raises RedisDown or RedisFull; reading the target, also UserError when meta does not fit ours."""
+    """Every method raises RedisUnavailable; reading the target, also UserError when meta does not fit ours."""
 
     def __init__(self, redis: RedisClient, *, lease_s: float, agreement: Agreement | None = None) -> None:
         self._redis, self.lease_s, self._agreement = redis, lease_s, agreement

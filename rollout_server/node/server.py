@@ -18,7 +18,8 @@ from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
-from protocol.runtime.redis.aio import RedisClient, RedisDown
+from protocol.runtime.redis.aio import RedisClient
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from rollout_server.dispatch.fleet import Agreement
 from rollout_server.environment.tokenizer import load_tokens
@@ -98,5 +99,5 @@ async def _withdraw(registry: Registry, redis: RedisClient, stats: Stats, engine
         async with asyncio.timeout(3.0):
             await registry.withdraw(engine_id)
             await withdraw_metrics(redis, stats)
-    except (RedisDown, TimeoutError) as error:
+    except (RedisUnavailable, TimeoutError) as error:
         log.warning("not deregistered, the lease will end by itself: %s", error)

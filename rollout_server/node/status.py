@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from protocol.messages import EngineInfo, NodeState
-from protocol.runtime.redis.aio import Outage, RedisDown, RedisFull
-from protocol.runtime.waits import Waits
+from protocol.runtime.metrics import WaitTimer
+from protocol.runtime.redis.aio import Backoff
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.versions import PolicyVersion
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
@@ -84,13 +85,13 @@ class Standing:
             }
         )
 
-    async def beat(self, registry: Registry, waits: Waits, *, every_s: float) -> None:
+    async def beat(self, registry: Registry, waits: WaitTimer, *, every_s: float) -> None:
         """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled.
 
         A node that was stopped, or cut off from Redis, for longer than its registration lives has missed what went on:
         another epoch may have begun, and its engine may have been stopped with it, started anew, or loaded by others.
         """
-        outage = Outage("registering the engine", waits, longest_s=every_s)
+        backoff = Backoff("registering the engine", waits, longest_s=every_s)
         renewed = time.monotonic()
         while True:
             if (away_s := time.monotonic() - renewed) > registry.lease_s and self.state is NodeState.READY:
@@ -101,10 +102,10 @@ class Standing:
             try:
                 await registry.register(self.info())
                 renewed = asked
-            except (RedisDown, RedisFull) as error:
-                await outage.wait(error)
+            except RedisUnavailable as error:
+                await backoff.sleep(error)
                 continue
-            outage.over()
+            backoff.reset()
             if time.monotonic() - asked > registry.lease_s:
                 continue  # stopped in the middle of saying so: what was said is as old as that
             try:

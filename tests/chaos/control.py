@@ -72,7 +72,7 @@ def no_reconciler() -> None:
 def plain_publish() -> None:
     from protocol.header import seal
     from protocol.keys import TASK_GROUP
-    from protocol.runtime.redis.aio import Outage, insist
+    from protocol.runtime.redis.aio import Backoff, retry_until_available
     from rollout_server.dispatch.publisher import Sink
 
     published = itertools.count(1)
@@ -87,10 +87,10 @@ def plain_publish() -> None:
         async def ack() -> None:
             await self._redis.batch(("XACK", keys.tasks, TASK_GROUP, entry))
 
-        outage = Outage(f"publishing seq {message.seq}", self._stats.waits)
+        backoff = Backoff(f"publishing seq {message.seq}", self._stats.waits)
         for _ in range(2 if next(published) % TWICE_EVERY == 0 else 1):
-            await insist(outage, add)
-        await insist(outage, ack)
+            await retry_until_available(backoff, add)
+        await retry_until_available(backoff, ack)
         self._stats.counts["groups_published"] += 1
         return True
 

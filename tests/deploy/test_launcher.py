@@ -137,7 +137,7 @@ def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(run_file
 def test_a_takeover_passes_what_the_other_run_left_in_redis(run_files: Path, redis_socket: str) -> None:
     config = configured(run_files, "wait", f"run.redis_url=unix://{redis_socket}", "run.id=taken-over")
     other = RunMeta(tokenizer="c" * 64, facts={"host": "far", "dir": "/theirs"}, lineage_id="d" * 32)
-    client = connect(config.run.redis_url, config.run.id)
+    client = connect(config.run.redis_url)
     client.hset(Keys(config.run.id).meta, mapping=other.fields())
     client.close()
     with pytest.raises(NotReady) as refused, launcher(config, run_files):

@@ -26,7 +26,6 @@ REDIS_URLS = (
     b"redis://user:secret@host:6379/1",
     b"rediss+sentinel://u:p@h1:26379,h2/name/0?sentinel_password=x",
     b"unix:///run/redis.sock?db=1",
-    b"redis+cluster://h1,h2:7000",
 )
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.msgpack"))
 

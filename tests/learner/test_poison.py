@@ -22,12 +22,13 @@ from learner.delivery.consumer import Source
 from learner.delivery.dead_letters import Evidence, History
 from learner.delivery.entry import Entry
 from learner.delivery.state import Books
-from learner.delivery.store import RedisUnavailable, RunStore
+from learner.delivery.store import RunStore
 from protocol import events
 from protocol.codec import decode_as
 from protocol.header import seal
 from protocol.keys import Keys
 from protocol.messages import Task, TrajectoryGroup
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from tests.support.messages import make_group
 

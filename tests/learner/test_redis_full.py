@@ -20,11 +20,11 @@ import learner.main
 from learner import cli
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import FilterSettings, LearnerSettings
-from learner.delivery.store import RedisFull, RunStore
+from learner.delivery.store import RunStore
 from protocol.header import seal
 from protocol.keys import TRAJ_GROUP, Keys
 from protocol.messages import Task
-from protocol.runtime.redis.errors import translated
+from protocol.runtime.redis.errors import RedisFull, translate_errors
 from protocol.settings import RunSettings
 from tests.support.messages import make_group
 
@@ -261,7 +261,7 @@ def test_what_is_there_already_is_not_written_again(store: RunStore, db: redis.R
 
 def test_an_error_of_a_pipeline_names_no_bytes_of_its_commands(db: redis.Redis) -> None:
     db.config_set("maxmemory", "1")
-    with pytest.raises(RedisFull) as raised, translated(), db.pipeline(transaction=False) as pipe:
+    with pytest.raises(RedisFull) as raised, translate_errors(), db.pipeline(transaction=False) as pipe:
         pipe.set("k", "\u00ef\u00bf secret body".encode())
         pipe.execute()
     assert "used memory > 'maxmemory'" in str(raised.value)

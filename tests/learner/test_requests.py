@@ -15,10 +15,11 @@ from learner.config.learner import LearnerSettings
 from learner.delivery.dead_letters import History
 from learner.delivery.reconciler import Requests
 from learner.delivery.state import Books
-from learner.delivery.store import RedisUnavailable, RunStore
+from learner.delivery.store import RunStore
 from protocol import events
 from protocol.keys import Keys
 from protocol.ledger import Outcome
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 
 KEYS = Keys("t1")

@@ -20,8 +20,6 @@ def test_each_form_says_where_redis_is() -> None:
     sentinel = parse("redis+sentinel://me:pw@h1,h2:26380/main/4?sentinel_password=other")
     assert sentinel.hosts == (("h1", 26379), ("h2", 26380)) and sentinel.service == "main" and sentinel.db == 4
     assert (sentinel.username, sentinel.password, sentinel.sentinel_password) == ("me", "pw", "other")
-    cluster = parse("redis+cluster://h1:1,h2:2")
-    assert (cluster.kind, cluster.hosts) == ("cluster", (("h1", 1), ("h2", 2)))
 
 
 def test_tls_verifies_unless_it_is_told_not_to() -> None:
@@ -30,7 +28,7 @@ def test_tls_verifies_unless_it_is_told_not_to() -> None:
     assert tls.tls is not None and tls.tls["ssl_ca_certs"] == "/ca.pem" and tls.tls["ssl_keyfile"] == "/k"
     assert not parse("rediss://db?ssl_cert_reqs=none").verifies
     assert not parse("rediss://db?ssl_check_hostname=false").verifies
-    assert parse("rediss+sentinel://h/main").verifies and parse("rediss+cluster://h").verifies
+    assert parse("rediss+sentinel://h/main").verifies
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,7 @@ def test_tls_verifies_unless_it_is_told_not_to() -> None:
         ("redis://db:port", "cast|invalid|Port"),
         ("unix://", "path"),
         ("redis+sentinel://h1,h2", "name the primary"),
-        ("redis+cluster://h1/3", "database 0"),
+        ("redis+cluster://h1,h2", "Cluster is not supported.*Sentinels"),
         ("redis://db?socket_timeout=0", "unknown option 'socket_timeout'"),
         ("redis://db?retry_on_timeout=true", "unknown option"),
         ("redis://db?password=geheim", "unknown option 'password'"),
@@ -53,7 +51,7 @@ def test_tls_verifies_unless_it_is_told_not_to() -> None:
         ("rediss://db?ssl_cert_reqs=maybe", "required or none"),
         ("rediss://db?ssl_check_hostname=perhaps", "true or false"),
         ("redis://db?sentinel_password=x", "redis\\+sentinel"),
-        ("redis+cluster://:geheim@h1,,h2", "not host:port"),
+        ("redis+sentinel://:geheim@h1,,h2/m", "not host:port"),
         ("redis://db?", None),
     ],
 )
@@ -101,14 +99,14 @@ def test_a_parsed_url_does_not_show_it_either() -> None:
 def test_loopback_stays_on_this_machine(host: str) -> None:
     assert parse(f"redis://{host}:1").is_loopback and parse("unix:///r").is_loopback
     assert (
-        not parse(f"redis+cluster://{host}:1,db").is_loopback
+        not parse(f"redis+sentinel://{host}:1,db/m").is_loopback
         and not parse("redis://localhost.evil.example").is_loopback
     )
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1), st.text(st.characters(codec="utf-8"), min_size=1))
 def test_a_login_comes_back_whatever_is_in_it(user: str, password: str) -> None:
-    for url in ("redis://x:y@db:1/2", "unix:///r.sock?db=1", "rediss+sentinel://h1:1,h2/main", "redis+cluster://h1,h2"):
+    for url in ("redis://x:y@db:1/2", "unix:///r.sock?db=1", "rediss+sentinel://h1:1,h2/main"):
         made = parse(with_login(url, user, password))
         assert (made.username, made.password) == (user, password)
         assert place_of(with_login(url, user, password)) == place_of(url)

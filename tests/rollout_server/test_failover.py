@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from protocol.messages import EngineInfo, NodeState, Sampling, Status, TrajectoryGroup
-from protocol.runtime.waits import Waits
+from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine import decoding as stream
@@ -38,7 +38,7 @@ class Table(Fleet):
     """A fleet that is told instead of reading Redis."""
 
     def __init__(self) -> None:
-        super().__init__(None, Waits(), poll_s=1.0)  # type: ignore[arg-type]
+        super().__init__(None, WaitTimer(), poll_s=1.0)  # type: ignore[arg-type]
 
     def tell(self, *engines: EngineInfo, target: PolicyVersion = V6) -> None:
         self.install(FleetTable({e.id: e for e in engines}, target))
@@ -68,7 +68,7 @@ async def routing(table: Table, *, interval: int = 4, **settings: Any) -> AsyncI
             return SglangClient(session, engine.url, name=engine.id, adapter=engine.adapter, stream_interval=interval)
 
         yield Router(
-            table, connect, Waits(), **{"max_lag": 2, "limits": TurnLimits(**limits), "vocab_size": 1000} | settings
+            table, connect, WaitTimer(), **{"max_lag": 2, "limits": TurnLimits(**limits), "vocab_size": 1000} | settings
         )
 
 

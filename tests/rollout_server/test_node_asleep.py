@@ -18,7 +18,7 @@ import pytest
 
 from protocol.messages import NodeState
 from protocol.runtime.lifecycle import ShutdownSignal
-from protocol.runtime.redis.aio import RedisDown
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.node import agent
@@ -156,7 +156,7 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
 
             async def away(self: Registry, info: Any) -> None:
                 if time.monotonic() < began + 1.0:
-                    raise RedisDown("cut off")
+                    raise RedisUnavailable("cut off")
                 await real(self, info)
 
             monkeypatch.setattr(Registry, "register", away)

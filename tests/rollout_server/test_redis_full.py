@@ -10,7 +10,7 @@ import redis
 from protocol import functions
 from protocol.codec import decode_as
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, ViewAnswer, WeightView
-from protocol.runtime.redis.aio import RedisFull
+from protocol.runtime.redis.errors import RedisFull
 from rollout_server.metrics import Stats, _write
 from rollout_server.node.registry import Registry
 

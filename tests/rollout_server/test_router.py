@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from protocol.messages import EngineInfo, NodeState, Sampling
-from protocol.runtime.waits import Waits
+from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
@@ -28,7 +28,7 @@ class Table(Fleet):
     """A fleet that is told instead of reading Redis."""
 
     def __init__(self) -> None:
-        super().__init__(None, Waits(), poll_s=1.0)  # type: ignore[arg-type]
+        super().__init__(None, WaitTimer(), poll_s=1.0)  # type: ignore[arg-type]
 
     def tell(self, *engines: EngineInfo, target: PolicyVersion | None = V5) -> None:
         self.install(FleetTable({e.id: e for e in engines}, target))
@@ -55,7 +55,7 @@ async def routing(table: Fleet, **settings) -> AsyncIterator[Router]:
         def connect(info: EngineInfo) -> SglangClient:
             return SglangClient(session, info.url, name=info.id, adapter=info.adapter, stream_interval=interval)
 
-        yield Router(table, connect, Waits(), **given)
+        yield Router(table, connect, WaitTimer(), **given)
 
 
 async def play(router: Router, session: str, turns: int, *, pause: float = 0.0) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.codec import encode
 from protocol.messages import GroupFailed
-from protocol.runtime.waits import Waits
+from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch import leases as tasks_module
 from rollout_server.dispatch.fleet import Fleet, FleetTable
@@ -278,7 +278,7 @@ async def test_a_group_is_too_old_beyond_max_lag_and_within_its_epoch_alone(
     world, epoch: int, step: int, old: bool
 ) -> None:
     server = Server(world, "a")
-    fleet = Fleet(server.redis, Waits(), poll_s=1.0)
+    fleet = Fleet(server.redis, WaitTimer(), poll_s=1.0)
     fleet.table = FleetTable(target=PolicyVersion(1, 5))
     work = Work(server.tasks, None, server.sink, fleet, server.stats, max_lag=2, max_attempts=3)
     assert work.too_old(PolicyVersion(epoch, step)) is old

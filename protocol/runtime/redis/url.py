@@ -1,28 +1,27 @@
-"""Where Redis is: one server, one that Sentinels elect, or a Cluster, each with or without TLS; parsed once, here.
+"""Redis URLs: one server, or the primary that Sentinels elect, each with or without TLS.
 
     redis://[user:password@]host[:6379][/db]                      one server
     unix://[user:password@]/path[?db=0]                           one server on this machine
     redis+sentinel://[user:password@]h1[:26379],h2,.../name[/db]  the primary that these Sentinels call `name`
-    redis+cluster://[user:password@]h1[:6379],h2,...              a Cluster; a run's keys lie in one slot of it
 
 `rediss` in place of `redis` is TLS: the server's certificate is verified against `?ssl_ca_certs=FILE` (or the system's
 authorities) and its name; `ssl_certfile` and `ssl_keyfile` name ours. User and password are those of the data servers;
 Sentinels that want some take `?sentinel_username=` and `?sentinel_password=`. Other options are refused: time-outs and
-retries in a URL would override the rules that delivery rests on.
+retries in a URL would override the rules that delivery rests on. Redis Cluster is not supported: the keys of a run share
+one slot, so a single shard would serve all of them.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 from protocol.errors import UserError
 from protocol.redaction import SHOWN
 
-Kind = Literal["server", "socket", "sentinel", "cluster"]
+Kind = Literal["server", "socket", "sentinel"]
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 OPTIONS = ("db", *TLS_OPTIONS, "sentinel_username", "sentinel_password")
 SCHEMES: dict[str, tuple[Kind, bool]] = {
@@ -31,18 +30,16 @@ SCHEMES: dict[str, tuple[Kind, bool]] = {
     "unix": ("socket", False),
     "redis+sentinel": ("sentinel", False),
     "rediss+sentinel": ("sentinel", True),
-    "redis+cluster": ("cluster", False),
-    "rediss+cluster": ("cluster", True),
 }
-PORTS: dict[Kind, int] = {"server": 6379, "socket": 0, "sentinel": 26379, "cluster": 6379}
-FORMS = "redis://host:port/db, rediss://..., unix:///path, redis+sentinel://h1,h2/name or redis+cluster://h1,h2"
+PORTS: dict[Kind, int] = {"server": 6379, "socket": 0, "sentinel": 26379}
+FORMS = "redis://host:port/db, rediss://..., unix:///path, or redis+sentinel://h1,h2/name"
 
 
 @dataclass(frozen=True)
 class RedisUrl:
     """A parsed URL. Its `repr` shows no password.
 
-    hosts    (host, port) of the server, of the Sentinels, or of the Cluster's nodes that are asked first
+    hosts    (host, port) of the server, or of the Sentinels
     path     of the socket
     service  the name that the Sentinels know the primary by
     tls      keyword arguments of redis-py for TLS; None without it
@@ -126,6 +123,10 @@ def cli(url: str) -> str:
 
 def _parse(url: str) -> RedisUrl:
     parts = urlsplit(url)
+    if parts.scheme in ("redis+cluster", "rediss+cluster"):
+        raise ValueError(
+            "Redis Cluster is not supported: all keys of a run lie in one slot. Give a server, or Sentinels"
+        )
     if parts.scheme not in SCHEMES:
         raise ValueError(f"the scheme must be one of {', '.join(SCHEMES)}")
     kind, secure = SCHEMES[parts.scheme]
@@ -136,11 +137,9 @@ def _parse(url: str) -> RedisUrl:
     if kind != "socket":
         hosts = tuple(_place(place, PORTS[kind]) for place in (places or "localhost").split(","))
     if kind == "server" and len(hosts) > 1:
-        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+        raise ValueError("several hosts need redis+sentinel://")
     service, database = _path(kind, parts.path)
     db = _number(database or options.get("db", "0"))
-    if kind == "cluster" and db:
-        raise ValueError("a Cluster has database 0 only")
     return RedisUrl(
         kind=kind,
         hosts=hosts,
@@ -218,27 +217,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-Address = tuple[str, int]
-"""Host and port."""
-
-
-def text_of(raw: bytes | str | None) -> str:
-    """A name in an answer of Redis, "" for none."""
-    return raw.decode() if isinstance(raw, bytes) else raw or ""
-
-
-def owner_of_slot(slot: int, slots: Sequence[Any], asked: str) -> tuple[Address | None, set[Address]]:
-    """Who serves `slot`, None where nobody does, and every node, by an answer to CLUSTER SLOTS of the host `asked`.
-
-    slots  [first slot, last slot, primary, replicas ...], each [address ("" or nothing: the one asked), port, ...]
-    """
-    owner: Address | None = None
-    known: set[Address] = set()
-    for first, last, *nodes in slots:
-        places = [(text_of(node[0]) or asked, int(node[1])) for node in nodes]
-        known.update(places)
-        if first <= slot <= last:
-            owner = places[0]
-    return owner, known

@@ -16,7 +16,8 @@ import time
 
 from protocol.errors import ForayError
 from protocol.messages import NodeState, WeightUpdate
-from protocol.runtime.redis.aio import Outage, RedisDown, RedisFull
+from protocol.runtime.redis.aio import Backoff
+from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
@@ -68,13 +69,13 @@ class Follower:
             adopter.close()
 
     async def _follow(self, client: EngineAdmin, adopter: Adopter) -> None:
-        outage = Outage("reading the target", self._stats.waits, longest_s=2.0)
+        backoff = Backoff("reading the target", self._stats.waits, longest_s=2.0)
         failures = 0
         tried: WeightUpdate | None = None
         while True:
             try:
                 orders = await self._registry.orders()
-                outage.over()
+                backoff.reset()
                 if self._standing.doubted and not await self._holds_what_we_think(client, orders.target):
                     await asyncio.sleep(self._settings.poll_s)
                     continue
@@ -89,8 +90,8 @@ class Follower:
                     continue
                 failures, tried = (failures if update == tried else 0), update
                 failures = 0 if await self._advance(client, adopter, update, failures) else failures + 1
-            except (RedisDown, RedisFull) as error:
-                await outage.wait(error)
+            except RedisUnavailable as error:
+                await backoff.sleep(error)
                 continue
             if failures:
                 await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
@@ -133,7 +134,7 @@ class Follower:
         return behind or (update.version == self._standing.version and self._standing.state is NodeState.SYNCING)
 
     async def _advance(self, client: EngineAdmin, adopter: Adopter, update: WeightUpdate, failures: int) -> bool:
-        """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisDown."""
+        """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisUnavailable."""
         label = update.version.label
         # The learner removes old versions, but none that an engine holds, or names at the end of its detail.
         self._standing.become(self._standing.state, f"verifying {label}")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from protocol.errors import ForayError
 from protocol.messages import NodeState, ViewAnswer, WeightView
-from protocol.runtime.redis.aio import RedisDown, RedisFull
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.weight_sums import sum_of
 from rollout_server.engine.admin import EngineAdmin, WeightChecksums
 from rollout_server.engine.base import EngineError
@@ -145,7 +145,7 @@ class Receiver:
         try:
             if await self._registry.evaluating(self._settings.role):
                 raise Over("an evaluation runs")
-        except (RedisDown, RedisFull) as error:
+        except RedisUnavailable as error:
             raise Over(f"Redis: {error}") from None
         # in a group, an engine that hangs would hold up all the others
         await client.model_info(timeout_s=LISTENS_S)
@@ -164,7 +164,7 @@ class Receiver:
         while True:
             try:
                 orders = await self._registry.orders()
-            except (RedisDown, RedisFull) as error:
+            except RedisUnavailable as error:
                 part.left_s  # noqa: B018 - raises at the deadline
                 log.warning("view %d waits for Redis: %s", view.number, error)
                 await asyncio.sleep(10 * PHASE_POLL_S)
@@ -263,7 +263,7 @@ class Receiver:
         )
         try:
             await self._registry.answer(part.view, answer)
-        except (RedisDown, RedisFull) as error:
+        except RedisUnavailable as error:
             raise Over(f"Redis: {error}") from None
 
     # --- when it fails ---

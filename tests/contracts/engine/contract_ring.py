@@ -25,8 +25,8 @@ from learner.weights.base import Publisher
 from protocol.keys import Keys
 from protocol.messages import NodeState, VersionSpan
 from protocol.runtime.lifecycle import ShutdownSignal
+from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.aio import RedisClient
-from protocol.runtime.waits import Waits
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet
@@ -81,7 +81,7 @@ async def ring(server: Server, redis_url: str, folder: Path, transport: Transpor
     files = [p for p in server.first.iterdir() if p.suffix == ".json"]
     kinds = {"disk": DiskPublishSettings(fsync=False), "distributed": DistributedPublishSettings(fsync=False)}
     publisher = build_publisher(kinds[transport], run, files, store)
-    redis, stop, waits = RedisClient(redis_url, Keys(run.id)), ShutdownSignal(), Waits()
+    redis, stop, waits = RedisClient(redis_url, Keys(run.id)), ShutdownSignal(), WaitTimer()
     node = NodeSettings(id="e", kind=AttachedEngine(url=server.url), pause_mode=mode, poll_s=0.02, heartbeat_s=0.2)
     fleet = Fleet(redis, waits, poll_s=0.05)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session, asyncio.TaskGroup() as tasks:

@@ -61,7 +61,7 @@ def urls(secrets: Path, tmp_path_factory: pytest.TempPathFactory, server_at: Any
 @pytest.fixture
 def users(urls: dict[str, str]) -> Iterator[dict[str, redis.Redis]]:
     """Role -> a client of it; the server is empty."""
-    clients = {role: connect(url, RUN) for role, url in urls.items()}
+    clients = {role: connect(url) for role, url in urls.items()}
     clients["admin"].flushall()
     clients["admin"].function_flush()
     yield clients

@@ -27,8 +27,9 @@ from deploy.secrets.files import RedisEndpoint, write_secrets
 from deploy.secrets.tls import make_certificates
 from protocol.keys import Keys
 from protocol.runtime.net import free_port
-from protocol.runtime.redis.aio import RedisClient, RedisDown
+from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.client import connect
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 
@@ -114,7 +115,7 @@ def test_a_run_goes_over_tls(
     url = f"rediss://localhost:{tls_port}/0?ssl_ca_certs={secure / 'ca.pem'}"
     player = tiny.Player({}, run.id)
     player._db.close()
-    player._db = connect(url, run.id)
+    player._db = connect(url)
     with player:
         assert learn(run.model_copy(update={"redis_url": url, "steps": 3}), settings) == 0
     books_of(run.model_copy(update={"steps": 3}))
@@ -124,7 +125,7 @@ def test_a_run_goes_over_tls(
 async def test_a_server_that_cannot_prove_who_it_is_gets_no_word(
     secure: Path, tls_port: int, plain_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    monkeypatch.setattr("protocol.runtime.redis.aio.CONNECT_S", 1.0)
+    monkeypatch.setattr("protocol.runtime.redis.client.CONNECT_S", 1.0)
     other = tmp_path / "other.pem"
     other.write_text(make_certificates("another", HOSTS).ca)
     port = plain_server.port if case == "no TLS at all" else tls_port
@@ -146,7 +147,7 @@ async def refused(url: str) -> None:
     assert "ConnectionError" in told or "TimeoutError" in told, told
     assert "geheim" not in told
     client = RedisClient(url, Keys("t1"))
-    with pytest.raises(RedisDown):
+    with pytest.raises(RedisUnavailable):
         await client.now()
     await client.aclose()
 
@@ -166,12 +167,15 @@ async def test_a_certificate_of_ours_is_shown_where_the_server_asks_for_one(secu
 async def test_sentinels_and_the_primary_are_asked_over_tls(secure: Path, tls_port: int) -> None:
     """The Sentinel is a script of the protocol: it names the port that speaks TLS."""
 
+    state = ("name", "main", "ip", "localhost", "port", str(tls_port), "flags", "master", "num-other-sentinels", "0")
+    masters = "".join(["*1\r\n", f"*{len(state)}\r\n", *(f"${len(word)}\r\n{word}\r\n" for word in state)]).encode()
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while asked := await reader.read(65536):
             if b"SETNAME" in asked:
                 writer.write(b"+OK\r\n")
                 continue
-            writer.write(f"*2\r\n$9\r\nlocalhost\r\n${len(str(tls_port))}\r\n{tls_port}\r\n".encode())
+            writer.write(masters)
         writer.close()
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -113,8 +113,8 @@ def replacements() -> dict[str, Any]:
     from learner.delivery.state import Books
 
     return {
-        "learner.delivery.store.connect": lambda url, run="", timeout_s=10.0: world.sync_client(timeout_s),
-        "protocol.runtime.redis.aio.connect": lambda url, run="": world.async_client(),
+        "learner.delivery.store.connect": lambda url, timeout_s=10.0: world.sync_client(timeout_s),
+        "protocol.runtime.redis.aio.connect_async": lambda url: world.async_client(),
         "learner.main.load_questions": lambda path: QUESTION_SET,
         "learner.main.deferred_shutdown": _deferred_shutdown,
         "learner.main.Books": _books(Books),

@@ -14,7 +14,8 @@ from learner.config.learner import LearnerSettings
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.keys import Keys
 from protocol.messages import Task, TrajectoryGroup
-from protocol.runtime.redis.aio import BLOCK_MS, RedisClient, RedisDown
+from protocol.runtime.redis.aio import BLOCK_MS, RedisClient
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.dispatch.leases import Tasks
@@ -129,7 +130,7 @@ class Rollouts(Process):
                 loop.cancel()
             try:
                 await tasks.leave()
-            except (RedisDown, ForayError):
+            except (RedisUnavailable, ForayError):
                 pass  # as serve.py does: its consumer's name stays behind
 
     def problem(self) -> str:
