@@ -55,7 +55,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
         host, port = where.hosts[0]
         return redis.asyncio.Redis(host=host, port=port, **_tls(where), **options)
     sentinel = AsyncSentinel(where.hosts, sentinel_kwargs=_of_sentinels(where, options))  # type: ignore[no-untyped-call]
-    client: redis.asyncio.Redis = sentinel.master_for(where.service, **_tls(where), **options)  # type: ignore[no-untyped-call]
+    client: redis.asyncio.Redis = sentinel.master_for(where.service, **_tls(where), **options)
     return client
 
 
