@@ -12,9 +12,10 @@ from typing import Any
 
 import hypothesis
 import pytest
-from forks import Zygote
-from private_redis import redis_at
-from warm_start_cache import WarmStart, cached_warm_start
+
+from tests.support.forks import Zygote
+from tests.support.private_redis import redis_at
+from tests.support.warm_start_cache import WarmStart, cached_warm_start
 
 # One thread for each process of the tests, before torch is imported: there are more processes than cores already, and
 # a second thread only spins while it waits.

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from staging import LEASE_S, Stage, heavy, last_words, prepare, redis_in, small_disk, until
+from staging import LEASE_S, Stage, heavy, last_words, prepare, redis_in, small_disk
 
 import learner.delivery.consumer
 from deploy import cli as foray
@@ -32,6 +32,7 @@ from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
 from rollout_server.node import cli as node_cli
 from rollout_server.node import server as _serve  # noqa: F401 - imported before the forks
 from tests.support.fake_engine import FakeServer, Fault
+from tests.support.waiting import wait_until
 
 LEARN = "python -m learner --config run.yaml"
 
@@ -59,11 +60,11 @@ def woken(stage: Stage) -> None:
     stage.reaches(3)
     first.send(signal.SIGSTOP)
     second = stage.learner()
-    until(lambda: stage.db.get(stage.keys.epoch) == b"2", f"the successor begins:\n{second.text[-2000:]}")
+    wait_until(lambda: stage.db.get(stage.keys.epoch) == b"2", f"the successor begins:\n{second.text[-2000:]}")
     before = stage.step()
     stage.reaches(before + 3)
     checkpoints = stage.run_dir / "checkpoints"
-    until(lambda: ".e2" in (checkpoints / "CURRENT").read_text(), "the successor commits a checkpoint")
+    wait_until(lambda: ".e2" in (checkpoints / "CURRENT").read_text(), "the successor commits a checkpoint")
     first.send(signal.SIGCONT)
     code = first.wait()
     why = f"stopped for longer than learner.lease_s={LEASE_S:g}, then woken"
@@ -85,7 +86,7 @@ def half_loaded_engine(stage: Stage) -> None:
 
     url = Path("engine.url").absolute()
     stage.fork("engine", lambda: asyncio.run(engine(url)))
-    until(lambda: url.exists() and url.read_text(), "the engine listens")
+    wait_until(lambda: url.exists() and url.read_text(), "the engine listens")
     stage.learner()
     stage.player()
     stage.reaches(1)
@@ -97,7 +98,7 @@ def half_loaded_engine(stage: Stage) -> None:
         found = decode(raw) if raw else None
         return isinstance(found, EngineInfo) and found.state is NodeState.QUARANTINED
 
-    until(quarantined, f"QUARANTINED; the node said:\n{node.text[-3000:]}")
+    wait_until(quarantined, f"QUARANTINED; the node said:\n{node.text[-3000:]}")
     stage.status()
 
 
@@ -119,7 +120,7 @@ def poisoned_group(stage: Stage) -> None:
     codes: list[int] = []
     while True:
         life = stage.learner(prepare=fragile)
-        until(
+        wait_until(
             lambda life=life: life.poll() is not None or "9) is unusable" in life.text, f"an end:\n{life.text[-2000:]}"
         )
         if life.status is None:
@@ -158,7 +159,7 @@ def redis_full(stage: Stage) -> None:
     stage.reaches(2)
     used = int(stage.db.info("memory")["used_memory"])
     stage.db.config_set("maxmemory", used // 2)
-    until(lambda: "Redis is full" in last_words(trains.text), f"the learner says so:\n{trains.text[-3000:]}")
+    wait_until(lambda: "Redis is full" in last_words(trains.text), f"the learner says so:\n{trains.text[-3000:]}")
     stage.tell(f"{LEARN}                # maxmemory is reached", last_words(trains.text))
     stage.status()
     stage.db.config_set("maxmemory", 0)
@@ -172,8 +173,8 @@ def disk_full(stage: Stage) -> None:
     with small_disk(stage.run_dir / "checkpoints") as fill:
         stage.player()
         trains = stage.learner("learner.checkpoint_every=1", prepare=heavy, before=lambda n: n != 3 or fill())
-        until(lambda: "3 checkpoints failed" in trains.text, "three failures")
-        until(lambda: _failures(stage) >= 3, "they are reported")
+        wait_until(lambda: "3 checkpoints failed" in trains.text, "three failures")
+        wait_until(lambda: _failures(stage) >= 3, "they are reported")
         stage.tell(f"{LEARN}                # the disk of runs/demo/checkpoints is full", last_words(trains.text))
         stage.status()
         stage.clear()

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from forks import Zygote
 from processes import Life, Ward, die_with_parent
 from proxy import FAIR, Links
 
@@ -28,6 +27,7 @@ from deploy.launcher.redis_server import connect, find_server, redis_argv
 from protocol.keys import Keys
 from protocol.runtime.net import free_port
 from rollout_server.node.guard import descendants
+from tests.support.forks import Zygote
 
 MANY_STEPS = 1_000_000
 MAXMEMORY_MB = 256

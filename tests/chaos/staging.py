@@ -15,7 +15,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,10 +35,10 @@ from deploy.launcher.redis_server import find_server
 from learner import cli as learner_cli
 from protocol.keys import Keys
 from tests.support.environments import write_tokenizer
+from tests.support.waiting import wait_until
 
 RUN = "demo"
 LEASE_S = 1.0
-PATIENCE_S = 60.0
 PR_SET_PDEATHSIG = 1
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", re.M)
 
@@ -100,7 +99,7 @@ class Process:
 
     def wait(self) -> int:
         """Until it ends; fails loudly when it does not."""
-        until(lambda: self.poll() is not None, f"the end of {self.log.name}:\n{self.text}")
+        wait_until(lambda: self.poll() is not None, f"the end of {self.log.name}:\n{self.text}")
         assert self.status is not None
         return self.status
 
@@ -110,14 +109,6 @@ class Process:
     @property
     def text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-
-def until(true: Callable[[], object], what: str, seconds: float = PATIENCE_S) -> None:
-    """Polls; raises AssertionError with the description."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"within {seconds:g} s: {what}"
-        time.sleep(0.02)
 
 
 @dataclass
@@ -170,7 +161,7 @@ class Stage:
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def reaches(self, step: int) -> None:
-        until(lambda: self.step() >= step, f"step {step}; the learner said:\n{self.processes[-1].text[-3000:]}")
+        wait_until(lambda: self.step() >= step, f"step {step}; the learner said:\n{self.processes[-1].text[-3000:]}")
 
     # --- what is printed ---
 
@@ -267,9 +258,9 @@ def redis_in(folder: Path) -> Iterator[redis.Redis]:
     ]
     child = subprocess.Popen([*argv, "--maxmemory-policy", "noeviction"], stdout=subprocess.DEVNULL, cwd=folder)
     try:
-        until((folder / "s").exists, "Redis listens")
+        wait_until((folder / "s").exists, "Redis listens")
         client = redis.Redis(unix_socket_path=str(folder / "s"))
-        until(lambda: _answers(client), "Redis answers")
+        wait_until(lambda: _answers(client), "Redis answers")
         yield client
         client.close()
     finally:

@@ -11,7 +11,6 @@ from typing import Any, get_args
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from protocol.search import Passage
@@ -20,6 +19,7 @@ from rollout_server.environment.config import EpisodeSettings
 from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.tools import REGISTRY, ToolSettings, build_tool
 from rollout_server.tools.base import Tool, ToolBase, ToolResult
+from tests.support.kernel import skip_or_fail
 
 MEMBERS: list[Any] = list(get_args(get_args(ToolSettings)[0]))
 LONGEST_S = 15.0

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from deploy.launcher.run_dir import is_held, read_record
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.run_meta import LINEAGE_FILE, RunMeta
+from tests.support.waiting import wait_until
 
 STAND_IN = """#!{python}
 import http.server, json, os, signal, sys, threading, time
@@ -104,13 +104,6 @@ def launcher(config: RunConfig, tmp_path: Path, said: list[str] | None = None) -
 
 def order(tmp_path: Path) -> list[str]:
     return (tmp_path / "run" / "order.txt").read_text().splitlines()
-
-
-def wait_until(condition, what: str, seconds: float = 20.0) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out waiting until {what}"
-        time.sleep(0.02)
 
 
 def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(run_files: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from metrics_page import check_family, check_page
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +17,7 @@ from retriever.metrics import PROVIDER, Metrics
 from rollout_server.cpu_engine.server.admin import ENGINE
 from rollout_server.metric_tables import TABLES
 from rollout_server.metrics import Stats, page_of
+from tests.support.metrics_page import check_family, check_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
 

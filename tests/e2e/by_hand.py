@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -18,14 +17,6 @@ from protocol.codec import decode_as
 from protocol.keys import Keys
 from protocol.messages import EngineInfo
 from protocol.runtime.net import free_port
-
-
-def eventually(what: str, check: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    """Waits until `check()`; fails with `what` when that takes longer than `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.1)
 
 
 class Shells:

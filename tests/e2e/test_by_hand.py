@@ -9,13 +9,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from by_hand import Shells, eventually
+from by_hand import Shells
 
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
 from protocol.keys import Keys
 from protocol.ledger import Ledger
 from protocol.messages import NodeState
+from tests.support.waiting import wait_until
 
 STEPS, GROUPS = 60, 8
 SMALL = ("run.id=demo", f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "learner.checkpoint_every=5")
@@ -43,20 +44,20 @@ def test_engines_and_the_learner_may_be_killed_at_any_time(warm_model: Path, tmp
         }
         shells.process("engine-a", "rollout_server.node", "engine.id=a")
         shells.process("learner", "learner")
-        eventually("the first steps", lambda: steps_done(run_dir) >= 4, 120)
+        wait_until(lambda: steps_done(run_dir) >= 4, "the first steps", 120)
 
         shells.process("engine-b", "rollout_server.node", "engine.id=b")
-        eventually("the second engine is ready", lambda: ready(shells, keys, "b"), 60)
+        wait_until(lambda: ready(shells, keys, "b"), "the second engine is ready", 60)
         assert shells.engines(keys)["b"].step >= 1, "a late engine joins at the version of the day, not at the first"
-        eventually("the second engine takes traffic", lambda: "b" in engines_used(run_dir), 60)
+        wait_until(lambda: "b" in engines_used(run_dir), "the second engine takes traffic", 60)
 
         shells.kill("engine-a")
         before = steps_done(run_dir)
-        eventually("steps without the killed engine", lambda: steps_done(run_dir) >= min(before + 4, STEPS), 90)
+        wait_until(lambda: steps_done(run_dir) >= min(before + 4, STEPS), "steps without the killed engine", 90)
         shells.kill("learner")
         killed_at = steps_done(run_dir)
         learner = shells.process("learner", "learner")
-        eventually("the second learner ends", lambda: learner.poll() is not None, 180)
+        wait_until(lambda: learner.poll() is not None, "the second learner ends", 180)
         assert learner.returncode == 0, shells.log("learner")[-3000:]
         assert all(child.poll() is None for child in survivors.values()), "nothing else was restarted"
 

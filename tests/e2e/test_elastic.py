@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from by_hand import Shells, eventually
+from by_hand import Shells
 from elastic import Watcher, read_routes, rollout_values, send, tree_of, wait_until_busy, wrong_routes
 
 from learner.checkpoint.checkpoint import Checkpoints
@@ -18,6 +18,7 @@ from learner.checkpoint.journal import read_journal
 from protocol.keys import Keys
 from protocol.ledger import Ledger
 from protocol.messages import NodeState
+from tests.support.waiting import wait_until
 
 STEPS, GROUPS, LAG = 40, 8, 2
 LOST = (NodeState.SUSPECT, NodeState.QUARANTINED)
@@ -48,7 +49,7 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
     with Shells(tmp_path, run_dir / "demo.yaml") as shells:
         port = shells.redis_url.rsplit(":", 1)[1].split("/")[0]
         shells.start("redis", "-m", "deploy", "redis", "--port", port, "--dir", str(tmp_path / "redis"))
-        eventually("Redis answers", lambda: answers(shells), 20)
+        wait_until(lambda: answers(shells), "Redis answers", 20)
         shells.process("retriever", "retriever")
         journal = (f"rollout.journal_routes={routes}", "rollout.id=r", "rollout.stream_interval=1")
         shells.process("rollout", "rollout_server", *journal)
@@ -56,10 +57,10 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
         learner = shells.process("learner", "learner")
         others = {name: shells.children[name].pid for name in ("redis", "retriever", "rollout", "learner")}
         with Watcher(shells, keys) as watcher:
-            eventually("one engine", lambda: takes_part(shells, keys, "a"), 60)
+            wait_until(lambda: takes_part(shells, keys, "a"), "one engine", 60)
             engine(shells, "b")
             engine(shells, "c")
-            eventually("three engines", lambda: all(takes_part(shells, keys, name) for name in "abc"), 90)
+            wait_until(lambda: all(takes_part(shells, keys, name) for name in "abc"), "three engines", 90)
             note("b and c have joined")
 
             running = wait_until_busy(shells, keys, "b", running=4)
@@ -69,18 +70,18 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
             born = shells.engines(keys)["a"].incarnation
             send(tree_of(shells.children["a"].pid)[1:], signal.SIGSTOP)
             note(f"a's engine is stopped, with {running} requests running")
-            eventually("the hang is found", lambda: shells.engines(keys)["a"].state in LOST, 20)
+            wait_until(lambda: shells.engines(keys)["a"].state in LOST, "the hang is found", 20)
             note(f"a is {shells.engines(keys)['a'].state}")
-            eventually("a new engine", lambda: takes_part(shells, keys, "a", not_before=born), 60)
+            wait_until(lambda: takes_part(shells, keys, "a", not_before=born), "a new engine", 60)
             note("a is ready again, restarted by its node")
             running = wait_until_busy(shells, keys, "c", running=4)
             send([shells.children["c"].pid], signal.SIGTERM)
             note(f"c is told to leave, with {running} requests running")
-            eventually("c leaves", lambda: shells.children["c"].poll() is not None, 40)
+            wait_until(lambda: shells.children["c"].poll() is not None, "c leaves", 40)
             assert shells.children["c"].returncode == 0, shells.log("c")[-3000:]
             note("c has left")
 
-            eventually("the learner ends", lambda: learner.poll() is not None, 150)
+            wait_until(lambda: learner.poll() is not None, "the learner ends", 150)
             note("the learner has ended")
             values = rollout_values(shells, keys, "r")
             assert learner.returncode == 0, shells.log("learner")[-3000:]

@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from deploy.demo.warmstart import new_model, save_model
 from deploy.launcher.run_dir import locate, read_record
 from deploy.monitor import status
 from deploy.monitor.snapshot import RunSnapshot
+from tests.support.waiting import wait_until
 
 SMALL = ("run.steps=500", "run.groups_per_step=2", "run.group_size=2", "run.max_lag=8", "learner.checkpoint_every=50")
 QUESTIONS = 160
@@ -36,19 +36,14 @@ def running(tmp_path: Path, *settings: str) -> Iterator[Path]:
         up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
         process = subprocess.Popen(up, cwd=tmp_path, stdout=log, stderr=log)
         try:
-            until(lambda: read_record(run_dir).get("state") == "running" or process.poll() is not None, "it runs")
+            wait_until(
+                lambda: read_record(run_dir).get("state") == "running" or process.poll() is not None, "it runs", 120
+            )
             assert process.poll() is None, (tmp_path / "up.log").read_text()
             yield run_dir
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-
-
-def until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def look(run_dir: Path) -> RunSnapshot:
@@ -73,7 +68,7 @@ def asked(run_dir: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProc
 @pytest.mark.timeout(420)
 def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_on(tmp_path: Path) -> None:
     with running(tmp_path, *SMALL) as run_dir:
-        until(lambda: step(run_dir) >= 2, "it trains")
+        wait_until(lambda: step(run_dir) >= 2, "it trains", 120)
         before = step(run_dir)
         out = tmp_path / "out.jsonl"
         seen: list[tuple[str, int, list[str]]] = []
@@ -101,7 +96,7 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
         assert told["versions"] == {told["version"]: QUESTIONS} and told["failed"] == 0
         evaluated = int(told["version"].partition(".")[2])
         assert after >= before + 3, "the policy was updated several times meanwhile"
-        until(
+        wait_until(
             lambda: any(e.step > max(evaluated, before) for e in look(run_dir).engines), "engines load again after it"
         )
 
@@ -120,7 +115,7 @@ def test_a_model_that_nobody_trains_is_served_evaluated_and_healthy(
         assert episode["status"] not in ("failed", "stale") and episode["version"] == "0.0"
         done = asked(run_dir, tmp_path, "--limit", "8")
         assert done.returncode == 0 and json.loads(done.stdout)["version"] == "0.0", done.stderr
-        until(lambda: not look(run_dir).evaluations, "its end is reported")
+        wait_until(lambda: not look(run_dir).evaluations, "its end is reported", 120)
         capsys.readouterr()
         assert foray(["status", str(run_dir)]) == 0 and ": serving, healthy\n" in capsys.readouterr().out
         assert foray(["top", str(run_dir), "--once"]) == 0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from redis.retry import Retry
 from learner.config.learner import LearnerSettings
 from learner.delivery import store as redis_client
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 
 @pytest.fixture(autouse=True)
@@ -40,27 +38,6 @@ def db(address: dict[str, Any]) -> Iterator[redis.Redis]:
     yield client
     client.config_set("maxmemory", 0)
     client.close()
-
-
-@pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    """The module `tiny.py` beside this file."""
-    spec = importlib.util.spec_from_file_location("foray_tests_tiny", Path(__file__).parent / "tiny.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def wire() -> Any:
-    """The class `Wire` of `wire.py` beside this file."""
-    spec = importlib.util.spec_from_file_location("foray_tests_wire", Path(__file__).parent / "wire.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Wire
 
 
 @pytest.fixture
@@ -97,12 +74,12 @@ def settings(questions: Path) -> LearnerSettings:
 
 
 @pytest.fixture
-def serve(tiny: ModuleType) -> Callable[..., int]:
+def serve() -> Callable[..., int]:
     """`learner.main.serve` with the tiny engine; keyword arguments beside `takeover` are the engine's."""
     from learner.main import serve as real
 
     def call(run: RunSettings, settings: LearnerSettings, *, takeover: bool = False, **engine: Any) -> int:
-        return real(run, settings, takeover=takeover, make_engine=lambda r, s: tiny.TinyEngine(r, s, **engine))
+        return real(run, settings, takeover=takeover, make_engine=lambda r, s: tiny_learner.TinyEngine(r, s, **engine))
 
     return call
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot, WeightUpdate
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 BYTES = 4 << 20
 PADDING = b"s" * 300_000
@@ -80,27 +80,27 @@ def disk() -> Iterator[Callable[[Path], Disk]]:
 
 
 @pytest.fixture
-def heavy_states(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def heavy_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints of a third of a megabyte."""
-    save = tiny.TinyEngine.save_state
+    save = tiny_learner.TinyEngine.save_state
 
     def padded(self: Any, directory: Path) -> None:
         save(self, directory)
         (directory / "padding").write_bytes(PADDING)
 
-    monkeypatch.setattr(tiny.TinyEngine, "save_state", padded)
+    monkeypatch.setattr(tiny_learner.TinyEngine, "save_state", padded)
 
 
 @pytest.fixture
-def heavy_versions(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def heavy_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions of a third of a megabyte."""
-    weights = tiny.TinyEngine.iter_weights
+    weights = tiny_learner.TinyEngine.iter_weights
 
     def padded(self: Any, device: str = "cpu") -> Any:
         yield from weights(self, device)
         yield "padding", torch.ones(len(PADDING) // 4)
 
-    monkeypatch.setattr(tiny.TinyEngine, "iter_weights", padded)
+    monkeypatch.setattr(tiny_learner.TinyEngine, "iter_weights", padded)
 
 
 def told(db: redis.Redis, run: RunSettings) -> MetricsSnapshot | None:
@@ -120,7 +120,7 @@ def test_what_is_full_is_really_full(disk: Callable[[Path], Disk], tmp_path: Pat
 
 @pytest.mark.fault(41)
 def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_room_mends_it(
-    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
     db: redis.Redis, disk: Callable[[Path], Disk], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     heavy_states: None,
 ) -> None:  # fmt: skip
@@ -150,7 +150,7 @@ def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_ro
     longer = run.model_copy(update={"steps": 16})
     watcher = threading.Thread(target=watch)
     watcher.start()
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(longer, settings.model_copy(update={"checkpoint_every": 2}), before=fill) == 0
     watcher.join()
     assert seen["step"] == 2, "the old one is in force and can be loaded"
@@ -166,11 +166,11 @@ def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_ro
 
 @pytest.mark.fault(42)
 def test_without_room_for_weights_the_learner_stops_and_the_last_version_stays_whole(
-    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
     db: redis.Redis, disk: Callable[[Path], Disk], heavy_versions: None,
 ) -> None:  # fmt: skip
     full = disk(run.weights_dir)
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         with pytest.raises(UserError, match=r"weights of version 1\.5 could not be written.*(space|large)") as caught:
             serve(run, settings, before=lambda updates: full.fill() if updates == 4 else None)
         assert "make room" in caught.value.todo and str(run.dir) in caught.value.todo
@@ -183,13 +183,13 @@ def test_without_room_for_weights_the_learner_stops_and_the_last_version_stays_w
 
 @pytest.mark.fault(41)
 def test_without_room_for_the_journal_the_learner_stops_and_what_is_written_can_be_read(
-    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
     disk: Callable[[Path], Disk],
 ) -> None:  # fmt: skip
     full = disk(run.dir / "journal")
     if not full.mounted:
         pytest.skip("the journal of this run is smaller than any limit on files: it needs a file system of its own")
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         with pytest.raises(UserError, match=r"step 5 could not be written to the journal.*No space left") as caught:
             serve(run, settings, before=lambda updates: full.fill() if updates == 4 else None)
         assert "make room" in caught.value.todo
@@ -203,7 +203,7 @@ def test_without_room_for_the_journal_the_learner_stops_and_what_is_written_can_
 
 @pytest.mark.fault(39, 41)
 def test_without_room_for_evidence_training_goes_on(
-    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
     disk: Callable[[Path], Disk], caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     full = disk(run.dir / "skipped")
@@ -216,7 +216,7 @@ def test_without_room_for_evidence_training_goes_on(
         calls.append(updates)
         return "not finite" if len(calls) == 3 else ""
 
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings, verdict=verdict) == 0
     assert "the skipped batch could not be kept" in caplog.text
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from protocol.ledger import Ledger
 from protocol.messages import WeightUpdate
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 BEST_EFFORT = {"metrics.jsonl", "dead_letters.jsonl", "skipped", "tiny.jsonl"}
@@ -188,7 +188,6 @@ def test_whatever_is_relied_on_is_on_the_device_first(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Callable[..., int],
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
     device: Device,
@@ -220,7 +219,7 @@ def test_whatever_is_relied_on_is_on_the_device_first(
     monkeypatch.setattr(RunStore, "own", owning)
     monkeypatch.setattr(RunStore, "target", announcing)
     monkeypatch.setattr(RunStore, "ack", acknowledging)
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings) == 0
     assert len(list((run.dir / "journal").glob("*.bin"))) > 2, "the journal rolled over"
     kinds = [kind for kind, _ in relied]

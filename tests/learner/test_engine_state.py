@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from forks import Zygote
 from safetensors.torch import load_file, save_file
 
 from learner.config.model import EngineSettings, OptimSettings
@@ -23,6 +22,7 @@ from learner.engine import DeepSpeedEngine, leave_ranks
 from learner.engine import partition as gather
 from learner.engine import state as state_files
 from protocol.errors import UserError
+from tests.support.forks import Zygote
 
 KINDS = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32")]
 KINDS += [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from learner.data.filter import GroupFilter
 from protocol.header import seal
 from protocol.messages import Status, Task, TrajectoryGroup
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 Serve = Callable[..., int]
@@ -38,36 +38,36 @@ def notes(run: RunSettings) -> dict[int, tuple[str, str]]:
 
 
 def test_most_groups_teach_nothing_and_the_run_ends_with_its_books_closed(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
 ) -> None:
     def die(updates: int) -> None:
         if updates == 5:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
     settings = settings.model_copy(update={"filter": EM})
     run = run.model_copy(update={"max_lag": 20})
-    with tiny.Player(address, run.id, spoil=only(lambda seq: seq % 5 == 0)) as player:
-        with pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id, spoil=only(lambda seq: seq % 5 == 0)) as player:
+        with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=die)
         assert serve(run, settings) == 0
-    trained = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+    trained = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     assert len(trained) == len(set(trained)) == 32 and all(seq % 5 == 0 for seq in trained)
     issued = max(seq for seq, _ in player.seen)
     left_out = notes(run)
     assert set(left_out) == set(range(1, issued + 1)) - set(trained), "every seq is settled"
     assert {note for seq, note in left_out.items() if seq % 5} == {("filtered", "no_variance")}
-    line = tiny.step_lines(run.dir)[-1]
+    line = tiny_learner.step_lines(run.dir)[-1]
     assert line["groups_filtered_no_variance"] == sum(reason == "no_variance" for _, reason in left_out.values())
 
 
 def test_a_policy_that_is_always_right_does_not_stand_still(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     settings = settings.model_copy(update={"filter": FilterSettings(metric="em", patience=2)})
-    with tiny.Player(address, run.id, spoil=only(lambda seq: False)), caplog.at_level(logging.WARNING):
+    with tiny_learner.Player(address, run.id, spoil=only(lambda seq: False)), caplog.at_level(logging.WARNING):
         assert serve(run.model_copy(update={"steps": 3}), settings) == 0
-    assert [len(batch) for batch in tiny.surviving(run.dir).values()] == [4, 4, 4]
+    assert [len(batch) for batch in tiny_learner.surviving(run.dir).values()] == [4, 4, 4]
     assert len(notes(run)) == 3 * 2 * 4, "two batches' worth were filtered before each step"
     assert caplog.text.count("the next ones are trained as they come") == 1
 

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from protocol.keys import Keys
 from protocol.ledger import Outcome
 from protocol.messages import GroupFailed
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 KEYS = Keys("t1")
@@ -136,7 +136,7 @@ def test_ids_ahead_of_the_clock_are_said_once_and_delivery_goes_on(
     + [(KEYS.events, True), (KEYS.dlq, True)],
 )
 def test_what_only_informs_people_never_ends_a_run(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis, caplog: pytest.LogCaptureFixture, key: str, full: bool,
 ) -> None:  # fmt: skip
     if full:
@@ -148,7 +148,7 @@ def test_what_only_informs_people_never_ends_a_run(
         return (b"\xc1", body) if (task.seq, task.attempt) == (2, 1) else (header, body)
 
     caplog.set_level(logging.INFO)
-    with tiny.Player(address, run.id, spoil=spoil):
+    with tiny_learner.Player(address, run.id, spoil=spoil):
         assert serve(run, settings, pace_s=0.15) == 0
     said = [r for r in caplog.records if key in r.getMessage()]
     assert said and len(said) < 5, "once for each that wanted it"

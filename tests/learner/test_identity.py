@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
 from protocol.run_meta import LINEAGE_FIELD, LINEAGE_FILE
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 Serve = Callable[..., int]
 Refusal = Callable[[RunSettings], UserError]
@@ -56,29 +56,27 @@ def other_directory(run: RunSettings, **more: Any) -> RunSettings:
 
 
 @pytest.fixture
-def begun(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
-) -> RunSettings:
+def begun(run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]) -> RunSettings:
     """A run that crashed in its sixth step: its checkpoint is of step 3, its tasks and trajectories are in Redis."""
 
     def die(updates: int) -> None:
         if updates == 5:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
-    with tiny.Player(address, run.id), pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id), pytest.raises(tiny_learner.Crash):
         serve(run, settings, before=die)
     return run
 
 
 @pytest.fixture
-def refusal(settings: LearnerSettings, serve: Serve, tiny: ModuleType) -> Refusal:
+def refusal(settings: LearnerSettings, serve: Serve) -> Refusal:
     """The error with which a start is refused, before it has trained anything."""
 
     def start(run: RunSettings) -> UserError:
         def die(updates: int) -> None:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
-        with pytest.raises((UserError, tiny.Crash)) as ended:
+        with pytest.raises((UserError, tiny_learner.Crash)) as ended:
             serve(run, settings, before=die)
         assert isinstance(ended.value, UserError), "it trains"
         return ended.value
@@ -87,12 +85,12 @@ def refusal(settings: LearnerSettings, serve: Serve, tiny: ModuleType) -> Refusa
 
 
 def trains_to_the_end(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], **more: Any
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     """Serves to the end and returns the manifest: whole steps, every group once and of this run's own questions."""
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings, **more) == 0
-    trained = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+    trained = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     assert len(trained) == len(set(trained)) == run.steps * run.groups_per_step
     found = Checkpoints(run.checkpoint_dir, 2).load()
     assert found
@@ -118,7 +116,6 @@ def test_a_learner_that_trains_is_not_fenced_by_one_of_another_lineage(
     settings: LearnerSettings,
     serve: Serve,
     refusal: Refusal,
-    tiny: ModuleType,
     address: dict[str, Any],
 ) -> None:
     refusals: list[str] = []
@@ -127,7 +124,7 @@ def test_a_learner_that_trains_is_not_fenced_by_one_of_another_lineage(
         if updates == 4:
             refusals.append(str(refusal(other_directory(run))))
 
-    facts = trains_to_the_end(run, settings, serve, tiny, address, before=intrude)
+    facts = trains_to_the_end(run, settings, serve, address, before=intrude)
     assert facts["lineage"] == [[1, 0]] and facts[LINEAGE_FIELD] == lineage(run)
     assert len(refusals) == 1 and "held by epoch 1, process " in refusals[0]
 
@@ -137,14 +134,13 @@ def test_a_takeover_trains_nothing_of_the_run_it_replaces(
     settings: LearnerSettings,
     serve: Serve,
     refusal: Refusal,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
     db.sadd(KEYS.requeue, 1)
     assert db.xlen(KEYS.tasks) + db.xlen(KEYS.traj) > 0
     heir = other_directory(begun, seed=7)
-    facts = trains_to_the_end(heir, settings, serve, tiny, address, takeover=True)
+    facts = trains_to_the_end(heir, settings, serve, address, takeover=True)
     own = Sampler(load_questions(settings.questions), heir.seed)
     groups = [entry.group for entry in read_journal(heir.dir / "journal")]
     assert [g.question for g in groups] == [own.question(g.seq) for g in groups]
@@ -160,7 +156,6 @@ def test_a_run_from_before_there_were_lineage_ids_is_adopted(
     settings: LearnerSettings,
     serve: Serve,
     refusal: Refusal,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
     caplog: pytest.LogCaptureFixture,
@@ -178,7 +173,7 @@ def test_a_run_from_before_there_were_lineage_ids_is_adopted(
     with caplog.at_level(logging.INFO, "learner.delivery.identity"):
         with pytest.raises(TypeError):
             serve(begun, settings, no_such_setting=1)  # the engine fails before a task is issued
-        after = trains_to_the_end(begun, settings, serve, tiny, address)
+        after = trains_to_the_end(begun, settings, serve, address)
     assert after[LINEAGE_FIELD] == lineage(begun) == db.hget(KEYS.meta, LINEAGE_FIELD).decode()
     told = [r.getMessage() for r in caplog.records]
     assert {text.split(" was ")[0].split(" holds ")[0] for text in told} == {"the checkpoint", "Redis"}
@@ -214,7 +209,6 @@ def test_a_count_beyond_what_this_directory_can_have_issued_stops_the_start(
     settings: LearnerSettings,
     serve: Serve,
     refusal: Refusal,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -222,14 +216,13 @@ def test_a_count_beyond_what_this_directory_can_have_issued_stops_the_start(
     error = refusal(begun)
     assert "has issued tasks up to seq 20000, and" in str(error) and "none above 10" in str(error)
     assert "--takeover" in error.todo
-    trains_to_the_end(begun, settings, serve, tiny, address, takeover=True)
+    trains_to_the_end(begun, settings, serve, address, takeover=True)
 
 
 def test_a_count_that_grows_while_the_run_goes_on_is_ignored_and_told(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
     caplog: pytest.LogCaptureFixture,
@@ -240,10 +233,10 @@ def test_a_count_that_grows_while_the_run_goes_on_is_ignored_and_told(
         if updates == 3:
             db.set(KEYS.issued, 20_000)
 
-    with tiny.Player(address, run.id) as player, suppress(ForayError):
+    with tiny_learner.Player(address, run.id) as player, suppress(ForayError):
         serve(run, settings, before=meddle)
     assert max(seq for seq, _ in player.seen) == 32 == int(db.get(KEYS.issued))
-    assert len(tiny.surviving(run.dir)) == run.steps
+    assert len(tiny_learner.surviving(run.dir)) == run.steps
     (told,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
     assert told.startswith(f"{KEYS.issued} in Redis says 20000, but no more than ")
     assert [f for _, f in db.xrange(KEYS.events) if f[b"kind"] == b"issued-ignored"]

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from full_kl import full_forward_kl, full_reverse_kl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.algorithms.kl import kl_estimate
+from tests.support.full_kl import full_forward_kl, full_reverse_kl
 
 KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5")
 REVERSE_VALUE = ("k1", "k3", "k1+", "k3+", "k3++", "k4")

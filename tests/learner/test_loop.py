@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from protocol.header import seal
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, MetricsSnapshot, Task, WeightUpdate
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 Serve = Callable[..., int]
@@ -42,9 +42,9 @@ def manifest(run: RunSettings) -> dict[str, Any]:
     return found.facts
 
 
-def assert_exactly_once(tiny: ModuleType, run: RunSettings, extra: int = 0) -> dict[str, Any]:
+def assert_exactly_once(run: RunSettings, extra: int = 0) -> dict[str, Any]:
     """Every step trained a batch, no seq twice; the books hold every seq and nothing is in flight."""
-    batches = tiny.surviving(run.dir)
+    batches = tiny_learner.surviving(run.dir)
     seqs = [seq for batch in batches.values() for seq in batch]
     assert list(batches) == list(range(1, run.steps + 1))
     assert len(seqs) == len(set(seqs)) == run.steps * run.groups_per_step
@@ -63,14 +63,13 @@ def test_a_run_ends_with_every_seq_trained_once_and_nothing_in_flight(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
-    with tiny.Player(address, run.id) as player:
+    with tiny_learner.Player(address, run.id) as player:
         assert serve(run, settings) == 0
     keys = Keys(run.id)
-    assert_exactly_once(tiny, run)
+    assert_exactly_once(run)
     assert len(player.seen) == len(set(player.seen)) == 32
     assert db.hget(keys.target, "state") == b"done"
     update = decode_as(WeightUpdate, db.hget(keys.target, "b"))
@@ -81,55 +80,54 @@ def test_a_run_ends_with_every_seq_trained_once_and_nothing_in_flight(
     assert told.text["state"] == "done"
     assert (told.values["issued"], told.values["trained"], told.values["in_flight"]) == (32, 32, 0)
     journalled = list(read_journal(run.dir / "journal"))
-    assert [e.group.seq for e in journalled] == [s for batch in tiny.surviving(run.dir).values() for s in batch]
-    line = tiny.step_lines(run.dir)[-1]
+    assert [e.group.seq for e in journalled] == [s for batch in tiny_learner.surviving(run.dir).values() for s in batch]
+    line = tiny_learner.step_lines(run.dir)[-1]
     assert line["step"] == 8 and line["lag_max"] <= run.max_lag and line["reward/em"] == 0.5
     assert {"wait", "compute", "publish", "checkpoint"} <= set(line["seconds"])
 
 
 @pytest.mark.fault(7)
 def test_a_crash_between_step_and_checkpoint_rolls_back_and_trains_nothing_twice(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
 ) -> None:
     def die(updates: int) -> None:
         if updates == 5:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
-    with tiny.Player(address, run.id) as player:
-        with pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id) as player:
+        with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=die)
         assert manifest(run)["step"] == 3
         assert serve(run, settings) == 0
-    facts = assert_exactly_once(tiny, run)
+    facts = assert_exactly_once(run)
     assert facts["lineage"] == [[1, 0], [2, 3]]
     assert facts["tally"]["redelivered"] >= 8, "steps 4 and 5 were replayed, not generated again"
     assert len({seq for seq, _ in player.seen}) == 32 and max(seq for seq, _ in player.seen) == 32
-    abandoned = [line for line in tiny.step_lines(run.dir) if line["epoch"] == 1 and line["step"] > 3]
+    abandoned = [line for line in tiny_learner.step_lines(run.dir) if line["epoch"] == 1 and line["step"] > 3]
     assert [line["step"] for line in abandoned] == [4, 5]
     lineage = Checkpoints(run.checkpoint_dir, 2).load().lineage
     kept = [(e.step, e.group.seq) for e in read_journal(run.dir / "journal", lineage=lineage)]
-    assert kept == [(step, seq) for step, batch in tiny.surviving(run.dir).items() for seq in batch]
+    assert kept == [(step, seq) for step, batch in tiny_learner.surviving(run.dir).items() for seq in batch]
 
 
 def test_a_resumed_learner_has_the_weights_of_its_checkpoint_and_publishes_them_first(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
     def die(updates: int) -> None:
         if updates == 4:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
     seen: list[tuple[int, int]] = []
 
     def look(updates: int) -> None:
         seen.append(decode_as(WeightUpdate, db.hget(Keys(run.id).target, "b")).version)
 
-    with tiny.Player(address, run.id):
-        with pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id):
+        with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=die)
         serve(run, settings, before=look)
     assert seen[0] == (2, 3), "the engines were told the resumed version before the first step"
@@ -139,28 +137,26 @@ def test_a_resumed_learner_has_the_weights_of_its_checkpoint_and_publishes_them_
 
 @pytest.mark.parametrize("choice", ["train", "mask"])
 def test_tokens_of_steps_that_a_crash_undid_are_trained_or_masked(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], choice: str
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], choice: str
 ) -> None:
     def die(updates: int) -> None:
         if updates == 5:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
     settings = settings.model_copy(update={"on_orphan": choice})
-    with tiny.Player(address, run.id):
-        with pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id):
+        with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=die, pace_s=0.1)  # slow enough for groups of steps 4 and 5 to be made
         serve(run, settings)
     facts = manifest(run)
     stale = [seq for seq, outcome, reason in facts["ledger"]["notes"] if (outcome, reason) == ("stale", "no_tokens")]
-    assert_exactly_once(tiny, run, extra=len(stale))
-    masked = sum(line["tokens_orphan"] for line in tiny.step_lines(run.dir))
+    assert_exactly_once(run, extra=len(stale))
+    masked = sum(line["tokens_orphan"] for line in tiny_learner.step_lines(run.dir))
     assert bool(masked or stale) == (choice == "mask")
 
 
 @pytest.mark.fault(10)
-def test_a_signal_before_training_ends_it_at_once(
-    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, db: redis.Redis
-) -> None:
+def test_a_signal_before_training_ends_it_at_once(run: RunSettings, settings: LearnerSettings, db: redis.Redis) -> None:
     from learner.main import serve
 
     def told(run: RunSettings, settings: LearnerSettings) -> Any:
@@ -178,7 +174,6 @@ def test_publishing_twice_and_redelivery_are_suppressed(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -188,9 +183,9 @@ def test_publishing_twice_and_redelivery_are_suppressed(
             header, body = seal(make_group(seq, run=run.id))
             db.xadd(Keys(run.id).traj, {"seq": seq, "h": header, "b": body})
 
-    with tiny.Player(address, run.id, twice=True) as player:
+    with tiny_learner.Player(address, run.id, twice=True) as player:
         serve(run, settings, before=replay)
-    facts = assert_exactly_once(tiny, run)
+    facts = assert_exactly_once(run)
     assert player.replies["DUP"] == player.replies["published"] == 32
     assert facts["tally"]["duplicates"] > 8
 
@@ -200,7 +195,6 @@ def test_groups_that_arrive_corrupt_are_generated_again_and_dead_after_three_att
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -215,9 +209,9 @@ def test_groups_that_arrive_corrupt_are_generated_again_and_dead_after_three_att
             return header, b""
         return header, body
 
-    with tiny.Player(address, run.id, spoil=spoil) as player:
+    with tiny_learner.Player(address, run.id, spoil=spoil) as player:
         serve(run, settings)
-    facts = assert_exactly_once(tiny, run, extra=1)
+    facts = assert_exactly_once(run, extra=1)
     assert facts["ledger"]["notes"] == [[5, "dead", "corrupt"]]
     assert [attempt for seq, attempt in player.seen if seq == 5] == [1, 2, 3]
     assert [attempt for seq, attempt in player.seen if seq == 7] == [1, 2, 3]
@@ -227,11 +221,11 @@ def test_groups_that_arrive_corrupt_are_generated_again_and_dead_after_three_att
 
 
 def test_failed_groups_are_dead_and_make_room_for_others(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
 ) -> None:
-    with tiny.Player(address, run.id, fails={2, 9, 10}):
+    with tiny_learner.Player(address, run.id, fails={2, 9, 10}):
         serve(run, settings)
-    facts = assert_exactly_once(tiny, run, extra=3)
+    facts = assert_exactly_once(run, extra=3)
     assert sorted(facts["ledger"]["notes"]) == [[s, "dead", "engine"] for s in (2, 9, 10)]
 
 
@@ -240,7 +234,6 @@ def test_flushing_redis_in_the_middle_costs_only_rollouts(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -249,9 +242,9 @@ def test_flushing_redis_in_the_middle_costs_only_rollouts(
             db.flushall()
             db.function_flush()
 
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run, settings, before=wipe, pace_s=0.05)
-    facts = assert_exactly_once(tiny, run)
+    facts = assert_exactly_once(run)
     assert [epoch for epoch, _ in facts["lineage"]] == [1, 2, 3], "a lapsed lease is taken again with a new epoch"
     assert (facts["tally"]["state_lost"], facts["tally"]["lease_lapsed"]) == (2, 2)
     assert facts["redis"]["lost"] < 0, "what was received, and Redis has forgotten, is told"
@@ -265,11 +258,10 @@ def test_flushing_redis_while_the_learner_waits_is_mended_at_once(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
-    with tiny.Player(address, run.id) as player:
+    with tiny_learner.Player(address, run.id) as player:
 
         def wipe(updates: int) -> None:
             if updates == 3:
@@ -279,7 +271,7 @@ def test_flushing_redis_while_the_learner_waits_is_mended_at_once(
                 player.paused.clear()
 
         serve(run, settings, before=wipe)
-    assert_exactly_once(tiny, run)
+    assert_exactly_once(run)
 
 
 @pytest.mark.fault(7, 29)
@@ -288,12 +280,11 @@ def test_a_target_that_redis_has_forgotten_is_announced_again(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
     target, forgotten = Keys(run.id).target, []
-    with tiny.Player(address, run.id) as player:
+    with tiny_learner.Player(address, run.id) as player:
 
         def forget() -> None:
             while db.hget(target, "state") is None or not player.resting.wait(0.01):
@@ -309,27 +300,26 @@ def test_a_target_that_redis_has_forgotten_is_announced_again(
 
         serve(run, settings.model_copy(update={"reconcile_s": 0.2}), before=lose)
     assert forgotten == [1]
-    assert_exactly_once(tiny, run)
+    assert_exactly_once(run)
 
 
 def test_losing_redis_and_the_learner_at_once_costs_only_the_steps_since_the_checkpoint(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
     def die(updates: int) -> None:
         if updates == 5:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
-    with tiny.Player(address, run.id):
-        with pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id):
+        with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=die)
         db.flushall()
         serve(run, settings)
-    facts = assert_exactly_once(tiny, run)
+    facts = assert_exactly_once(run)
     assert facts["lineage"] == [[1, 0], [2, 3]], "the epoch does not run backwards with Redis"
 
 
@@ -338,7 +328,6 @@ def test_a_second_learner_fences_the_first(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -348,7 +337,7 @@ def test_a_second_learner_fences_the_first(
         if updates == 4:
             assert rival.acquire("rival:1:2:3", 1, 60_000, takeover=True) == 2
 
-    with tiny.Player(address, run.id), pytest.raises(Fenced, match="epoch 2, process 1 on rival"):
+    with tiny_learner.Player(address, run.id), pytest.raises(Fenced, match="epoch 2, process 1 on rival"):
         serve(run, settings, before=lose)
     assert manifest(run)["step"] == 3, "the fenced learner committed nothing more"
     assert rival.holder().token == "rival:1:2:3", "nor did it free the other's lease"
@@ -357,7 +346,7 @@ def test_a_second_learner_fences_the_first(
 
 @pytest.mark.fault(39)
 def test_batches_that_are_not_finite_are_dead_and_three_in_a_row_stop_the_run(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
 ) -> None:
     calls: list[int] = []
 
@@ -365,9 +354,9 @@ def test_batches_that_are_not_finite_are_dead_and_three_in_a_row_stop_the_run(
         calls.append(updates)
         return "not finite" if len(calls) in (3, 4, 6) else ""
 
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run, settings, verdict=verdict)
-        facts = assert_exactly_once(tiny, run, extra=12)
+        facts = assert_exactly_once(run, extra=12)
         assert {reason for _, _, reason in facts["ledger"]["notes"]} == {"nonfinite"}
         more = run.model_copy(update={"steps": 12})
         with pytest.raises(UserError, match="3 batches in a row"):
@@ -380,7 +369,6 @@ def test_groups_too_old_are_dropped_when_told_so(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -389,9 +377,9 @@ def test_groups_too_old_are_dropped_when_told_so(
             return seal(make_group(task.seq, run=run.id))
         return header, body
 
-    with tiny.Player(address, run.id, spoil=spoil):
+    with tiny_learner.Player(address, run.id, spoil=spoil):
         serve(run, settings.model_copy(update={"on_stale": "drop"}))
-    facts = assert_exactly_once(tiny, run, extra=2)
+    facts = assert_exactly_once(run, extra=2)
     assert sorted(facts["ledger"]["notes"]) == [[30, "stale", "too_old"], [31, "stale", "too_old"]]
 
 
@@ -399,12 +387,11 @@ def test_a_deleted_task_is_found_and_issued_again(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
     keys = Keys(run.id)
-    with tiny.Player(address, run.id) as player:
+    with tiny_learner.Player(address, run.id) as player:
 
         def unread() -> list[bytes]:
             """Tasks that nobody leased."""
@@ -425,15 +412,15 @@ def test_a_deleted_task_is_found_and_issued_again(
                 player.paused.clear()
 
         serve(run, settings, before=delete)
-    facts = assert_exactly_once(tiny, run)
+    facts = assert_exactly_once(run)
     assert facts["tally"]["reissued"] >= 4
 
 
 def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    real, tries = tiny.TinyEngine.save_state, []
+    real, tries = tiny_learner.TinyEngine.save_state, []
 
     def full(self: Any, directory: Path) -> None:
         tries.append(self.updates)
@@ -441,29 +428,28 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
             raise OSError(28, "No space left on device")
         real(self, directory)
 
-    monkeypatch.setattr(tiny.TinyEngine, "save_state", full)
-    with tiny.Player(address, run.id), caplog.at_level(logging.ERROR):
+    monkeypatch.setattr(tiny_learner.TinyEngine, "save_state", full)
+    with tiny_learner.Player(address, run.id), caplog.at_level(logging.ERROR):
         serve(run, settings.model_copy(update={"checkpoint_every": 2}))
     assert tries == [2, 4, 5, 6, 7, 8]
     assert "step 2 stays in force" in caplog.text and "no more tasks are issued" in caplog.text
-    assert_exactly_once(tiny, run)
+    assert_exactly_once(run)
 
 
 def test_a_finished_run_started_again_ends_at_once_and_can_be_made_longer(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run, settings)
         assert serve(run, settings) == 0
-        assert len(tiny.step_lines(run.dir)) == 8
+        assert len(tiny_learner.step_lines(run.dir)) == 8
         longer = run.model_copy(update={"steps": 10})
         serve(longer, settings)
-    assert_exactly_once(tiny, longer)
+    assert_exactly_once(longer)
     with pytest.raises(UserError, match=r"run\.steps is 8"):
         serve(run, settings)
 
@@ -472,11 +458,10 @@ def test_other_questions_or_another_seed_are_refused_on_resume(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run, settings)
     with pytest.raises(UserError, match=r"questions or run\.seed"):
         serve(run.model_copy(update={"seed": 7, "steps": 9}), settings)
@@ -488,7 +473,6 @@ def test_versions_that_an_engine_still_serves_are_not_collected(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -497,7 +481,7 @@ def test_versions_that_an_engine_still_serves_are_not_collected(
     keys = Keys(run.id)
     db.hset(keys.engine("slow"), "b", encode(EngineInfo(id="slow", url="x", state="ready", epoch=1, step=1)))
     db.zadd(keys.engines, {"slow": 1e12})
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run, settings)
     assert {p.name for p in run.weights_dir.iterdir()} == {"v1.1", "v1.5", "v1.6", "v1.7", "v1.8"}
 
@@ -516,7 +500,7 @@ def launch(run: RunSettings, settings: LearnerSettings, tmp_path: Path) -> Calla
             "learner": {"questions": str(settings.questions), "checkpoint_every": 4, "reconcile_s": 0.3},
         }
         (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-        argv = [sys.executable, str(Path(__file__).parent / "tiny.py"), "--config", str(tmp_path / "c.yaml")]
+        argv = [sys.executable, "-m", "tests.support.tiny_learner", "--config", str(tmp_path / "c.yaml")]
         return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
     return start
@@ -532,9 +516,9 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.fault(7, 10)
 def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(
-    launch: Callable[[int], subprocess.Popen[str]], run: RunSettings, tiny: ModuleType, address: dict[str, Any]
+    launch: Callable[[int], subprocess.Popen[str]], run: RunSettings, address: dict[str, Any]
 ) -> None:
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         process = launch(20)
         wait_for_step(process, 7)
         process.send_signal(signal.SIGKILL)
@@ -550,7 +534,7 @@ def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(
         _, log = process.communicate(timeout=40)
         assert process.returncode == 0, log
     done = run.model_copy(update={"steps": 20})
-    facts = assert_exactly_once(tiny, done, extra=facts_extra(run))
+    facts = assert_exactly_once(done, extra=facts_extra(run))
     assert [epoch for epoch, _ in facts["lineage"]] == [1, 2, 3]
     assert facts["lineage"][1:] == [[2, 4], [3, stopped_at]]
 

@@ -7,12 +7,10 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import redis
-from metrics_page import check_page
 
 from learner.config.learner import LearnerSettings
 from learner.observability.metric_table import STEP
@@ -22,13 +20,14 @@ from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot
 from protocol.runtime.metrics import row_of
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
+from tests.support.metrics_page import check_page
 
 
 def test_the_page_of_a_learner_that_trains(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Callable[..., int],
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
     capsys: pytest.CaptureFixture[str],
@@ -46,7 +45,7 @@ def test_the_page_of_a_learner_that_trains(
             with urllib.request.urlopen(urls[0], timeout=10) as answer:
                 pages.append(answer.read().decode())
 
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings, before=look) == 0
     families = check_page(pages[0])
     value = {s.name: s.value for f in families.values() for s in f.samples if not s.labels.keys() - {"run"}}
@@ -58,7 +57,7 @@ def test_the_page_of_a_learner_that_trains(
     assert value["foray_learner_token_lag_steps_count"] == value["foray_learner_tokens_sampled_total"] == 20 * 16
     parts = {s.labels["part"]: s.value for s in families["foray_learner_reward_part_mean"].samples}
     assert parts == {"em": 0.5}
-    lines = tiny.step_lines(run.dir)
+    lines = tiny_learner.step_lines(run.dir)
     names = {name for line in lines for name in line} - {"seqs", "seconds"}
     assert {name for name in names if row_of(STEP, name)[0] not in STEP} == set()
     assert lines[-1]["tokens_generated_per_s"] == 1091 and lines[-1]["status/answered"] == 1.0
@@ -72,7 +71,6 @@ def test_counters_of_a_resumed_learner_begin_at_zero(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Callable[..., int],
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -83,7 +81,7 @@ def test_counters_of_a_resumed_learner_begin_at_zero(
 
     def die(updates: int) -> None:
         if updates == 5:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
     def look(updates: int) -> None:
         if updates == 4:  # one step of this process is done
@@ -96,8 +94,8 @@ def test_counters_of_a_resumed_learner_begin_at_zero(
             samples = [s for family in families for s in family.samples]
             pages.append({s.name: s.value for s in samples if not s.labels.keys() - {"run"}})
 
-    with tiny.Player(address, run.id):
-        with pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id):
+        with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=die)
         assert serve(run, settings, before=look) == 0
     (value,) = pages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from protocol.header import seal
 from protocol.messages import Task
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 Serve = Callable[..., int]
@@ -54,36 +54,36 @@ def test_the_draw_follows_from_seed_step_and_what_was_trained() -> None:
 
 
 def test_mixed_groups_are_booked_once_and_drawn_alike_after_a_crash(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
 ) -> None:
     settings = settings.model_copy(update={"replay_mix": MixSettings(share=0.5)})
     run = run.model_copy(update={"max_lag": 4})
 
     def die(updates: int) -> None:
         if updates == 5:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
     def fresh(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         # As from rollout servers that wait for every version: the credit gate alone lets them run ahead.
         return seal(make_group(task.seq, run=run.id, version=PolicyVersion(1, (task.seq - 1) // 4)))
 
-    with tiny.Player(address, run.id, spoil=fresh):
-        with pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id, spoil=fresh):
+        with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=die)
         assert serve(run, settings) == 0
     found = Checkpoints(run.checkpoint_dir, 2).load()
     assert found and found.facts["ledger"]["counts"]["trained"] == 32 == found.facts["tally"]["taken"]
-    lines = {line["step"]: line for line in tiny.step_lines(run.dir)}
+    lines = {line["step"]: line for line in tiny_learner.step_lines(run.dir)}
     assert lines[1]["replayed_groups"] == 0 and lines[8]["replayed_groups"] == 2
     assert lines[8]["trajectories"] == 6 * 4, "four new groups and two old ones"
-    batches = tiny.surviving(run.dir)
+    batches = tiny_learner.surviving(run.dir)
     for place, frame in frames(all_places(run.dir / "journal")):
         for step, seq in Conditions.from_plain(frame["batch"]).mixed:
             assert step < place.step
             assert place.epoch == 1 or seq in batches[step], "the mix knows nothing of the lost steps"
     # A replay mixes what was mixed: the same weights.
     mine = run.model_copy(update={"dir": run.dir.parent / "replay"})
-    replay(mine, settings, run.dir, make_engine=lambda r, s: tiny.TinyEngine(r, s))
+    replay(mine, settings, run.dir, make_engine=lambda r, s: tiny_learner.TinyEngine(r, s))
     states = [Checkpoints(r.checkpoint_dir, 2).load().path / "state" / "tiny.json" for r in (run, mine)]  # type: ignore[union-attr]
     assert states[0].read_text() == states[1].read_text()
 

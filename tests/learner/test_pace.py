@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from protocol.codec import decode_as
 from protocol.keys import TASK_GROUP, Keys
 from protocol.messages import MetricsSnapshot
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 Serve = Callable[..., int]
 
@@ -48,13 +48,12 @@ def test_rollouts_that_are_faster_than_the_learner_are_held_back_and_redis_stays
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
-    with tiny.Player(address, run.id) as player, Gauge(db, run.id) as gauge:
+    with tiny_learner.Player(address, run.id) as player, Gauge(db, run.id) as gauge:
         assert serve(run, settings, pace_s=0.08) == 0
-    lines = tiny.step_lines(run.dir)
+    lines = tiny_learner.step_lines(run.dir)
     assert max(line["lag_max"] for line in lines) <= run.max_lag
     # what waits to be trained, and what was trained since the last checkpoint
     most = (run.max_lag + 1 + settings.checkpoint_every) * run.groups_per_step
@@ -68,7 +67,6 @@ def test_a_learner_that_is_faster_than_its_rollouts_waits_says_so_and_does_not_s
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -78,7 +76,7 @@ def test_a_learner_that_is_faster_than_its_rollouts_waits_says_so_and_does_not_s
 
     few = run.model_copy(update={"steps": 4})
     began, burnt = time.monotonic(), time.process_time()
-    with tiny.Player(address, run.id, spoil=slow):
+    with tiny_learner.Player(address, run.id, spoil=slow):
         assert serve(few, settings) == 0
     took, burnt = time.monotonic() - began, time.process_time() - burnt
     waits = decode_as(MetricsSnapshot, db.get(Keys(run.id).metrics("learner", "0"))).waits

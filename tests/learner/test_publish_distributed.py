@@ -31,6 +31,7 @@ from protocol.messages import EngineInfo, NodeState, ViewAnswer, WeightBucket, W
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from tests.support.environments import write_tokenizer
+from tests.support.waiting import wait_until
 
 Weights = dict[str, torch.Tensor]
 pytestmark = pytest.mark.slow
@@ -129,12 +130,8 @@ class Fleet:
         found = [e for e in self.stores[-1].engines() if e.id == name]
         return found[0] if found else None
 
-    def until(self, true: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not true():
-            logs = "\n".join(self.log(name)[-3000:] for name in self.nodes)
-            assert time.monotonic() < deadline, f"within {seconds} s: {what}\n{logs}"
-            time.sleep(0.02)
+    def logs(self) -> str:
+        return "\n".join(self.log(name)[-3000:] for name in self.nodes)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -144,7 +141,7 @@ class Fleet:
             found = [self.info(name) for name in names]
             return all(e is not None and (e.state, e.version) == (NodeState.READY, at) for e in found)
 
-        self.until(true, f"{names} READY at {at.label}")
+        wait_until(true, f"{names} READY at {at.label}", said=self.logs)
 
     def checksums(self, name: str) -> dict[str, str]:
         info = self.info(name)
@@ -263,7 +260,7 @@ def test_a_member_that_dies_in_mid_transfer_costs_one_version_by_files_and_nothi
     fleet.ready("a", at=v[1])
     assert fleet.checksums("a") == fleet.expected(fleet.shifted(0.5))
     fleet.nodes["b"].wait()
-    fleet.until(lambda: fleet.info("b") is None, "the lease of b ends")
+    wait_until(lambda: fleet.info("b") is None, "the lease of b ends", said=fleet.logs)
     old = fleet.view().group
     assert step(publisher, v[2], fleet.shifted(0.25)).transport == "distributed", "the next view is tried at once"
     fleet.ready("a", at=v[2])

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +27,10 @@ from learner.engine import DeepSpeedEngine, join_ranks, leave_ranks
 from learner.trainer.distributed.channel import RankLost, Ranks, decode, encode
 from learner.trainer.distributed.leader import RankedEngine, follow_lead, lead
 from protocol.errors import UserError
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:  # torchrun runs this file too, and knows no folder but this one
-    from forks import Zygote
+    from tests.support.forks import Zygote
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -252,7 +253,9 @@ def role_mortal(folder: Path) -> None:
 @pytest.mark.parametrize(("size", "die"), [(2, 0), (3, 1)])
 def test_a_rank_that_dies_takes_the_others_down_at_once(size: int, die: int, tmp_path: Path, zygote: Zygote) -> None:
     with zygote.ranks(__file__, ["mortal", str(tmp_path)], tmp_path, size, {"DIE": str(die)}) as ranks:
-        wait_for(lambda: all((tmp_path / f"worked{rank}").exists() for rank in range(1, size)), 90)
+        wait_until(
+            lambda: all((tmp_path / f"worked{rank}").exists() for rank in range(1, size)), "every rank works", 90
+        )
         assert all(zygote.ended(rank) is None for rank in ranks), "an idle rank waits"
         (tmp_path / "now").touch()
         for rank in ranks:
@@ -261,13 +264,6 @@ def test_a_rank_that_dies_takes_the_others_down_at_once(size: int, die: int, tmp
     assert lost == set(range(size)) - {die}
     for rank in lost:
         assert "another rank is gone" in (tmp_path / f"lost{rank}").read_text()
-
-
-def wait_for(done: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def without_a_port() -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +24,8 @@ from protocol.codec import decode_as
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
+from tests.support.wire import Wire
 
 KEYS = Keys("t1")
 Serve = Callable[..., int]
@@ -36,9 +37,9 @@ def facts(run: RunSettings) -> dict[str, Any]:
     return found.facts
 
 
-def assert_whole(tiny: ModuleType, run: RunSettings, *, extra: int = 0) -> dict[str, Any]:
+def assert_whole(run: RunSettings, *, extra: int = 0) -> dict[str, Any]:
     """Every step trained its batch, no seq twice; books close by seq and by token."""
-    seqs = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+    seqs = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     made = facts(run)
     assert len(seqs) == len(set(seqs)) == run.steps * run.groups_per_step == made["ledger"]["counts"]["trained"]
     assert made["tokens"]["generated"] == sum(made["tokens"]["buckets"].values())
@@ -86,10 +87,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.fault(14)
 def test_a_learner_cut_off_for_longer_than_its_lease_takes_it_again_and_loses_nothing(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
-    db: redis.Redis, redis_socket: str, wire: Any,
-) -> None:  # fmt: skip
-    with wire(redis_socket) as link:
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
+    db: redis.Redis, redis_socket: str, ) -> None:  # fmt: skip
+    with Wire(redis_socket) as link:
         run = run.model_copy(update={"redis_url": f"redis://127.0.0.1:{link.port}/0"})
 
         def part(updates: int) -> None:
@@ -101,10 +101,10 @@ def test_a_learner_cut_off_for_longer_than_its_lease_takes_it_again_and_loses_no
                     time.sleep(0.02)
                 threading.Timer(0.3, link.mend).start()
 
-        with tiny.Player(address, run.id):
+        with tiny_learner.Player(address, run.id):
             assert serve(run, settings.model_copy(update={"lease_s": 0.6}), before=part) == 0
         assert link.broken >= 2 and link.refused >= 1
-    made = assert_whole(tiny, run)
+    made = assert_whole(run)
     assert made["lineage"][0] == [1, 0] and made["lineage"][-1][0] >= 2, "taken again, under a higher epoch"
     assert made["tally"]["lease_lapsed"] >= 1 and made["tally"]["state_lost"] == 0
     assert made["redis"]["lost"] == 0, "Redis was the same all the time: every token is accounted for"
@@ -114,7 +114,7 @@ def test_a_learner_cut_off_for_longer_than_its_lease_takes_it_again_and_loses_no
 @pytest.mark.fault(23, 24)
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_redis_that_is_killed_is_waited_for_and_what_it_forgot_is_made_again(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, folder: Path, kept: bool
+    run: RunSettings, settings: LearnerSettings, serve: Serve, folder: Path, kept: bool
 ) -> None:
     options = ["--appendonly", "yes", "--appendfsync", "everysec"] if kept else []
     run = run.model_copy(update={"redis_url": f"unix://{folder / 's'}"})
@@ -133,12 +133,12 @@ def test_a_redis_that_is_killed_is_waited_for_and_what_it_forgot_is_made_again(
                 first.wait(10)
                 back.start()
 
-        with tiny.Player({"unix_socket_path": str(folder / "s")}, run.id):
+        with tiny_learner.Player({"unix_socket_path": str(folder / "s")}, run.id):
             assert serve(run, settings, before=kill) == 0
         back.join()
         assert first.returncode == -signal.SIGKILL
         db = redis.Redis(unix_socket_path=str(folder / "s"))
-        made = assert_whole(tiny, run)
+        made = assert_whole(run)
         assert values(db).waits["redis"] > 0.05
         # With its file the streams are there again; without it they were made anew, which only the mending does.
         assert made["tally"]["state_lost"] == (0 if kept else 1) == kinds(db).count("state-lost")
@@ -148,7 +148,7 @@ def test_a_redis_that_is_killed_is_waited_for_and_what_it_forgot_is_made_again(
 
 @pytest.mark.fault(25)
 def test_at_maxmemory_leases_live_acknowledging_goes_on_and_nothing_is_lost(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     refused: list[str] = []
@@ -171,10 +171,10 @@ def test_at_maxmemory_leases_live_acknowledging_goes_on_and_nothing_is_lost(
             db.config_set("maxmemory", "1mb")
             relief.start()
 
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings.model_copy(update={"lease_s": 1.0}), before=fill) == 0
     relief.join()
-    made = assert_whole(tiny, run)
+    made = assert_whole(run)
     assert len(refused) == 3 and values(db).waits["data"] > 0.5, "no more groups came meanwhile"
     assert made["lineage"] == [[1, 0]], "renewing needs no memory"
     assert made["redis"]["lost"] == 0 and made["tally"]["state_lost"] == 0
@@ -184,7 +184,7 @@ def test_at_maxmemory_leases_live_acknowledging_goes_on_and_nothing_is_lost(
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("fsync", ["everysec", "always"])
 def test_a_redis_whose_disk_is_full_pauses_the_run_which_goes_on_when_there_is_room(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, folder: Path, fsync: str
+    run: RunSettings, settings: LearnerSettings, serve: Serve, folder: Path, fsync: str
 ) -> None:
     """RLIMIT_FSIZE stands for the full disk: Redis' append-only file may not grow, as on a device without room.
 
@@ -220,12 +220,12 @@ def test_a_redis_whose_disk_is_full_pauses_the_run_which_goes_on_when_there_is_r
                 size(first.pid, largest + 2000)
                 relief.start()
 
-        with tiny.Player({"unix_socket_path": str(folder / "s")}, run.id):
+        with tiny_learner.Player({"unix_socket_path": str(folder / "s")}, run.id):
             assert serve(run, settings, before=fill) == 0
         relief.join()
         assert seen and (fsync == "always" or "MISCONF" in seen[0]), seen
         assert values(db).waits["redis"] > 0.3
-        assert_whole(tiny, run)
+        assert_whole(run)
         db.close()
 
 
@@ -236,7 +236,7 @@ def size(pid: int, limit: int) -> None:
 
 @pytest.mark.fault(28)
 def test_a_redis_that_stands_still_is_waited_for_and_nothing_is_sent_twice(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, folder: Path
+    run: RunSettings, settings: LearnerSettings, serve: Serve, folder: Path
 ) -> None:
     run = run.model_copy(update={"redis_url": f"unix://{folder / 's'}"})
     stood: list[float] = []
@@ -254,11 +254,11 @@ def test_a_redis_that_stands_still_is_waited_for_and_nothing_is_sent_twice(
                 threading.Timer(3.0, go_on).start()
 
         before = os.times()
-        with tiny.Player({"unix_socket_path": str(folder / "s")}, run.id):
+        with tiny_learner.Player({"unix_socket_path": str(folder / "s")}, run.id):
             assert serve(run, settings.model_copy(update={"lease_s": 15}), before=stop) == 0
         after = os.times()
         db = redis.Redis(unix_socket_path=str(folder / "s"))
-        made = assert_whole(tiny, run)
+        made = assert_whole(run)
         assert stood and stood[0] >= 3.0
         assert made["tally"]["duplicates"] == made["tally"]["reissued"] == made["redis"]["lost"] == 0
         assert made["lineage"] == [[1, 0]] and int(db.hget(KEYS.tokens, "published")) == made["tokens"]["generated"]

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,20 +24,21 @@ from protocol.errors import UserError
 from protocol.header import seal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 Serve = Callable[..., int]
 
 
 @pytest.fixture
-def again(tmp_path: Path, tiny: ModuleType) -> Callable[..., RunSettings]:
+def again(tmp_path: Path) -> Callable[..., RunSettings]:
     """Replays `source` into a directory of its own; keyword arguments beside these are the engine's."""
 
     def call(
         run: RunSettings, settings: LearnerSettings, source: Path, *, into: str = "replay", **engine: Any
     ) -> RunSettings:
         mine = run.model_copy(update={"dir": tmp_path / into, "redis_url": "", "id": "another"})
-        assert replay(mine, settings, source, make_engine=lambda r, s: tiny.TinyEngine(r, s, **engine)) == 0
+        assert replay(mine, settings, source, make_engine=lambda r, s: tiny_learner.TinyEngine(r, s, **engine)) == 0
         return mine
 
     return call
@@ -63,30 +63,30 @@ def write_journal(folder: Path, steps: int, *, rewards: Callable[[int], tuple[fl
 
 
 def test_a_run_with_crashes_is_replayed_to_the_same_weights(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], again: Any
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], again: Any
 ) -> None:
     settings = settings.model_copy(update={"on_orphan": "mask"})
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         for fatal in (2, 5):
 
             def die(updates: int, fatal: int = fatal) -> None:
                 if updates == fatal:
-                    raise tiny.Crash
+                    raise tiny_learner.Crash
 
-            with pytest.raises(tiny.Crash):
+            with pytest.raises(tiny_learner.Crash):
                 serve(run, settings, before=die, pace_s=0.05)
         serve(run, settings)
     exporting = settings.model_copy(update={"replay": ReplaySettings(export=True)})
     mine = again(run, exporting, run.dir)
     assert weights(mine) == weights(run)
-    batches = [line["seqs"] for line in tiny.step_lines(mine.dir)]
-    assert batches == list(tiny.surviving(run.dir).values())
+    batches = [line["seqs"] for line in tiny_learner.step_lines(mine.dir)]
+    assert batches == list(tiny_learner.surviving(run.dir).values())
     published = load_file(mine.weights_dir / "v1.8" / "model.safetensors")["weights"]
     assert published.tolist() == load_file(run.weights_dir / "v3.8" / "model.safetensors")["weights"].tolist()
 
 
 def test_a_replay_that_was_broken_off_goes_on_where_it_was(
-    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, again: Any, tmp_path: Path
+    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
 ) -> None:
     write_journal(tmp_path / "old", 7)
     twice = settings.model_copy(update={"replay": ReplaySettings(passes=2)})
@@ -96,13 +96,13 @@ def test_a_replay_that_was_broken_off_goes_on_where_it_was(
 
     def die(updates: int) -> None:
         if updates == 8:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
-    with pytest.raises(tiny.Crash):
+    with pytest.raises(tiny_learner.Crash):
         again(run, twice, tmp_path / "old", before=die)
     mine = again(run, twice, tmp_path / "old")
     assert weights(mine) == weights(whole)
-    assert list(tiny.surviving(mine.dir)) == list(range(1, 15))
+    assert list(tiny_learner.surviving(mine.dir)) == list(range(1, 15))
     assert again(run, twice, tmp_path / "old") == mine, "started once more, there is nothing to do"
     with pytest.raises(UserError, match="another journal"):
         write_journal(tmp_path / "other", 8)
@@ -126,45 +126,44 @@ def test_a_signal_ends_a_replay_with_a_checkpoint(
 def test_a_replay_ends_at_run_steps(
     run: RunSettings,
     settings: LearnerSettings,
-    tiny: ModuleType,
     again: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_journal(tmp_path / "old", 7)
     mine = again(run.model_copy(update={"steps": 3}), settings, tmp_path / "old" / "journal")
-    assert [line["seqs"] for line in tiny.step_lines(mine.dir)] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-    assert [line["lag_max"] for line in tiny.step_lines(mine.dir)] == [0, 0, 0], "as in the run"
+    assert [line["seqs"] for line in tiny_learner.step_lines(mine.dir)] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert [line["lag_max"] for line in tiny_learner.step_lines(mine.dir)] == [0, 0, 0], "as in the run"
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(shown) == 3 and all("trained" in line and "reward/em 0.500" in line for line in shown)
     assert not [line for line in shown if "generated" in line or "wait" in line], "nothing of that was measured"
 
 
 def test_batches_may_be_formed_anew_from_what_teaches(
-    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, again: Any, tmp_path: Path
+    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
 ) -> None:
     write_journal(tmp_path / "old", 7, rewards=lambda seq: (1.0, float(seq % 5 == 0)))
     fresh = settings.model_copy(update={"replay": ReplaySettings(rebatch=True, passes=2)})
     run = run.model_copy(update={"groups_per_step": 9, "max_lag": 0})
     mine = again(run, fresh, tmp_path / "old")
-    lines = tiny.step_lines(mine.dir)
+    lines = tiny_learner.step_lines(mine.dir)
     want = [list(range(1, 10)), list(range(10, 19)), list(range(19, 28))]
     assert [line["seqs"] for line in lines] == want * 2, "27 of 28 groups, twice"
     assert all(line["tokens_stale"] == 0 for line in lines) and lines[0]["lag_max"] == 2
     filtered = fresh.model_copy(update={"filter": FilterSettings(metric="em")})
     mine = again(run, filtered, tmp_path / "old", into="filtered")
     teaching = [seq for seq in range(1, 29) if seq % 5]
-    assert [line["seqs"] for line in tiny.step_lines(mine.dir)] == [teaching[:9], teaching[9:18]] * 2
+    assert [line["seqs"] for line in tiny_learner.step_lines(mine.dir)] == [teaching[:9], teaching[9:18]] * 2
 
 
 def test_a_batch_that_is_not_whole_is_left_out(
-    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, again: Any, tmp_path: Path
+    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
 ) -> None:
     write_journal(tmp_path / "old", 3)
     (data,) = (tmp_path / "old" / "journal").glob("*.bin")
     data.write_bytes(data.read_bytes()[:-9])
     mine = again(run, settings, tmp_path / "old")
-    assert [line["seqs"] for line in tiny.step_lines(mine.dir)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [line["seqs"] for line in tiny_learner.step_lines(mine.dir)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 def test_batches_that_are_not_finite_stop_a_replay_too(
@@ -190,11 +189,11 @@ def test_what_cannot_be_replayed_is_refused(
 
 
 def test_a_run_does_not_go_on_from_a_replay_nor_a_replay_from_a_run(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], again: Any,
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], again: Any,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     write_journal(tmp_path / "old", 2)
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run.model_copy(update={"steps": 1}), settings)
     with pytest.raises(UserError, match="a run that is no replay"):
         again(run, settings, tmp_path / "old", into="run")
@@ -205,10 +204,10 @@ def test_a_run_does_not_go_on_from_a_replay_nor_a_replay_from_a_run(
 
 
 def test_a_journal_that_lost_its_beginning_can_be_replayed(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], again: Any,
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], again: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run, settings.model_copy(update={"journal_max_gb": 1e-5}))
         serve(run.model_copy(update={"steps": 9}), settings)
     left = sorted({entry.step for entry in read_journal(run.dir / "journal")})
@@ -216,7 +215,7 @@ def test_a_journal_that_lost_its_beginning_can_be_replayed(
     with caplog.at_level(logging.WARNING):
         mine = again(run, settings, run.dir)
     assert f"the journal begins at step {left[0]}" in caplog.text
-    assert len(tiny.step_lines(mine.dir)) == min(len(left), 8)
+    assert len(tiny_learner.step_lines(mine.dir)) == min(len(left), 8)
 
 
 def test_trackers_are_told_of_every_step(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,13 +16,13 @@ from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import LearnerSettings
 from protocol.keys import Keys
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 
 def test_a_dead_seq_is_requeued_by_its_number_and_trained(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Callable[..., int],
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
     capsys: pytest.CaptureFixture[str],
@@ -45,7 +44,7 @@ def test_a_dead_seq_is_requeued_by_its_number_and_trained(
                 assert time.monotonic() < deadline, "the learner sees the request"
                 time.sleep(0.02)
 
-    with tiny.Player(address, run.id, fails=fails):
+    with tiny_learner.Player(address, run.id, fails=fails):
         assert serve(run, settings, before=ask) == 0
     out, err = capsys.readouterr()
     assert codes == [0, 0, 2] and "1 seqs requeued: 3" in out and "1 is trained" in err
@@ -55,7 +54,7 @@ def test_a_dead_seq_is_requeued_by_its_number_and_trained(
         (5, "engine", "dead"),
     ]
     facts = Checkpoints(run.checkpoint_dir, 2).load().facts
-    trained = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+    trained = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     assert trained.count(3) == 1 and len(trained) == len(set(trained)) == run.steps * run.groups_per_step
     assert {seq for seq, outcome, _ in facts["ledger"]["notes"] if outcome == "dead"} == {5}
     assert db.scard(Keys(run.id).requeue) == 0, "the request is dealt with"

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from protocol.codec import decode_as
 from protocol.header import seal
 from protocol.messages import Status, Task, Trajectory, TrajectoryGroup
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 from tests.support.messages import observation_segment, policy_segment, prompt_segment
 
 VOCABULARY, STEPS = 40, 13
@@ -94,7 +94,7 @@ def chain(run: RunSettings, questions: Path, model: Path, tmp_path: Path) -> Cal
             files.append(tmp_path / f"life{number}.json")
             argv = ["--config", str(tmp_path / "c.yaml"), *more]
             files[-1].write_text(json.dumps({"argv": argv, "fault": fault}))
-        program = [sys.executable, str(Path(__file__).parent / "mortal.py"), *map(str, files)]
+        program = [sys.executable, "-m", "tests.support.mortal", *map(str, files)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
@@ -133,13 +133,13 @@ def final(directory: Path) -> Checkpoint:
 @pytest.mark.slow
 @pytest.mark.fault(7, 8, 9)
 def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
-    run: RunSettings, tiny: ModuleType, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
+    run: RunSettings, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     settings = {"optim": {"lr": 3e-3, "schedule": "linear"}, "algorithm": {"type": "grpo", "std": "none"}}
     other = ["--replay", str(run.dir), "--rebatch", f"run.dir={tmp_path / 'other'}"]
     other += ["learner.algorithm.type=gspo", "run.groups_per_step=6"]
-    with tiny.Player(address, run.id, spoil=partial(differs, poison=POISON)):
+    with tiny_learner.Player(address, run.id, spoil=partial(differs, poison=POISON)):
         chain(settings, *[(fault, []) for fault in CHAIN], replayed(run, tmp_path), ("", other))
     # Every seq at most once in the lineage that survived, and the lost branches were real.
     checkpoint = final(run.dir)
@@ -155,13 +155,13 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     assert POISON in dead and len(dead) == run.groups_per_step == len(checkpoint.facts["ledger"]["notes"])
     assert_same_parameters(run, tmp_path, model)
     # Another algorithm makes another policy of the same groups, in batches of its own.
-    lines = tiny.step_lines(tmp_path / "other")
+    lines = tiny_learner.step_lines(tmp_path / "other")
     assert [seq for line in lines for seq in line["seqs"]] == seqs[: len(seqs) // 6 * 6]
 
 
 @pytest.mark.slow
 def test_all_that_has_a_state_of_its_own_is_resumed_too(
-    run: RunSettings, tiny: ModuleType, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
+    run: RunSettings, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     # A critic with its optimiser, an adaptive divergence from a moving average, several updates a batch, old groups.
@@ -173,9 +173,9 @@ def test_all_that_has_a_state_of_its_own_is_resumed_too(
         "reference": {"kind": "ema", "every": 3},
         "replay_mix": {"share": 0.5},
     }
-    with tiny.Player(address, run.id, spoil=differs):
+    with tiny_learner.Player(address, run.id, spoil=differs):
         chain(settings, ("update:18", []), ("commit:9", []), ("", []), replayed(run, tmp_path))
     assert final(run.dir).lineage == ((1, 0), (2, 3), (3, 9))
     assert_same_parameters(run, tmp_path, model)
-    lines = tiny.step_lines(tmp_path / "replay")
+    lines = tiny_learner.step_lines(tmp_path / "replay")
     assert lines[-1]["value_loss"] and lines[-1]["kl_coefficient"] != 0.05

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgpack
@@ -20,6 +19,7 @@ from protocol.header import read_header, seal
 from protocol.keys import Keys
 from protocol.messages import GroupFailed, Task, TrajectoryGroup
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -41,7 +41,6 @@ def test_rollout_servers_of_an_older_and_a_newer_minor_serve_one_learner(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Callable[..., int],
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -64,7 +63,7 @@ def test_rollout_servers_of_an_older_and_a_newer_minor_serve_one_learner(
         facts = msgpack.unpackb(header, raw=False) | {"crc": checksum(changed), "num_bytes": len(changed)}
         return pack(facts | ({"colour": "red"} if minors[-1] else {})), changed
 
-    with tiny.Player(address, run.id, spoil=another_minor) as player:
+    with tiny_learner.Player(address, run.id, spoil=another_minor) as player:
         assert serve(run, settings) == 0
     facts = Checkpoints(run.checkpoint_dir, 2).load().facts
     assert facts["ledger"]["counts"] == {"trained": 32, "filtered": 0, "stale": 0, "dead": 0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from tests.support import tiny_learner
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -117,20 +117,20 @@ def test_buckets_end_at_the_tensor_with_which_they_have_grown_too_much() -> None
 
 @pytest.mark.fault(40)
 def test_the_learner_stops_and_says_why_and_the_engines_keep_the_last_good_version(
-    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
     db: redis.Redis, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from protocol.codec import decode_as
     from protocol.messages import WeightUpdate
 
-    real = tiny.TinyEngine.iter_weights
+    real = tiny_learner.TinyEngine.iter_weights
 
     def poisoned(self: Any, device: str = "cpu") -> Any:
         for name, tensor in real(self, device):
             yield name, tensor * 1e6 if self.updates == 5 and name == "tied" else tensor
 
-    monkeypatch.setattr(tiny.TinyEngine, "iter_weights", poisoned)
-    with tiny.Player(address, run.id), pytest.raises(UserError) as caught:
+    monkeypatch.setattr(tiny_learner.TinyEngine, "iter_weights", poisoned)
+    with tiny_learner.Player(address, run.id), pytest.raises(UserError) as caught:
         serve(run, settings)
     assert "the weights of version 1.5 were not published" in caught.value.what and "tensor tied" in caught.value.what
     assert "checkpoint of step 3" in caught.value.todo and "learner.publish.max_norm_jump" in caught.value.todo
@@ -142,7 +142,7 @@ def test_the_learner_stops_and_says_why_and_the_engines_keep_the_last_good_versi
     kinds = [fields[b"kind"] for _, fields in db.xrange(Keys(run.id).events)]
     assert b"weights-refused" in kinds, "and it is in the run's history"
     monkeypatch.undo()
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings) == 0, "the same command goes on"
 
 

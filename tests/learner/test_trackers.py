@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from learner.observability.trackers.fanout import Trackers
 from protocol.errors import UserError
 from protocol.runtime.config import section
 from protocol.settings import RunSettings, Settings
+from tests.support import tiny_learner
 
 VALUES = {"step": 1, "loss": 0.5, "seqs": [1, 2], "seconds": {"wait": 0.25}, "broken": float("nan"), "ok": True}
 
@@ -178,18 +178,18 @@ def test_tensorboard_reads_back_what_survived_a_crash(tmp_path: Path) -> None:
 
 
 def test_a_crashed_run_and_its_successor_are_one_curve_in_tensorboard(
-    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any]
 ) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def die(updates: int) -> None:
         if updates == 5:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
     tracked = settings.model_copy(update={"trackers": (TensorBoardSettings(),)})
-    with tiny.Player(address, run.id):
-        with pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id):
+        with pytest.raises(tiny_learner.Crash):
             serve(run, tracked, before=die)
         assert serve(run, tracked) == 0
     events = EventAccumulator(str(run.dir / "tensorboard")).Reload()

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from forks import Zygote
 
 from protocol.codec import encode
 from protocol.messages import Status, Trajectory, TrajectoryGroup
+from tests.support import rank_pair
+from tests.support.forks import Zygote
 from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 pytestmark = pytest.mark.slow
-PAIR = Path(__file__).parent / "rank_pair.py"
 VOCABULARY = 40
-
-
-@pytest.fixture(scope="module")
-def pair() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("foray_tests_rank_pair", PAIR)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +57,7 @@ def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote
     out = tmp_path_factory.mktemp("ranks")
     path = out / "groups.txt"
     path.write_text("\n".join(encode(g).hex() for g in groups(model)))
-    zygote.run_ranks(PAIR, [str(model), str(path), str(out)], out, 2)
+    zygote.run_ranks(rank_pair.__file__, [str(model), str(path), str(out)], out, 2)
     return path, [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -79,16 +68,14 @@ CASES = (
 )
 
 
-def test_every_case_is_looked_at(pair: ModuleType) -> None:
-    assert tuple(pair.CASES) == CASES
+def test_every_case_is_looked_at() -> None:
+    assert tuple(rank_pair.CASES) == CASES
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_do_what_one_does(
-    case: str, pair: ModuleType, model: Path, by_two: tuple[Path, list[dict[str, Any]]]
-) -> None:
+def test_two_ranks_do_what_one_does(case: str, model: Path, by_two: tuple[Path, list[dict[str, Any]]]) -> None:
     path, found = by_two
-    expected = pair.measure(model, pair.read_groups(path), case)
+    expected = rank_pair.measure(model, rank_pair.read_groups(path), case)
     if "spans" in case:
         assert all(0 < metrics["rejected"] < 1 for metrics in expected["metrics"])
     for rank in found:

@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,14 +21,15 @@ from learner.main import serve as real
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 
 @pytest.fixture
 def trained(
-    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any]
 ) -> RunSettings:
     """A finished run, made longer: its settings for going on."""
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run, settings)
     return run.model_copy(update={"steps": run.steps + 2})
 
@@ -40,8 +40,7 @@ def manifest_of(run: RunSettings) -> Path:
 
 
 def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
-    trained: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType,
-    address: dict[str, Any], db: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    trained: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any], db: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     assert (trained.dir / KEY_FILE).stat().st_mode & 0o777 == 0o600
     shutil.move(trained.dir / KEY_FILE, trained.dir / "kept")  # as of a checkpoint that was copied from another run
@@ -51,9 +50,9 @@ def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
     assert not db.exists(Keys(trained.id).lease), "a refused start leaves no lease behind"
 
     def make(run: RunSettings, settings: LearnerSettings) -> Any:
-        return tiny.TinyEngine(run, settings)
+        return tiny_learner.TinyEngine(run, settings)
 
-    with tiny.Player(address, trained.id), caplog.at_level(logging.WARNING):
+    with tiny_learner.Player(address, trained.id), caplog.at_level(logging.WARNING):
         assert real(trained, settings, trust_checkpoint=True, make_engine=make) == 0
     assert "--trust-checkpoint: going on" in caplog.text
     assert serve(trained, settings) == 0, "what it has written since is signed with the new key"
@@ -64,7 +63,7 @@ def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
 
 
 def test_books_that_were_changed_by_hand_are_refused_and_those_who_only_look_still_read_them(
-    trained: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tiny: ModuleType, tmp_path: Path
+    trained: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tmp_path: Path
 ) -> None:
     path = manifest_of(trained)
     manifest = json.loads(path.read_text())
@@ -78,7 +77,7 @@ def test_books_that_were_changed_by_hand_are_refused_and_those_who_only_look_sti
     again = trained.model_copy(update={"dir": tmp_path / "replay", "redis_url": ""})
 
     def make(run: RunSettings, settings: LearnerSettings) -> Any:
-        return tiny.TinyEngine(run, settings)
+        return tiny_learner.TinyEngine(run, settings)
 
     assert replay(again, settings, trained.dir, make_engine=make) == 0, "a journal is evidence, and needs no key"
     assert "signature" in json.loads(manifest_of(again).read_text()), "its own checkpoints are signed"

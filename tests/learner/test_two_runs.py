@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from protocol.codec import decode_as
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 Serve = Callable[..., int]
 
@@ -26,7 +26,6 @@ def test_two_runs_finish_side_by_side_and_refuse_what_is_the_others(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
-    tiny: ModuleType,
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
@@ -50,7 +49,7 @@ def test_two_runs_finish_side_by_side_and_refuse_what_is_the_others(
     def learn(of: RunSettings) -> None:
         codes[of.id] = serve(of, settings, pace_s=0.05, before=lambda _: begun.set())
 
-    with tiny.Player(address, "a"), tiny.Player(address, "b", spoil=stray):
+    with tiny_learner.Player(address, "a"), tiny_learner.Player(address, "b", spoil=stray):
         first = threading.Thread(target=learn, args=(one,))
         first.start()
         assert begun.wait(20), "A trains"
@@ -59,7 +58,7 @@ def test_two_runs_finish_side_by_side_and_refuse_what_is_the_others(
     assert codes == {"a": 0, "b": 0} and strayed, "both are done, and something strayed"
     for of in (one, two):
         facts = Checkpoints(of.checkpoint_dir, 2).load().facts
-        trained = [seq for batch in tiny.surviving(of.dir).values() for seq in batch]
+        trained = [seq for batch in tiny_learner.surviving(of.dir).values() for seq in batch]
         assert len(trained) == len(set(trained)) == facts["ledger"]["counts"]["trained"] == of.steps * 4
         assert facts["run"] == of.id
     letters = [json.loads(line) for line in (two.dir / "dead_letters.jsonl").read_text().splitlines()]

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_http import write_policy
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from learner.weights.process_group import free_port
+from tests.support.engine_http import write_policy
 
 Client = Callable[..., Any]
 Did = Callable[[str, str], None]

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from private_redis import client_of
+
+from tests.support.private_redis import client_of
 
 
 @pytest.fixture

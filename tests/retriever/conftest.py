@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -134,17 +134,3 @@ def bench(settings: Callable[..., RetrieverSettings]) -> Callable[..., AbstractA
                 await runner.cleanup()
 
     return start
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], bool], str], Awaitable[None]]:
-    """`await until(condition, what)` polls until the condition holds; AssertionError with `what` after 10 s."""
-
-    async def wait(condition: Callable[[], bool], what: str) -> None:
-        for _ in range(1000):
-            if condition():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"not within 10 s: {what}")
-
-    return wait

@@ -7,7 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -24,10 +24,10 @@ from retriever.api.search_r1 import render
 from retriever.config import RetrieverSettings
 from retriever.server import running
 from retriever.serving.cache import Answer
+from tests.support.waiting import eventually
 
 Settings = Callable[..., RetrieverSettings]
 StartBench = Callable[..., AbstractAsyncContextManager[Any]]
-Until = Callable[[Callable[[], bool], str], Awaitable[None]]
 
 
 def post(url: str, body: object, raw: bytes | None = None) -> tuple[int, Any, dict[str, str]]:
@@ -175,11 +175,11 @@ async def test_info_and_metrics_describe_the_index_and_the_traffic(settings: Set
     assert all(line.startswith(("#", "foray_retriever_")) for line in lines)
 
 
-async def test_an_overloaded_service_answers_429_and_its_health(bench: StartBench, until: Until) -> None:
+async def test_an_overloaded_service_answers_429_and_its_health(bench: StartBench) -> None:
     async with bench(window_ms=0, queue_limit=2, max_batch=1) as b, aiohttp.ClientSession(b.url) as session:
         b.watched.gate.clear()
         held = [asyncio.create_task(session.post("/retrieve", json={"queries": [f"number{i}"]})) for i in range(2)]
-        await until(lambda: b.count("queue") == 2, "the queue is full")
+        await eventually(lambda: b.count("queue") == 2, "the queue is full")
         async with session.post("/retrieve", json={"queries": ["number5"]}) as response:
             assert response.status == 429
             assert int(response.headers["Retry-After"]) >= 1
@@ -196,15 +196,15 @@ async def test_an_overloaded_service_answers_429_and_its_health(bench: StartBenc
         assert b.count("rejected_total") == b.count("requests_total", route="/retrieve", status="429") == 1
 
 
-async def test_the_work_of_a_client_that_left_is_dropped(bench: StartBench, until: Until) -> None:
+async def test_the_work_of_a_client_that_left_is_dropped(bench: StartBench) -> None:
     async with bench(window_ms=0) as b, aiohttp.ClientSession(b.url) as session:
         b.watched.gate.clear()
         held = asyncio.create_task(session.post("/retrieve", json={"queries": ["number0"]}))
-        await until(lambda: b.watched.entered == 1, "the owner is busy")
+        await eventually(lambda: b.watched.entered == 1, "the owner is busy")
         leaves = asyncio.create_task(session.post("/retrieve", json={"queries": ["number1"]}))
-        await until(lambda: b.count("queue") == 2, "another waits")
+        await eventually(lambda: b.count("queue") == 2, "another waits")
         leaves.cancel()
-        await until(lambda: b.count("dropped_total") == 1, "it is dropped")
+        await eventually(lambda: b.count("dropped_total") == 1, "it is dropped")
         b.watched.gate.set()
         async with await held as response:
             assert response.status == 200
@@ -268,12 +268,12 @@ def test_rendered_bodies_are_the_json_that_they_should_be() -> None:
     assert json.loads(render([], scores=True)) == {"result": []}
 
 
-async def test_with_overload_wait_a_full_queue_answers_503(bench: StartBench, until: Until) -> None:
+async def test_with_overload_wait_a_full_queue_answers_503(bench: StartBench) -> None:
     fields = {"window_ms": 0, "queue_limit": 1, "max_batch": 1, "overload": "wait", "overload_wait_s": 0.05}
     async with bench(**fields) as b, aiohttp.ClientSession(b.url) as session:
         b.watched.gate.clear()
         held = asyncio.create_task(session.post("/retrieve", json={"queries": ["number1"]}))
-        await until(lambda: b.count("queue") == 1, "the queue is full")
+        await eventually(lambda: b.count("queue") == 1, "the queue is full")
         async with session.post("/retrieve", json={"queries": ["number5"]}) as response:
             assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
         b.watched.gate.set()
@@ -297,15 +297,15 @@ async def test_a_list_of_a_million_items_costs_no_look_at_each(settings: Setting
             assert status == 400 and answer["error"] == f"{name}: 1001 items are more than retriever.max_hits = 1000"
 
 
-async def test_a_request_that_waits_keeps_the_memory_of_its_body_counted(bench: StartBench, until: Until) -> None:
+async def test_a_request_that_waits_keeps_the_memory_of_its_body_counted(bench: StartBench) -> None:
     fields = {"window_ms": 0, "queue_limit": 1, "overload": "wait", "overload_wait_s": 60, "max_body_mb": 0.1}
     async with bench(**fields) as b, aiohttp.ClientSession(b.url) as session:
         b.watched.gate.clear()
         first = asyncio.create_task(session.post("/retrieve", json={"queries": ["number0"]}))
-        await until(lambda: b.count("queue") == 1, "the queue is full")
+        await eventually(lambda: b.count("queue") == 1, "the queue is full")
         large = [{"queries": [f"number{i}"] + ["x" * 4000] * 24} for i in range(1, 7)]  # 96 kB of 105 kB
         held = [asyncio.create_task(session.post("/retrieve", json=body)) for body in large]
-        await until(lambda: b.count("waited_total") + b.count("rejected_total") == 6, "all have come")
+        await eventually(lambda: b.count("waited_total") + b.count("rejected_total") == 6, "all have come")
         assert (b.count("waited_total"), b.count("rejected_total")) == (4, 2)
         b.watched.gate.set()
         statuses = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -16,10 +16,10 @@ from retriever.serving.admission import Overloaded, Room
 from retriever.serving.batcher import Stopped
 from retriever.serving.cache import Answer
 from retriever.serving.service import EMPTY, normalise
+from tests.support.waiting import eventually
 
 Bench = Any
 StartBench = Callable[..., AbstractAsyncContextManager[Bench]]
-Until = Callable[[Callable[[], bool], str], Awaitable[None]]
 
 
 def ids(answer: Answer) -> list[str]:
@@ -40,7 +40,7 @@ async def test_a_batch_is_searched_before_the_window_ends_when_it_is_full(bench:
         assert [len(queries) for queries, _ in b.watched.calls] == [4, 4]
 
 
-async def test_clients_that_ask_again_at_once_stay_in_one_batch(bench: StartBench, until: Until) -> None:
+async def test_clients_that_ask_again_at_once_stay_in_one_batch(bench: StartBench) -> None:
     async with bench(window_ms=0, cache_mb=0) as b:
         b.watched.gate.clear()
 
@@ -50,7 +50,7 @@ async def test_clients_that_ask_again_at_once_stay_in_one_batch(bench: StartBenc
                 await asyncio.sleep(0.002)  # the way to the client and back
 
         early = asyncio.create_task(client(0))
-        await until(lambda: b.watched.entered == 1, "the first query is being searched")
+        await eventually(lambda: b.watched.entered == 1, "the first query is being searched")
         late = asyncio.create_task(client(1))
         await asyncio.sleep(0.4)  # a tenth of a call of this length is waited for those that it answers
         b.watched.gate.set()
@@ -66,11 +66,11 @@ async def test_equal_queries_are_searched_once(bench: StartBench) -> None:
         assert b.count("deduplicated_total") == 29
 
 
-async def test_a_query_joins_an_equal_one_that_is_being_searched(bench: StartBench, until: Until) -> None:
+async def test_a_query_joins_an_equal_one_that_is_being_searched(bench: StartBench) -> None:
     async with bench(window_ms=0) as b:
         b.watched.gate.clear()
         first = asyncio.create_task(b.searches.search(["number7"], 1))
-        await until(lambda: b.watched.entered == 1, "the first query is being searched")
+        await eventually(lambda: b.watched.entered == 1, "the first query is being searched")
         second = asyncio.create_task(b.searches.search(["number7"], 1))
         await asyncio.sleep(0)
         b.watched.gate.set()
@@ -109,11 +109,11 @@ async def test_blank_queries_have_no_hits_and_reach_no_index(bench: StartBench) 
         assert b.watched.calls == []
 
 
-async def test_a_full_queue_refuses_a_request_whole_and_recovers(bench: StartBench, until: Until) -> None:
+async def test_a_full_queue_refuses_a_request_whole_and_recovers(bench: StartBench) -> None:
     async with bench(window_ms=0, queue_limit=4, max_batch=1) as b:
         b.watched.gate.clear()
         held = asyncio.create_task(b.searches.search(["number1", "number2", "number3"], 1))
-        await until(lambda: b.count("queue") == 3, "three queries are queued")
+        await eventually(lambda: b.count("queue") == 3, "three queries are queued")
         with pytest.raises(Overloaded):
             await b.searches.search(["number4", "number5"], 1)
         assert b.count("queue") == 3
@@ -130,14 +130,14 @@ async def test_an_idle_service_takes_a_request_larger_than_the_queue(bench: Star
         assert [ids(answer) for answer in answers] == [[f"d{i}"] for i in range(20)]
 
 
-async def test_cancelled_queries_are_dropped_unless_another_request_wants_them(bench: StartBench, until: Until) -> None:
+async def test_cancelled_queries_are_dropped_unless_another_request_wants_them(bench: StartBench) -> None:
     async with bench(window_ms=0) as b:
         b.watched.gate.clear()
         first = asyncio.create_task(b.searches.search(["number0"], 1))
-        await until(lambda: b.watched.entered == 1, "the owner is busy")
+        await eventually(lambda: b.watched.entered == 1, "the owner is busy")
         gone = asyncio.create_task(b.searches.search(["number1", "number2"], 1))
         stays = asyncio.create_task(b.searches.search(["number2", "number3"], 1))
-        await until(lambda: b.count("queue") == 4, "all are queued")
+        await eventually(lambda: b.count("queue") == 4, "all are queued")
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
@@ -160,13 +160,13 @@ async def test_a_failing_query_fails_alone(bench: StartBench) -> None:
         assert ids((await b.searches.search(["number3"], 1))[0]) == ["d3"]
 
 
-async def test_the_end_of_the_loop_fails_what_waits_and_what_comes_after(bench: StartBench, until: Until) -> None:
+async def test_the_end_of_the_loop_fails_what_waits_and_what_comes_after(bench: StartBench) -> None:
     async with bench(window_ms=0) as b:
         b.watched.gate.clear()
         flying = asyncio.create_task(b.searches.search(["number0"], 1))
-        await until(lambda: b.watched.entered == 1, "one query is being searched")
+        await eventually(lambda: b.watched.entered == 1, "one query is being searched")
         waiting = asyncio.create_task(b.searches.search(["number1"], 1))
-        await until(lambda: b.count("queue") == 2, "another waits")
+        await eventually(lambda: b.count("queue") == 2, "another waits")
         (loop,) = [task for task in asyncio.all_tasks() if "Searches.run" in repr(task.get_coro())]
         loop.cancel()
         for task in (flying, waiting):
@@ -180,17 +180,17 @@ def test_normalising_joins_spellings_that_look_alike_and_keeps_case() -> None:
     assert normalise("  E\u0301mile \n wrote ") == normalise("\u00c9mile wrote") == "\u00c9mile wrote"
 
 
-async def test_with_patience_a_request_waits_for_its_turn(bench: StartBench, until: Until) -> None:
+async def test_with_patience_a_request_waits_for_its_turn(bench: StartBench) -> None:
     async with bench(window_ms=0, queue_limit=4, max_batch=4, overload="wait", overload_wait_s=60) as b:
         b.watched.gate.clear()
         held = asyncio.create_task(b.searches.search(["number1", "number2", "number3"], 1))
-        await until(lambda: b.count("queue") == 3, "three queries are queued")
+        await eventually(lambda: b.count("queue") == 3, "three queries are queued")
         large = asyncio.create_task(b.searches.search([f"number{i}" for i in range(10, 20)], 1))
-        await until(lambda: b.count("waited_total") == 1, "a request too large for the room waits")
+        await eventually(lambda: b.count("waited_total") == 1, "a request too large for the room waits")
         small = asyncio.create_task(b.searches.search(["number4"], 1))
-        await until(lambda: b.count("waited_total") == 2, "a later one does not overtake it")
+        await eventually(lambda: b.count("waited_total") == 2, "a later one does not overtake it")
         gone = asyncio.create_task(b.searches.search(["number5"], 1))
-        await until(lambda: b.count("waited_total") == 3, "a third waits")
+        await eventually(lambda: b.count("waited_total") == 3, "a third waits")
         gone.cancel()
         joined = asyncio.create_task(b.searches.search(["number1"], 1))  # needs no room
         b.watched.gate.set()
@@ -202,11 +202,11 @@ async def test_with_patience_a_request_waits_for_its_turn(bench: StartBench, unt
         assert not any("number5" in queries for queries, _ in b.watched.calls)
 
 
-async def test_patience_ends_and_leaves_the_places_to_others(bench: StartBench, until: Until) -> None:
+async def test_patience_ends_and_leaves_the_places_to_others(bench: StartBench) -> None:
     async with bench(window_ms=0, queue_limit=2, max_batch=2, overload="wait", overload_wait_s=0.05) as b:
         b.watched.gate.clear()
         held = asyncio.create_task(b.searches.search(["number1", "number2"], 1))
-        await until(lambda: b.count("queue") == 2, "the queue is full")
+        await eventually(lambda: b.count("queue") == 2, "the queue is full")
         with pytest.raises(Overloaded, match=r"after 0\.05 s") as raised:
             await b.searches.search(["number3"], 1)
         assert raised.value.status == 503

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from retriever.index.base import NO_ROW, Hits
 from retriever.index.config import FaissHnswSettings
 from retriever.server import attach, running
 from retriever.serving.cache import Answer
+from tests.support.waiting import eventually
 
 Settings = Callable[..., RetrieverSettings]
 StartBench = Callable[..., AbstractAsyncContextManager[Any]]
-Until = Callable[[Callable[[], bool], str], Awaitable[None]]
 
 
 class Scripted:
@@ -136,11 +136,11 @@ async def test_a_backend_that_raises_ends_neither_the_service_nor_later_searches
         assert (await post(session, "/retrieve", {"queries": ["fine"]}))[0] == 200
 
 
-async def test_a_slow_answer_of_an_online_engine_holds_up_nobody(until: Until) -> None:
+async def test_a_slow_answer_of_an_online_engine_holds_up_nobody() -> None:
     slow = asyncio.Event()
     async with serving(Scripted({"slow": slow}), lanes=4, max_batch=1) as (session, service):
         held = asyncio.create_task(post(session, "/retrieve", {"queries": ["slow", "beside it"]}))
-        await until(lambda: b"queue 1.0" in service.metrics.render(), "only the slow one is left")
+        await eventually(lambda: b"queue 1.0" in service.metrics.render(), "only the slow one is left")
         async with asyncio.timeout(5):
             for i in range(20):
                 assert (await post(session, "/search", {"query": f"quick{i}"}))[0] == 200
@@ -150,12 +150,12 @@ async def test_a_slow_answer_of_an_online_engine_holds_up_nobody(until: Until) -
         assert status == 200 and [hits[0]["id"] for hits in answer["result"]] == ["slow", "beside it"]
 
 
-async def test_no_more_calls_are_made_at_once_than_there_are_lanes(until: Until) -> None:
+async def test_no_more_calls_are_made_at_once_than_there_are_lanes() -> None:
     slow = asyncio.Event()
     backend = Scripted({f"q{i}": slow for i in range(10)})
     async with serving(backend, lanes=3, max_batch=1) as (session, _):
         held = asyncio.create_task(post(session, "/retrieve", {"queries": [f"q{i}" for i in range(10)]}))
-        await until(lambda: len(backend.asked) == 3, "three lanes are busy")
+        await eventually(lambda: len(backend.asked) == 3, "three lanes are busy")
         assert (await post(session, "/retrieve", {"queries": []})) == (200, {"result": []})
         assert len(backend.asked) == 3
         slow.set()
@@ -171,7 +171,7 @@ async def test_answers_of_different_runs_are_kept_apart() -> None:
         assert backend.asked == [(["same"], "a"), (["same"], "b"), (["same"], "")]
 
 
-async def test_a_refused_client_is_told_to_come_back_when_the_queue_will_be_done(until: Until) -> None:
+async def test_a_refused_client_is_told_to_come_back_when_the_queue_will_be_done() -> None:
     slow = asyncio.Event()
     backend = Scripted({"held": slow})
     async with serving(backend, queue_limit=20, max_batch=1) as (session, service):
@@ -180,7 +180,7 @@ async def test_a_refused_client_is_told_to_come_back_when_the_queue_will_be_done
         room = service.searches.room
         room.note_speed(1, 0.001)
         held = asyncio.create_task(post(session, "/retrieve", {"queries": ["held", *(f"q{i}" for i in range(19))]}))
-        await until(lambda: b"queue 20.0" in service.metrics.render(), "the queue is full")
+        await eventually(lambda: b"queue 20.0" in service.metrics.render(), "the queue is full")
         waits = []
         for seconds_each in (0.001, 0.4, 1e6):
             for _ in range(40):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -19,10 +19,10 @@ from retriever.server import running
 from rollout_server.rewards.base import Outcome
 from rollout_server.rewards.resources import Io
 from rollout_server.rewards.semantic import SemanticSettings
+from tests.support.waiting import eventually
 
 Settings = Callable[..., RetrieverSettings]
 StartBench = Callable[..., AbstractAsyncContextManager[Any]]
-Until = Callable[[Callable[[], bool], str], Awaitable[None]]
 DENSE = {"index": {"type": "memory", "encoder": {"type": "hashed", "dim": 64}}, "window_ms": 1}
 
 
@@ -104,16 +104,16 @@ async def test_requests_share_calls_of_the_encoder_which_stay_small(bench: Start
         assert b.count("embedded_texts_total") == sum(calls) >= 31
 
 
-async def test_texts_count_towards_the_bound_of_the_queue(bench: StartBench, until: Until) -> None:
+async def test_texts_count_towards_the_bound_of_the_queue(bench: StartBench) -> None:
     async with bench(**DENSE | {"window_ms": 0}, queue_limit=3) as b, aiohttp.ClientSession(b.url) as session:
         b.watched.gate.clear()
         held = asyncio.create_task(session.post("/retrieve", json={"queries": ["number0", "number1"]}))
-        await until(lambda: b.count("queue") == 2, "two queries are held")
+        await eventually(lambda: b.count("queue") == 2, "two queries are held")
         async with session.post("/v1/embeddings", json={"input": ["a", "b"]}) as response:
             assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
             assert (await response.json())["error"]["type"] == "server_error"
         waiting = asyncio.create_task(session.post("/v1/embeddings", json={"input": "a"}))
-        await until(lambda: b.count("queue") == 3, "one text waits behind them")
+        await eventually(lambda: b.count("queue") == 3, "one text waits behind them")
         async with session.post("/retrieve", json={"queries": ["number2"]}) as response:
             assert response.status == 429
         b.watched.gate.set()

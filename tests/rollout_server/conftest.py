@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import itertools
 import json
-import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import redis
-from private_redis import redis_at
 
 from protocol.codec import decode, encode
 from protocol.functions import source
@@ -30,6 +24,7 @@ from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion
 from rollout_server.environment.tokenizer import Tokens, load_tokens
 from tests.support.environments import write_tokenizer
+from tests.support.private_redis import redis_at
 
 RUNS = itertools.count(1)
 
@@ -54,17 +49,6 @@ class RedisProcess:
 def short_blocking_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server stops when its blocked read returns; tests stop many."""
     monkeypatch.setattr(redis_client, "BLOCK_MS", 100)
-
-
-@pytest.fixture(scope="session")
-def whole() -> ModuleType:
-    """The module `whole.py` beside this file."""
-    spec = importlib.util.spec_from_file_location("foray_tests_whole", Path(__file__).parent / "whole.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -200,19 +184,3 @@ async def own_world() -> AsyncIterator[World]:
             world.sync.close()
         finally:
             process.kill()
-
-
-Until = Callable[..., Awaitable[None]]
-
-
-@pytest.fixture
-def until() -> Until:
-    """`await until(lambda: ..., "what should come true")`: polls, and fails with the description."""
-
-    async def wait(true: Callable[[], object], what: str, seconds: float = 10.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline, f"within {seconds} s: {what}"
-            await asyncio.sleep(0.01)
-
-    return wait

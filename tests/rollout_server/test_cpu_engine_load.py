@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_http import Client, post, serving, write_policy
 
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model import runner
@@ -22,6 +21,7 @@ from rollout_server.cpu_engine.server import validation as bodies
 from rollout_server.cpu_engine.server import validation as contract
 from rollout_server.cpu_engine.server.app import build_engine
 from rollout_server.cpu_engine.server.validation import BadRequest, Limits, parse
+from tests.support.engine_http import Client, post, serving, write_policy
 
 MESSAGES = [{"role": "user", "content": "where is"}]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_http import Client, post, serving, write_policy
 from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM
 
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer as EngineTokenizer
 from rollout_server.cpu_engine.server.openai_bodies import conversation
+from tests.support.engine_http import Client, post, serving, write_policy
 
 PROMPT = "where is müller? 東京"
 GREEDY = {"temperature": 0, "ignore_eos": True}

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_http import Client, post, serving, write_policy
 
 from rollout_server.cpu_engine.server.absent import ABSENT
+from tests.support.engine_http import Client, post, serving, write_policy
 
 IDS = list(range(40, 60))
 DOCS = Path(__file__).parents[2] / "docs" / "engines.md"

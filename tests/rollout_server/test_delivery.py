@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.publisher import Sink, tokens_of
 from rollout_server.metrics import Stats
+from tests.support import rollout_process
 from tests.support.messages import make_group, make_task
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
 CLOCK = (
     "import sys, time\n"
@@ -72,21 +73,21 @@ def told(world) -> list[dict[str, str]]:
 
 @pytest.mark.fault(1)
 async def test_what_a_killed_server_had_under_way_is_done_by_another_one_and_nothing_is_half_published(
-    world, until: Until, model: Path, tokens, whole
+    world, model: Path, tokens
 ) -> None:
     world.target(V5)
-    async with whole.talker(tokens, pace_s=0.1) as engine:
+    async with rollout_process.talker(tokens, pace_s=0.1) as engine:
         world.register("e", engine.url, V5)
         world.issue(*(make_task(seq, group_size=2) for seq in range(1, 5)))
         async with process(world, model, "victim") as victim:
-            await until(lambda: world.pending() == 4 and engine.tokens_made > 8, "it is in the middle of four", 30)
+            await eventually(lambda: world.pending() == 4 and engine.tokens_made > 8, "it is in the middle of four", 30)
             victim.send_signal(signal.SIGKILL)
-            await until(lambda: victim.poll() is not None, "it is dead")
+            await eventually(lambda: victim.poll() is not None, "it is dead")
         assert victim.returncode == -signal.SIGKILL and world.published() == []
         engine.pace_s = 0.0
-        async with whole.server(world, model, name="second", task_idle_ms=700) as (_, _):
-            await until(lambda: len(world.published()) == 4, "another one takes over", 20)
-            await until(lambda: snapshot(world, "second").get("reclaimed") == 4, "and counts them")
+        async with rollout_process.server(world, model, name="second", task_idle_ms=700) as (_, _):
+            await eventually(lambda: len(world.published()) == 4, "another one takes over", 20)
+            await eventually(lambda: snapshot(world, "second").get("reclaimed") == 4, "and counts them")
     groups = world.published()
     assert Counter(g.seq for g in groups) == Counter(range(1, 5)) and {g.producer for g in groups} == {"second"}
     assert all(isinstance(g, TrajectoryGroup) for g in groups) and world.pending() == 0
@@ -95,37 +96,37 @@ async def test_what_a_killed_server_had_under_way_is_done_by_another_one_and_not
 @pytest.mark.slow
 @pytest.mark.fault(3, 32)
 async def test_a_server_that_slept_through_the_loss_of_its_tasks_is_told_that_they_were_published(
-    world, until: Until, model: Path, tokens, whole
+    world, model: Path, tokens
 ) -> None:
     world.target(V5)
-    async with whole.talker(tokens, latency_s=0.8) as engine:
+    async with rollout_process.talker(tokens, latency_s=0.8) as engine:
         world.register("e", engine.url, V5)
         world.issue(*(make_task(seq, group_size=2) for seq in (1, 2, 3)))
         async with process(world, model, "sleeper", "rollout.task_idle_ms=60000") as sleeper:
-            await until(lambda: len(engine.requests) == 6, "three groups are under way", 30)
+            await eventually(lambda: len(engine.requests) == 6, "three groups are under way", 30)
             sleeper.send_signal(signal.SIGSTOP)
-            async with whole.server(world, model, name="second", task_idle_ms=700) as (_, _):
-                await until(lambda: len(world.published()) == 3, "another one takes over", 20)
+            async with rollout_process.server(world, model, name="second", task_idle_ms=700) as (_, _):
+                await eventually(lambda: len(world.published()) == 3, "another one takes over", 20)
             assert sleeper.poll() is None and {g.producer for g in world.published()} == {"second"}
             sleeper.send_signal(signal.SIGCONT)
-            await until(lambda: snapshot(world, "sleeper").get("duplicates") == 3, "it wakes, and is too late", 20)
+            await eventually(lambda: snapshot(world, "sleeper").get("duplicates") == 3, "it wakes, and is too late", 20)
             assert snapshot(world, "sleeper")["groups_published"] == 0
             world.issue(make_task(4, group_size=2))
-            await until(lambda: len(world.published()) == 4, "it works on as if nothing had been", 20)
+            await eventually(lambda: len(world.published()) == 4, "it works on as if nothing had been", 20)
     assert Counter(g.seq for g in world.published()) == Counter(range(1, 5)) and world.pending() == 0
 
 
 @pytest.mark.fault(2)
 async def test_sigterm_under_load_hands_back_what_cannot_be_finished_and_ends_with_status_0(
-    world, until: Until, model: Path, tokens, whole
+    world, model: Path, tokens
 ) -> None:
     world.target(V5)
-    async with whole.talker(tokens, latency_s=60.0) as engine:
+    async with rollout_process.talker(tokens, latency_s=60.0) as engine:
         world.register("e", engine.url, V5)
         world.issue(*(make_task(seq, group_size=2) for seq in range(1, 7)))
         settings = ("rollout.drain_s=1", "rollout.concurrency_groups=4", "rollout.task_idle_ms=600000")
         async with process(world, model, "leaver", *settings) as leaver:
-            await until(lambda: world.pending() == 4 and len(engine.requests) == 8, "four are under way", 30)
+            await eventually(lambda: world.pending() == 4 and len(engine.requests) == 8, "four are under way", 30)
             url = f"http://127.0.0.1:{(model.parent / 'port-leaver').read_text().strip()}"
             leaver.terminate()
             status = 0
@@ -133,7 +134,7 @@ async def test_sigterm_under_load_hands_back_what_cannot_be_finished_and_ends_wi
                 async with aiohttp.ClientSession() as session, session.get(f"{url}/ready") as response:
                     status, body = response.status, await response.json()
             assert body["reasons"] == ["stopping"] and leaver.poll() is None
-            await until(lambda: leaver.poll() is not None, "it ends", 20)
+            await eventually(lambda: leaver.poll() is not None, "it ends", 20)
     assert leaver.returncode == 0, (model.parent / "leaver.log").read_text()
     assert world.pending() == 0 and world.published() == []
     # nobody waits for the ten minutes of its leases: what it held is at the end of the stream, for anyone
@@ -149,14 +150,12 @@ async def test_sigterm_under_load_hands_back_what_cannot_be_finished_and_ends_wi
 
 @pytest.mark.slow
 @pytest.mark.fault(44)
-async def test_hosts_whose_clocks_are_two_hours_apart_work_together(
-    world, until: Until, model: Path, tokens, whole
-) -> None:
+async def test_hosts_whose_clocks_are_two_hours_apart_work_together(world, model: Path, tokens) -> None:
     """Leases, registrations and the lists of the living go by the clock of Redis; durations by monotonic ones."""
     world.target(V5)
     idle = "rollout.task_idle_ms=1500"
     async with (
-        whole.talker(tokens, latency_s=0.1) as engine,
+        rollout_process.talker(tokens, latency_s=0.1) as engine,
         process(world, model, "early", idle, "rollout.concurrency_groups=1", skew_s=-3600),
         process(world, model, "late", idle, "rollout.concurrency_groups=1", skew_s=+3600),
     ):
@@ -167,10 +166,10 @@ async def test_hosts_whose_clocks_are_two_hours_apart_work_together(
             now = world.sync.time()[0]
             return {name.decode() for name in world.sync.zrangebyscore(world.keys.processes, now, now + 60)}
 
-        await until(lambda: living() == both, "each says that it lives, by the clock of Redis", 40)
+        await eventually(lambda: living() == both, "each says that it lives, by the clock of Redis", 40)
         engine.latency_s = 1.2  # of two turns each; longer than the idle time: only leases that are renewed last
         world.issue(*(make_task(seq, group_size=2) for seq in (1, 2)))
-        await until(lambda: len(world.published()) == 2, "each does one", 30)
+        await eventually(lambda: len(world.published()) == 2, "each does one", 30)
         assert {g.producer for g in world.published()} == {"early", "late"}
         counts = [snapshot(world, name) for name in ("early", "late")]
         assert [(c["reclaimed"], c["leases_lost"], c["duplicates"]) for c in counts] == [(0, 0, 0)] * 2
@@ -178,13 +177,11 @@ async def test_hosts_whose_clocks_are_two_hours_apart_work_together(
 
 
 @pytest.mark.fault(46)
-async def test_watchers_that_never_read_their_answers_hold_nobody_up(
-    world, until: Until, model: Path, tokens, whole
-) -> None:
+async def test_watchers_that_never_read_their_answers_hold_nobody_up(world, model: Path, tokens) -> None:
     """A dashboard that hangs or is killed in the middle of an answer: 50 connections that ask and do not listen."""
     world.target(V5)
     stack = AsyncExitStack()
-    async with whole.talker(tokens) as engine, whole.server(world, model) as (url, _), stack:
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model) as (url, _), stack:
         world.register("e", engine.url, V5)
         host, port = url.removeprefix("http://").split(":")
         watchers = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(50)]
@@ -194,7 +191,7 @@ async def test_watchers_that_never_read_their_answers_hold_nobody_up(
             if number % 2:
                 watcher.close()  # gone before its answers are
         world.issue(*(make_task(seq, group_size=2) for seq in range(1, 6)))
-        await until(lambda: len(world.published()) == 5, "groups are published all the same", 20)
+        await eventually(lambda: len(world.published()) == 5, "groups are published all the same", 20)
         async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as response:
             assert response.status == 200
         assert watchers[0].recv(15) == b"HTTP/1.1 200 OK", "answers lie there, and nobody has read them"

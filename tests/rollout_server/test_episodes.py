@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from rollout_server.server import model_digest, serve
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer
 from tests.support.fake_search import canned_retriever
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V3 = PolicyVersion(1, 3)
 QUESTIONS = [{"id": "q1", "question": "a ?", "answers": ["c"]}, {"id": "q2", "text": "b ?", "answers": ["d"]}]
 
@@ -130,14 +130,14 @@ async def test_no_more_episodes_run_at_once_than_were_asked_for(world, tmp_path:
 
 
 async def test_the_pin_is_held_and_renewed_for_the_time_of_the_request(
-    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pin, "PIN_MS", 3000)  # renewed every 0.6 s
     key, lives = world.keys.evaluation, []
     async with serving(world, tmp_path, latency_s=0.6) as (post, engine):
         request = asyncio.create_task(_json(post({"questions": QUESTIONS[:1], "pin": True})))
         other = asyncio.create_task(_json(post({"questions": QUESTIONS[:1], "pin": True})))
-        await until(lambda: world.sync.exists(key), "it is pinned")
+        await eventually(lambda: world.sync.exists(key), "it is pinned")
         while len(engine.requests) < 4 or engine._in_flight:
             lives.append(world.sync.pttl(key))
             assert lives[-1] > 0, "the pin lapsed during the request"
@@ -152,16 +152,16 @@ async def _json(posting: Any) -> Any:
         return await response.json()
 
 
-async def test_a_client_that_leaves_takes_its_episodes_and_its_pin_with_it(world, until: Until, tmp_path: Path) -> None:
+async def test_a_client_that_leaves_takes_its_episodes_and_its_pin_with_it(world, tmp_path: Path) -> None:
     async with serving(world, tmp_path, latency_s=30.0) as (post, engine):
         request = asyncio.create_task(_json(post({"questions": QUESTIONS, "n": 4, "pin": True})))
-        await until(lambda: engine._in_flight == 8, "all run")
+        await eventually(lambda: engine._in_flight == 8, "all run")
         request.cancel()
-        await until(lambda: engine._in_flight == 0, "the engine is rid of them")
-        await until(lambda: not world.sync.exists(world.keys.evaluation), "and the pin is gone")
+        await eventually(lambda: engine._in_flight == 0, "the engine is rid of them")
+        await eventually(lambda: not world.sync.exists(world.keys.evaluation), "and the pin is gone")
 
 
-async def test_unpinned_episodes_wait_for_an_engine_at_the_target(world, until: Until, tmp_path: Path) -> None:
+async def test_unpinned_episodes_wait_for_an_engine_at_the_target(world, tmp_path: Path) -> None:
     world.target(PolicyVersion(2, 3))
     async with serving(world, tmp_path) as (post, engine):
         request = asyncio.create_task(_json(post({"questions": QUESTIONS[:1]})))
@@ -220,21 +220,19 @@ async def test_only_engines_at_the_version_of_the_pin_serve(world, tmp_path: Pat
 
 
 async def test_a_swap_that_had_begun_before_the_pin_is_repeated_at_the_version_after_it(
-    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pin, "PIN_MS", 500)
     async with serving(world, tmp_path, latency_s=0.2) as (post, engine):
         asking = asyncio.create_task(_json(post({"questions": QUESTIONS, "n": 2, "pin": True})))
-        await until(lambda: len(engine.requests) > 4, "second turns run at 1.3")
+        await eventually(lambda: len(engine.requests) > 4, "second turns run at 1.3")
         changed(world, engine, V4)
         body = await asyncio.wait_for(asking, 15)
     assert body["versions"] == {"1.4": 4} and body["failed"] == 0
     assert len(engine.requests) > 8, "what was sampled at 1.3 was sampled again"
 
 
-async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_others(
-    world, until: Until, tmp_path: Path
-) -> None:
+async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_others(world, tmp_path: Path) -> None:
     async with serving(world, tmp_path, latency_s=0.02) as (post, engine):
         run = RunSettings(id=world.keys.run, dir=tmp_path / "node", redis_url=world.url, model=tmp_path / "model")
         settings = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), poll_s=0.02, heartbeat_s=0.1, drain_s=1.0)
@@ -242,7 +240,7 @@ async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_other
         node = asyncio.create_task(serve_node(run, settings, stop=stop))
         try:
             world.publish_weights(tmp_path / "weights", PolicyVersion(2, 0))
-            await until(lambda: world.registered("e").version == PolicyVersion(2, 0), "the node has loaded it")
+            await eventually(lambda: world.registered("e").version == PolicyVersion(2, 0), "the node has loaded it")
             asked = {"questions": QUESTIONS, "n": 20, "pin": True, "concurrency": 4, "stream": True}
             async with post(asked) as response:
                 for step in range(1, 5):
@@ -250,7 +248,7 @@ async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_other
                     world.publish_weights(tmp_path / "weights", PolicyVersion(2, step))
                 last = (await response.text()).rpartition("data: ")[2]
             assert json.loads(last)["versions"] == {"2.0": 40}
-            await until(lambda: world.registered("e").version == PolicyVersion(2, 4), "then it loads the newest")
+            await eventually(lambda: world.registered("e").version == PolicyVersion(2, 4), "then it loads the newest")
             assert engine.calls.count("/update_weights_from_disk") == 2
         finally:
             stop.requested.set()
@@ -258,7 +256,7 @@ async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_other
 
 
 async def test_a_version_that_no_engine_holds_any_more_ends_the_evaluation_and_mixes_nothing(
-    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pin, "PIN_MS", 500)
     async with serving(world, tmp_path, latency_s=0.2) as (post, engine):
@@ -275,7 +273,7 @@ async def test_a_version_that_no_engine_holds_any_more_ends_the_evaluation_and_m
 
 
 async def test_a_pin_has_an_end_and_the_swaps_that_waited_come_first(
-    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pin, "PIN_MS", 500)
     monkeypatch.setattr(pin, "REST_S", 0.4)  # `test_pin.py` measures it
@@ -286,13 +284,11 @@ async def test_a_pin_has_an_end_and_the_swaps_that_waited_come_first(
             assert response.status == 503 and "rollout.pin_max_s" in (await response.json())["error"]
         assert not world.sync.exists(key)
         again = asyncio.create_task(_json(post({"questions": QUESTIONS, "pin": True})))
-        await until(lambda: world.sync.exists(key), "then it is pinned again")
+        await eventually(lambda: world.sync.exists(key), "then it is pinned again")
         again.cancel()
 
 
-async def test_without_a_ready_engine_nothing_is_pinned_that_one_would_wait_for(
-    world, until: Until, tmp_path: Path
-) -> None:
+async def test_without_a_ready_engine_nothing_is_pinned_that_one_would_wait_for(world, tmp_path: Path) -> None:
     async with serving(world, tmp_path, engine_wait_s=0.4) as (post, engine):
         world.register("e", engine.url, V3, state=NodeState.SYNCING)
         async with post({"questions": QUESTIONS, "pin": True}) as response:
@@ -300,7 +296,7 @@ async def test_without_a_ready_engine_nothing_is_pinned_that_one_would_wait_for(
             assert not world.sync.exists(world.keys.evaluation)
 
 
-async def test_the_pin_of_another_server_does_not_go_with_ours(world, until: Until, tmp_path: Path) -> None:
+async def test_the_pin_of_another_server_does_not_go_with_ours(world, tmp_path: Path) -> None:
     key = world.keys.evaluation
     async with serving(world, tmp_path) as (post, _):
         world.sync.set(key, "another", px=60_000)
@@ -308,12 +304,12 @@ async def test_the_pin_of_another_server_does_not_go_with_ours(world, until: Unt
         assert body["count"] == 2 and world.sync.get(key), "it lapses by itself, and the other renews it"
 
 
-async def test_engines_for_evaluation_let_the_others_load(world, until: Until, tmp_path: Path) -> None:
+async def test_engines_for_evaluation_let_the_others_load(world, tmp_path: Path) -> None:
     async with serving(world, tmp_path, latency_s=0.2, pin_max_s=0.1) as (post, engine):
         world.register("e", engine.url, V3, role="eval")
         world.register("trains", "http://127.0.0.1:1", V4)
         asking = asyncio.create_task(_json(post({"questions": QUESTIONS, "pin": True})))
-        await until(lambda: engine.requests, "the engine for evaluation serves")
+        await eventually(lambda: engine.requests, "the engine for evaluation serves")
         assert world.sync.get(world.keys.evaluation).startswith(b"eval-engines:")
         body = await asking
     assert body["versions"] == {"1.3": 2} and body["failed"] == 0, "training waits for nothing, so there is no limit"
@@ -339,7 +335,7 @@ async def test_without_redis_unpinned_episodes_are_refused_in_the_end(
 
 
 async def test_a_client_that_reads_nothing_is_left_and_its_pin_goes(
-    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "READ_S", 0.3)
     questions = [{"id": str(n), "question": "a " * 8000} for n in range(40)]
@@ -352,6 +348,6 @@ async def test_a_client_that_reads_nothing_is_left_and_its_pin_goes(
         _, writer = await asyncio.open_connection(sock=client, limit=1024)
         head = "POST /v1/episodes HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        await until(lambda: world.sync.exists(world.keys.evaluation), "it is pinned", 10)
-        await until(lambda: not world.sync.exists(world.keys.evaluation), "and let go", 20)
+        await eventually(lambda: world.sync.exists(world.keys.evaluation), "it is pinned", 10)
+        await eventually(lambda: not world.sync.exists(world.keys.evaluation), "and let go", 20)
         writer.close()

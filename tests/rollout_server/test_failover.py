@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from tests.support.environments import make_episode
 from tests.support.fake_engine import FakeServer, Fault, next_ids, unsaid
 from tests.support.fake_search import FakeSearch
 from tests.support.messages import make_task
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V5, V6 = PolicyVersion(1, 5), PolicyVersion(1, 6)
 
 
@@ -130,7 +130,7 @@ async def test_a_turn_may_pass_through_many_engines_and_be_lost_by_each() -> Non
     ids=["suspect", "quarantined", "gone", "restarted", "draining", "lapsed"],
 )
 async def test_the_table_takes_an_engine_away_in_the_middle_of_a_turn(
-    until: Until, change: dict[str, Any] | None, alone: bool
+    change: dict[str, Any] | None, alone: bool
 ) -> None:
     """`alone`: its turns leave it even when no other engine is there."""
     table = Table()
@@ -141,25 +141,25 @@ async def test_the_table_takes_an_engine_away_in_the_middle_of_a_turn(
     ):
         table.tell(info("a", a))
         turn = asyncio.create_task(router(ask([7])))
-        await until(lambda: a.tokens_made >= 5, "the turn is under way")
+        await eventually(lambda: a.tokens_made >= 5, "the turn is under way")
         changed = [info("a", a, **change)] if change is not None else []
         table.tell(*changed)
         await asyncio.sleep(0.05)
         assert (router.counts["engine_withdrawn"] == 1) is alone
         table.tell(*changed, info("b", b))
         done = await asyncio.wait_for(turn, 1.0)
-        await until(lambda: a._in_flight == 0, "the first engine is rid of it")
+        await eventually(lambda: a._in_flight == 0, "the first engine is rid of it")
     assert done.ids == next_ids([7], 20) and router.counts["tokens_continued"] >= 3
     assert done.engine == ("a" if change == {"incarnation": "another"} else "b")
     assert router.health.total == 0, "that was not the engine's doing"
 
 
-async def test_a_draining_engine_without_a_successor_finishes_its_turns(until: Until) -> None:
+async def test_a_draining_engine_without_a_successor_finishes_its_turns() -> None:
     table = Table()
     async with FakeServer(twenty, version="1.6", pace_s=0.01) as a, routing(table) as router:
         table.tell(info("a", a))
         turn = asyncio.create_task(router(ask([7])))
-        await until(lambda: a.tokens_made >= 5, "the turn is under way")
+        await eventually(lambda: a.tokens_made >= 5, "the turn is under way")
         table.tell(info("a", a, state=NodeState.DRAINING))
         assert (await turn).pieces == 1
 
@@ -181,7 +181,7 @@ async def test_an_engine_that_aborts_gives_what_it_has() -> None:
     assert done.ids == next_ids([1], 20) and spans_of(done) == [("1.5", 0, 9), ("1.6", 9, 20)]
 
 
-async def test_an_engine_that_loads_weights_may_be_silent_and_one_that_does_not_may_not(until: Until) -> None:
+async def test_an_engine_that_loads_weights_may_be_silent_and_one_that_does_not_may_not() -> None:
     table = Table()
     async with (
         FakeServer(twenty, version="1.6", pace_s=0.005) as a,
@@ -190,7 +190,7 @@ async def test_an_engine_that_loads_weights_may_be_silent_and_one_that_does_not_
     ):
         table.tell(info("a", a))
         turn = asyncio.create_task(router(ask([7])))
-        await until(lambda: a.tokens_made >= 5, "the turn is under way")
+        await eventually(lambda: a.tokens_made >= 5, "the turn is under way")
         a._running.clear()
         table.tell(info("a", a, state=NodeState.LOADING), info("b", b))
         await asyncio.sleep(0.8)
@@ -202,9 +202,7 @@ async def test_an_engine_that_loads_weights_may_be_silent_and_one_that_does_not_
 
 
 @pytest.mark.fault(6)
-async def test_a_frozen_engine_loses_the_turns_that_it_has_not_begun_together_with_those_that_it_has(
-    until: Until,
-) -> None:
+async def test_a_frozen_engine_loses_the_turns_that_it_has_not_begun_together_with_those_that_it_has() -> None:
     table = Table()
     async with (
         FakeServer(twenty, version="1.6", pace_s=0.01) as a,
@@ -213,17 +211,17 @@ async def test_a_frozen_engine_loses_the_turns_that_it_has_not_begun_together_wi
     ):
         table.tell(info("a", a))
         turns = [asyncio.create_task(router(ask([7])))]
-        await until(lambda: a.tokens_made >= 5, "one is begun")
+        await eventually(lambda: a.tokens_made >= 5, "one is begun")
         a._running.clear()
         turns += [asyncio.create_task(router(ask([i]))) for i in (8, 9)]
-        await until(lambda: a._in_flight == 3, "two are not")
+        await eventually(lambda: a._in_flight == 3, "two are not")
         table.tell(info("a", a), info("b", b))
         done = await asyncio.wait_for(asyncio.gather(*turns), 5.0)
     assert [c.ids for c in done] == [next_ids([i], 20) for i in (7, 8, 9)] and {c.engine for c in done} == {"b"}
     assert router.counts["engine_stalled"] == 3
 
 
-async def test_tokens_whose_version_is_in_doubt_are_sampled_again_and_never_mislabelled(until: Until) -> None:
+async def test_tokens_whose_version_is_in_doubt_are_sampled_again_and_never_mislabelled() -> None:
     """SGLang says which version sampled which token only at the end. This stream has no end."""
     table = Table()
     async with (
@@ -234,7 +232,7 @@ async def test_tokens_whose_version_is_in_doubt_are_sampled_again_and_never_misl
         table.tell(info("a", a), info("b", b))
         a.faults["/generate"] = Fault(after=14, drop=True)
         turn = asyncio.create_task(router(ask([7])))
-        await until(lambda: a.tokens_made >= 7, "the turn is under way")
+        await eventually(lambda: a.tokens_made >= 7, "the turn is under way")
         a.version = "1.6"
         done = await turn
     # chunks of 1, 5 tokens are of 1.5 for sure; that of 9 holds both; 13 and 14 follow it
@@ -242,12 +240,12 @@ async def test_tokens_whose_version_is_in_doubt_are_sampled_again_and_never_misl
     assert (router.counts["tokens_unattributed"], router.counts["tokens_continued"]) == (9, 5)
 
 
-async def test_a_swap_in_the_middle_of_a_whole_answer_keeps_every_token(until: Until) -> None:
+async def test_a_swap_in_the_middle_of_a_whole_answer_keeps_every_token() -> None:
     table = Table()
     async with FakeServer(twenty, version="1.5", pace_s=0.02) as a, routing(table, interval=4) as router:
         table.tell(info("a", a))
         turn = asyncio.create_task(router(ask([7])))
-        await until(lambda: a.tokens_made >= 7, "the turn is under way")
+        await eventually(lambda: a.tokens_made >= 7, "the turn is under way")
         made, a.version = a.tokens_made, "1.6"
         done = await turn
     assert spans_of(done) == [("1.5", 0, made), ("1.6", made, 20)] and done.pieces == 1

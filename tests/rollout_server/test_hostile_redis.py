@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from protocol.messages import GroupFailed, MetricsSnapshot
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.errors import RedisRefused, RedisUnavailable
 from protocol.versions import PolicyVersion
+from tests.support import rollout_process
 from tests.support.messages import make_task
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
 LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
 
@@ -52,21 +52,21 @@ def refusal(world: Any) -> str:
     ],
 )
 async def test_a_key_that_cannot_be_used_is_waited_for_and_named_and_the_server_goes_on(
-    world, until: Until, model: Path, tokens, whole, caplog: pytest.LogCaptureFixture, name: str, spoil: Any
+    world, model: Path, tokens, caplog: pytest.LogCaptureFixture, name: str, spoil: Any
 ) -> None:
     key = getattr(world.keys, name)
     spoil(world, key)
-    async with whole.talker(tokens) as engine, whole.server(world, model):
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model):
         if name != "target":
             world.target(V5)
         if name != "engines":
             world.register("e", engine.url, V5)
         if name != "tasks":
             world.issue(make_task(1, group_size=2))
-        await until(lambda: key in refusal(world), "the metrics name the key")
+        await eventually(lambda: key in refusal(world), "the metrics name the key")
         assert f"DEL {key}" in refusal(world)
         kinds = [fields[b"kind"] for _, fields in world.sync.xrange(world.keys.events)]
-        await until(
+        await eventually(
             lambda: any(f[b"kind"] == b"redis-refused" for _, f in world.sync.xrange(world.keys.events)), f"{kinds}"
         )
         said = [r for r in caplog.records if r.levelno == logging.ERROR and f"DEL {key}" in r.getMessage()]
@@ -81,23 +81,21 @@ async def test_a_key_that_cannot_be_used_is_waited_for_and_named_and_the_server_
             world.register("e", engine.url, V5)
         if name == "tasks":
             world.issue(make_task(1, group_size=2))
-        await until(lambda: [m.seq for m in world.published()] == [1], "it goes on", 20)
+        await eventually(lambda: [m.seq for m in world.published()] == [1], "it goes on", 20)
     assert world.pending() == 0
 
 
-async def test_statistics_and_what_informs_people_hold_up_nothing(
-    world, until: Until, model: Path, tokens, whole
-) -> None:
+async def test_statistics_and_what_informs_people_hold_up_nothing(world, model: Path, tokens) -> None:
     keys = world.keys
     world.target(V5)
     world.sync.hset(keys.tokens, mapping={"published": 2**63 - 1, "rejected": "abc"})
     for key in (keys.dlq, keys.events, keys.processes):
         of_another_type(world, key)
     world.sync.xadd(keys.tasks, {"seq": 1, "b": b"\xc1 not msgpack"})
-    async with whole.talker(tokens) as engine, whole.server(world, model):
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model):
         world.register("e", engine.url, V5)
         world.issue(make_task(2, group_size=2))
-        await until(lambda: len(world.published()) == 2, "both come through")
+        await eventually(lambda: len(world.published()) == 2, "both come through")
     failed, group = world.published()
     assert isinstance(failed, GroupFailed) and failed.seq == 1 and group.seq == 2
     assert world.pending() == 0

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from rollout_server.tools.sandbox import capabilities as mechanisms
@@ -25,6 +24,7 @@ from rollout_server.tools.sandbox import seccomp
 from rollout_server.tools.sandbox.capabilities import MECHANISMS, missing, require
 from rollout_server.tools.sandbox.runner import JailError, Limits, Ran, run_confined
 from rollout_server.tools.sandbox.seccomp import ALLOWED, CONDITIONAL
+from tests.support.kernel import skip_or_fail
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_mb=256, file_mb=4, threads=8, output_bytes=4000)
 SETS = (("namespaces",), ("landlock", "seccomp"), MECHANISMS)

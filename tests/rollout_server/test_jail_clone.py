@@ -7,13 +7,13 @@ import json
 import textwrap
 
 import pytest
-from kernel import skip_or_fail
 
 from rollout_server.tools.sandbox import seccomp
 from rollout_server.tools.sandbox.capabilities import missing
 from rollout_server.tools.sandbox.linux import machine as this_machine
 from rollout_server.tools.sandbox.runner import Limits, run_confined
 from rollout_server.tools.sandbox.seccomp import CONDITIONAL
+from tests.support.kernel import skip_or_fail
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_mb=256, file_mb=4, threads=8, output_bytes=4000)
 THREAD = 0x10000

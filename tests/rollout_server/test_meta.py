@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,11 @@ from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Agreement
 from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.server import serve as serve_node
+from tests.support import rollout_process
 from tests.support.fake_engine import FakeServer
 from tests.support.messages import make_task
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 GOLDEN = Path(__file__).parent.parent / "golden"
 V5 = PolicyVersion(1, 5)
 OTHER = "0" * 64
@@ -73,18 +73,16 @@ def test_another_major_and_another_tokenizer_are_refused_and_another_minor_is_no
 
 @pytest.mark.fault(22, 31)
 @pytest.mark.parametrize("late", [False, True], ids=["at the start", "while it runs"])
-async def test_a_rollout_server_with_another_tokenizer_refuses_to_work(
-    world, until: Until, model: Path, tokens, whole, late: bool
-) -> None:
+async def test_a_rollout_server_with_another_tokenizer_refuses_to_work(world, model: Path, tokens, late: bool) -> None:
     world.target(V5)
     wrong = RunMeta(MINE, OTHER).fields()
     world.sync.hset(world.keys.meta, mapping=RunMeta(MINE, digest(model)).fields() if late else wrong)
-    async with whole.talker(tokens) as engine:
+    async with rollout_process.talker(tokens) as engine:
         world.register("e", engine.url, V5)
-        life = asyncio.create_task(whole.life(world, model, ShutdownSignal()))
+        life = asyncio.create_task(rollout_process.life(world, model, ShutdownSignal()))
         if late:
             world.issue(make_task(1, group_size=2))
-            await until(world.published, "it fits, and works")
+            await eventually(world.published, "it fits, and works")
             world.sync.hset(world.keys.meta, mapping=wrong)
         with pytest.raises(UserError, match=f"another tokenizer: {OTHER[:16]}, ours is {digest(model)[:16]}"):
             await asyncio.wait_for(life, 20)
@@ -96,9 +94,7 @@ async def test_a_rollout_server_with_another_tokenizer_refuses_to_work(
     [(RunMeta(MINE, OTHER), "another tokenizer"), (RunMeta((SCHEMA_MAJOR + 1, 0)), "schema 2.0")],
     ids=["tokenizer", "major"],
 )
-async def test_a_node_that_does_not_fit_refuses_to_work(
-    world, until: Until, model: Path, meta: RunMeta, words: str
-) -> None:
+async def test_a_node_that_does_not_fit_refuses_to_work(world, model: Path, meta: RunMeta, words: str) -> None:
     world.sync.hset(world.keys.meta, mapping=meta.fields())
     run = RunSettings(id=world.keys.run, dir=model.parent / "run", redis_url=world.url, model=model)
     async with FakeServer() as engine:
@@ -110,16 +106,16 @@ async def test_a_node_that_does_not_fit_refuses_to_work(
 
 @pytest.mark.fault(52)
 async def test_a_newer_learner_of_the_same_major_is_worked_for_and_told_of_once(
-    world, until: Until, model: Path, tokens, whole, caplog: pytest.LogCaptureFixture
+    world, model: Path, tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.target(V5)
     newer = RunMeta((SCHEMA_MAJOR, SCHEMA_MINOR + 1), digest(model), {"max_lag": "5", "new_setting": "1"})
     world.sync.hset(world.keys.meta, mapping=newer.fields())
     with caplog.at_level(logging.WARNING, "rollout_server.dispatch.fleet"):
-        async with whole.talker(tokens) as engine, whole.server(world, model):
+        async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model):
             world.register("e", engine.url, V5)
             world.issue(make_task(1, group_size=2), make_task(2, group_size=2))
-            await until(lambda: len(world.published()) == 2, "it works")
+            await eventually(lambda: len(world.published()) == 2, "it works")
             await asyncio.sleep(0.3)  # it has looked at meta some times more
     told = [record.getMessage() for record in caplog.records if record.name == "rollout_server.dispatch.fleet"]
     assert len(told) == 2, told
@@ -127,9 +123,7 @@ async def test_a_newer_learner_of_the_same_major_is_worked_for_and_told_of_once(
 
 
 @pytest.mark.fault(52)
-async def test_an_upgraded_rollout_server_works_for_a_learner_that_is_not(
-    world, until: Until, model: Path, tokens, whole
-) -> None:
+async def test_an_upgraded_rollout_server_works_for_a_learner_that_is_not(world, model: Path, tokens) -> None:
     """No meta, functions that know nothing of tokens, a task in the bytes of schema 1.0."""
     world.target(V5)
     world.sync.function_load((GOLDEN / "functions-before-tokens.lua").read_text(), replace=True)
@@ -138,9 +132,9 @@ async def test_an_upgraded_rollout_server_works_for_a_learner_that_is_not(
         assert b"\x92\x01\x00" in raw, "its envelope says [1, 0]"
         task = decode_as(Task, raw)
         world.sync.xadd(world.keys.tasks, {"seq": task.seq, "b": raw})
-        async with whole.talker(tokens) as engine, whole.server(world, model):
+        async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model):
             world.register("e", engine.url, V5)
-            await until(world.published, "it is rolled out and published")
+            await eventually(world.published, "it is rolled out and published")
         (group,) = world.published()
         assert isinstance(group, TrajectoryGroup) and (group.seq, group.question) == (task.seq, task.question)
         ((_, fields),) = world.sync.xrange(world.keys.traj)
@@ -178,7 +172,7 @@ def test_a_process_belongs_to_the_lineage_of_its_directory_or_to_the_first_that_
 
 @pytest.mark.parametrize("late", [False, True], ids=["at the start", "after a takeover"])
 async def test_a_rollout_server_of_another_lineage_leases_nothing_and_ends(
-    world, until: Until, model: Path, tokens, whole, late: bool
+    world, model: Path, tokens, late: bool
 ) -> None:
     world.target(V5)
     (model.parent / LINEAGE_FILE).write_text(ONE + "\n")
@@ -186,12 +180,12 @@ async def test_a_rollout_server_of_another_lineage_leases_nothing_and_ends(
     world.sync.hset(world.keys.meta, mapping=mine if late else other)
     if not late:
         world.issue(make_task(1, group_size=2))
-    async with whole.talker(tokens) as engine:
+    async with rollout_process.talker(tokens) as engine:
         world.register("e", engine.url, V5)
-        life = asyncio.create_task(whole.life(world, model, ShutdownSignal()))
+        life = asyncio.create_task(rollout_process.life(world, model, ShutdownSignal()))
         if late:
             world.issue(make_task(1, group_size=2))
-            await until(world.published, "it fits, and works")
+            await eventually(world.published, "it fits, and works")
             world.sync.hset(world.keys.meta, mapping=other)
         with pytest.raises(UserError, match=r"another run named .* .lineage 22222222"):
             await asyncio.wait_for(life, 20)

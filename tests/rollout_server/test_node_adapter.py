@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.server import serve
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer, Fault
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
 FILES = {"adapter_model.safetensors": b"weights", "adapter_config.json": b"{}"}
 
@@ -80,40 +80,38 @@ def holds(world: Any, version: PolicyVersion) -> Callable[[], bool]:
     return true
 
 
-async def test_an_adapter_is_the_engines_version_and_nothing_pauses(world, until: Until, tmp_path: Path) -> None:
+async def test_an_adapter_is_the_engines_version_and_nothing_pauses(world, tmp_path: Path) -> None:
     async with Adaptable() as engine, node(world, engine, tmp_path):
         for step in range(4):
             version = PolicyVersion(1, step)
             path = publish(world, tmp_path, version)
-            await until(holds(world, version), f"READY at {version.label}")
+            await eventually(holds(world, version), f"READY at {version.label}")
             assert world.registered("e").adapter == version.label
             assert engine.adapters[version.label] == path
-        await until(lambda: sorted(engine.adapters) == ["1.2", "1.3"], "older ones are unloaded")
+        await eventually(lambda: sorted(engine.adapters) == ["1.2", "1.3"], "older ones are unloaded")
         assert "/pause_generation" not in engine.calls and "/update_weights_from_disk" not in engine.calls
         assert world.registered("e").pause_s == 0
         # whole weights end it
         world.publish_weights(tmp_path / "weights", PolicyVersion(2, 0))
-        await until(holds(world, PolicyVersion(2, 0)), "READY at whole weights")
+        await eventually(holds(world, PolicyVersion(2, 0)), "READY at whole weights")
         assert world.registered("e").adapter == ""
 
 
-async def test_an_engine_that_refuses_an_adapter_stays_at_the_one_it_has(world, until: Until, tmp_path: Path) -> None:
+async def test_an_engine_that_refuses_an_adapter_stays_at_the_one_it_has(world, tmp_path: Path) -> None:
     async with Adaptable() as engine, node(world, engine, tmp_path):
         publish(world, tmp_path, PolicyVersion(1, 0))
-        await until(holds(world, PolicyVersion(1, 0)), "READY")
+        await eventually(holds(world, PolicyVersion(1, 0)), "READY")
         engine.faults[LOAD] = Fault(status=400, times=1)
         publish(world, tmp_path, PolicyVersion(1, 1))
-        await until(lambda: "1.1 is not loaded" in world.registered("e").detail, "it says why")
+        await eventually(lambda: "1.1 is not loaded" in world.registered("e").detail, "it says why")
         assert holds(world, PolicyVersion(1, 0))() and world.registered("e").adapter == "1.0"
-        await until(holds(world, PolicyVersion(1, 1)), "READY after another try")
+        await eventually(holds(world, PolicyVersion(1, 1)), "READY after another try")
 
 
-async def test_an_adapter_is_not_laid_over_other_weights_than_the_initial_ones(
-    world, until: Until, tmp_path: Path
-) -> None:
+async def test_an_adapter_is_not_laid_over_other_weights_than_the_initial_ones(world, tmp_path: Path) -> None:
     async with Adaptable(version="1.7") as engine, node(world, engine, tmp_path):
         publish(world, tmp_path, PolicyVersion(2, 0))
-        await until(
+        await eventually(
             lambda: (info := world.registered("e")) and "not the initial model's" in info.detail, "it says why not"
         )
         assert not engine.adapters and not holds(world, PolicyVersion(2, 0))()

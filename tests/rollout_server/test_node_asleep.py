@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from rollout_server.node.registry import Registry
 from rollout_server.node.server import serve
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer, Fault
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V1, V2 = PolicyVersion(1, 0), PolicyVersion(2, 0)
 LEASE_S = 1.0
 
@@ -98,14 +98,14 @@ def engine_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.fault(11, 17)
 async def test_a_node_that_slept_with_its_engine_through_a_change_of_epoch_never_offers_it_at_the_old_one(
-    world, until: Until, tmp_path: Path
+    world, tmp_path: Path
 ) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     with engine_process() as (engine, url), node_process(world, tmp_path, url) as node:
-        await until(stands(world, NodeState.READY, V1), "READY", 30)
+        await eventually(stands(world, NodeState.READY, V1), "READY", 30)
         for process in (engine, node):
             process.send_signal(signal.SIGSTOP)
-        await until(lambda: world.registered("e") is None, "the registration lapses", 15)
+        await eventually(lambda: world.registered("e") is None, "the registration lapses", 15)
         world.publish_weights(tmp_path / "weights", V2)
         for process in (engine, node):
             process.send_signal(signal.SIGCONT)
@@ -117,30 +117,28 @@ async def test_a_node_that_slept_with_its_engine_through_a_change_of_epoch_never
                 seen.append((info.state, info.version))
             return bool(seen) and seen[-1] == (NodeState.READY, V2)
 
-        await until(back, "READY at the new epoch's version", 20)
+        await eventually(back, "READY at the new epoch's version", 20)
         assert (NodeState.READY, V1) not in seen, seen
-        await until(lambda: counts(world).get("rechecks", 0.0) >= 1.0, "it was asked what it holds")
+        await eventually(lambda: counts(world).get("rechecks", 0.0) >= 1.0, "it was asked what it holds")
 
 
 @pytest.mark.fault(17)
-async def test_an_engine_that_was_started_anew_while_its_node_slept_is_loaded(
-    world, until: Until, tmp_path: Path
-) -> None:
+async def test_an_engine_that_was_started_anew_while_its_node_slept_is_loaded(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with FakeServer() as engine:
         with node_process(world, tmp_path, engine.url) as node:
-            await until(stands(world, NodeState.READY, V1), "READY", 30)
+            await eventually(stands(world, NodeState.READY, V1), "READY", 30)
             node.send_signal(signal.SIGSTOP)
-            await until(lambda: world.registered("e") is None, "the registration lapses", 15)
+            await eventually(lambda: world.registered("e") is None, "the registration lapses", 15)
             engine.version = "default"
             engine.calls.clear()
             node.send_signal(signal.SIGCONT)
-            await until(stands(world, NodeState.READY, V1), "READY", 20)
+            await eventually(stands(world, NodeState.READY, V1), "READY", 20)
             assert engine.version == "1.0" and engine.calls.count("/update_weights_from_disk") == 1
 
 
 async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
-    world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     model = write_tokenizer(tmp_path / "model", "words")
@@ -151,7 +149,7 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
         settings = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **quick)
         serving = asyncio.create_task(serve(run, settings, stop=stop))
         try:
-            await until(stands(world, NodeState.READY, V1), "READY")
+            await eventually(stands(world, NodeState.READY, V1), "READY")
             real, began = Registry.register, time.monotonic()
 
             async def away(self: Registry, info: Any) -> None:
@@ -161,9 +159,9 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
 
             monkeypatch.setattr(Registry, "register", away)
             loads = engine.calls.count("/update_weights_from_disk")
-            await until(lambda: world.registered("e") is None, "the registration lapses")
-            await until(stands(world, NodeState.READY, V1), "READY again")
-            await until(lambda: counts(world).get("rechecks", 0.0) >= 1.0, "it was asked what it holds")
+            await eventually(lambda: world.registered("e") is None, "the registration lapses")
+            await eventually(stands(world, NodeState.READY, V1), "READY again")
+            await eventually(lambda: counts(world).get("rechecks", 0.0) >= 1.0, "it was asked what it holds")
             assert engine.calls.count("/update_weights_from_disk") == loads
         finally:
             stop.requested.set()
@@ -173,21 +171,21 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
 @pytest.mark.slow
 @pytest.mark.fault(15, 16)
 async def test_an_engine_whose_node_was_killed_in_the_middle_of_an_update_is_loaded_whole_by_the_next_node(
-    world, until: Until, tmp_path: Path
+    world, tmp_path: Path
 ) -> None:
     async with FakeServer() as engine:
         with node_process(world, tmp_path, engine.url) as node:
-            await until(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY", 30)
+            await eventually(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY", 30)
             engine.faults["/update_weights_from_disk"] = Fault(hang=True, times=1)
             world.publish_weights(tmp_path / "weights", V1)
-            await until(lambda: "/update_weights_from_disk" in engine.calls, "the load has begun")
+            await eventually(lambda: "/update_weights_from_disk" in engine.calls, "the load has begun")
             node.kill()
             assert engine.paused and engine.version == "default", "its label says nothing of what it holds"
-        await until(lambda: world.registered("e") is None, "the registration lapses", 15)
+        await eventually(lambda: world.registered("e") is None, "the registration lapses", 15)
         engine.calls.clear()
         seen: list[NodeState] = []
         with node_process(world, tmp_path, engine.url):
-            await until(
+            await eventually(
                 lambda: (info := world.registered("e")) and (seen.append(info.state) or info.state is NodeState.READY),
                 "READY",
                 30,
@@ -195,4 +193,4 @@ async def test_an_engine_whose_node_was_killed_in_the_middle_of_an_update_is_loa
             assert stands(world, NodeState.READY, V1)() and engine.version == "1.0" and not engine.paused
             first = engine.calls.index("/continue_generation")
             assert "/update_weights_from_disk" in engine.calls[:first], "loaded whole before it went on"
-            await until(lambda: counts(world).get("found_paused") == 1.0, "it was found paused")
+            await eventually(lambda: counts(world).get("found_paused") == 1.0, "it was found paused")

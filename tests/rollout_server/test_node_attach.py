@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.server import serve
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer, Fault
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V1 = PolicyVersion(1, 0)
 
 
@@ -105,13 +104,13 @@ async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_
         assert "another tokenizer" in (await refusal(world, tmp_path, engine.url)).what
 
 
-async def test_the_same_tokenizer_is_taken_on_its_word(world, until: Until, tmp_path: Path) -> None:
+async def test_the_same_tokenizer_is_taken_on_its_word(world, tmp_path: Path) -> None:
     run = run_of(world, tmp_path)
     async with FakeServer() as engine:
         engine.faults["/tokenize"] = Fault(body={"tokens": load_tokens(run.model).own(PROBE_TEXT)})
         stop = ShutdownSignal()
         node = asyncio.create_task(serve(run, settings(engine.url), stop=stop))
-        await until(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")
+        await eventually(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")
         stop.requested.set()
         await asyncio.wait_for(node, 10)
         assert engine.calls.count("/tokenize") == 1
@@ -119,7 +118,7 @@ async def test_the_same_tokenizer_is_taken_on_its_word(world, until: Until, tmp_
 
 @pytest.mark.fault(17)
 async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_the_right_version(
-    world, until: Until, tmp_path: Path
+    world, tmp_path: Path
 ) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     stop = ShutdownSignal()
@@ -130,15 +129,17 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
             info = world.registered("e")
             return info.state if info else None
 
-        await until(lambda: state() is NodeState.READY, "READY")
+        await eventually(lambda: state() is NodeState.READY, "READY")
         assert world.registered("e").version == V1 and engine.version == "1.0"
         await engine.stop()
-        await until(lambda: state() is NodeState.GONE, "GONE")
+        await eventually(lambda: state() is NodeState.GONE, "GONE")
         assert "waiting for it" in world.registered("e").detail
         engine.version = "default"  # whoever runs it has started it again, with its first weights
         seen: list[tuple[NodeState | None, PolicyVersion]] = []
         await engine.start()
-        await until(lambda: seen.append((state(), world.registered("e").version)) or state() is NodeState.READY, "back")
+        await eventually(
+            lambda: seen.append((state(), world.registered("e").version)) or state() is NodeState.READY, "back"
+        )
         assert seen[-1] == (NodeState.READY, V1) and engine.version == "1.0"
         assert all(version == V1 for where, version in seen if where is NodeState.READY)
         stop.requested.set()
@@ -147,15 +148,15 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
 
 @pytest.mark.fault(15)
 async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_until_it_is_whole(
-    world, until: Until, tmp_path: Path
+    world, tmp_path: Path
 ) -> None:
     stop = ShutdownSignal()
     async with FakeServer() as engine:
         node = asyncio.create_task(serve(run_of(world, tmp_path), settings(engine.url), stop=stop))
-        await until(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")
+        await eventually(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")
         failing = engine.faults["/update_weights_from_disk"] = Fault(status=500)
         world.publish_weights(tmp_path / "weights", V1)
-        await until(lambda: world.registered("e").state is NodeState.QUARANTINED, "QUARANTINED")
+        await eventually(lambda: world.registered("e").state is NodeState.QUARANTINED, "QUARANTINED")
         engine.faults["/health_generate"] = Fault(status=503)  # as engines do while they are paused
         deadline = time.monotonic() + 2.5
         while time.monotonic() < deadline:
@@ -164,7 +165,7 @@ async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_unti
             await asyncio.sleep(0.02)
         del engine.faults["/health_generate"]
         failing.times = 0
-        await until(lambda: world.registered("e").state is NodeState.READY, "READY in the end", 20)
+        await eventually(lambda: world.registered("e").state is NodeState.READY, "READY in the end", 20)
         assert world.registered("e").version == V1 and engine.version == "1.0" and not engine.paused
         stop.requested.set()
         await asyncio.wait_for(node, 10)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from rollout_server.node.server import serve
 from rollout_server.node.weights import receiver as receive
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer, Fault
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(1, 0), PolicyVersion(1, 1)
 BUCKETS = (
     WeightBucket(names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((2, 3), (4,))),
@@ -68,8 +68,8 @@ class Member(FakeServer):
 class Learner:
     """The learner's half of the conversation, by hand."""
 
-    def __init__(self, world: Any, until: Until) -> None:
-        self.world, self.until = world, until
+    def __init__(self, world: Any) -> None:
+        self.world = world
         self.view = WeightView(
             run=world.keys.run, epoch=1, step=1, number=1, phase="prepare", members=(), rank_offsets=(1,),
             group="g", address="127.0.0.1", port=1, world_size=2, buckets=BUCKETS,
@@ -92,7 +92,7 @@ class Learner:
             answer = self.heard()
             return answer is not None and answer.phase == phase and (phase == "failed" or not answer.detail)
 
-        await self.until(true, f"the answer {phase}")
+        await eventually(true, f"the answer {phase}")
         answer = self.heard()
         assert answer is not None
         return answer
@@ -110,7 +110,7 @@ class Learner:
 
 
 @contextlib.asynccontextmanager
-async def ring(world: Any, until: Until, tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Member, Learner]]:
+async def ring(world: Any, tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Member, Learner]]:
     """An engine with a node, READY at V1 which was loaded from files, and its learner. `calls` begin after that."""
     run = RunSettings(
         id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
@@ -121,11 +121,11 @@ async def ring(world: Any, until: Until, tmp_path: Path, **settings: Any) -> Asy
         node = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **given)
         serving = asyncio.create_task(serve(run, node, stop=stop))
         try:
-            await until(lambda: world.registered("e") is not None, "it is registered")
+            await eventually(lambda: world.registered("e") is not None, "it is registered")
             world.publish_weights(tmp_path / "weights", V1)
-            await until(stands(world, NodeState.READY, V1), "READY at V1")
+            await eventually(stands(world, NodeState.READY, V1), "READY at V1")
             engine.calls.clear()
-            yield engine, Learner(world, until)
+            yield engine, Learner(world)
         finally:
             stop.requested.set()
             await asyncio.wait_for(serving, 10)
@@ -140,8 +140,8 @@ def stands(world: Any, state: NodeState, version: PolicyVersion) -> Callable[[],
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_the_calls_of_a_view_and_their_order(world, until: Until, tmp_path: Path, mode: str) -> None:
-    async with ring(world, until, tmp_path, pause_mode=mode) as (engine, learner):
+async def test_the_calls_of_a_view_and_their_order(world, tmp_path: Path, mode: str) -> None:
+    async with ring(world, tmp_path, pause_mode=mode) as (engine, learner):
         learner.say("prepare")
         answer = await learner.hears("prepared")
         assert engine.swap() == [JOIN] and not engine.paused and not answer.touched
@@ -152,7 +152,7 @@ async def test_the_calls_of_a_view_and_their_order(world, until: Until, tmp_path
         learner.say("transfer")
         answer = await learner.hears("loaded")
         flush = [FLUSH] if mode == "retract" else []
-        await until(lambda: len(engine.swap()) == 7 + len(flush), "the cache is flushed")
+        await eventually(lambda: len(engine.swap()) == 7 + len(flush), "the cache is flushed")
         assert engine.swap() == [JOIN, PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK, *flush] and engine.paused
         assert (answer.checksum, answer.touched) == ("c0ffee", True)
         assert (answer.tensors_sha256, answer.unused) == ("", ()), "SGLang holds them in another layout"
@@ -164,7 +164,7 @@ async def test_the_calls_of_a_view_and_their_order(world, until: Until, tmp_path
         }  # fmt: skip
         learner.announce(V2)
         learner.say("commit", buckets=())
-        await until(stands(world, NodeState.READY, V2), "READY at V2")
+        await eventually(stands(world, NodeState.READY, V2), "READY at V2")
         assert engine.swap()[7 + len(flush) :] == [LABEL, CONTINUE] and not engine.paused
         assert engine.bodies[LABEL] == [{"new_version": "1.1", "abort_all_requests": False}]
         info = world.registered("e")
@@ -176,15 +176,13 @@ async def test_the_calls_of_a_view_and_their_order(world, until: Until, tmp_path
         learner.say("transfer")
         await learner.hears("loaded")
         learner.announce(PolicyVersion(1, 2))  # the announcement alone is the commit
-        await until(stands(world, NodeState.READY, PolicyVersion(1, 2)), "READY at the next one")
+        await eventually(stands(world, NodeState.READY, PolicyVersion(1, 2)), "READY at the next one")
         assert engine.swap() == [PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK, *flush, LABEL, CONTINUE]
         assert engine.bodies[BUCKET][-1]["load_format"] is None
 
 
-async def test_an_engine_that_says_what_it_holds_is_summed_up_over_what_was_sent(
-    world, until: Until, tmp_path: Path
-) -> None:
-    async with ring(world, until, tmp_path) as (engine, learner):
+async def test_an_engine_that_says_what_it_holds_is_summed_up_over_what_was_sent(world, tmp_path: Path) -> None:
+    async with ring(world, tmp_path) as (engine, learner):
         sums = {"a": "11", "c": "33", "not of this view": "44"}
         engine.sums = {"ranks": [{"rank": 0, "checksums": sums}], "checksums": sums}
         learner.say("prepare")
@@ -197,9 +195,9 @@ async def test_an_engine_that_says_what_it_holds_is_summed_up_over_what_was_sent
 
 @pytest.mark.parametrize("route", [JOIN, BEGIN, PAUSE])
 async def test_what_fails_before_the_first_tensor_leaves_the_engine_at_its_version(
-    world, until: Until, tmp_path: Path, route: str
+    world, tmp_path: Path, route: str
 ) -> None:
-    async with ring(world, until, tmp_path) as (engine, learner):
+    async with ring(world, tmp_path) as (engine, learner):
         engine.faults[route] = Fault(status=400, times=1)
         learner.say("prepare")
         if route != JOIN:
@@ -207,7 +205,7 @@ async def test_what_fails_before_the_first_tensor_leaves_the_engine_at_its_versi
             learner.say("transfer")
         answer = await learner.hears("failed")
         assert not answer.touched and "400" in answer.detail
-        await until(stands(world, NodeState.READY, V1), "READY at V1 again")
+        await eventually(stands(world, NodeState.READY, V1), "READY at V1 again")
         assert not engine.paused and BUCKET not in engine.calls
         # and the next view is taken part in
         learner.say("prepare", number=2, group="h")
@@ -216,8 +214,8 @@ async def test_what_fails_before_the_first_tensor_leaves_the_engine_at_its_versi
 
 
 @pytest.mark.fault(16)
-async def test_a_session_that_a_dead_node_left_open_is_closed(world, until: Until, tmp_path: Path) -> None:
-    async with ring(world, until, tmp_path) as (engine, learner):
+async def test_a_session_that_a_dead_node_left_open_is_closed(world, tmp_path: Path) -> None:
+    async with ring(world, tmp_path) as (engine, learner):
         world.sync.delete(world.keys.target)
         message = "a weight-update session is already open; call end_weight_update() first"
         engine.faults[BEGIN] = Fault(body={"success": False, "message": message}, times=1)
@@ -227,7 +225,7 @@ async def test_a_session_that_a_dead_node_left_open_is_closed(world, until: Unti
         assert (await learner.hears("failed")).touched, "nobody knows what was sent in it"
         assert engine.swap() == [JOIN, PAUSE, BEGIN, END] or engine.swap() == [JOIN, PAUSE, BEGIN, END, LEAVE]
         world.publish_weights(tmp_path / "weights", V2)
-        await until(stands(world, NodeState.READY, V2), "READY by files")
+        await eventually(stands(world, NodeState.READY, V2), "READY by files")
         learner.say("prepare", number=2, step=2, group="h")
         await learner.hears("prepared")
 
@@ -235,9 +233,9 @@ async def test_a_session_that_a_dead_node_left_open_is_closed(world, until: Unti
 @pytest.mark.fault(15)
 @pytest.mark.parametrize("route", [BUCKET, END, CHECK])
 async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded_in_place(
-    world, until: Until, tmp_path: Path, route: str
+    world, tmp_path: Path, route: str
 ) -> None:
-    async with ring(world, until, tmp_path) as (engine, learner):
+    async with ring(world, tmp_path) as (engine, learner):
         world.sync.delete(world.keys.target)  # no files to turn to for now
         engine.faults[route] = Fault(status=400, times=1)
         learner.say("prepare")
@@ -245,7 +243,7 @@ async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded
         learner.say("transfer")
         answer = await learner.hears("failed")
         assert answer.touched and "400" in answer.detail
-        await until(stands(world, NodeState.QUARANTINED, V0), "QUARANTINED, at no version")
+        await eventually(stands(world, NodeState.QUARANTINED, V0), "QUARANTINED, at no version")
         assert engine.paused and CONTINUE not in engine.calls, "it must not go on with what it holds"
         assert engine.calls.count(END) == 1, "no session stays open"
         incarnation = world.registered("e").incarnation
@@ -253,13 +251,13 @@ async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded
         await asyncio.sleep(0.2)
         assert stands(world, NodeState.QUARANTINED, V0)(), "a version without files is nothing to turn to"
         path = world.publish_weights(tmp_path / "weights", V2)
-        await until(stands(world, NodeState.READY, V2), "READY at V2 by files")
+        await eventually(stands(world, NodeState.READY, V2), "READY at V2 by files")
         assert (engine.loaded, engine.paused) == (str(path), False)
         assert world.registered("e").incarnation == incarnation, "the engine was not started anew"
 
 
-async def test_a_quarantined_engine_that_does_not_load_is_lost(world, until: Until, tmp_path: Path) -> None:
-    async with ring(world, until, tmp_path) as (engine, learner):
+async def test_a_quarantined_engine_that_does_not_load_is_lost(world, tmp_path: Path) -> None:
+    async with ring(world, tmp_path) as (engine, learner):
         world.sync.delete(world.keys.target)
         engine.faults[BUCKET] = Fault(status=400)
         engine.faults[PAUSE] = Fault(status=500, times=0)
@@ -270,7 +268,7 @@ async def test_a_quarantined_engine_that_does_not_load_is_lost(world, until: Unt
         incarnation = world.registered("e").incarnation
         engine.faults[PAUSE] = Fault(status=500, times=1)
         world.publish_weights(tmp_path / "weights", V2)
-        await until(stands(world, NodeState.READY, V2), "READY at V2 in another incarnation")
+        await eventually(stands(world, NodeState.READY, V2), "READY at V2 in another incarnation")
         assert world.registered("e").incarnation != incarnation and not engine.paused
 
 
@@ -278,9 +276,9 @@ async def test_a_quarantined_engine_that_does_not_load_is_lost(world, until: Unt
 @pytest.mark.parametrize("end", ["deadline", "abort", "another view", "a newer epoch", "files of the version"])
 @pytest.mark.parametrize("after", ["prepared", "loaded"])
 async def test_every_end_of_a_view_but_a_commit(
-    world, until: Until, tmp_path: Path, end: str, after: str, monkeypatch: pytest.MonkeyPatch
+    world, tmp_path: Path, end: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with ring(world, until, tmp_path) as (engine, learner):
+    async with ring(world, tmp_path) as (engine, learner):
         world.sync.delete(world.keys.target)
         left_s = 0.5 if end == "deadline" else 10.0
         learner.say("prepare", left_s=left_s if after == "prepared" else 10.0)
@@ -292,7 +290,7 @@ async def test_every_end_of_a_view_but_a_commit(
         if end == "files of the version":
             # what the engine was sent may be the very reason for it
             world.publish_weights(tmp_path / "weights", new)
-            await until(stands(world, NodeState.READY, new), "READY by files")
+            await eventually(stands(world, NodeState.READY, new), "READY by files")
             assert DISK in engine.calls and LABEL not in engine.calls
             return
         if end == "abort":
@@ -302,31 +300,31 @@ async def test_every_end_of_a_view_but_a_commit(
         elif end == "a newer epoch":
             world.publish_weights(tmp_path / "weights", new)
         if end == "a newer epoch":
-            await until(stands(world, NodeState.READY, new), "READY at the newer epoch's")
+            await eventually(stands(world, NodeState.READY, new), "READY at the newer epoch's")
         elif after == "prepared":
-            await until(lambda: LEAVE in engine.calls, "it left the group")
-            await until(stands(world, NodeState.READY, V1), "READY at what it held")
+            await eventually(lambda: LEAVE in engine.calls, "it left the group")
+            await eventually(stands(world, NodeState.READY, V1), "READY at what it held")
             assert PAUSE not in engine.calls
         else:
-            await until(stands(world, NodeState.QUARANTINED, V0), "QUARANTINED")
+            await eventually(stands(world, NodeState.QUARANTINED, V0), "QUARANTINED")
             world.publish_weights(tmp_path / "weights", new)
-            await until(stands(world, NodeState.READY, new), "READY by files")
+            await eventually(stands(world, NodeState.READY, new), "READY by files")
         assert not engine.paused
 
 
-async def test_a_group_that_nobody_joins_costs_the_deadline_only(world, until: Until, tmp_path: Path) -> None:
-    async with ring(world, until, tmp_path) as (engine, learner):
+async def test_a_group_that_nobody_joins_costs_the_deadline_only(world, tmp_path: Path) -> None:
+    async with ring(world, tmp_path) as (engine, learner):
         engine.faults[JOIN] = Fault(hang=True, times=1)
         learner.say("prepare", left_s=0.3)
-        await until(lambda: learner.heard() is not None, "it says that it is there")
+        await eventually(lambda: learner.heard() is not None, "it says that it is there")
         assert (learner.heard().phase, learner.heard().detail) == ("prepared", receive.JOINING)
         assert not (await learner.hears("failed")).touched
         assert stands(world, NodeState.READY, V1)()
 
 
 @pytest.mark.fault(18)
-async def test_an_engine_that_is_not_ready_or_not_meant_stays_out(world, until: Until, tmp_path: Path) -> None:
-    async with ring(world, until, tmp_path) as (engine, learner):
+async def test_an_engine_that_is_not_ready_or_not_meant_stays_out(world, tmp_path: Path) -> None:
+    async with ring(world, tmp_path) as (engine, learner):
         learner.say("prepare", members=("e/other",))
         await asyncio.sleep(0.15)
         learner.say("prepare", left_s=-1.0)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
@@ -24,8 +24,8 @@ from rollout_server.node.guard import descendants
 from rollout_server.node.server import serve
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer, Fault
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V1, V2 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
 ENGINE = '''
@@ -163,11 +163,11 @@ def counts(world) -> dict[str, float]:
     return dict(decode(raw).values) if raw else {}
 
 
-async def test_what_the_engine_says_of_itself_is_registered(world, until: Until, tmp_path: Path) -> None:
+async def test_what_the_engine_says_of_itself_is_registered(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path), pause_mode="in_place"):
-        await until(stands(world, NodeState.READY, V1), "READY")
-        await until(lambda: info(world).retractions == 3, "its counter of retractions")
+        await eventually(stands(world, NodeState.READY, V1), "READY")
+        await eventually(lambda: info(world).retractions == 3, "its counter of retractions")
         there = info(world)
     assert (there.kind, there.ranks, there.max_tokens, there.max_running) == ("sglang", 2, 4096, 24)
     assert there.transports == ("disk", "distributed", "adapter")
@@ -176,29 +176,29 @@ async def test_what_the_engine_says_of_itself_is_registered(world, until: Until,
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("stopped", ["the scheduler behind a live HTTP port", "the whole tree, guard included"])
 async def test_a_hanging_engine_is_killed_and_started_again_at_the_version_of_the_day(
-    stopped: str, world, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: str, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # longer than this test waits: a hung engine must be killed without being asked first
     monkeypatch.setattr(agent, "STOP_S", 600.0)
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path)):
-        await until(stands(world, NodeState.READY, V1), "READY")
+        await eventually(stands(world, NodeState.READY, V1), "READY")
         world.publish_weights(tmp_path / "weights", V2)
-        await until(stands(world, NodeState.READY, V2), "READY at the next version")
+        await eventually(stands(world, NodeState.READY, V2), "READY at the next version")
         tree, born = engine_tree(), info(world).incarnation
         for pid in tree[2:] if "scheduler" in stopped else tree:
             os.kill(pid, signal.SIGSTOP)
-        await until(lambda: info(world).state is NodeState.SUSPECT, "SUSPECT, with its reason", 60)
+        await eventually(lambda: info(world).state is NodeState.SUSPECT, "SUSPECT, with its reason", 60)
         assert "hung" in info(world).detail
-        await until(stands(world, NodeState.READY, V2), "READY again", 60)
+        await eventually(stands(world, NodeState.READY, V2), "READY again", 60)
         assert launches(tmp_path) == ["1.0", "1.1"] and info(world).incarnation != born
         assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
-        await until(lambda: (counts(world).get("hangs"), counts(world).get("restarts")) == (1.0, 1.0), "counted")
+        await eventually(lambda: (counts(world).get("hangs"), counts(world).get("restarts")) == (1.0, 1.0), "counted")
 
 
-async def test_a_busy_engine_that_answers_late_is_no_hanging_one(world, until: Until, tmp_path: Path) -> None:
+async def test_a_busy_engine_that_answers_late_is_no_hanging_one(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, tmp_path, AttachedEngine(url=engine.url)):
-        await until(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
+        await eventually(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
         engine.faults["/health_generate"] = Fault(hang=True)
         moving = engine.faults["/v1/loads"] = Fault(body={"loads": [{"num_used_tokens": 0}]})
         deadline = time.monotonic() + 2.0
@@ -206,47 +206,45 @@ async def test_a_busy_engine_that_answers_late_is_no_hanging_one(world, until: U
             moving.body["loads"][0]["num_used_tokens"] += 1
             assert info(world).state is NodeState.READY
             await asyncio.sleep(0.05)
-        await until(lambda: info(world).state is not NodeState.READY, "and then the figures stand still")
+        await eventually(lambda: info(world).state is not NodeState.READY, "and then the figures stand still")
 
 
-async def test_an_engine_that_is_being_updated_is_no_hanging_one(world, until: Until, tmp_path: Path) -> None:
+async def test_an_engine_that_is_being_updated_is_no_hanging_one(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, tmp_path, AttachedEngine(url=engine.url), update_timeout_s=2.0):
-        await until(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
+        await eventually(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
         engine.faults["/health_generate"] = Fault(hang=True)
         engine.faults["/update_weights_from_disk"] = Fault(hang=True, times=1)
         world.publish_weights(tmp_path / "weights", V1)
-        await until(lambda: info(world).state is NodeState.LOADING, "the swap has begun")
+        await eventually(lambda: info(world).state is NodeState.LOADING, "the swap has begun")
         engine.faults["/v1/loads"] = Fault(status=500)
         await asyncio.sleep(1.5)
         assert info(world).state is NodeState.LOADING, "silent on purpose"
 
 
 @pytest.mark.fault(19)
-async def test_an_engine_that_is_stopped_in_the_middle_of_an_update_is_found(
-    world, until: Until, tmp_path: Path
-) -> None:
+async def test_an_engine_that_is_stopped_in_the_middle_of_an_update_is_found(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     kind = launched(tmp_path)
     async with node(world, tmp_path, kind, update_timeout_s=60.0):
-        await until(stands(world, NodeState.READY, V1), "READY")
+        await eventually(stands(world, NodeState.READY, V1), "READY")
         tree = engine_tree()
         (tmp_path / "slow").touch()
         world.publish_weights(tmp_path / "weights", V2)
-        await until(lambda: info(world).state is NodeState.LOADING, "the swap has begun")
+        await eventually(lambda: info(world).state is NodeState.LOADING, "the swap has begun")
         for pid in tree:
             os.kill(pid, signal.SIGSTOP)
-        await until(lambda: info(world).state is NodeState.QUARANTINED, "found long before the update's deadline", 5)
+        await eventually(
+            lambda: info(world).state is NodeState.QUARANTINED, "found long before the update's deadline", 5
+        )
         assert "hung" in info(world).detail
-        await until(stands(world, NodeState.READY, V2), "READY, started with the target")
+        await eventually(stands(world, NodeState.READY, V2), "READY, started with the target")
 
 
 @pytest.mark.slow
-async def test_a_launched_engine_that_took_part_of_an_update_is_started_anew(
-    world, until: Until, tmp_path: Path
-) -> None:
+async def test_a_launched_engine_that_took_part_of_an_update_is_started_anew(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path)):
-        await until(stands(world, NodeState.READY, V1), "READY")
+        await eventually(stands(world, NodeState.READY, V1), "READY")
         (tmp_path / "fail").touch()
         seen: set[NodeState] = set()
         world.publish_weights(tmp_path / "weights", V2)
@@ -259,39 +257,39 @@ async def test_a_launched_engine_that_took_part_of_an_update_is_started_anew(
             seen.add(there.state)
             return stands(world, NodeState.READY, V2)()
 
-        await until(restarted, "READY at the version that could not be loaded, by a launch with it")
+        await eventually(restarted, "READY at the version that could not be loaded, by a launch with it")
         assert NodeState.QUARANTINED in seen and launches(tmp_path) == ["1.0", "1.1"]
 
 
-async def test_a_drain_hands_back_what_does_not_finish(world, until: Until, tmp_path: Path) -> None:
+async def test_a_drain_hands_back_what_does_not_finish(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with aiohttp.ClientSession() as session:
         async with node(world, tmp_path, launched(tmp_path), drain_s=0.6) as stop:
-            await until(stands(world, NodeState.READY, V1), "READY")
+            await eventually(stands(world, NodeState.READY, V1), "READY")
             tree = engine_tree()
             turn = asyncio.create_task(session.post(info(world).url + "/generate", json={}))
-            await until(lambda: info(world).running == 1, "a request runs")
+            await eventually(lambda: info(world).running == 1, "a request runs")
             began = time.monotonic()
             stop.requested.set()
-            await until(stands(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
+            await eventually(stands(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
             async with await turn as response:
                 assert (await response.json())["output_ids"] == [7, 8], "the tokens it had"
             assert time.monotonic() - began >= 0.5, "after it was given the time to finish"
             assert "True" in (tmp_path / "aborted").read_text()
-            await until(lambda: world.registered("e") is None, "deregistered")
+            await eventually(lambda: world.registered("e") is None, "deregistered")
         assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
 
 
 @pytest.mark.slow
-async def test_a_second_signal_hurries_a_drain(world, until: Until, tmp_path: Path) -> None:
+async def test_a_second_signal_hurries_a_drain(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with aiohttp.ClientSession() as session, node(world, tmp_path, launched(tmp_path), drain_s=60.0) as stop:
-        await until(stands(world, NodeState.READY, V1), "READY")
+        await eventually(stands(world, NodeState.READY, V1), "READY")
         turn = asyncio.create_task(session.post(info(world).url + "/generate", json={}))
-        await until(lambda: info(world).running == 1, "a request runs")
+        await eventually(lambda: info(world).running == 1, "a request runs")
         stop.requested.set()
-        await until(stands(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
+        await eventually(stands(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
         stop.forced.set()
         async with await asyncio.wait_for(turn, 10) as response:
             assert (await response.json())["output_ids"] == [7, 8]
-        await until(lambda: world.registered("e") is None, "deregistered", 15)
+        await eventually(lambda: world.registered("e") is None, "deregistered", 15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,9 +19,9 @@ from rollout_server.rewards.judge import JudgeSettings, harmless, read_verdict
 from rollout_server.rewards.resources import Io
 from rollout_server.rewards.semantic import SemanticSettings, read_vectors
 from tests.support.fake_reward_service import FakeService
+from tests.support.waiting import eventually
 
 GOLDS = ("Jane Austen", "Austen")
-Until = Callable[..., Awaitable[None]]
 MEMBERS: dict[str, Any] = {"semantic": SemanticSettings, "judge": JudgeSettings}
 BROKEN = {
     "semantic": ["500", "429", "garbage", "count", "nan", "zero"],
@@ -136,11 +136,11 @@ async def test_the_least_recently_used_verdict_is_forgotten_first(io: Io) -> Non
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, io: Io, until: Until) -> None:
+async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, io: Io) -> None:
     async with FakeService(delay_s=0.1) as service:
         reward = build(kind, io, service)
         first = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
-        await until(lambda: service.bodies, "a request has come")
+        await eventually(lambda: service.bodies, "a request has come")
         second = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         first.cancel()
@@ -149,12 +149,12 @@ async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, i
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_closing_ends_what_is_asked_and_everything_after_it(kind: str, until: Until) -> None:
+async def test_closing_ends_what_is_asked_and_everything_after_it(kind: str) -> None:
     io = Io()
     async with FakeService(["hang"]) as service:
         reward = build(kind, io, service)
         waiting = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
-        await until(lambda: service.bodies, "a request has come")
+        await eventually(lambda: service.bodies, "a request has come")
         await io.close()
         await io.close()
         with pytest.raises(RewardError, match="closed"):

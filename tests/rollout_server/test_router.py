@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
@@ -19,8 +19,8 @@ from rollout_server.engine.client import SglangClient, pooled_connector
 from rollout_server.engine.health import EJECTION_S, LIMIT, EngineHealth
 from rollout_server.engine.router import Router, TurnLimits
 from tests.support.fake_engine import FakeServer, Fault, next_ids
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
 
 
@@ -76,7 +76,7 @@ def expected(session: str, turns: int) -> list[int]:
 
 
 @pytest.mark.fault(5)
-async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is_lost_or_doubled(until: Until) -> None:
+async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is_lost_or_doubled() -> None:
     table = Table()
     async with (
         FakeServer(version="1.5", latency_s=0.05) as a,
@@ -86,7 +86,7 @@ async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is
         table.tell(engine("a", a.url), engine("b", b.url))
         names = [f"{'x' * i}" for i in range(1, 9)]
         playing = asyncio.gather(*(play(router, name, 6) for name in names))
-        await until(lambda: len(a.requests) > 6 and len(b.requests) > 6, "both engines are in the middle of turns")
+        await eventually(lambda: len(a.requests) > 6 and len(b.requests) > 6, "both engines are in the middle of turns")
         await a.stop()
         results = await asyncio.wait_for(playing, 20)
     assert results == [expected(name, 6) for name in names]
@@ -175,7 +175,7 @@ async def test_a_trajectory_stays_with_its_engine_and_a_group_starts_together() 
     assert {next(iter(engines)) for engines in used.values()} == {"a", "b"}, "groups are spread"
 
 
-async def test_a_late_engine_is_given_work_at_once(until: Until) -> None:
+async def test_a_late_engine_is_given_work_at_once() -> None:
     table = Table()
     async with (
         FakeServer(version="1.5", latency_s=0.05) as a,
@@ -184,9 +184,9 @@ async def test_a_late_engine_is_given_work_at_once(until: Until) -> None:
     ):
         table.tell(engine("a", a.url))
         playing = asyncio.gather(*(play(router, "x" * i, 8) for i in range(1, 25)))
-        await until(lambda: len(a.requests) >= 24, "the first engine has everything")
+        await eventually(lambda: len(a.requests) >= 24, "the first engine has everything")
         table.tell(engine("a", a.url), engine("b", b.url))
-        await until(lambda: len(b.requests) >= 4, "old trajectories move to the late one", 2.0)
+        await eventually(lambda: len(b.requests) >= 4, "old trajectories move to the late one", 2.0)
         results = await playing
     assert results == [expected("x" * i, 8) for i in range(1, 25)]
 
@@ -263,7 +263,7 @@ async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
 
 
 @pytest.mark.fault(6)
-async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first(until: Until) -> None:
+async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.05) as a, routing(table) as router:
         table.tell(engine("a", a.url, max_running=2))
@@ -282,13 +282,13 @@ async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first(until: Un
             await asyncio.sleep(0)
             for number in range(4, 8):
                 tasks.create_task(turn("old", number))
-            await until(lambda: router.waiting == 10, "two go, ten wait")
+            await eventually(lambda: router.waiting == 10, "two go, ten wait")
             assert a._in_flight <= 2 and router.inflight.in_flight == 2 and not router.backpressure()
         assert order == ["old"] * 8 + ["young"] * 4
         assert router.waiting == 0 and router._line._waits.seconds()["window"] > 0.2
 
 
-async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix(until: Until) -> None:
+async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.2) as a, routing(table) as router:
         table.tell(engine("a", a.url, max_running=2))
@@ -296,14 +296,14 @@ async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix(
         async with asyncio.TaskGroup() as tasks:
             for number in range(4):
                 tasks.create_task(router(request([number], session=f"new{number}", group="old")))
-            await until(lambda: router.waiting == 2, "two go, two wait")
+            await eventually(lambda: router.waiting == 2, "two go, two wait")
             tasks.create_task(router(request([1, 2], session="begun", group="old")))
-            await until(lambda: router.inflight.in_flight == 3, "the later turn goes beyond the window")
+            await eventually(lambda: router.inflight.in_flight == 3, "the later turn goes beyond the window")
             tasks.create_task(router(request([1, 2, 3], session="begun", group="old")))
-            await until(lambda: router.waiting == 3, "and one more does not")
+            await eventually(lambda: router.waiting == 3, "and one more does not")
 
 
-async def test_a_turn_that_failed_does_not_pass_the_line_to_the_engine_that_failed_it(until: Until) -> None:
+async def test_a_turn_that_failed_does_not_pass_the_line_to_the_engine_that_failed_it() -> None:
     table = Table()
     async with (
         FakeServer(version="1.5") as a,
@@ -317,14 +317,16 @@ async def test_a_turn_that_failed_does_not_pass_the_line_to_the_engine_that_fail
         async with asyncio.TaskGroup() as tasks:
             for number in range(8):
                 tasks.create_task(router(request([number], session=f"new{number}", group="old")))
-            await until(lambda: router.waiting >= 4 and len(a.requests) >= 2, "both windows are full, and some wait")
+            await eventually(
+                lambda: router.waiting >= 4 and len(a.requests) >= 2, "both windows are full, and some wait"
+            )
             a.faults["/generate"] = Fault(status=500, times=1)
             turn = tasks.create_task(router(request([1, 2], session="begun", group="old")))
         assert (await turn).engine == "b"
         assert a.faults["/generate"].times == 0 and not any(body["input_ids"] == [1, 2] for body in a.requests)
 
 
-async def test_training_and_evaluation_take_turns_at_an_engine_that_both_use(until: Until) -> None:
+async def test_training_and_evaluation_take_turns_at_an_engine_that_both_use() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.02) as a, routing(table) as router:
         table.tell(engine("a", a.url, max_running=1))
@@ -339,22 +341,22 @@ async def test_training_and_evaluation_take_turns_at_an_engine_that_both_use(unt
     assert ended.index("eval") < 8 and "train" in ended[len(ended) - 5 :], "neither waits for the other's last turn"
 
 
-async def test_without_adaptive_windows_nobody_waits_for_room(until: Until) -> None:
+async def test_without_adaptive_windows_nobody_waits_for_room() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table, adaptive=False) as router:
         table.tell(engine("a", a.url, max_running=2))
         playing = [asyncio.create_task(router(request([i], session=str(i)))) for i in range(40)]
-        await until(lambda: a._in_flight == 40, "all are there")
+        await eventually(lambda: a._in_flight == 40, "all are there")
         assert router.waiting == 0 and not router.backpressure()
         await asyncio.gather(*playing)
 
 
-async def test_a_turn_that_is_cancelled_leaves_its_place_to_the_next(until: Until) -> None:
+async def test_a_turn_that_is_cancelled_leaves_its_place_to_the_next() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table) as router:
         table.tell(engine("a", a.url, max_running=1))
         turns = [asyncio.create_task(router(request([i], session=str(i), group=str(i)))) for i in range(30)]
-        await until(lambda: router.waiting == 29 and len(a.requests) == 1, "one goes, the others wait")
+        await eventually(lambda: router.waiting == 29 and len(a.requests) == 1, "one goes, the others wait")
         assert router.backpressure(), "a new group would only wait with them"
         for turn in turns[:-1]:
             turn.cancel()

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from metrics_page import check_page
 
 from protocol.codec import decode
 from protocol.messages import GroupFailed, MetricsSnapshot, Owner, Status, TrajectoryGroup
 from protocol.versions import PolicyVersion
+from tests.support import rollout_process
 from tests.support.fake_engine import Fault
 from tests.support.messages import make_task
+from tests.support.metrics_page import check_page
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
 
 
@@ -26,12 +26,12 @@ async def get(url: str) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
-async def test_a_task_becomes_a_published_group_token_by_token(world, until: Until, model: Path, tokens, whole) -> None:
+async def test_a_task_becomes_a_published_group_token_by_token(world, model: Path, tokens) -> None:
     world.target(V5)
-    async with whole.talker(tokens) as engine, whole.server(world, model):
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model):
         world.register("e", engine.url, V5)
         world.issue(make_task(1, group_size=3), make_task(2, group_size=3))
-        await until(lambda: len(world.published()) == 2, "both groups are published")
+        await eventually(lambda: len(world.published()) == 2, "both groups are published")
         requests = list(engine.requests)
     for group in world.published():
         assert isinstance(group, TrajectoryGroup) and (group.producer, group.run) == ("r", world.keys.run)
@@ -51,9 +51,9 @@ async def test_a_task_becomes_a_published_group_token_by_token(world, until: Unt
 
 
 @pytest.mark.fault(22)
-async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole) -> None:
+async def test_it_reports_itself(world, model: Path, tokens) -> None:
     world.target(V5)
-    async with whole.talker(tokens) as engine, whole.server(world, model) as (url, stop):
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model) as (url, stop):
         assert await get(f"{url}/health") == (200, {"status": "ok"})
         await asyncio.sleep(0.2)
         status, body = await get(f"{url}/ready")
@@ -62,7 +62,7 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         world.register("old", engine.url, PolicyVersion(1, 2))
         world.register("odd", engine.url, V5, tokenizer="theirs")
         world.issue(make_task(1, group_size=3))
-        await until(world.published, "a group is published")
+        await eventually(world.published, "a group is published")
         assert (await get(f"{url}/ready"))[0] == 200
         _, body = await get(f"{url}/status")
         assert body["target"] == "1.5" and body["values"]["groups_published"] == 1
@@ -89,7 +89,7 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         def snapshot() -> MetricsSnapshot:
             return decode(world.sync.get(world.keys.metrics("rollout", "r")))
 
-        await until(lambda: snapshot().values.get("trajectories") == 3, "the metrics reach Redis", 3)
+        await eventually(lambda: snapshot().values.get("trajectories") == 3, "the metrics reach Redis", 3)
         values = snapshot().values
         expected = {"turns": 6, "searches": 3, "search_errors": 0, "failovers": 0, "groups_in_flight": 0, "stale": 0}
         expected |= {"tokens_continued": 0, "tokens_unattributed": 0, "turns_waiting": 0, "requests_in_flight": 0}
@@ -99,25 +99,25 @@ async def test_it_reports_itself(world, until: Until, model: Path, tokens, whole
         assert {"credit", "retriever"} <= snapshot().waits.keys()
         assert world.sync.zscore(world.keys.processes, "rollout:r") > world.sync.time()[0]
         stop.requested.set()
-        await until(lambda: not world.sync.exists(world.keys.metrics("rollout", "r")), "it takes itself off the list")
+        await eventually(
+            lambda: not world.sync.exists(world.keys.metrics("rollout", "r")), "it takes itself off the list"
+        )
 
 
 @pytest.mark.fault(5)
-async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
-    world, until: Until, model: Path, tokens, whole
-) -> None:
+async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(world, model: Path, tokens) -> None:
     world.target(V5)
     async with (
-        whole.talker(tokens, turns=3, pace_s=0.1) as a,
-        whole.talker(tokens, turns=3, pace_s=0.1) as b,
-        whole.server(world, model, stream_interval=1) as (url, _),
+        rollout_process.talker(tokens, turns=3, pace_s=0.1) as a,
+        rollout_process.talker(tokens, turns=3, pace_s=0.1) as b,
+        rollout_process.server(world, model, stream_interval=1) as (url, _),
     ):
         world.register("a", a.url, V5)
         world.register("b", b.url, V5)
         world.issue(*(make_task(seq, group_size=4) for seq in range(1, 11)))
-        await until(lambda: a.tokens_made > 25 and b.tokens_made > 25, "both are in the middle of turns")
+        await eventually(lambda: a.tokens_made > 25 and b.tokens_made > 25, "both are in the middle of turns")
         await a.stop()
-        await until(lambda: len(world.published()) == 10, "every group is published", 20)
+        await eventually(lambda: len(world.published()) == 10, "every group is published", 20)
         _, body = await get(f"{url}/status")
     groups = world.published()
     assert sorted(g.seq for g in groups) == list(range(1, 11)) and {g.attempt for g in groups} == {1}
@@ -132,61 +132,55 @@ async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(
     assert "at a: " in dead["trouble"], "and it is named"
 
 
-async def test_a_late_engine_takes_traffic(world, until: Until, model: Path, tokens, whole) -> None:
+async def test_a_late_engine_takes_traffic(world, model: Path, tokens) -> None:
     world.target(V5)
     async with (
-        whole.talker(tokens, latency_s=0.02) as a,
-        whole.talker(tokens, latency_s=0.02) as b,
-        whole.server(world, model, concurrency_groups=4),
+        rollout_process.talker(tokens, latency_s=0.02) as a,
+        rollout_process.talker(tokens, latency_s=0.02) as b,
+        rollout_process.server(world, model, concurrency_groups=4),
     ):
         world.register("a", a.url, V5)
         world.issue(*(make_task(seq, group_size=4) for seq in range(1, 60)))
-        await until(lambda: len(world.published()) > 5, "the first engine works")
+        await eventually(lambda: len(world.published()) > 5, "the first engine works")
         world.register("b", b.url, V5)
-        await until(lambda: len(b.requests) > 10, "the late one takes traffic", 3)
+        await eventually(lambda: len(b.requests) > 10, "the late one takes traffic", 3)
 
 
 @pytest.mark.fault(50)
-async def test_a_run_that_is_done_leases_nothing_until_a_learner_goes_on(
-    world, until: Until, model: Path, tokens, whole
-) -> None:
+async def test_a_run_that_is_done_leases_nothing_until_a_learner_goes_on(world, model: Path, tokens) -> None:
     world.target(V5, state="done")
-    async with whole.talker(tokens) as engine, whole.server(world, model):
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model):
         world.register("e", engine.url, V5)
         await asyncio.sleep(1.3)  # a read that began before the gate closed has ended
         world.issue(make_task(1, group_size=2))
         await asyncio.sleep(0.3)
         assert world.published() == [] and world.pending() == 0
         world.target(V5)
-        await until(world.published, "a learner that starts again is served")
+        await eventually(world.published, "a learner that starts again is served")
 
 
-async def test_a_group_that_falls_too_far_behind_is_given_another_attempt(
-    world, until: Until, model: Path, tokens, whole
-) -> None:
+async def test_a_group_that_falls_too_far_behind_is_given_another_attempt(world, model: Path, tokens) -> None:
     world.target(V5)
-    async with whole.talker(tokens, latency_s=0.3) as engine, whole.server(world, model):
+    async with rollout_process.talker(tokens, latency_s=0.3) as engine, rollout_process.server(world, model):
         world.register("e", engine.url, V5)
         world.issue(make_task(1, group_size=2))
-        await until(lambda: len(engine.requests) == 2, "the first turns are under way")
+        await eventually(lambda: len(engine.requests) == 2, "the first turns are under way")
         world.target(PolicyVersion(1, 8))
         engine.version = "1.8"
         world.register("e", engine.url, PolicyVersion(1, 8))
-        await until(world.published, "published after all")
+        await eventually(world.published, "published after all")
     (group,) = world.published()
     assert isinstance(group, TrajectoryGroup) and group.attempt in (1, 2)
     assert group.first_version() == PolicyVersion(1, 8)
 
 
-async def test_a_task_that_fails_every_time_is_given_up_after_its_attempts(
-    world, until: Until, model: Path, tokens, whole
-) -> None:
+async def test_a_task_that_fails_every_time_is_given_up_after_its_attempts(world, model: Path, tokens) -> None:
     world.target(V5)
-    async with whole.talker(tokens) as engine, whole.server(world, model, generate_attempts=1):
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model, generate_attempts=1):
         engine.faults["/generate"] = Fault(status=400)
         world.register("e", engine.url, V5)
         world.issue(make_task(1, group_size=2))
-        await until(world.published, "it is given up")
+        await eventually(world.published, "it is given up")
     (message,) = world.published()
     assert isinstance(message, GroupFailed)
     assert (message.seq, message.attempt, message.reason) == (1, 3, "refused")
@@ -194,36 +188,36 @@ async def test_a_task_that_fails_every_time_is_given_up_after_its_attempts(
 
 
 @pytest.mark.fault(4, 23)
-async def test_a_redis_that_is_killed_costs_no_group(own_world, until: Until, model: Path, tokens, whole) -> None:
+async def test_a_redis_that_is_killed_costs_no_group(own_world, model: Path, tokens) -> None:
     world = own_world
     world.target(V5)
-    async with whole.talker(tokens, latency_s=0.3) as engine, whole.server(world, model):
+    async with rollout_process.talker(tokens, latency_s=0.3) as engine, rollout_process.server(world, model):
         world.register("e", engine.url, V5)
         world.issue(*(make_task(seq, group_size=2) for seq in range(1, 5)))
-        await until(lambda: len(engine.requests) >= 8, "all groups are under way")
+        await eventually(lambda: len(engine.requests) >= 8, "all groups are under way")
         world.process.kill()
-        await until(lambda: len(engine.requests) >= 16, "they go on without Redis")
+        await eventually(lambda: len(engine.requests) >= 16, "they go on without Redis")
         await asyncio.sleep(0.5)
         await asyncio.to_thread(world.process.start)
-        await until(lambda: len(world.published()) == 4, "and are published when it is back", 15)
+        await eventually(lambda: len(world.published()) == 4, "and are published when it is back", 15)
     assert sorted(g.seq for g in world.published()) == [1, 2, 3, 4] and world.pending() == 0
 
 
 @pytest.mark.fault(2)
 async def test_sigterm_finishes_what_is_under_way_and_ends_with_status_0(
-    world, until: Until, model: Path, tokens, tmp_path: Path, whole
+    world, model: Path, tokens, tmp_path: Path
 ) -> None:
     world.target(V5)
-    async with whole.talker(tokens, latency_s=0.5) as engine:
+    async with rollout_process.talker(tokens, latency_s=0.5) as engine:
         world.register("e", engine.url, V5)
         argv = [f"run.id={world.keys.run}", f"run.model={model}", "rollout.search.type=none"]
         argv += ["rollout.episode.template=demo", "rollout.concurrency_groups=1", "--port-file", str(tmp_path / "port")]
-        process = whole.spawn(argv, tmp_path, FORAY_REDIS_URL=world.url)
+        process = rollout_process.spawn(argv, tmp_path, FORAY_REDIS_URL=world.url)
         try:
             world.issue(make_task(1, group_size=2), make_task(2, group_size=2))
-            await until(lambda: engine.requests, "the first group is under way", 30)
+            await eventually(lambda: engine.requests, "the first group is under way", 30)
             process.terminate()
-            await until(lambda: process.poll() is not None, "it ends", 15)
+            await eventually(lambda: process.poll() is not None, "it ends", 15)
         finally:
             process.kill()
             errors = process.communicate()[1].decode()
@@ -233,8 +227,8 @@ async def test_sigterm_finishes_what_is_under_way_and_ends_with_status_0(
     assert world.sync.xinfo_groups(world.keys.tasks)[0]["consumers"] == 0
 
 
-async def test_without_redis_it_says_what_to_do(tmp_path: Path, whole) -> None:
-    process = whole.spawn([], tmp_path)
+async def test_without_redis_it_says_what_to_do(tmp_path: Path) -> None:
+    process = rollout_process.spawn([], tmp_path)
     errors = (await asyncio.to_thread(process.communicate))[1].decode()
     assert process.returncode == 2
     assert "no Redis to talk to" in errors and "run.redis_url=" in errors and "Traceback" not in errors

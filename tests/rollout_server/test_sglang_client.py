@@ -18,6 +18,7 @@ from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, S
 from rollout_server.engine.continuation import TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
 from tests.support.fake_engine import FakeServer, Fault, next_ids
+from tests.support.waiting import eventually
 
 REQUEST = GenerateRequest(
     ids=(1, 2), session="s", group="g", max_new_tokens=4, sampling=Sampling(temperature=0.7), stop=("</answer>",)
@@ -182,13 +183,13 @@ async def test_an_engine_that_is_not_there_is_unreachable() -> None:
     assert caught.value.cause == "unreachable"
 
 
-async def test_a_cancelled_turn_leaves_the_engine(until) -> None:
+async def test_a_cancelled_turn_leaves_the_engine() -> None:
     async with FakeServer(latency_s=30.0) as engine, aiohttp.ClientSession() as session:
         client = SglangClient(session, engine.url)
         turn = asyncio.create_task(client.generate(REQUEST, version="", timeout_s=60.0))
-        await until(lambda: engine.requests, "the engine has the request")
+        await eventually(lambda: engine.requests, "the engine has the request")
         turn.cancel()
-        await until(lambda: turn.done() and engine._in_flight == 0, "the engine is rid of it")
+        await eventually(lambda: turn.done() and engine._in_flight == 0, "the engine is rid of it")
 
 
 async def test_an_update_goes_through_pause_load_read_back_and_continue() -> None:

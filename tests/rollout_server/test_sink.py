@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -14,8 +13,7 @@ from rollout_server.dispatch import publisher as sink_module
 from rollout_server.dispatch.publisher import Sink
 from rollout_server.metrics import Stats
 from tests.support.messages import make_group, make_task
-
-Until = Callable[..., Awaitable[None]]
+from tests.support.waiting import eventually
 
 
 async def leased(world, seq: int = 1) -> tuple[Sink, Stats, str]:
@@ -46,38 +44,38 @@ async def test_a_retry_takes_the_place_of_the_failed_attempt(world) -> None:
 
 
 @pytest.mark.fault(23)
-async def test_publishing_outlasts_a_redis_that_is_killed(own_world, until: Until) -> None:
+async def test_publishing_outlasts_a_redis_that_is_killed(own_world) -> None:
     world = own_world
     sink, stats, entry = await leased(world)
     world.process.kill()
     publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
-    await until(lambda: stats.waits.seconds().get("redis", 0) > 0.3, "the sink waits for Redis")
+    await eventually(lambda: stats.waits.seconds().get("redis", 0) > 0.3, "the sink waits for Redis")
     await asyncio.to_thread(world.process.start)
     assert await asyncio.wait_for(publishing, 15) is True
     assert [m.seq for m in world.published()] == [1] and world.pending() == 0
 
 
 @pytest.mark.fault(25)
-async def test_publishing_waits_while_redis_is_full(own_world, until: Until) -> None:
+async def test_publishing_waits_while_redis_is_full(own_world) -> None:
     world = own_world
     sink, stats, entry = await leased(world)
     world.sync.config_set("maxmemory", "1")
     publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
-    await until(lambda: stats.waits.seconds().get("redis", 0) > 0.3, "the sink waits for room")
+    await eventually(lambda: stats.waits.seconds().get("redis", 0) > 0.3, "the sink waits for room")
     assert world.pending() == 1, "a publish that is refused acknowledges nothing"
     world.sync.config_set("maxmemory", "0")
     assert await asyncio.wait_for(publishing, 15) is True
 
 
 @pytest.mark.fault(24)
-async def test_publishing_waits_for_a_wiped_redis_and_then_gives_way(own_world, until: Until) -> None:
+async def test_publishing_waits_for_a_wiped_redis_and_then_gives_way(own_world) -> None:
     """After a wipe the task is nobody's any more: its group is dropped, and the learner issues the seq again."""
     world = own_world
     sink, stats, entry = await leased(world)
     world.sync.flushall()
     world.sync.function_flush()
     publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
-    await until(lambda: stats.waits.seconds().get("redis", 0) > 0.2, "the sink waits for the learner")
+    await eventually(lambda: stats.waits.seconds().get("redis", 0) > 0.2, "the sink waits for the learner")
     world.create()
     assert await asyncio.wait_for(publishing, 15) is False
     assert world.published() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from protocol.runtime.redis import aio as redis_client
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.publisher import Sink
 from rollout_server.metrics import Stats
+from tests.support import rollout_process
 from tests.support.messages import make_group, make_task
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
 
 
@@ -112,17 +113,17 @@ async def reaches(url: str, name: str, least: float, seconds: float = 20.0) -> d
 
 @pytest.mark.fault(4, 32)
 async def test_behind_a_partition_groups_are_finished_kept_and_published_or_given_way(
-    world, wire: Partition, until: Until, model: Path, tokens, whole, monkeypatch: pytest.MonkeyPatch
+    world, wire: Partition, model: Path, tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_client, "COMMAND_S", 0.3)
     world.target(V5)
     async with (
-        whole.talker(tokens, latency_s=0.4) as engine,
-        whole.server(world, model, url=wire.url, name="far", task_idle_ms=900) as (far, _),
+        rollout_process.talker(tokens, latency_s=0.4) as engine,
+        rollout_process.server(world, model, url=wire.url, name="far", task_idle_ms=900) as (far, _),
     ):
         world.register("e", engine.url, V5)
         world.issue(*(make_task(seq, group_size=2) for seq in (1, 2, 3)))
-        await until(lambda: len(engine.requests) >= 6, "three groups are under way")
+        await eventually(lambda: len(engine.requests) >= 6, "three groups are under way")
         wire.cut()
         told = await reaches(far, "spooled_groups", 3)
         assert wire.dropped and told["spooled_bytes"] > 0 and world.published() == []
@@ -130,17 +131,19 @@ async def test_behind_a_partition_groups_are_finished_kept_and_published_or_give
         await asyncio.sleep(0.3)
         assert world.pending() == 3, "nothing more is leased"
         wire.mend()
-        await until(lambda: len(world.published()) == 4, "all are published on return, and work is taken again", 20)
+        await eventually(
+            lambda: len(world.published()) == 4, "all are published on return, and work is taken again", 20
+        )
         told = await values(far)
         assert (told["duplicates"], told["spooled_groups"]) == (0, 0) and told["waits_redis"] > 0.3
 
         requests = len(engine.requests)
         world.issue(*(make_task(seq, group_size=2) for seq in (5, 6)))
-        await until(lambda: len(engine.requests) >= requests + 4, "two more are under way")
+        await eventually(lambda: len(engine.requests) >= requests + 4, "two more are under way")
         wire.cut()
         await reaches(far, "spooled_groups", 2)
-        async with whole.server(world, model, name="near", task_idle_ms=900) as (near, _):
-            await until(lambda: len(world.published()) == 6, "another server took over what fell silent", 20)
+        async with rollout_process.server(world, model, name="near", task_idle_ms=900) as (near, _):
+            await eventually(lambda: len(world.published()) == 6, "another server took over what fell silent", 20)
             assert (await values(near))["reclaimed"] == 2
         wire.mend()
         await reaches(far, "duplicates", 2)
@@ -153,17 +156,17 @@ async def test_behind_a_partition_groups_are_finished_kept_and_published_or_give
 @pytest.mark.parametrize(("spool", "most"), [(2, 3), (32, 6)], ids=["bounded", "control"])
 @pytest.mark.fault(25, 48)
 async def test_a_full_redis_is_given_a_bounded_number_of_groups_to_wait_for(
-    own_world, until: Until, model: Path, tokens, whole, spool: int, most: int
+    own_world, model: Path, tokens, spool: int, most: int
 ) -> None:
     """Reading tasks still works then, so that only the spool says when to stop."""
     world = own_world
     world.target(V5)
-    async with whole.talker(tokens) as engine:
+    async with rollout_process.talker(tokens) as engine:
         world.register("e", engine.url, V5)
         world.issue(*(make_task(seq, group_size=2) for seq in range(1, 7)))
         world.sync.config_set("maxmemory", "1")
-        async with whole.server(world, model, concurrency_groups=1, spool_groups=spool) as (url, _):
-            await until(lambda: world.pending() >= min(most, spool), "tasks are taken")
+        async with rollout_process.server(world, model, concurrency_groups=1, spool_groups=spool) as (url, _):
+            await eventually(lambda: world.pending() >= min(most, spool), "tasks are taken")
             await reaches(url, "spooled_groups", min(most, spool))
             await asyncio.sleep(0.4)
             told = await values(url)
@@ -171,12 +174,12 @@ async def test_a_full_redis_is_given_a_bounded_number_of_groups_to_wait_for(
             assert (world.pending() <= most) and world.published() == []
             assert (world.pending() == 6) == (spool == 32), "without the bound it takes everything"
             world.sync.config_set("maxmemory", "0")
-            await until(lambda: len(world.published()) == 6, "there is room again", 20)
+            await eventually(lambda: len(world.published()) == 6, "there is room again", 20)
             assert (await values(url))["spooled_groups"] == 0
     assert sorted(g.seq for g in world.published()) == list(range(1, 7)) and world.pending() == 0
 
 
-async def test_a_task_that_waits_to_be_put_back_is_in_the_spool_too(own_world, until: Until) -> None:
+async def test_a_task_that_waits_to_be_put_back_is_in_the_spool_too(own_world) -> None:
     world = own_world
     redis, stats = world.client(), Stats("rollout", "me")
     sink = Sink(redis, stats, spool_groups=1)
@@ -184,13 +187,13 @@ async def test_a_task_that_waits_to_be_put_back_is_in_the_spool_too(own_world, u
     ((entry, _),) = await redis.read(world.keys.tasks, TASK_GROUP, "me", 1)
     world.sync.config_set("maxmemory", "1")
     replacing = asyncio.create_task(sink.replace(entry.decode(), make_task(1, attempt=2)))
-    await until(lambda: stats.waits.seconds().get("redis", 0) > 0.1, "it waits for Redis")
+    await eventually(lambda: stats.waits.seconds().get("redis", 0) > 0.1, "it waits for Redis")
     assert sink.spool_full
     world.sync.config_set("maxmemory", "0")
     assert await asyncio.wait_for(replacing, 15) is True and not sink.spool_full
 
 
-async def test_the_spool_is_bounded_in_bytes_too(own_world, until: Until) -> None:
+async def test_the_spool_is_bounded_in_bytes_too(own_world) -> None:
     world = own_world
     redis, stats = world.client(), Stats("rollout", "me")
     group = make_group(1, run=world.keys.run, length=1000)
@@ -200,7 +203,7 @@ async def test_the_spool_is_bounded_in_bytes_too(own_world, until: Until) -> Non
     assert not sink.spool_full
     world.sync.config_set("maxmemory", "1")
     publishing = asyncio.create_task(sink.publish(entry.decode(), group))
-    await until(lambda: stats.values()["spool_age_s"] > 0.1, "it waits for Redis")
+    await eventually(lambda: stats.values()["spool_age_s"] > 0.1, "it waits for Redis")
     assert sink.spool_full and stats.values()["spooled_bytes"] > 4 * 1000 * 8 - 1000
     world.sync.config_set("maxmemory", "0")
     assert await asyncio.wait_for(publishing, 15) is True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -19,6 +19,7 @@ from rollout_server.dispatch.publisher import Sink
 from rollout_server.dispatch.runner import Work
 from rollout_server.metrics import Stats
 from tests.support.messages import make_group, make_task
+from tests.support.waiting import eventually
 
 IDLE_MS = 400
 
@@ -70,22 +71,20 @@ class Server:
 
 
 @pytest.mark.fault(48)
-async def test_no_more_tasks_are_leased_than_there_are_places(world, until: Callable[..., Awaitable[None]]) -> None:
+async def test_no_more_tasks_are_leased_than_there_are_places(world) -> None:
     server = Server(world, "a", concurrency=2)
     world.issue(*(make_task(seq) for seq in range(1, 6)))
     async with server.running():
-        await until(lambda: server.begun == [1, 2], "two begin")
+        await eventually(lambda: server.begun == [1, 2], "two begin")
         await asyncio.sleep(0.2)
         assert server.begun == [1, 2] and world.pending() == 2, "the others wait where every server can see them"
         server.let.set()
-        await until(lambda: len(world.published()) == 5, "all are published")
+        await eventually(lambda: len(world.published()) == 5, "all are published")
     assert [m.seq for m in world.published()] == [1, 2, 3, 4, 5] and world.pending() == 0
 
 
 @pytest.mark.parametrize("cause", ["backlog", "retriever"])
-async def test_a_server_whose_turns_would_only_wait_leaves_tasks_to_the_others(
-    world, until: Callable[..., Awaitable[None]], cause: str
-) -> None:
+async def test_a_server_whose_turns_would_only_wait_leaves_tasks_to_the_others(world, cause: str) -> None:
     server = Server(world, "a")
     server.backpressure = cause
     async with server.running():
@@ -94,84 +93,80 @@ async def test_a_server_whose_turns_would_only_wait_leaves_tasks_to_the_others(
         assert server.begun == [] and world.pending() == 0
         assert server.stats.waits.seconds()[cause] > 0.2
         server.backpressure = ""
-        await until(lambda: server.begun == [1], "it goes on when they have caught up", 1.0)
+        await eventually(lambda: server.begun == [1], "it goes on when they have caught up", 1.0)
         server.backpressure = cause
         server.tasks.stop()
-        await until(server.leasing.done, "a stop does not wait for them", 1.0)
+        await eventually(server.leasing.done, "a stop does not wait for them", 1.0)
 
 
 @pytest.mark.fault(1)
-async def test_a_dead_servers_tasks_are_taken_over(world, until: Callable[..., Awaitable[None]]) -> None:
+async def test_a_dead_servers_tasks_are_taken_over(world) -> None:
     first, second = Server(world, "a"), Server(world, "b")
     world.issue(*(make_task(seq) for seq in (1, 2, 3)))
     async with first.running():
-        await until(lambda: len(first.begun) == 3, "the first server has all")
+        await eventually(lambda: len(first.begun) == 3, "the first server has all")
     second.let.set()
     async with second.running():
-        await until(lambda: len(world.published()) == 3, "the second server publishes them")
+        await eventually(lambda: len(world.published()) == 3, "the second server publishes them")
     assert sorted(m.seq for m in world.published()) == [1, 2, 3]
     assert second.stats.counts["reclaimed"] == 3 and world.pending() == 0
 
 
-async def test_a_beating_server_keeps_its_tasks(world, until: Callable[..., Awaitable[None]]) -> None:
+async def test_a_beating_server_keeps_its_tasks(world) -> None:
     first, second = Server(world, "a"), Server(world, "b")
     world.issue(make_task(1))
     async with first.running():
-        await until(lambda: first.begun == [1], "the first server has it")
+        await eventually(lambda: first.begun == [1], "the first server has it")
         async with second.running():
             await asyncio.sleep(3 * IDLE_MS / 1000)
             assert second.begun == []
         first.let.set()
-        await until(lambda: len(world.published()) == 1, "it is published")
+        await eventually(lambda: len(world.published()) == 1, "it is published")
     assert first.cancelled == []
 
 
 @pytest.mark.fault(23, 27)
-async def test_a_task_that_a_rolled_back_redis_hands_out_again_is_not_begun_twice(
-    world, until: Callable[..., Awaitable[None]]
-) -> None:
+async def test_a_task_that_a_rolled_back_redis_hands_out_again_is_not_begun_twice(world) -> None:
     server = Server(world, "a", idle_ms=60_000)
     world.issue(make_task(1))
     async with server.running():
-        await until(lambda: server.begun == [1], "it is begun")
+        await eventually(lambda: server.begun == [1], "it is begun")
         # what a Redis that lost its last second looks like: the entry is there, its delivery never happened
         world.sync.xgroup_setid(world.keys.tasks, "rollout", "0")
         world.issue(make_task(2))
-        await until(lambda: 2 in server.begun, "what is new is begun")
+        await eventually(lambda: 2 in server.begun, "what is new is begun")
         server.let.set()
-        await until(lambda: len(world.published()) == 2 and not server.tasks.in_flight, "both are published")
+        await eventually(lambda: len(world.published()) == 2 and not server.tasks.in_flight, "both are published")
     assert server.begun == [1, 2] and world.pending() == 0
 
 
 @pytest.mark.fault(3)
-async def test_work_on_a_lost_lease_is_cancelled(world, until: Callable[..., Awaitable[None]]) -> None:
+async def test_work_on_a_lost_lease_is_cancelled(world) -> None:
     slow, quick = Server(world, "a"), Server(world, "b")
     world.issue(make_task(1))
     async with slow.running(beating=False):
-        await until(lambda: slow.begun == [1], "the slow server has it")
+        await eventually(lambda: slow.begun == [1], "the slow server has it")
         slow.leasing.cancel()  # it neither beats nor looks for silent servers: it hangs
         quick.let.set()
         async with quick.running():
-            await until(lambda: len(world.published()) == 1, "the quick one took it over")
+            await eventually(lambda: len(world.published()) == 1, "the quick one took it over")
         await slow.tasks._beat()
-        await until(lambda: slow.cancelled == [1], "the slow one learns of it")
+        await eventually(lambda: slow.cancelled == [1], "the slow one learns of it")
     assert slow.stats.counts["leases_lost"] == 1 and len(world.published()) == 1
     ((_, event),) = world.sync.xrange(world.keys.events)
     assert (event[b"kind"], event[b"id"]) == (b"lease-lost", b"a") and b"seq 1" in event[b"text"]
 
 
 @pytest.mark.fault(35)
-async def test_a_task_that_outlives_three_servers_is_given_up_as_poison(
-    world, until: Callable[..., Awaitable[None]]
-) -> None:
+async def test_a_task_that_outlives_three_servers_is_given_up_as_poison(world) -> None:
     world.issue(make_task(7))
     for name in ("a", "b", "c"):
         victim = Server(world, name, idle_ms=60)
         async with victim.running(beating=False):
-            await until(lambda victim=victim: victim.begun == [7], f"{name} begins")
+            await eventually(lambda victim=victim: victim.begun == [7], f"{name} begins")
     last = Server(world, "d", idle_ms=60)
     async with last.running():
-        await until(world.published, "the fourth gives it up")
+        await eventually(world.published, "the fourth gives it up")
     (message,) = world.published()
     assert isinstance(message, GroupFailed) and (message.seq, message.reason) == (7, "poison")
     assert last.begun == [] and world.pending() == 0
@@ -183,9 +178,7 @@ async def test_a_task_that_outlives_three_servers_is_given_up_as_poison(
 
 
 @pytest.mark.fault(30)
-async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
-    world, until: Callable[..., Awaitable[None]]
-) -> None:
+async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(world) -> None:
     server = Server(world, "a")
     server.let.set()
     world.sync.xadd(world.keys.tasks, {"seq": 1, "b": b"\xc1 not msgpack"})
@@ -193,8 +186,8 @@ async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
     world.sync.xadd(world.keys.tasks, {"seq": b"9" * 5000, "b": b""})
     world.issue(make_task(3))
     async with server.running():
-        await until(lambda: len(world.published()) == 2, "one reported, one published")
-        await until(lambda: world.pending() == 0, "none is left")
+        await eventually(lambda: len(world.published()) == 2, "one reported, one published")
+        await eventually(lambda: world.pending() == 0, "none is left")
     failed, group = world.published()
     assert isinstance(failed, GroupFailed) and (failed.seq, failed.reason) == (1, "task_corrupt")
     assert group.seq == 3
@@ -203,41 +196,35 @@ async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(
 
 
 @pytest.mark.fault(2)
-async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once(
-    world, until: Callable[..., Awaitable[None]]
-) -> None:
+async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once(world) -> None:
     server, other = Server(world, "a", idle_ms=60_000), Server(world, "b", idle_ms=60_000)
     server.quick = {1}
     world.issue(make_task(1), make_task(2))
     async with server.running():
-        await until(lambda: len(server.begun) == 2, "both begin")
+        await eventually(lambda: len(server.begun) == 2, "both begin")
         server.tasks.stop()
         await asyncio.wait_for(server.leasing, 3.0)
         await server.tasks.drain(0.3, asyncio.Event())
         assert server.cancelled == [2] and [m.seq for m in world.published()] == [1]
     other.let.set()
     async with other.running():
-        await until(lambda: len(world.published()) == 2, "the other server has the second at once", 5.0)
+        await eventually(lambda: len(world.published()) == 2, "the other server has the second at once", 5.0)
     assert [m.seq for m in world.published()] == [1, 2] and other.stats.counts["reclaimed"] == 0
 
 
-async def test_a_drain_without_hope_ends_early(
-    world, until: Callable[..., Awaitable[None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_drain_without_hope_ends_early(world, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "HOPELESS_S", 0.2)
     server = Server(world, "a")
     world.issue(make_task(1))
     async with server.running():
-        await until(lambda: server.begun == [1], "it begins")
+        await eventually(lambda: server.begun == [1], "it begins")
         server.tasks.stop()
         await asyncio.wait_for(server.leasing, 3.0)
         await asyncio.wait_for(server.tasks.drain(30.0, asyncio.Event(), hopeful=lambda: False), 2.0)
     assert server.cancelled == [1] and world.pending() == 0, "handed back"
 
 
-async def test_a_server_started_before_the_learner_waits_for_the_streams(
-    unprepared_world, until: Callable[..., Awaitable[None]]
-) -> None:
+async def test_a_server_started_before_the_learner_waits_for_the_streams(unprepared_world) -> None:
     world = unprepared_world
     server = Server(world, "a")
     server.let.set()
@@ -245,12 +232,12 @@ async def test_a_server_started_before_the_learner_waits_for_the_streams(
         await asyncio.sleep(0.3)
         world.create()
         world.issue(make_task(1))
-        await until(lambda: len(world.published()) == 1, "it goes on by itself")
+        await eventually(lambda: len(world.published()) == 1, "it goes on by itself")
     waits = server.stats.waits.seconds()
     assert waits["learner"] > 0.1 and "redis" not in waits, "nothing is wrong with Redis"
 
 
-async def test_a_closed_gate_leases_nothing(world, until: Callable[..., Awaitable[None]]) -> None:
+async def test_a_closed_gate_leases_nothing(world) -> None:
     server = Server(world, "a")
     server.let.set()
     server.tasks.accept(False)
@@ -259,17 +246,15 @@ async def test_a_closed_gate_leases_nothing(world, until: Callable[..., Awaitabl
         await asyncio.sleep(0.3)
         assert server.begun == []
         server.tasks.accept(True)
-        await until(lambda: len(world.published()) == 1, "an open gate lets it through")
+        await eventually(lambda: len(world.published()) == 1, "an open gate lets it through")
 
 
-async def test_before_the_learner_it_says_what_it_waits_for(
-    world, until: Callable[..., Awaitable[None]], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_before_the_learner_it_says_what_it_waits_for(world, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     server = Server(world, "a")
     world.sync.delete(world.keys.tasks)
     async with server.running(beating=False):
-        await until(lambda: f"waiting for the learner to start run {world.keys.run}" in caplog.text, "it says so")
+        await eventually(lambda: f"waiting for the learner to start run {world.keys.run}" in caplog.text, "it says so")
         assert "StateLost" not in caplog.text and "NOGROUP" not in caplog.text
 
 

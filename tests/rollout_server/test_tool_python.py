@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from rollout_server.tools import python as module
@@ -16,6 +15,7 @@ from rollout_server.tools.base import Tool
 from rollout_server.tools.python import Python, PythonSettings, build_python, describe, program_of
 from rollout_server.tools.sandbox.capabilities import MECHANISMS, missing
 from rollout_server.tools.sandbox.runner import JailError, Limits, Ran
+from tests.support.kernel import skip_or_fail
 
 SETTINGS = PythonSettings(deadline_s=8, memory_mb=256)
 LIMITS = Limits(8.0, 5, 256, 4, 8, 4000)

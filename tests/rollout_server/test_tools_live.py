@@ -13,7 +13,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from kernel import skip_or_fail
 
 from protocol.errors import UserError
 from protocol.runtime.lifecycle import ShutdownSignal
@@ -25,6 +24,7 @@ from rollout_server.server import serve
 from rollout_server.tools.python import PythonSettings, build_python
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer
+from tests.support.kernel import skip_or_fail
 
 CORPUS = {
     "novels/emma": '"Emma"\nEmma is a novel of 1815.',

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from protocol.keys import Keys
 from protocol.messages import EngineInfo
 from protocol.runtime.http.auth import Access, engine_key
 from rollout_server.node.guard import descendants
+from tests.support.waiting import wait_until
 
 PROVIDER_KEY = "pr0vider-canary-6f2a9b1c"
 SMALL = ("run.steps=100000", "run.groups_per_step=2", "run.group_size=2", "learner.checkpoint_every=2")
@@ -73,13 +73,6 @@ def _planted(directory: Path) -> dict[str, str]:
     return found
 
 
-def _until(true: Any, what: str, said: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S:g} s\n{said.read_text()[-3000:]}"
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     from deploy.demo.warmstart import new_model, save_model
@@ -98,7 +91,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         launcher = subprocess.Popen(argv, cwd=home, env=env, stdout=output, stderr=output, text=True)
     try:
         steps = home / "run" / "metrics.jsonl"
-        _until(lambda: steps.exists() and steps.read_text().count("\n") >= 3, "the first steps", said)
+        wait_until(
+            lambda: steps.exists() and steps.read_text().count("\n") >= 3, "the first steps", DEADLINE_S, said.read_text
+        )
         yield Run(home / "run", launcher, _planted(home / "secrets"), said)
     finally:
         launcher.send_signal(signal.SIGTERM)

@@ -14,11 +14,11 @@ import pytest
 import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from private_redis import client_of
 from sim.network import perform
 from sim.sim_redis import SimRedis
 
 from protocol import functions
+from tests.support.private_redis import client_of
 
 TASKS, TRAJ, LEASE, EPOCH, ISSUED, TOKENS, META = (
     "{s}:tasks",

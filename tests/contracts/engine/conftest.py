@@ -22,7 +22,8 @@ import torch
 from contract_client import Client
 from contract_engines import ADMIN_KEY, LOGS, USER_KEY, Kind, Server, embedded, scripted, sglang, tail
 from contract_models import RANK, perturbed, write_model, write_word_model
-from forks import Zygote
+
+from tests.support.forks import Zygote
 
 PYTHON, URL, MODEL = (os.environ.get(f"FORAY_SGLANG_{name}", "") for name in ("PYTHON", "URL", "MODEL"))
 Flags = Mapping[Kind, Sequence[str]]

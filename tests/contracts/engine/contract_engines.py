@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from forks import Zygote
 from transformers import AutoModelForCausalLM
 
 from learner.weights.process_group import free_port
 from tests.support.fake_engine import FakeServer, next_ids
+from tests.support.forks import Zygote
 
 Kind = Literal["fake", "embedded", "sglang"]
 LAUNCHER = Path(__file__).parents[3] / "requirements" / "sglang_cpu_launch.py"

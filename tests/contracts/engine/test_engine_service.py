@@ -9,8 +9,9 @@ import aiohttp
 import pytest
 from contract_client import PROMPT, Client
 from contract_engines import Server, embedded
-from forks import Zygote
-from metrics_page import check_page
+
+from tests.support.forks import Zygote
+from tests.support.metrics_page import check_page
 
 
 @pytest.mark.engines("fake", "embedded", "sglang")

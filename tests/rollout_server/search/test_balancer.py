@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from rollout_server.search import balancer, replica
 from rollout_server.search.client import HttpSearch, HttpSearchSettings
 from tests.support.fake_search import HTML, FakeRetriever, Fault
-
-Until = Callable[..., Awaitable[None]]
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +66,7 @@ async def test_the_least_busy_of_the_healthy_is_asked(pair: tuple[FakeRetriever,
 )
 @pytest.mark.fault(36)
 async def test_a_replica_that_fails_costs_no_search_is_put_aside_and_comes_back(
-    pair: tuple[FakeRetriever, FakeRetriever], until: Until, fault: Fault
+    pair: tuple[FakeRetriever, FakeRetriever], fault: Fault
 ) -> None:
     sick, well = pair
     sick.script = lambda query: fault
@@ -80,7 +79,7 @@ async def test_a_replica_that_fails_costs_no_search_is_put_aside_and_comes_back(
         assert await client.errors(20, "later") == {""}
         assert len(sick.asked) - before <= 3, "probes only"
         sick.script, sick.ready = lambda query: None, True
-        await until(lambda: client.gauge("retrievers_healthy") == 2, "it is taken back", 2)
+        await eventually(lambda: client.gauge("retrievers_healthy") == 2, "it is taken back", 2)
         assert await client.errors(20, "again") == {""} and "again" in " ".join(sick.queries)
 
 
@@ -95,7 +94,7 @@ async def test_a_replica_that_wants_to_be_left_alone_binds_no_other(pair: tuple[
 
 @pytest.mark.parametrize("way", ["killed", "hung", "500", "HTML", "503", "no paths for probes"])
 @pytest.mark.fault(36)
-async def test_an_outage_of_all_costs_time_and_no_search(until: Until, way: str) -> None:
+async def test_an_outage_of_all_costs_time_and_no_search(way: str) -> None:
     async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=10) as client:
         faults = {"hung": Fault(hang=True), "500": Fault(500), "HTML": HTML, "503": Fault(503)}
         if way == "no paths for probes":
@@ -109,7 +108,7 @@ async def test_an_outage_of_all_costs_time_and_no_search(until: Until, way: str)
         else:
             await retriever.stop()
         searches += client.start(30, "later")
-        await until(lambda: client.search.outage, "the breaker opens", 2)
+        await eventually(lambda: client.search.outage, "the breaker opens", 2)
         assert client.gauge("search_breaker") > 0 and client.counts["search_outages"] == 1
         await asyncio.sleep(0.3)
         searches += client.start(10, "in the middle")
@@ -126,7 +125,7 @@ async def test_an_outage_of_all_costs_time_and_no_search(until: Until, way: str)
         assert client.search.outage == "" and client.gauge("search_breaker") == 0
 
 
-async def test_an_outage_that_lasts_too_long_has_a_name(until: Until) -> None:
+async def test_an_outage_that_lasts_too_long_has_a_name() -> None:
     async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=0.4, deadline_s=0.6) as client:
         assert await client.errors(1) == {""}
         await retriever.stop()
@@ -134,7 +133,7 @@ async def test_an_outage_that_lasts_too_long_has_a_name(until: Until) -> None:
         assert await client.errors(10) == {"unavailable"}
         assert time.monotonic() - started >= 0.4
         await retriever.start()
-        await until(lambda: not client.search.outage, "it is found again though nobody searches", 2)
+        await eventually(lambda: not client.search.outage, "it is found again though nobody searches", 2)
         assert await client.errors(10) == {""}
 
 
@@ -146,11 +145,11 @@ async def test_nobody_waits_longer_than_both_limits_together_whatever_the_server
         assert all(r.error in ("http_500", "unavailable", "timeout") and r.latency_s < 1.2 + 0.3 for r in results)
 
 
-async def test_a_cancelled_search_leaves_its_place_in_the_line(until: Until) -> None:
+async def test_a_cancelled_search_leaves_its_place_in_the_line() -> None:
     async with FakeRetriever() as retriever, Client(retriever, connections=1, attempt_s=2) as client:
         retriever.then(Fault(after_s=0.3))
         searches = client.start(5)
-        await until(lambda: client.gauge("searches_in_line") == 4, "four wait behind one")
+        await eventually(lambda: client.gauge("searches_in_line") == 4, "four wait behind one")
         searches[1].cancel()
         searches[3].cancel()
         await asyncio.sleep(0)
@@ -173,11 +172,11 @@ async def test_a_search_that_is_cancelled_just_as_its_turn_comes_passes_it_on() 
         assert (await second).replica.url == retriever.url
 
 
-async def test_a_line_longer_than_what_may_be_in_flight_holds_new_work_back(until: Until) -> None:
+async def test_a_line_longer_than_what_may_be_in_flight_holds_new_work_back() -> None:
     async with FakeRetriever() as retriever, Client(retriever, connections=2) as client:
         retriever.script = lambda query: Fault(after_s=0.05)
         searches = client.start(5)
-        await until(lambda: client.search.backpressure, "three stand in line, two are in flight")
+        await eventually(lambda: client.search.backpressure, "three stand in line, two are in flight")
         await asyncio.gather(*searches[:2])
         assert not client.search.backpressure
         await asyncio.gather(*searches)
@@ -193,21 +192,21 @@ async def test_a_burst_on_a_small_server_loses_nothing_and_is_slowed_down() -> N
 
 
 async def test_replicas_with_different_indexes_are_a_warning(
-    pair: tuple[FakeRetriever, FakeRetriever], until: Until, caplog: pytest.LogCaptureFixture
+    pair: tuple[FakeRetriever, FakeRetriever], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair[1].fingerprint = "two"
     with caplog.at_level(logging.WARNING):
         async with Client(*pair) as client:
             await client.search("emma")
-            await until(lambda: client.gauge("retriever_fingerprints") == 2, "both are known")
+            await eventually(lambda: client.gauge("retriever_fingerprints") == 2, "both are known")
     assert [r.message for r in caplog.records if "serves another index" in r.message]
 
 
-async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind(until: Until) -> None:
+async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind() -> None:
     async with FakeRetriever() as retriever:
         client = Client(retriever)
     searches = client.start(5)
-    await until(lambda: client.search.outage, "nobody listens")
+    await eventually(lambda: client.search.outage, "nobody listens")
     await client.search.close()
     assert {(await task).error for task in searches} == {"closed"}
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -215,18 +214,18 @@ async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind(until: U
 
 @pytest.mark.parametrize("ready", [True, None], ids=["a service without searches", "a path that is wrong"])
 async def test_an_address_without_searches_is_called_wrong_and_that_again_and_again(
-    until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ready: bool | None
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ready: bool | None
 ) -> None:
     monkeypatch.setattr(balancer, "REMIND_S", 0.2)
     async with FakeRetriever(lambda query: Fault(404)) as retriever, Client(retriever, outage_wait_s=10) as client:
         retriever.ready = ready
         searches = client.start(5)
-        await until(lambda: client.search.outage == f"http_404 at {retriever.url}", "the breaker opens")
+        await eventually(lambda: client.search.outage == f"http_404 at {retriever.url}", "the breaker opens")
 
         def said() -> list[str]:
             return [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
 
-        await until(lambda: len(said()) >= 3, "it is said again")
+        await eventually(lambda: len(said()) >= 3, "it is said again")
         assert all("POST /retrieve" in text and "rollout.search.urls" in text for text in said())
         retriever.script = lambda query: None  # a proxy, and its server is back
         assert {r.error for r in await asyncio.gather(*searches)} == {""}

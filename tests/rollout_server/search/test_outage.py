@@ -11,7 +11,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from rollout_server.server import serve
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer, unsaid
 from tests.support.messages import make_task
+from tests.support.waiting import eventually
 
-Until = Callable[..., Awaitable[None]]
 V5 = PolicyVersion(1, 5)
 BATCH, SIZE = 12, 4
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h"]
@@ -116,7 +116,7 @@ async def rollout_server(world, tmp_path: Path, model: Path, retriever: Retrieve
 @pytest.mark.slow
 @pytest.mark.fault(36)
 async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
-    world, until: Until, tmp_path: Path, retriever: Retriever
+    world, tmp_path: Path, retriever: Retriever
 ) -> None:
     model = write_tokenizer(tmp_path / "model", "words")
     world.target(V5)
@@ -137,7 +137,7 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
             """Begin it, see that work stands still and nothing fails, end it, and see that work goes on."""
             issue()
             turns = len(engine.requests) + BATCH * SIZE
-            await until(lambda: len(engine.requests) > turns, "each trajectory has searched", 90)
+            await eventually(lambda: len(engine.requests) > turns, "each trajectory has searched", 90)
             begin()
             async with asyncio.timeout(60):
                 while not (await status())["values"]["search_breaker"]:  # noqa: ASYNC110
@@ -153,11 +153,11 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
             assert now["values"]["retrievers_healthy"] == 0 and now["values"]["trajectories_in_flight"] > 0
             assert leased <= issued - BATCH - published and now["values"]["groups_in_flight"] == leased
             end()
-            await until(lambda: len(world.published()) > published, "work goes on", 90)
+            await eventually(lambda: len(world.published()) > published, "work goes on", 90)
 
         await outage(retriever.kill, retriever.start)
         await outage(lambda: retriever.send(signal.SIGSTOP), lambda: retriever.send(signal.SIGCONT))
-        await until(lambda: len(world.published()) == issued, "every group ends", 90)
+        await eventually(lambda: len(world.published()) == issued, "every group ends", 90)
         values = (await status())["values"]
 
     groups = world.published()

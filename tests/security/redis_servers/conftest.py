@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from deploy.launcher.redis_server import find_server
 from learner.config.learner import LearnerSettings
 from protocol.runtime.net import free_port
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 STARTS_S = 30.0
 
@@ -73,32 +71,6 @@ def server_at() -> Callable[..., Any]:
     return serve
 
 
-def wait_until(happened: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    """Looks until it has happened."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.03)
-
-
-@pytest.fixture(scope="session")
-def until() -> Callable[..., None]:
-    """`wait_until` above."""
-    return wait_until
-
-
-@pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    """The tiny learner of tests/learner."""
-    path = Path(__file__).parents[2] / "learner" / "tiny.py"
-    spec = importlib.util.spec_from_file_location("foray_tests_tiny_for_redis", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunSettings:
     """A run of 6 steps of 2 groups of 4 trajectories. It has no Redis yet."""
@@ -118,12 +90,12 @@ def settings(tmp_path: Path) -> LearnerSettings:
 
 
 @pytest.fixture
-def learn(tiny: ModuleType) -> Callable[..., int]:
+def learn() -> Callable[..., int]:
     """`learner.main.serve` with the tiny engine, whose settings are the keyword arguments."""
     from learner.main import serve as real
 
     def call(run: RunSettings, settings: LearnerSettings, **engine: Any) -> int:
-        return real(run, settings, make_engine=lambda r, s: tiny.TinyEngine(r, s, **engine))
+        return real(run, settings, make_engine=lambda r, s: tiny_learner.TinyEngine(r, s, **engine))
 
     return call
 
@@ -131,11 +103,11 @@ def learn(tiny: ModuleType) -> Callable[..., int]:
 class Books:
     """What must hold of a finished run: every step trained a batch, no seq twice, nothing in flight."""
 
-    def __init__(self, tiny: ModuleType, run: RunSettings) -> None:
+    def __init__(self, run: RunSettings) -> None:
         from learner.checkpoint.checkpoint import Checkpoints
 
-        self.steps = tiny.surviving(run.dir)
-        self.lines = tiny.step_lines(run.dir)
+        self.steps = tiny_learner.surviving(run.dir)
+        self.lines = tiny_learner.step_lines(run.dir)
         found = Checkpoints(run.checkpoint_dir, 2).load()
         assert found is not None
         self.facts = found.facts
@@ -151,6 +123,6 @@ class Books:
 
 
 @pytest.fixture
-def books_of(tiny: ModuleType) -> Callable[[RunSettings], Books]:
+def books_of() -> Callable[[RunSettings], Books]:
     """Checks a finished run and gives its books."""
-    return lambda run: Books(tiny, run)
+    return lambda run: Books(run)

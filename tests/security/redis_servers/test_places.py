@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +20,8 @@ from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
+from tests.support.waiting import wait_until
 
 SENTINEL = """\
 sentinel monitor main 127.0.0.1 {port} 1
@@ -30,9 +31,9 @@ sentinel failover-timeout main 2000
 
 
 @contextmanager
-def player(tiny: ModuleType, url: str, run: str) -> Iterator[Any]:
+def player(url: str, run: str) -> Iterator[Any]:
     """The tiny rollout server at `url`, whatever kind that is."""
-    made = tiny.Player({}, run)
+    made = tiny_learner.Player({}, run)
     made._db.close()
     made._db = connect(url)
     with made:
@@ -40,7 +41,7 @@ def player(tiny: ModuleType, url: str, run: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def watched(tmp_path: Path, server_at: Any, until: Any) -> Iterator[Any]:
+def watched(tmp_path: Path, server_at: Any) -> Iterator[Any]:
     """(URL, primary, replica, Sentinel): two servers, one the replica of the other, and a Sentinel."""
     with ExitStack() as stack:
         primary = stack.enter_context(server_at(tmp_path / "a", "--repl-diskless-sync-delay", "0"))
@@ -50,9 +51,9 @@ def watched(tmp_path: Path, server_at: Any, until: Any) -> Iterator[Any]:
         config = tmp_path / "s" / "sentinel.conf"
         config.write_text(SENTINEL.format(port=primary.port))
         sentinel = stack.enter_context(server_at(tmp_path / "s", str(config), "--sentinel"))
-        until(lambda: replica.admin.info("replication")["master_link_status"] == "up", "the replica is in step")
+        wait_until(lambda: replica.admin.info("replication")["master_link_status"] == "up", "the replica is in step")
         known = lambda: sentinel.admin.execute_command("SENTINEL REPLICAS", "main")  # noqa: E731
-        until(lambda: len(known()) == 1 and "disconnected" not in str(known()), "the Sentinel knows the replica")
+        wait_until(lambda: len(known()) == 1 and "disconnected" not in str(known()), "the Sentinel knows the replica")
         yield f"redis+sentinel://127.0.0.1:{sentinel.port}/main", primary, replica, sentinel
 
 
@@ -62,18 +63,16 @@ def test_when_the_primary_dies_the_one_that_sentinels_promote_is_found(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    tiny: ModuleType,
     books_of: Any,
-    until: Any,
 ) -> None:
     url, primary, replica, _ = watched
 
     def kill(updates: int) -> None:
         if updates == 2:
             primary.process.kill()
-            until(lambda: replica.admin.info("replication")["role"] == "master", "the replica is promoted")
+            wait_until(lambda: replica.admin.info("replication")["role"] == "master", "the replica is promoted")
 
-    with player(tiny, url, run.id):
+    with player(url, run.id):
         assert learn(run.model_copy(update={"redis_url": url}), settings, before=kill) == 0
     books = books_of(run)
     assert books.epochs == sorted(set(books.epochs)), "no epoch comes twice"
@@ -150,9 +149,7 @@ def test_a_failover_to_a_replica_that_lags_costs_rollouts_and_repeats_no_epoch(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    tiny: ModuleType,
     books_of: Any,
-    until: Any,
 ) -> None:
     keys = Keys(run.id)
     with ExitStack() as stack:
@@ -164,16 +161,16 @@ def test_a_failover_to_a_replica_that_lags_costs_rollouts_and_repeats_no_epoch(
         def fail_over(updates: int) -> None:
             if updates == 1:
                 replica.admin.replicaof("127.0.0.1", primary.port)
-                until(lambda: replica.admin.info("replication")["master_link_status"] == "up", "in step")
+                wait_until(lambda: replica.admin.info("replication")["master_link_status"] == "up", "in step")
                 replica.admin.replicaof("NO", "ONE")  # from here on it lags
                 primary.admin.set(keys.epoch, 7)  # learners that came and went since: the replica has seen none of them
             if updates == 4:
                 primary.process.kill()
                 door.turn(replica.port)
-                raise tiny.Crash
+                raise tiny_learner.Crash
 
-        with player(tiny, url, run.id):
-            with pytest.raises(tiny.Crash):
+        with player(url, run.id):
+            with pytest.raises(tiny_learner.Crash):
                 learn(run.model_copy(update={"redis_url": url}), settings, before=fail_over)
             assert int(replica.admin.get(keys.epoch)) == 1, "the replica's epoch ran backwards"
             assert learn(run.model_copy(update={"redis_url": url}), settings) == 0
@@ -181,14 +178,14 @@ def test_a_failover_to_a_replica_that_lags_costs_rollouts_and_repeats_no_epoch(
     assert books.epochs[0] == 1 and books.epochs == sorted(set(books.epochs)) and len(books.epochs) >= 2
 
 
-async def test_a_demoted_primary_is_left_by_both_clients(watched: Any, until: Any) -> None:
+async def test_a_demoted_primary_is_left_by_both_clients(watched: Any) -> None:
     url, primary, replica, sentinel = watched
     store, client = RunStore(url, "t1"), RedisClient(url, Keys("t1"))
     store.prepare()
     blocked = asyncio.create_task(client.read(client.keys.tasks, "rollout", "r1", 1))
     sentinel.admin.execute_command("SENTINEL FAILOVER", "main")
     named = lambda: sentinel.admin.sentinel_get_master_addr_by_name("main")[1]  # noqa: E731
-    await asyncio.to_thread(until, lambda: named() == replica.port, "the Sentinel names the replica")
+    await asyncio.to_thread(wait_until, lambda: named() == replica.port, "the Sentinel names the replica")
     primary.admin.replicaof("127.0.0.1", replica.port)  # the Sentinel would do so, ten seconds later
     try:
         assert await blocked == []

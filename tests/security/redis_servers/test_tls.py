@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
+from tests.support import tiny_learner
 
 HOSTS = ("localhost", "127.0.0.1")
 
@@ -109,11 +109,10 @@ def test_a_run_goes_over_tls(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    tiny: ModuleType,
     books_of: Any,
 ) -> None:
     url = f"rediss://localhost:{tls_port}/0?ssl_ca_certs={secure / 'ca.pem'}"
-    player = tiny.Player({}, run.id)
+    player = tiny_learner.Player({}, run.id)
     player._db.close()
     player._db = connect(url)
     with player:

@@ -1,6 +1,6 @@
 """A learner with the real trainer that dies where it is told to, and its successors, each a process of its own.
 
-`python mortal.py FILE...`: each FILE is JSON {"argv": [...], "fault": "place:step"}; for each, a process runs
+`python -m tests.support.mortal FILE...`: each FILE is JSON {"argv": [...], "fault": "place:step"}; for each, a process runs
 `python -m learner` with these arguments, and kills itself (SIGKILL) at the fault. Prints one line of JSON, the exit
 statuses (-9 where it was killed). What is heavy is imported once, before the processes are forked.
 

@@ -1,6 +1,6 @@
 """Lives of a learner that a certain group kills while it is decoded, as a bug in a C library would.
 
-`python poisoned.py LIVES --config FILE`: starts the learner (tiny engine) so many times, one after the other, each a
+`python -m tests.support.poisoned LIVES --config FILE`: starts the learner (tiny engine) so many times, one after the other, each a
 process of its own; a body with the word POISON in it ends the process with SIGSEGV. Prints the exit statuses as JSON.
 """
 
@@ -20,10 +20,10 @@ POISON = b"poison-poison"
 
 
 def main() -> int:
-    import tiny
+    from tests.support import tiny_learner
 
-    service = tiny.service()
-    service.serve.__kwdefaults__["make_engine"] = lambda run, settings: tiny.TinyEngine(run, settings)
+    service = tiny_learner.service()
+    service.serve.__kwdefaults__["make_engine"] = lambda run, settings: tiny_learner.TinyEngine(run, settings)
     real = learner.delivery.entry.decode
 
     def decode(raw: bytes) -> Any:

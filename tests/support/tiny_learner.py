@@ -1,6 +1,6 @@
 """A train engine of four numbers, a rollout server of one thread, and a learner process made of them.
 
-Run as a program it is a whole learner with the tiny engine: `python tiny.py --config FILE`.
+Run as a program it is a whole learner with the tiny engine: `python -m tests.support.tiny_learner --config FILE`.
 """
 
 from __future__ import annotations
