@@ -30,10 +30,16 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "datasets": ("benchmarks/learner/trl_baseline.py",),
     "peft": ("learner/model/lora.py",),
     "matplotlib": ("deploy/monitor/plot.py",),
-    "pyarrow": ("retriever/formats/",),
+    "pyarrow": ("retriever/corpus/formats/",),
     "pickle": (),
 }
-PURE = ("learner/advantages/", "learner/losses/", "learner/kl/", "learner/model/logprobs.py", "learner/data/batch.py")
+PURE = (
+    "learner/algorithms/advantages/",
+    "learner/algorithms/losses/",
+    "learner/algorithms/kl/",
+    "learner/model/logprobs.py",
+    "learner/data/batch.py",
+)
 """Math: torch, numpy and facts, nothing else."""
 MATH = {"torch", "numpy", "protocol", "learner"}
 HEAVY = {

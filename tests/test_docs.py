@@ -18,7 +18,8 @@ HISTORY = {"CHANGELOG.md"}
 """Pages that speak of files as they were."""
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _PATH = re.compile(r"(?<![\w/.$<{-])((?:[\w.-]+/)+[\w.*-]+\.(?:py|lua|yaml|toml|txt|lock|md|json|svg))(?![\w/])")
-_MODULE = re.compile(r"`([\w/]+\.py)`")
+_MODULE = re.compile(r"`(\w[\w/]*/\w+\.py)`")
+_FOLDER = re.compile(r"`((?:[a-z_]+/){2,})`")
 _WALK = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \| (.+) \|$", re.M)
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -31,6 +32,7 @@ def test_every_link_and_path_of_a_page_is_there(page: str) -> None:
     if page not in HISTORY:
         ours = [path for path in _PATH.findall(text) if path.partition("/")[0] in FOLDERS]
         lost += [path for path in ours if not (list(ROOT.glob(path)) or (ROOT / "tests" / path).exists())]
+        lost += [name for name in _FOLDER.findall(text) if not (ROOT / name).is_dir()]
         lost += [path for path in _MODULE.findall(text) if not any(f"/{name}".endswith(f"/{path}") for name in TRACKED)]
     assert not lost
 

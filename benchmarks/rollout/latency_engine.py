@@ -42,7 +42,7 @@ class Streamed(Decoding):
     def __init__(self, prompt: Sequence[int], output: Sequence[int], interval: int, version: str) -> None:
         super().__init__(prompt, output)
         self.interval, self.spans = interval, [(version, 0)]
-        self.due, self.shown, self.cut = asyncio.ScheduledEvent(), 0, False
+        self.due, self.shown, self.cut = asyncio.Event(), 0, False
 
     @property
     def ended(self) -> bool:
@@ -55,7 +55,7 @@ class LatencyEngine:
     def __init__(self, script: Script, index: int) -> None:
         self._script = script
         self._engine = BatchingEngine(script.speeds[index])
-        self._work = asyncio.ScheduledEvent()
+        self._work = asyncio.Event()
         self._version = FIRST_VERSION
         self._down_until = self._paused_until = 0.0
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deploy.dlq.dead_letters import DeadLetter, Fates
-from deploy.monitor.top import Row, table
+from deploy.monitor.top import TableRow, table
 from deploy.terminal import escape_untrusted, hexdump
 from protocol.codec import decode
 from protocol.errors import ProtocolError
@@ -24,7 +24,7 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
     if not letters and not silent:
         return ["no dead letters, and no seq was given up"]
     rows = [
-        Row(
+        TableRow(
             str(letter.seq or "-"),
             (
                 fates.of(letter.seq),
@@ -38,7 +38,7 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
         for letter in letters
     ]
     rows += [
-        Row(str(seq), (fates.of(seq), escape_untrusted(why, 32), "ledger", "-", "-", "given up; no letter"))
+        TableRow(str(seq), (fates.of(seq), escape_untrusted(why, 32), "ledger", "-", "-", "given up; no letter"))
         for seq, why in silent.items()
     ]
     reasons = Counter(letter.reason for letter in letters)

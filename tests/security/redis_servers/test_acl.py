@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from deploy.launcher.redis_server import check_server, ping
-from deploy.monitor.snapshot import observe
+from deploy.monitor.snapshot import take_snapshot
 from deploy.secrets.acl import REDIS_ROLES, rules
 from deploy.secrets.env import login_at, read_env
 from deploy.secrets.files import RedisEndpoint, write_secrets
@@ -126,7 +126,7 @@ def test_a_ring_runs_with_each_process_as_its_own_user(
         assert learn(run, settings) == 0
     books_of(run)
     assert rollouts.stats.counts["groups_published"] >= 12
-    seen = observe(urls["viewer"], RUN, run.dir)
+    seen = take_snapshot(urls["viewer"], RUN, run.dir)
     assert not seen.error and seen.is_done and seen.learner is not None and seen.max_memory >= 0
     assert any(b"under its own user" in str(fields).encode() for _, fields in users["viewer"].xrange(KEYS.events))
     denied = [entry for entry in users["admin"].acl_log() if entry["username"] in ("learner", "rollout", "viewer")]

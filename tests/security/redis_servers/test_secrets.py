@@ -20,7 +20,7 @@ from deploy.launcher.launcher import Launcher
 from deploy.launcher.plan import Addresses, plan
 from deploy.launcher.redis_server import ping
 from deploy.launcher.run_dir import locate
-from deploy.monitor.snapshot import observe
+from deploy.monitor.snapshot import take_snapshot
 from deploy.secrets.env import read_env
 from deploy.secrets.tls import make_certificates
 from protocol.errors import UserError
@@ -213,7 +213,7 @@ def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
     given += ["launch.engines=0", "launch.retrievers=0", f"learner.questions={run_files / 'questions.jsonl'}"]
     with Launcher(load_config(None, given), python=str(script)) as launcher:
         launcher.start("redis")
-        seen = observe(launcher.redis_url, "mine")
+        seen = take_snapshot(launcher.redis_url, "mine")
         assert not seen.error and parse(launcher.redis_url).username == "viewer"
         assert "AuthenticationError" in ping(launcher.addresses.redis_url), "the default user is off"
         launcher.start()
