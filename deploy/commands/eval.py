@@ -16,7 +16,7 @@ from protocol.errors import ForayError, UserError
 from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
-    from deploy.monitor.evaluate import Episode, EvaluationScore
+    from deploy.monitor.evaluate import Episode, EvalScore
     from protocol.messages import Question
 
 POLICY = ("run", "lineage_id", "model")
@@ -116,7 +116,7 @@ def _write(path: Path, episodes: list[Episode]) -> None:
     atomic_write(path, "".join(lines), durable=False)
 
 
-def _report(score: EvaluationScore, what: dict[str, Any], how: dict[str, Any], *, as_json: bool) -> int:
+def _report(score: EvalScore, what: dict[str, Any], how: dict[str, Any], *, as_json: bool) -> int:
     versions = score.versions
     mixed = len(versions) > 1 or any("+" in version for version in versions)
     summary: dict[str, Any] = {

@@ -24,7 +24,7 @@ from deploy.demo.world import World, write_jsonl
 from deploy.launcher.launcher import Launcher
 from deploy.launcher.progress import parse_record
 from deploy.launcher.run_dir import is_held, read_record, unique_id
-from deploy.monitor.evaluate import EvaluationScore, evaluate
+from deploy.monitor.evaluate import EvalScore, evaluate
 from deploy.monitor.snapshot import RunSnapshot, read_books, take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
@@ -200,10 +200,12 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
     return summary
 
 
-def ask(url: str, questions: Sequence[Question], temperatures: Sequence[float], *, search: bool = True) -> list[EvaluationScore]:
+def ask(
+    url: str, questions: Sequence[Question], temperatures: Sequence[float], *, search: bool = True
+) -> list[EvalScore]:
     """One score for each temperature, asked at the same time so that all are about one version of the policy."""
 
-    def one(temperature: float) -> EvaluationScore:
+    def one(temperature: float) -> EvalScore:
         return evaluate(url, questions, temperature=temperature, search=search, concurrency=len(questions))
 
     with ThreadPoolExecutor(len(temperatures)) as pool:
@@ -224,18 +226,18 @@ def await_last_version(launcher: Launcher) -> RunSnapshot:
         time.sleep(0.2)
 
 
-def exact_match(score: EvaluationScore, hops: Sequence[int], wanted: int) -> float:
+def exact_match(score: EvalScore, hops: Sequence[int], wanted: int) -> float:
     """Mean exact match of the questions of so many hops. An episode that failed counts as wrong."""
     values = [float(e["rewards"].get("em", 0.0)) for e, h in zip(score.episodes, hops, strict=True) if h == wanted]
     return sum(values) / len(values)
 
 
-def both(score: EvaluationScore, hops: Sequence[int]) -> float:
+def both(score: EvalScore, hops: Sequence[int]) -> float:
     """Mean of one- and two-hop exact match."""
     return (exact_match(score, hops, 1) + exact_match(score, hops, 2)) / 2
 
 
-def describe(when: str, asked: Sequence[EvaluationScore], hops: Sequence[int]) -> str:
+def describe(when: str, asked: Sequence[EvalScore], hops: Sequence[int]) -> str:
     """One line for the terminal."""
     sampled, greedy = asked
     return (
@@ -246,7 +248,7 @@ def describe(when: str, asked: Sequence[EvaluationScore], hops: Sequence[int]) -
 
 
 def scores(
-    before: Sequence[EvaluationScore], after: Sequence[EvaluationScore], blind: Sequence[EvaluationScore], hops: Sequence[int]
+    before: Sequence[EvalScore], after: Sequence[EvalScore], blind: Sequence[EvalScore], hops: Sequence[int]
 ) -> dict[str, Any]:
     """The part of the summary that is about answers."""
     found: dict[str, Any] = {"questions": len(hops)}
@@ -284,7 +286,7 @@ def books(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
     }
 
 
-def example(held_out: Sequence[dict[str, Any]], before: EvaluationScore, after: EvaluationScore) -> dict[str, Any]:
+def example(held_out: Sequence[dict[str, Any]], before: EvalScore, after: EvalScore) -> dict[str, Any]:
     """The same question before and after: one that was missed and is now answered, two hops if there is one."""
     rows = list(zip(held_out, before.episodes, after.episodes, strict=True))
     cured = [r for r in rows if not r[1]["rewards"].get("em") and r[2]["rewards"].get("em")]

@@ -36,7 +36,7 @@ class NoServer(UserError):
 
 
 @dataclass
-class EvaluationScore:
+class EvalScore:
     """What came back. `means`: reward name -> mean over the episodes that voted."""
 
     episodes: list[Episode] = field(default_factory=list)
@@ -107,7 +107,7 @@ def evaluate(
     timeout_s: float = 600.0,
     done: Sequence[Episode] = (),
     each: Callable[[Episode], None] = lambda episode: None,
-) -> EvaluationScore:
+) -> EvalScore:
     """The score of `questions`, `n` episodes each, from the rollout server at `url`; in their order.
 
     temperature  0 is greedy
@@ -150,7 +150,7 @@ def evaluate(
             episodes += kept
             time.sleep(RECONNECT_S * 2**failures)
     order = {question.id: i for i, question in enumerate(questions)}
-    return EvaluationScore(sorted(episodes, key=lambda e: (order[e["question_id"]], e["index"])))
+    return EvalScore(sorted(episodes, key=lambda e: (order[e["question_id"]], e["index"])))
 
 
 def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeout_s: float) -> Iterator[Episode]:

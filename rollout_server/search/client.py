@@ -11,17 +11,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
 from protocol.settings import Settings
-from rollout_server.metrics import Stats
 from rollout_server.search.balancer import ReplicaBalancer
 from rollout_server.search.base import CLOSED, KNOWN, CauseLabels, SearchResult, SearchService
 from rollout_server.search.retry import QueryLimits, QueryResult, RetryingQuery
 from rollout_server.search.transport import Dialect, SearchTransport
+
+if TYPE_CHECKING:
+    from rollout_server.metrics import Stats
 
 
 class HttpSearchSettings(Settings):

@@ -15,7 +15,7 @@ import pytest
 from deploy.commands import eval as command
 from deploy.launcher.run_dir import write_record
 from deploy.monitor import evaluate as module
-from deploy.monitor.evaluate import RECONNECTS, Dropped, EvaluationScore, answered, evaluate
+from deploy.monitor.evaluate import RECONNECTS, Dropped, EvalScore, answered, evaluate
 from protocol.errors import ForayError, UserError
 from rollout_server.api.episodes import EpisodesRequest, summarise
 from tests.support.messages import make_question
@@ -108,7 +108,7 @@ def test_all_questions_go_in_one_request_that_holds_one_version(server: tuple[st
 def test_failed_episodes_say_nothing_of_the_policy(server: tuple[str, type[Answers]]) -> None:
     score = evaluate(server[0], QUESTIONS[:1], n=2)
     assert score.means == {"em": 1.0, "f1": 0.5} and score.failed == 1 and score.mean("searches") == 1.0
-    assert EvaluationScore().means == {} and EvaluationScore().mean("searches") == 0.0
+    assert EvalScore().means == {} and EvalScore().mean("searches") == 0.0
 
 
 def test_a_mean_is_over_the_episodes_that_have_the_reward_as_on_the_server() -> None:
@@ -117,13 +117,13 @@ def test_a_mean_is_over_the_episodes_that_have_the_reward_as_on_the_server() -> 
         {**episodes("q2", "1.5", 1)[0], "rewards": {"f1": 0.0}, "tokens_generated": 1},
     ]
     mixed[0]["tokens_generated"] = 1
-    assert EvaluationScore(mixed).means == {"em": 1.0, "f1": 0.25}
+    assert EvalScore(mixed).means == {"em": 1.0, "f1": 0.25}
     assert summarise(mixed)["em"] == 1.0
 
 
 def test_a_prompt_that_is_too_long_is_final_and_says_nothing_of_the_policy() -> None:
     long = {"question_id": QUESTIONS[0].id, "index": 0, "status": "failed", "cause": "prompt_too_long", "version": ""}
-    score = EvaluationScore([long, *episodes(QUESTIONS[1].id, "1.5", 1)])
+    score = EvalScore([long, *episodes(QUESTIONS[1].id, "1.5", 1)])
     assert (score.failed, score.too_long, score.means["em"], score.versions) == (0, 1, 1.0, {"1.5": 1})
     assert answered(QUESTIONS, score.episodes, 1) == score.episodes, "it is not asked again"
 
