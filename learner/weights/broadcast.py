@@ -26,10 +26,11 @@ from learner.weights.base import Announcement, Link
 from learner.weights.buckets import Named, Packed, layout, num_bytes, pack, plan
 from learner.weights.checksums import Mispacked, SourceSums
 from learner.weights.disk import DiskPublisher
-from learner.weights.process_group import Meeting, Sender, free_port
+from learner.weights.process_group import Meeting, Sender
 from learner.weights.snapshots import Snapshots
 from learner.weights.transfer import Transfer, TransferFailed
 from protocol.messages import EngineInfo, NodeState, WeightBucket, WeightUpdate, WeightView
+from protocol.runtime.net import free_port
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion

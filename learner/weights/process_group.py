@@ -96,13 +96,6 @@ def _listener(address: str, port: int) -> socket.socket | None:
         return None
 
 
-def free_port(address: str) -> int:
-    """A port at `address` that nothing listens on now."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
 # The thread that speaks to torch: joins a weight-update group as rank 0, then broadcasts what it is given.
 #
 # gloo cannot be interrupted. So nobody waits for this thread but with a deadline of his own; one that hangs in a

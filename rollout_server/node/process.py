@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -224,13 +223,6 @@ log = logging.getLogger(__name__)
 
 STOP_S = 3.0
 """How long a child may take to end after SIGTERM before it is killed. It has no requests then: nothing is lost."""
-
-
-def free_port(host: str) -> int:
-    """A port that nothing listens on now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class Child:

@@ -18,6 +18,7 @@ from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
+from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
@@ -26,7 +27,6 @@ from rollout_server.environment.tokenizer import load_tokens
 from rollout_server.metrics import Stats, publish_metrics, withdraw_metrics
 from rollout_server.node.agent import Agent
 from rollout_server.node.config import AttachedEngine, NodeSettings
-from rollout_server.node.process import free_port
 from rollout_server.node.registry import Registry
 from rollout_server.node.status import Standing
 

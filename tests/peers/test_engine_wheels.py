@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from learner.weights.process_group import free_port
+from protocol.runtime.net import free_port
 from tests.support.engine_http import write_policy
 
 Client = Callable[..., Any]

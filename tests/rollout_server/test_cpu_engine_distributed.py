@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from learner.weights.process_group import UpdateGroup, free_port
+from learner.weights.process_group import UpdateGroup
+from protocol.runtime.net import free_port
 
 TIMEOUT_S = 3.0
 PROMPT = list(range(40, 60))

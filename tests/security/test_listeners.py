@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from learner.observability.metrics_server import page_of, serve_prometheus
-from learner.weights.process_group import UpdateGroup, free_port
+from learner.weights.process_group import UpdateGroup
 from protocol.errors import UserError
 from protocol.messages import MetricsSnapshot
+from protocol.runtime.net import free_port
 
 TOKEN = "v1ewer-0123456789-abcdefghijklmnop"
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.weights.process_group import free_port
+from protocol.runtime.net import free_port
 from tests.support.fake_engine import FakeServer, next_ids
 from tests.support.forks import Zygote
 

@@ -14,7 +14,8 @@ import torch
 from contract_client import Client
 from contract_models import read_weights
 
-from learner.weights.process_group import UpdateGroup, free_port
+from learner.weights.process_group import UpdateGroup
+from protocol.runtime.net import free_port
 
 FLATTENED = "flattened_bucket"
 Named = tuple[str, torch.Tensor]
