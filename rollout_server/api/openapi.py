@@ -1,19 +1,22 @@
-"""What the rollout server's HTTP side is, as OpenAPI 3.1: made from the models that check the requests. Pure.
-
-A test holds the paths and methods against the application's routes, and requests that are drawn from this description
-are sent to a running server.
-"""
+"""The OpenAPI 3.1 document of the rollout server, made from the models that check the requests. Pure."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from aiohttp import web
-
+from protocol.runtime.http.openapi import (
+    EVENTS,
+    JSON,
+    OPEN,
+    REF,
+    REFUSALS,
+    TEXT,
+    Object,
+    document,
+    failures,
+    operation,
+    response,
+    serve_document,
+)
 from rollout_server.api.episodes import EpisodesRequest
-
-Object = dict[str, Any]
-JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 
 ERROR: Object = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 HEALTH: Object = {"type": "object", "required": ["status"], "properties": {"status": {"const": "ok"}}}
@@ -58,58 +61,40 @@ EPISODES: Object = {
 
 
 def describe() -> Object:
-    """The whole document."""
-    body = EpisodesRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+    """Return the whole document."""
+    body = EpisodesRequest.model_json_schema(ref_template=REF)
     schemas = body.pop("$defs", {}) | {"EpisodesRequest": body}
-    asked = {"required": True, "content": {JSON: {"schema": {"$ref": "#/components/schemas/EpisodesRequest"}}}}
-    refusals = {
-        "401": _answer("no token", ERROR),
-        "403": _answer("a token of another role; without tokens a page of another origin, or no loopback name", ERROR),
-        "415": _answer("the body is compressed, or without tokens no JSON", ERROR),
-    }
+    refusals = failures(REFUSALS, ERROR)
     finished = {JSON: {"schema": EPISODES}, EVENTS: {}}
     episodes = {
         "200": {"description": "finished episodes; server-sent events where `stream` was true", "content": finished},
-        "400": _answer("what is wrong with the body", ERROR),
-        "408": _answer("the body did not come in time", ERROR),
-        "413": _answer("the body is too large", {"type": "string"}, TEXT),
-        "503": _answer("the version cannot be pinned, or Redis does not answer", ERROR),
+        "400": response("what is wrong with the body", ERROR),
+        "408": response("the body did not come in time", ERROR),
+        "413": response("the body is too large", {"type": "string"}, TEXT),
+        "503": response("the version cannot be pinned, or Redis does not answer", ERROR),
     }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Foray rollout server", "version": "1"},
-        "paths": {
-            "/health": {"get": _operation("The event loop turns.", {"200": _answer("well", HEALTH)}, open_=True)},
-            "/ready": {
-                "get": _operation(
-                    "Redis answers and an engine takes requests.",
-                    {"200": _answer("ready", READY), "503": _answer("not ready", READY)},
-                    open_=True,
-                )
-            },
-            "/status": {"get": _operation("Target, engines, counters.", {"200": _answer("state", STATUS)} | refusals)},
-            "/metrics": {
-                "get": _operation("Prometheus.", {"200": _answer("metrics", {"type": "string"}, TEXT)} | refusals)
-            },
-            "/openapi.json": {
-                "get": _operation("This document.", {"200": _answer("OpenAPI", {"type": "object"})} | refusals)
-            },
-            "/v1/episodes": {
-                "post": _operation("Questions in, finished episodes out.", episodes | refusals) | {"requestBody": asked}
-            },
+    ready = {"200": response("ready", READY), "503": response("not ready", READY)}
+
+    def get(summary: str, answer: Object) -> Object:
+        return {"get": operation({"200": answer} | refusals, summary=summary)}
+
+    paths = {
+        "/health": {
+            "get": operation({"200": response("well", HEALTH)}, summary="The event loop turns.", security=OPEN)
         },
-        "components": {"schemas": schemas, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "/ready": {"get": operation(ready, summary="Redis answers and an engine takes requests.", security=OPEN)},
+        "/status": get("Target, engines, counters.", response("state", STATUS)),
+        "/metrics": get("Prometheus.", response("metrics", {"type": "string"}, TEXT)),
+        "/openapi.json": get("This document.", response("OpenAPI", {"type": "object"})),
+        "/v1/episodes": {
+            "post": operation(
+                episodes | refusals,
+                summary="Questions in, finished episodes out.",
+                body={"$ref": REF.format(model="EpisodesRequest")},
+            )
+        },
     }
+    return document("Foray rollout server", paths, schemas=schemas)
 
 
-async def openapi(_: web.Request) -> web.Response:
-    """`GET /openapi.json`."""
-    return web.json_response(describe())
-
-
-def _operation(summary: str, responses: Object, *, open_: bool = False) -> Object:
-    return {"summary": summary, "responses": responses, "security": [] if open_ else [{}, {"token": []}]}
-
-
-def _answer(description: str, schema: Object, kind: str = JSON) -> Object:
-    return {"description": description, "content": {kind: {"schema": schema}}}
+openapi = serve_document(describe)

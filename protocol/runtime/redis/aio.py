@@ -36,7 +36,7 @@ REFUSAL_S = 15.0
 
 
 class RedisClient:
-    """An asynchronous client for commands, and a second one for blocking reads. It never loads functions: the learner does."""
+    """Asynchronous commands, and blocking reads on a connection of their own. The learner alone loads functions."""
 
     def __init__(self, url: str, keys: Keys) -> None:
         self._commands, self._reader = connect_async(url), connect_async(url)

@@ -7,8 +7,8 @@
 `rediss` in place of `redis` is TLS: the server's certificate is verified against `?ssl_ca_certs=FILE` (or the system's
 authorities) and its name; `ssl_certfile` and `ssl_keyfile` name ours. User and password are those of the data servers;
 Sentinels that want some take `?sentinel_username=` and `?sentinel_password=`. Other options are refused: time-outs and
-retries in a URL would override the rules that delivery rests on. Redis Cluster is not supported: the keys of a run share
-one slot, so a single shard would serve all of them.
+retries in a URL would override the rules that delivery rests on. Redis Cluster is not supported: the keys of a run
+share one slot, so a single shard would serve all of them.
 """
 
 from __future__ import annotations

@@ -7,20 +7,23 @@ that are drawn from this description are sent to a running engine.
 
 from __future__ import annotations
 
-from typing import Any
-
-from aiohttp import web
-
+from protocol.runtime.http.openapi import (
+    EVENTS,
+    JSON,
+    STRING,
+    TEXT,
+    Object,
+    document,
+    operation,
+    parameter,
+    serve_document,
+)
 from rollout_server.cpu_engine.scheduler.engine import MEMORY
 from rollout_server.cpu_engine.server.absent import ABSENT
 from rollout_server.cpu_engine.server.auth import ADMIN, OPEN
 from rollout_server.cpu_engine.server.openai_bodies import SAMPLING as SAMPLED_AS
 from rollout_server.cpu_engine.server.validation import NEUTRAL
 
-Object = dict[str, Any]
-JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
-
-STRING: Object = {"type": "string"}
 FLAG: Object = {"type": "boolean"}
 IDS: Object = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -220,29 +223,20 @@ FAILURES = {
 
 
 def describe() -> Object:
-    """The whole document."""
+    """Return the whole document."""
     paths: Object = {}
     for path, kind in GETS.items():
         paths.setdefault(path, {})["get"] = _operation(path, _content(kind))
     for path, schema in BODIES.items():
         streamed = path in STREAMED
-        body = {"content": {JSON: {"schema": schema}}, "required": bool(schema.get("required")) or streamed}
         answer = {**_content(JSON), **_content(EVENTS)} if streamed else _content(_kind_of(path))
-        methods = ("post", "put") if schema is GENERATE else ("post",)
-        for method in methods:
-            paths.setdefault(path, {})[method] = _operation(path, answer) | {"requestBody": body}
-    keys = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin")}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Foray embedded engine", "version": "1"},
-        "paths": paths,
-        "components": {"securitySchemes": keys},
-    }
+        for method in ("post", "put") if schema is GENERATE else ("post",):
+            required = bool(schema.get("required")) or streamed
+            paths.setdefault(path, {})[method] = _operation(path, answer, schema, body_required=required)
+    return document("Foray embedded engine", paths, tokens=("key", "admin"))
 
 
-async def openapi(_: web.Request) -> web.Response:
-    """`GET /openapi.json`."""
-    return web.json_response(describe())
+openapi = serve_document(describe)
 
 
 def _kind_of(path: str) -> str | None:
@@ -253,12 +247,16 @@ def _content(kind: str | None) -> Object:
     return {} if kind is None else {kind: {"schema": STRING} if kind == TEXT else {}}
 
 
-def _operation(path: str, content: Object) -> Object:
+def _operation(path: str, content: Object, body: Object | None = None, *, body_required: bool = True) -> Object:
     done: Object = {"description": "done"} | ({"content": content} if content else {})
     failures = {status: {"description": why, "content": _failed(path)} for status, why in FAILURES.items()}
-    security: list[Object] = [] if path in OPEN else [{}, {"admin" if path in ADMIN else "key": []}]
-    parameters = [{"name": "model", "in": "path", "required": True, "schema": STRING}] if "{model}" in path else []
-    return {"responses": {"200": done} | failures, "security": security, "parameters": parameters}
+    return operation(
+        {"200": done} | failures,
+        body=body,
+        body_required=body_required,
+        parameters=[parameter("model", "path")] if "{model}" in path else [],
+        security=() if path in OPEN else ({}, {"admin" if path in ADMIN else "key": []}),
+    )
 
 
 def _failed(path: str) -> Object:
