@@ -70,7 +70,7 @@ class PackingBench(SkewedBatch):
 
 def shares(settings: PackingBench, number: int) -> dict[str, float]:
     """Figures of one batch."""
-    from learner.data.batch import cut_for_ranks
+    from learner.data.batch import split_for_ranks
 
     # a micro-batch of its own for each trajectory: what has to be read of it
     alone = _batch(settings, number, row_tokens=0, micro_batch_tokens=1)
@@ -78,8 +78,8 @@ def shares(settings: PackingBench, number: int) -> dict[str, float]:
     arrived = [lengths[i] for i in sorted(lengths)]
     batch = _batch(settings, number, row_tokens=settings.row_tokens, micro_batch_tokens=settings.micro_batch_tokens)
     each = -(-len(arrived) // len(batch.micro_batches))
-    shares_of_ranks = cut_for_ranks(batch, settings.ranks)
-    loads = [sum(m.ids.size for part in share.parts for m in part) for share in shares_of_ranks]
+    shares_of_ranks = split_for_ranks(batch, settings.ranks)
+    loads = [sum(m.ids.size for part in share.minibatches for m in part) for share in shares_of_ranks]
     return {
         "packed": sum(arrived) / sum(m.ids.size for m in batch.micro_batches),
         "padded": padded_share(arrived, each),

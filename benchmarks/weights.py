@@ -31,7 +31,7 @@ from protocol.versions import PolicyVersion
 if TYPE_CHECKING:
     import torch
 
-    from learner.weights.base import Publisher
+    from learner.weights.base import WeightPublisher
 import os
 import shutil
 import subprocess
@@ -66,15 +66,15 @@ class WeightsFleet:
         self.store.prepare()
         self.epoch = 0
 
-    def begin(self, settings: DiskPublishSettings | DistributedPublishSettings) -> Publisher:
+    def begin(self, settings: DiskPublishSettings | DistributedPublishSettings) -> WeightPublisher:
         """A new epoch, and its publisher."""
         epoch = self.store.acquire("bench", self.epoch, LEASE_MS, takeover=True)
         assert isinstance(epoch, int)
-        self.store.own(epoch, "bench")
+        self.store.set_owner(epoch, "bench")
         self.epoch = epoch
         return build_publisher(settings, self.run, sorted(self.run.model.glob("*.json")), self.store)
 
-    def publish(self, publisher: Publisher, step: int, weights: dict[str, torch.Tensor]) -> tuple[float, float]:
+    def publish(self, publisher: WeightPublisher, step: int, weights: dict[str, torch.Tensor]) -> tuple[float, float]:
         """(seconds until it was announced, seconds until every engine was READY at it)."""
         version = PolicyVersion(self.epoch, step)
         began = time.monotonic()

@@ -24,7 +24,7 @@ from protocol.settings import RunSettings
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") -> int:
-    """Exit status: 0 at the end of the run or after SIGTERM, 1 when the books do not close or the weights are not
+    """Exit status: 0 at the end of the run or after SIGTERM, 1 when the accounting is not consistent or the weights are not
     finite, 2 when something needs a person, 75 when another learner took over.
     """
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""The parts of a running learner, put together; what the training loop is given."""
+"""Everything that the training loop works with, in one object."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.checkpoint.journal import Journal
+from learner.checkpoint.journal import GroupJournal
 from learner.config.learner import LearnerSettings
 from learner.data.filter import GroupFilter
-from learner.data.replay_buffer import Mix
+from learner.data.replay_buffer import ReplayBuffer
 from learner.data.sampler import Sampler
-from learner.delivery.audit import Audit
-from learner.delivery.background import Alarm, IoLoop, Keeper
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import History
-from learner.delivery.issuer import Issuer
-from learner.delivery.lease import Lease
-from learner.delivery.state import Books
+from learner.delivery.audit import ConservationAudit
+from learner.delivery.background import BackgroundLoop, ErrorSlot, MaintenanceTask
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import EventLog
+from learner.delivery.issuer import TaskIssuer
+from learner.delivery.lease import LearnerLease
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
-from learner.interfaces import Report, TrainEngine
+from learner.interfaces import StepReport, TrainEngine
 from learner.observability.metrics import Meter
-from learner.observability.reporting import Teller
-from learner.weights.base import Publisher
+from learner.observability.reporting import StepReporter
+from learner.weights.base import WeightPublisher
 from protocol.errors import StateLost
 from protocol.messages import TrajectoryGroup
 from protocol.runtime.http.server import ThreadedServer
@@ -34,71 +34,66 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Parts:
-    """Built by `learner.main.assemble`, in this order; each part knows only those above it.
+class LearnerContext:
+    """Built by `learner.main.build_context`, in this order; each member knows only those above it.
 
-    group_filter, mix  which groups are left out, and which are trained again
-    reader, keeping  the two I/O threads: entries in, and everything that must happen on time
+    errors              what a background thread could not repair
+    group_filter        which groups are left out
+    replay_buffer       which groups are trained again
+    reader, maintainer  the two background threads: entries in, and everything that must happen on time
     """
 
     run: RunSettings
     settings: LearnerSettings
     store: RunStore
-    books: Books
-    history: History
-    audit: Audit
+    delivery: DeliveryState
+    event_log: EventLog
+    audit: ConservationAudit
     meter: Meter
-    alarm: Alarm
-    lease: Lease
+    errors: ErrorSlot
+    lease: LearnerLease
     sampler: Sampler
     checkpoints: Checkpoints
-    issuer: Issuer
-    source: Source
+    issuer: TaskIssuer
+    consumer: StreamConsumer
     group_filter: GroupFilter
-    keeper: Keeper
+    maintenance: MaintenanceTask
     engine: TrainEngine
-    publisher: Publisher
-    journal: Journal | None
-    skipped_journal: Journal
-    teller: Teller
-    mix: Mix
-    reader: IoLoop
-    keeping: IoLoop
-    endpoint: ThreadedServer | None
-
-    def start_reader(self) -> None:
-        """From now on entries are read."""
-        self.reader.start()
-
-    def stop_reader(self) -> None:
-        """From now on nothing changes the books but the training thread."""
-        self.reader.stop()
+    publisher: WeightPublisher
+    journal: GroupJournal | None
+    skipped_journal: GroupJournal
+    reporter: StepReporter
+    replay_buffer: ReplayBuffer
+    reader: BackgroundLoop
+    maintainer: BackgroundLoop
+    metrics_server: ThreadedServer | None
 
     def close(self) -> None:
-        """Stops the threads and closes files and connections. Leaves the lease as it is."""
+        """Stop the threads and close files and connections. Leaves the lease as it is."""
         self.reader.stop()
-        self.keeping.stop()
-        files = (self.publisher, self.journal, self.skipped_journal, self.teller, self.engine, self.store)
-        for part in (self.endpoint, *files):
+        self.maintainer.stop()
+        files = (self.publisher, self.journal, self.skipped_journal, self.reporter, self.engine, self.store)
+        for part in (self.metrics_server, *files):
             if part is not None:
                 part.close()
 
-    def last_report(self) -> None:
-        """The final metrics; a Redis that does not take them is no reason to fail at the end."""
+    def report_metrics(self) -> None:
+        """Publish the final metrics; a Redis that refuses them is no reason to fail at the end."""
         try:
-            self.keeper.report()
+            self.maintenance.report()
         except (RedisUnavailable, StateLost) as error:
             log.warning("the last metrics were not published: %s", error)
 
-    def tell_step(
+    def report_step(
         self,
         groups: Sequence[TrajectoryGroup],
-        report: Report,
+        report: StepReport,
         lap: tuple[float, Mapping[str, float]],
         *,
         now_step: int,
         replayed: int,
     ) -> None:
-        """The step that `books` count last (`Teller.step`); `replayed` groups were mixed in."""
-        more = {**self.publisher.facts(), **self.books.filtered(), "replayed_groups": replayed}
-        self.teller.step(self.books.step, groups, report, lap, now_step=now_step, epoch=self.lease.epoch, more=more)
+        """Report the step that `delivery` counted last (`StepReporter.step`). replayed: groups trained once more."""
+        more = {**self.publisher.facts(), **self.delivery.filtered_counts(), "replayed_groups": replayed}
+        epoch = self.lease.epoch
+        self.reporter.step(self.delivery.step, groups, report, lap, now_step=now_step, epoch=epoch, more=more)

@@ -1,8 +1,8 @@
-"""The learner, put together and run: lease, resume, publish, train, end.
+"""The learner's composition root: acquire the lease, resume, build the context, run the loop, end.
 
-training thread   loop.py: take groups -> train -> publish -> book -> checkpoint -> acknowledge
-reader thread     source.py: stream entries -> buffered groups
-keeper thread     keeper.py: renew the lease, issue tasks, reconcile, metrics
+training thread     loop.py        take groups -> train -> journal -> publish -> settle -> checkpoint -> acknowledge
+reader thread       consumer.py    stream entries -> buffered groups
+maintenance thread  background.py  renew the lease, issue tasks, reconcile, metrics
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from learner.checkpoint.checkpoint import STATE, Checkpoint, Checkpoints
-from learner.checkpoint.journal import Journal, all_places, frames, rolled_back
+from learner.checkpoint.journal import GroupJournal, all_places, frames, rolled_back
 from learner.checkpoint.signing import run_key
 from learner.config.learner import LearnerSettings
-from learner.context import Parts
+from learner.context import LearnerContext
 from learner.data.filter import GroupFilter
 from learner.data.questions import load_questions
-from learner.data.replay_buffer import Mix, Trained, mix_count
+from learner.data.replay_buffer import ReplayBuffer, ReplayedGroup, replay_count
 from learner.data.sampler import Sampler
-from learner.delivery.audit import Audit, CrossCheck
-from learner.delivery.background import Alarm, IoLoop, Keeper
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import Evidence, History
-from learner.delivery.identity import own_lineage, stranger, take_over
-from learner.delivery.issue_limit import Reserved
-from learner.delivery.issuer import Issuer
-from learner.delivery.lease import Lease
-from learner.delivery.reconciler import Reconciler, Requests
-from learner.delivery.state import Books
+from learner.delivery.audit import ConservationAudit, RedisAudit
+from learner.delivery.background import BackgroundLoop, ErrorSlot, MaintenanceTask
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.identity import ensure_lineage_id, foreign_run_error, take_over
+from learner.delivery.issue_limit import IssueReservation
+from learner.delivery.issuer import TaskIssuer
+from learner.delivery.lease import LearnerLease
+from learner.delivery.reconciler import MissingSeqReconciler, RequeueRequests
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from learner.interfaces import TrainEngine
 from learner.loop import TrainingLoop
 from learner.observability.metrics import Meter, StepLog
-from learner.observability.metrics_server import page_of, serve_prometheus
-from learner.observability.reporting import Teller, measure, meta_of, open_trackers, summary
+from learner.observability.metrics_server import metrics_page, serve_prometheus
+from learner.observability.reporting import StepReporter, open_trackers, run_meta, snapshot_source, summary
 from learner.weights import build_publisher
 from protocol.codec import decode_as
-from protocol.errors import Fenced, StateLost, UserError
+from protocol.errors import Fenced, ForayError, StateLost, UserError
+from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot, TrajectoryGroup
 from protocol.runtime.http.server import ThreadedServer
 from protocol.runtime.lifecycle import DeferredShutdown, deferred_shutdown
@@ -50,73 +51,17 @@ from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_polic
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
-# Everything of the learner that tasks and groups go through, put together.
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """See each of them."""
-
-    history: History
-    group_filter: GroupFilter
-    source: Source
-    issuer: Issuer
-    audit: Audit
-    keeper: Keeper
-
-
-def build_delivery(
-    run: RunSettings,
-    settings: LearnerSettings,
-    sampler: Sampler,
-    store: RunStore,
-    lease: Lease,
-    books: Books,
-    meter: Meter,
-    checkpoint: Checkpoint | None,
-) -> Delivery:
-    """From books that have been restored. checkpoint: the one they are from."""
-    history, reserved = History(store), Reserved(lease.epochs_dir)
-    group_filter = GroupFilter(settings.filtering, run.groups_per_step)
-    source = Source(
-        store,
-        books,
-        run.id,
-        group_filter,
-        room=settings.prefetch_steps * run.groups_per_step,
-        max_attempts=settings.max_attempts,
-        evidence=Evidence(store, run.dir / "dead_letters.jsonl"),
-        history=history,
-    )
-    issuer, requests = Issuer(store, books, sampler, run, reserved, history), Requests(store, books, history)
-    state, name = (checkpoint.facts.get("redis"), checkpoint.path.name) if checkpoint else (None, "")
-    cross = CrossCheck(store, books, history, state=state, checkpoint=name)
-    audit = Audit(store, books, history, requests, cross, meta_of(run, sampler, lease.lineage_id))
-    keeper = Keeper(
-        store,
-        lease,
-        issuer,
-        Reconciler(store, books, source, history),
-        requests,
-        cross,
-        meter,
-        measure(run, books, lease, meter, audit),
-        lease_s=settings.lease_s,
-        reconcile_s=settings.reconcile_s,
-    )
-    return Delivery(history, group_filter, source, issuer, audit, keeper)
-
-
 log = logging.getLogger(__name__)
 
 REDIS_PATIENCE_S = 30.0
+"""How long a start waits for Redis."""
 
 T = TypeVar("T")
 MakeEngine = Callable[[RunSettings, LearnerSettings], TrainEngine]
 
 
 def build_trainer(run: RunSettings, settings: LearnerSettings) -> TrainEngine:
-    """The real train engine, of all ranks; imports torch and DeepSpeed."""
+    """Build the real train engine, over all ranks. Imports torch and DeepSpeed."""
     from learner.trainer.distributed.leader import lead
     from learner.trainer.trainer import Trainer
 
@@ -131,20 +76,21 @@ def serve(
     trust_checkpoint: bool = False,
     make_engine: MakeEngine = build_trainer,
 ) -> int:
-    """Trains to the end of the run, or until SIGTERM or SIGINT; 0 in both cases.
+    """Train to the end of the run, or until SIGTERM or SIGINT; 0 in both cases.
 
+    takeover          take the run from a learner that still holds it, or that is of another lineage
     trust_checkpoint  go on from a checkpoint that was not signed with the run's key
-    Raises UserError, Fenced when another learner took over, ForayError when the books do not close.
+    Raises UserError, Fenced when another learner took over, ForayError when the accounting is not consistent.
     """
     sampler = Sampler(load_questions(settings.questions), run.seed)
-    lineage_id = own_lineage(run)
+    lineage_id = ensure_lineage_id(run)
     store = RunStore(run.redis_url, run.id)
     with deferred_shutdown() as stop:
-        lease = Lease(store, settings.lease_s, run.checkpoint_dir / "epochs", lineage_id)
-        reserved = Reserved(lease.epochs_dir)
-        refusal = _reach(store, lambda: _evicting(store, run.redis_url))
+        lease = LearnerLease(store, settings.lease_s, run.checkpoint_dir / "epochs", lineage_id)
+        reserved = IssueReservation(lease.epochs_dir)
+        refusal = _reach(store, lambda: _eviction_error(store, run.redis_url))
         if refusal is None and not takeover:
-            refusal = _reach(store, lambda: stranger(store, run, lineage_id, reserved))
+            refusal = _reach(store, lambda: foreign_run_error(store, run, lineage_id, reserved))
         if refusal is not None:
             store.close()
             raise refusal
@@ -152,104 +98,152 @@ def serve(
         key = run_key(run.dir, os.environ)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
         _reach(store, lambda: lease.acquire(checkpoints.current_epoch(), takeover=takeover))
-        parts: Parts | None = None
+        ctx: LearnerContext | None = None
         try:
             if takeover:
-                meta = meta_of(run, sampler, lineage_id).fields()
+                meta = run_meta(run, sampler, lineage_id).fields()
                 if taken := _reach(store, lambda: take_over(store, run, lineage_id, reserved, meta)):
-                    History(store).tell("takeover", f"what Redis held was deleted: {taken}")
-            elif reserved.most() is None:  # issued by an older Foray: adopted once, later starts find it on disk
-                reserved.cover(_reach(store, store.issued), lease.epoch)
-            parts, lineage = assemble(run, settings, sampler, store, checkpoints, lease, make_engine)
-            _train(parts, TrainingLoop(parts, lineage, stop.is_set), stop)
+                    EventLog(store).emit("takeover", f"what Redis held was deleted: {taken}")
+            elif reserved.highest() is None:  # issued by an older Foray: adopted once, later starts find it on disk
+                reserved.reserve(_reach(store, store.issued), lease.epoch)
+            ctx, lineage = build_context(run, settings, sampler, store, checkpoints, lease, make_engine)
+            _train(ctx, TrainingLoop(ctx, lineage, stop.is_set), stop)
         except Fenced as error:
-            History(store).tell("fenced", str(error))
+            EventLog(store).emit("fenced", str(error))
             raise
         except BaseException:
             stop.deferred = True  # a second signal must not break off the tidying up
             lease.release()
             raise
         finally:
-            (store if parts is None else parts).close()
+            (store if ctx is None else ctx).close()
     return 0
 
 
-def assemble(
+# --- building ---
+
+
+@dataclass(frozen=True)
+class DeliveryServices:
+    """What tasks and groups go through on their way."""
+
+    event_log: EventLog
+    group_filter: GroupFilter
+    consumer: StreamConsumer
+    issuer: TaskIssuer
+    audit: ConservationAudit
+    maintenance: MaintenanceTask
+
+
+def build_delivery(
+    run: RunSettings,
+    settings: LearnerSettings,
+    sampler: Sampler,
+    store: RunStore,
+    lease: LearnerLease,
+    delivery: DeliveryState,
+    meter: Meter,
+    checkpoint: Checkpoint | None,
+) -> DeliveryServices:
+    """Build the services around a state that was restored from `checkpoint`, where there is one."""
+    event_log, reserved = EventLog(store), IssueReservation(lease.epochs_dir)
+    group_filter = GroupFilter(settings.filtering, run.groups_per_step)
+    consumer = StreamConsumer(
+        store,
+        delivery,
+        run.id,
+        group_filter,
+        capacity=settings.prefetch_steps * run.groups_per_step,
+        max_attempts=settings.max_attempts,
+        dead_letters=DeadLetterStore(store, run.dir / "dead_letters.jsonl"),
+        event_log=event_log,
+    )
+    issuer = TaskIssuer(store, delivery, sampler, run, reserved, event_log)
+    requests = RequeueRequests(store, delivery, event_log)
+    state, name = (checkpoint.facts.get("redis"), checkpoint.path.name) if checkpoint else (None, "")
+    redis_audit = RedisAudit(store, delivery, event_log, state=state, checkpoint=name)
+    meta = run_meta(run, sampler, lease.lineage_id)
+    audit = ConservationAudit(store, delivery, event_log, requests, redis_audit, meta)
+    maintenance = MaintenanceTask(
+        store,
+        lease,
+        issuer,
+        MissingSeqReconciler(store, delivery, consumer, event_log),
+        requests,
+        redis_audit,
+        meter,
+        snapshot_source(run, delivery, lease, meter, audit),
+        lease_s=settings.lease_s,
+        reconcile_s=settings.reconcile_s,
+    )
+    return DeliveryServices(event_log, group_filter, consumer, issuer, audit, maintenance)
+
+
+def build_context(
     run: RunSettings,
     settings: LearnerSettings,
     sampler: Sampler,
     store: RunStore,
     checkpoints: Checkpoints,
-    lease: Lease,
+    lease: LearnerLease,
     make_engine: MakeEngine,
-) -> tuple[Parts, list[PolicyVersion]]:
-    """All parts with the state of the last checkpoint, and the lineage. The lease is renewed from here on."""
+) -> tuple[LearnerContext, list[PolicyVersion]]:
+    """Build everything with the state of the last checkpoint; return it and the lineage.
+
+    The maintenance thread renews the lease from here on.
+    """
     checkpoint = checkpoints.load()
     if checkpoint is not None and checkpoint.epoch >= lease.epoch:  # Redis rolled back while we waited
         _reach(store, lambda: lease.acquire(checkpoint.epoch))
-    books, meter, alarm = Books(), Meter(), Alarm()
+    delivery, meter, errors = DeliveryState(), Meter(), ErrorSlot()
     if checkpoint is not None:
-        _restore(books, checkpoint, run, sampler)
-    trackers = open_trackers(run, settings, books.step, lease.epoch)
-    delivery = build_delivery(run, settings, sampler, store, lease, books, meter, checkpoint)
-    endpoint = _endpoint(run, settings, meter, delivery.keeper.snapshot)
-    keeping = IoLoop("keeper", delivery.keeper.turn, alarm)
-    keeping.start()
+        _restore(delivery, checkpoint, run, sampler)
+    trackers = open_trackers(run, settings, delivery.step, lease.epoch)
+    services = build_delivery(run, settings, sampler, store, lease, delivery, meter, checkpoint)
+    metrics_server = _metrics_server(run, settings, meter, services.maintenance.snapshot)
+    maintainer = BackgroundLoop("maintenance", services.maintenance.tick, errors)
+    maintainer.start()
     try:
         engine = resumed_engine(make_engine, run, settings, checkpoint)
     except BaseException:
-        keeping.stop()
-        if endpoint is not None:
-            endpoint.close()
+        maintainer.stop()
+        if metrics_server is not None:
+            metrics_server.close()
         raise
-    lineage = [*(checkpoint.lineage if checkpoint else ()), PolicyVersion(lease.epoch, books.step)]
-    parts = Parts(
+    lineage = [*(checkpoint.lineage if checkpoint else ()), PolicyVersion(lease.epoch, delivery.step)]
+    ctx = LearnerContext(
         run=run,
         settings=settings,
         store=store,
-        books=books,
-        history=delivery.history,
-        audit=delivery.audit,
+        delivery=delivery,
+        event_log=services.event_log,
+        audit=services.audit,
         meter=meter,
-        alarm=alarm,
+        errors=errors,
         lease=lease,
         sampler=sampler,
         checkpoints=checkpoints,
-        issuer=delivery.issuer,
-        source=delivery.source,
-        group_filter=delivery.group_filter,
-        keeper=delivery.keeper,
+        issuer=services.issuer,
+        consumer=services.consumer,
+        group_filter=services.group_filter,
+        maintenance=services.maintenance,
         engine=engine,
         publisher=build_publisher(settings.publish, run, engine.model_files, store),
-        journal=Journal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
-        skipped_journal=Journal(run.dir / "skipped"),
-        teller=Teller(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps),
-        mix=_mix(run, settings, books.step, lineage),
-        reader=IoLoop("reader", delivery.source.turn, alarm),
-        keeping=keeping,
-        endpoint=endpoint,
+        journal=GroupJournal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
+        skipped_journal=GroupJournal(run.dir / "skipped"),
+        reporter=StepReporter(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps),
+        replay_buffer=_replay_buffer(run, settings, delivery.step, lineage),
+        reader=BackgroundLoop("reader", services.consumer.tick, errors),
+        maintainer=maintainer,
+        metrics_server=metrics_server,
     )
-    return parts, lineage
-
-
-def _endpoint(
-    run: RunSettings, settings: LearnerSettings, meter: Meter, snapshot: Callable[[], MetricsSnapshot]
-) -> ThreadedServer | None:
-    """Serve `/metrics`; its URL is logged and, as `metrics_url`, in the snapshots. Raises UserError as `serve_prometheus`."""
-    if settings.metrics_port is None:
-        return None
-    page = page_of(run.id, snapshot, meter.histograms)
-    endpoint = serve_prometheus(settings.metrics_host, settings.metrics_port, page.text)
-    url = f"{endpoint.url}/metrics"
-    log.info("metrics: %s", url)
-    meter.say(metrics_url=url)
-    return endpoint
+    return ctx, lineage
 
 
 def resumed_engine(
     make_engine: MakeEngine, run: RunSettings, settings: LearnerSettings, checkpoint: Checkpoint | None
 ) -> TrainEngine:
-    """The train engine as the checkpoint has it, or with the initial weights where there is none."""
+    """Build the train engine with the state of `checkpoint`, or with the initial weights where there is none."""
     engine = make_engine(run, settings)
     if checkpoint is not None:
         engine.load_state(checkpoint.path / STATE)
@@ -257,29 +251,22 @@ def resumed_engine(
     return engine
 
 
-def _train(parts: Parts, loop: TrainingLoop, stop: DeferredShutdown) -> None:
-    log.info("epoch %d begins at step %d of %d", parts.lease.epoch, parts.books.step, parts.run.steps)
-    parts.history.tell("epoch", f"epoch {parts.lease.epoch} begins at step {parts.books.step} of {parts.run.steps}")
-    stop.deferred = True
-    try:
-        loop.run()
-        if stop.is_set():
-            loop.interrupt()
-            log.info("stopped at step %d; the same command goes on from there", parts.books.step)
-        else:
-            loop.finish()
-            parts.meter.say(state="done")
-            log.info("done: %s", summary(parts.books))
-            parts.last_report()
-    except RedisUnavailable:
-        if not stop.is_set():
-            raise
-        loop.interrupt()
-    parts.keeping.stop()
-    parts.lease.release()
+def _metrics_server(
+    run: RunSettings, settings: LearnerSettings, meter: Meter, snapshot: Callable[[], MetricsSnapshot]
+) -> ThreadedServer | None:
+    """Serve `/metrics` and write its address to the log and, as `metrics_url`, to the snapshots."""
+    if settings.metrics_port is None:
+        return None
+    page = metrics_page(run.id, snapshot, meter.histograms)
+    server = serve_prometheus(settings.metrics_host, settings.metrics_port, page.text)
+    url = f"{server.url}/metrics"
+    log.info("metrics: %s", url)
+    meter.set_text(metrics_url=url)
+    return server
 
 
-def _restore(books: Books, checkpoint: Checkpoint, run: RunSettings, sampler: Sampler) -> None:
+def _restore(delivery: DeliveryState, checkpoint: Checkpoint, run: RunSettings, sampler: Sampler) -> None:
+    """Restore the delivery state. Raises UserError for a checkpoint of a replay, another run or other questions."""
     facts = checkpoint.facts
     if "replay" in facts:
         raise UserError(
@@ -298,25 +285,89 @@ def _restore(books: Books, checkpoint: Checkpoint, run: RunSettings, sampler: Sa
             why="seq n would mean another question than the one that was trained",
             todo="restore them, or start a new run with another run.id and run.dir",
         )
-    books.restore(facts)
-    if books.step > run.steps:
-        raise UserError(f"run.steps is {run.steps} and the checkpoint has {books.step} steps", todo="raise run.steps")
+    delivery.restore(facts)
+    if delivery.step > run.steps:
+        todo = "raise run.steps"
+        raise UserError(f"run.steps is {run.steps} and the checkpoint has {delivery.step} steps", todo=todo)
     log.info("resuming from %s", checkpoint.path)
 
 
-def _mix(run: RunSettings, settings: LearnerSettings, step: int, lineage: list[PolicyVersion]) -> Mix:
-    """The mix as it was when the checkpoint of `step` was written: the journal has what was trained."""
-    count = mix_count(settings.replay_mix.share, run.groups_per_step)
+def _replay_buffer(
+    run: RunSettings, settings: LearnerSettings, step: int, lineage: list[PolicyVersion]
+) -> ReplayBuffer:
+    """Build the buffer as it was when the checkpoint of `step` was written: the journal has what was trained."""
+    count = replay_count(settings.replay_mix.share, run.groups_per_step)
     if not count:
-        return Mix(0, run.max_lag, run.seed)
-    lately = range(step - run.max_lag + 1, step + 1)
-    wanted = [p for p in all_places(run.dir / "journal") if p.step in lately and not rolled_back(p, lineage)]
-    past = (Trained(place.step, decode_as(TrajectoryGroup, frame["b"])) for place, frame in frames(wanted))
-    return Mix(count, run.max_lag, run.seed, past)
+        return ReplayBuffer(0, run.max_lag, run.seed)
+    recent = range(step - run.max_lag + 1, step + 1)
+    wanted = [p for p in all_places(run.dir / "journal") if p.step in recent and not rolled_back(p, lineage)]
+    past = (ReplayedGroup(place.step, decode_as(TrajectoryGroup, frame["b"])) for place, frame in frames(wanted))
+    return ReplayBuffer(count, run.max_lag, run.seed, past)
 
 
-def _evicting(store: RunStore, url: str) -> UserError | None:
-    """The error for a Redis that would throw away what it promised to keep."""
+# --- running ---
+
+
+def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> None:
+    log.info("epoch %d begins at step %d of %d", ctx.lease.epoch, ctx.delivery.step, ctx.run.steps)
+    ctx.event_log.emit("epoch", f"epoch {ctx.lease.epoch} begins at step {ctx.delivery.step} of {ctx.run.steps}")
+    stop.deferred = True
+    try:
+        loop.run()
+        if stop.is_set():
+            _interrupt(loop)
+            log.info("stopped at step %d; the same command goes on from there", ctx.delivery.step)
+        else:
+            _finish(ctx, loop)
+            ctx.meter.set_text(state="done")
+            log.info("done: %s", summary(ctx.delivery))
+            ctx.report_metrics()
+    except RedisUnavailable:
+        if not stop.is_set():
+            raise
+        _interrupt(loop)
+    ctx.maintainer.stop()
+    ctx.lease.release()
+
+
+def _interrupt(loop: TrainingLoop) -> None:
+    """Write a checkpoint before the end of the run, so that nothing has to be done twice."""
+    try:
+        loop.checkpoint()
+    except RedisUnavailable as error:
+        log.warning("Redis is away; what is trained will be acknowledged after the next start: %s", error)
+
+
+def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
+    """Write the last checkpoint and announce the end. Raises ForayError if the accounting is not consistent."""
+    retry = loop.recovery.retry_until_available
+    ctx.reader.stop()  # from here on only this thread changes the delivery state
+    ctx.issuer.enabled.clear()
+    with ctx.delivery.lock:
+        # The maintenance thread may have seen the issuer enabled, and be about to honour a request.
+        ctx.delivery.finished = True
+        excess = ctx.delivery.in_flight()
+    if excess and (ctx.lease.epoch > 1 or ctx.delivery.counters.requeued):
+        # Issued by a predecessor to make up for seqs that it had settled and the checkpoint does not know, or issued
+        # again on request: the steps were done without them.
+        log.info("%d seqs are left over and will not be trained", len(excess))
+        ctx.delivery.settle(excess, Outcome.FILTERED, "surplus", tokens=ctx.consumer.drain())
+        ctx.delivery.counters.surplus += len(excess)
+    if ctx.delivery.has_uncommitted() and not loop.checkpoint():
+        raise UserError("the last checkpoint could not be written", todo="make room on the disk and start again")
+    retry(lambda: loop.announce("done"))
+    if problem := retry(ctx.audit.problem):
+        ctx.event_log.emit("books", f"the accounting is not consistent: {problem}")
+        raise ForayError(f"the accounting is not consistent: {problem}")
+    settled = ctx.delivery.ledger.settled
+    ctx.event_log.emit("done", f"done: {ctx.delivery.step} steps, {settled} seqs, the accounting is consistent")
+
+
+# --- reaching Redis at the start ---
+
+
+def _eviction_error(store: RunStore, url: str) -> UserError | None:
+    """Return the error for a Redis that would evict keys of the run."""
     policy = store.eviction_policy()
     if not policy:
         log.warning("%s", unknown_policy(url))
@@ -336,10 +387,11 @@ def _unreachable(store: RunStore, error: Exception) -> UserError:
 
 
 def _reach(store: RunStore, call: Callable[[], T]) -> T:
-    """Calls until Redis has answered, and makes it ready when it has lost its state; raises UserError when it stays
-    away. `call` may be made again after a reply that never came.
+    """Repeat `call` until Redis answers, and create what it has lost. Raises UserError after REDIS_PATIENCE_S.
+
+    `call` may be made again after a reply that never came.
     """
-    deadline, told = 0.0, False
+    deadline, already_logged = 0.0, False
     while True:
         try:
             return call()
@@ -347,9 +399,9 @@ def _reach(store: RunStore, call: Callable[[], T]) -> T:
             deadline = deadline or time.monotonic() + REDIS_PATIENCE_S
             if time.monotonic() >= deadline:
                 raise _unreachable(store, error) from None
-            if not told:
+            if not already_logged:
                 log.warning("waiting for Redis at %s: %s", store.url, error)
-            told = True
+            already_logged = True
             time.sleep(0.3)
             if isinstance(error, StateLost):
                 _reach(store, store.prepare)

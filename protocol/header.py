@@ -69,7 +69,7 @@ def seal(message: TrajectoryGroup | GroupFailed) -> tuple[bytes, bytes]:
             lengths=tuple(len(t.ids) for t in message.trajectories),
             sampled=tuple(t.num_sampled for t in message.trajectories),
             rewards=tuple(t.reward for t in message.trajectories),
-            votes=tuple(t.status.votes for t in message.trajectories),
+            votes=tuple(t.status.is_valid for t in message.trajectories),
             first=message.first_version() or (0, 0),
             last=message.last_version() or (0, 0),
         )

@@ -142,7 +142,7 @@ class Status(StrEnum):
     """An engine or the search gave up: infrastructure, not behaviour."""
 
     @property
-    def votes(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the trajectory says something about the policy, so that it counts in its group's baseline."""
         return self not in (Status.STALE, Status.FAILED)
 

@@ -91,7 +91,7 @@ class Stats:
         self.distribute("trajectory_turns", trajectory.turns)
         self.distribute("trajectory_searches", trajectory.searches)
         self.distribute("response_length_tokens", trajectory.num_sampled)
-        if trajectory.status.votes:
+        if trajectory.status.is_valid:
             self.observe("reward_mean", trajectory.reward)
             self.distribute("reward", trajectory.reward)
             for part, value in trajectory.rewards.items():

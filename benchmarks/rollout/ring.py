@@ -300,6 +300,6 @@ def _learner(redis_url: str) -> RunStore:
     token = secrets.token_hex(8)
     epoch = store.acquire(token, 0, LEASE_MS, takeover=True)
     assert isinstance(epoch, int)
-    store.own(epoch, token)
+    store.set_owner(epoch, token)
     store.target(WeightUpdate(run=RUN, epoch=epoch, step=0, digest="", path=""), "ready")
     return store

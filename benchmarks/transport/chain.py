@@ -58,7 +58,7 @@ def ring(directory: Path, maxmemory_mb: int, say: Say) -> Iterator[TransportRing
             store.prepare()
             epoch = store.acquire("bench", 0, LEASE_MS, takeover=True)
             assert isinstance(epoch, int)
-            store.own(epoch, "bench")
+            store.set_owner(epoch, "bench")
             yield TransportRing(url, child, store, supervisor)
         finally:
             store.close()

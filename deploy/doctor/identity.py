@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
-from learner.delivery.identity import stranger
-from learner.delivery.issue_limit import Reserved
+from learner.delivery.identity import foreign_run_error
+from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.store import RunStore
 from protocol.errors import ForayError
 from protocol.run_meta import LINEAGE_FILE, lineage_id_in
@@ -26,7 +26,7 @@ def lineage(url: str, config: RunConfig) -> Iterator[Finding]:
         ours = NEW
     store = RunStore(url, run.id)
     try:
-        refusal = stranger(store, run, ours, Reserved(run.checkpoint_dir / "epochs"))
+        refusal = foreign_run_error(store, run, ours, IssueReservation(run.checkpoint_dir / "epochs"))
     except (ForayError, OSError):
         return  # whether Redis answers, and whom, is said elsewhere
     finally:

@@ -35,7 +35,7 @@ from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, hold, write_record
 from deploy.launcher.supervisor import POLL_S, Readiness, Say, Supervisor
 from deploy.secrets.env import SECRET_VARIABLES
-from learner.delivery.identity import own_lineage
+from learner.delivery.identity import ensure_lineage_id
 from learner.observability.reporting import step_line
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
@@ -101,7 +101,7 @@ class Launcher:
         found = preflight(self._given)
         self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
         if self._given.launch.learner:  # elsewhere the run directory may be on another disk than the learner's
-            own_lineage(self._given.run)
+            ensure_lineage_id(self._given.run)
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:

@@ -23,14 +23,14 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Needs:
+class Requirements:
     """What an algorithm wants to be computed before its loss.
 
     reference         log-probs of the reference policy
     values            values of a critic, and the returns that it learns from
     entropy_gradient  whether the entropy is part of the loss
     old               whether `TokenInputs.old` is the policy before the first update, instead of the engines' log-probs
-    old_to_judge      whether `judge` reads `Scored.old`
+    old_to_judge      whether `compute_advantages` reads `TokenScores.old`
     top, top_of       log-probs of the `top` likeliest tokens, of the policy before the first update or of the reference
     """
 
@@ -38,13 +38,13 @@ class Needs:
     values: bool = False
     entropy_gradient: bool = False
     old: bool = False
-    old_to_judge: bool = False
+    old_for_advantages: bool = False
     top: int = 0
     top_of: Literal["policy", "reference"] = "policy"
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenScores:
     """One micro-batch before the first update: N trained tokens, all tensors [N], float32 unless said otherwise.
 
     rewards     what was earned at this token: the outcome stands at its trajectory's last one
@@ -73,7 +73,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class TokenAdvantages:
     """Of the tokens of one micro-batch, [N] float32: what is to be done, and what the critic should have said."""
 
     advantages: torch.Tensor
@@ -82,7 +82,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The k likeliest tokens in the place of each trained one (of whom: `Needs.top_of`).
+    """The k likeliest tokens in the place of each trained one (of whom: `Requirements.top_of`).
 
     policy     [N, k] log-probs of the policy, with gradient
     reference  [N, k] log-probs of the reference
@@ -99,9 +99,9 @@ class TokenInputs:
     """What a loss sees of one micro-batch: N trained tokens, all tensors [N], float32 unless said otherwise.
 
     logprobs   of the policy being trained, with gradient
-    entropy    of its distributions, with gradient where `Needs.entropy_gradient`
+    entropy    of its distributions, with gradient where `Requirements.entropy_gradient`
     behaviour  log-probs when the tokens were sampled
-    old        log-probs of the proximal policy (see `Needs.old`)
+    old        log-probs of the proximal policy (see `Requirements.old`)
     reference  log-probs of the reference, None where the algorithm does not ask for one
     advantages as judged
     weights    share of each token in the loss of the whole batch (`learner.aggregation`)
@@ -109,7 +109,7 @@ class TokenInputs:
     trajectory int64, number of the token's trajectory in the batch
     lags       int64, steps between the version that sampled the token and the one being trained
     outcome    reward of the token's trajectory, for the metrics
-    top        where `Needs.top`
+    top        where `Requirements.top`
     """
 
     logprobs: torch.Tensor
@@ -149,7 +149,7 @@ class Algorithm(Protocol):
     minibatches                      parts of a batch, each with an update of its own
     epochs                           passes over the batch
     filters                          whether groups with nothing to learn from should be replaced by others
-    bootstraps                       whether `judge` reads `Scored.last_values`
+    bootstraps                       whether `compute_advantages` reads `TokenScores.last_values`
     """
 
     aggregation: Aggregation
@@ -160,7 +160,7 @@ class Algorithm(Protocol):
     bootstraps: bool
 
     @property
-    def needs(self) -> Needs: ...
+    def requirements(self) -> Requirements: ...
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """[n] float64, one for each trajectory; 0 for those that do not vote."""
@@ -174,7 +174,9 @@ class Algorithm(Protocol):
         """Factor on the rewards of tokens; called once a batch."""
         ...
 
-    def judge(self, scored: Sequence[Scored], total: Total) -> tuple[list[Judgement], dict[str, float]]:
+    def compute_advantages(
+        self, scored: Sequence[TokenScores], total: Total
+    ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Advantages (and returns) of every token of this rank, and facts for the metrics; collective."""
         ...
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from learner.algorithms.advantages import to_rows
-from learner.algorithms.base import Scored, TokenInputs, Total
+from learner.algorithms.base import TokenInputs, TokenScores, Total
 from learner.algorithms.kl import log_ratio
 from learner.algorithms.losses import (
     WeightSums,
@@ -44,13 +44,13 @@ class Correction:
         self._bound: float | None = None
 
     @property
-    def needs_old_to_judge(self) -> bool:
+    def needs_old_for_advantages(self) -> bool:
         """The weights of the whole batch must be known before the first of them is used."""
         return self._normalises or self._rejection.second_moment > 0
 
-    def prepare(self, scored: Sequence[Scored], total: Total) -> None:
+    def prepare(self, scored: Sequence[TokenScores], total: Total) -> None:
         """Finds what spans the batch: the sums of its weights, the bound on their second moment; collective."""
-        if not self.needs_old_to_judge:
+        if not self.needs_old_for_advantages:
             return
         log_weights = []
         for s in scored:
@@ -109,7 +109,7 @@ OnRows = Callable[..., tuple[torch.Tensor, ...]]
 """(mask [B, T], one [B, T] for each flat tensor) -> [B, T] each."""
 
 
-def over_rows(scored: Scored, function: OnRows, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def over_rows(scored: TokenScores, function: OnRows, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What `function` makes of the flat tensors [N], flat again: a row is a trajectory, so nothing crosses from one to
     another, whatever the packing. Masked tokens (dummies) give 0.
     """

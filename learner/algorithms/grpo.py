@@ -42,7 +42,7 @@ class Grpo(PolicyAlgorithm):
         else:
             found = self._compared(outcomes)
         if s.normalize_batch:
-            found = normalized_batch(found, outcomes.votes, ddof=s.std_ddof, epsilon=s.epsilon)
+            found = normalized_batch(found, outcomes.valid, ddof=s.std_ddof, epsilon=s.epsilon)
         return found
 
     def _compared(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:

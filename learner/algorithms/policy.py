@@ -4,7 +4,7 @@
                              + drift_coefficient * log(policy_i / old_i)^2)
 
 An algorithm is a surrogate (PPO's clip, where it says nothing else) and advantages. Where the divergence is taken off
-the rewards, or advantages are those of tokens, `judge` is where that happens.
+the rewards, or advantages are those of tokens, `compute_advantages` is where that happens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from learner.algorithms.advantages import Outcomes, RunningMoments, Turns, whiten
-from learner.algorithms.base import Judgement, LossOutput, Needs, Scored, TokenInputs, Total
+from learner.algorithms.base import LossOutput, Requirements, TokenAdvantages, TokenInputs, TokenScores, Total
 from learner.algorithms.correction import Corrected, Correction
 from learner.algorithms.kl import (
     AdaptiveKl,
@@ -113,17 +113,17 @@ class PolicyAlgorithm:
         self._moments = RunningMoments()
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> Requirements:
         """What is to be computed before the loss."""
         s = self.policy_settings
         kl = s.kl
         in_reward = kl.place == "reward" and kl.coefficient > 0
-        return Needs(
+        return Requirements(
             reference=kl.coefficient > 0,
             values=self.uses_critic,
             entropy_gradient=s.entropy_coefficient != 0,
             old=s.old_logprobs == "recompute",
-            old_to_judge=in_reward or self._correction.needs_old_to_judge,
+            old_for_advantages=in_reward or self._correction.needs_old_for_advantages,
             top=kl.top if kl.coefficient > 0 and kl.type in ("reverse", "forward") else 0,
             top_of="reference" if kl.type == "forward" else "policy",
         )
@@ -140,12 +140,14 @@ class PolicyAlgorithm:
         if kind == "none":
             return 1.0
         moments = self._moments if kind == "running" else RunningMoments()
-        moments.update(outcomes.rewards[outcomes.votes])
+        moments.update(outcomes.rewards[outcomes.valid])
         return float(moments.normalize(np.ones(1), centre=False)[0])
 
     # --- before the first update ---
 
-    def judge(self, scored: Sequence[Scored], total: Total) -> tuple[list[Judgement], dict[str, float]]:
+    def compute_advantages(
+        self, scored: Sequence[TokenScores], total: Total
+    ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Advantages of tokens over all ranks: `token_advantages`, whitened where the settings say so."""
         self._correction.prepare(scored, total)
         rewards, facts = self._rewards(scored, total)
@@ -154,13 +156,13 @@ class PolicyAlgorithm:
             judged = _whitened(judged, scored, total)
         return judged, facts
 
-    def token_advantages(self, scored: Sequence[Scored], rewards: Sequence[torch.Tensor]) -> list[Judgement]:
+    def token_advantages(self, scored: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
         """For each micro-batch the advantages of its tokens; here those of their trajectories. `rewards`: what each
         token earned, the divergence taken off where it is `in the reward`.
         """
-        return [Judgement(s.advantages) for s in scored]
+        return [TokenAdvantages(s.advantages) for s in scored]
 
-    def _rewards(self, scored: Sequence[Scored], total: Total) -> tuple[list[torch.Tensor], dict[str, float]]:
+    def _rewards(self, scored: Sequence[TokenScores], total: Total) -> tuple[list[torch.Tensor], dict[str, float]]:
         kl = self.policy_settings.kl
         if kl.place == "loss" or not kl.coefficient:
             return [s.rewards for s in scored], {}
@@ -253,8 +255,8 @@ def kl_controller(settings: KlSettings) -> KlController:
     return FixedKl(settings.coefficient)
 
 
-def _whitened(judged: Sequence[Judgement], scored: Sequence[Scored], total: Total) -> list[Judgement]:
+def _whitened(judged: Sequence[TokenAdvantages], scored: Sequence[TokenScores], total: Total) -> list[TokenAdvantages]:
     """The same with advantages of mean 0 and deviation 1 over all tokens of all ranks."""
     sizes = [len(j.advantages) for j in judged]
     together = whiten(torch.cat([j.advantages for j in judged]), torch.cat([s.mask for s in scored]), total=total)
-    return [Judgement(part, j.returns) for part, j in zip(torch.split(together, sizes), judged, strict=True)]
+    return [TokenAdvantages(part, j.returns) for part, j in zip(torch.split(together, sizes), judged, strict=True)]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from learner.algorithms.advantages import Outcomes, gae, reinforce_advantages
-from learner.algorithms.base import Judgement, Scored
+from learner.algorithms.base import TokenAdvantages, TokenScores
 from learner.algorithms.correction import over_rows
 from learner.algorithms.policy import PolicyAlgorithm
 from learner.config.algorithm import PpoSettings
@@ -29,14 +29,14 @@ class Ppo(PolicyAlgorithm):
         """[n] float64: the rewards, for the statistics; what is learned from is `token_advantages`."""
         return reinforce_advantages(outcomes, baseline="none")
 
-    def token_advantages(self, scored: Sequence[Scored], rewards: Sequence[torch.Tensor]) -> list[Judgement]:
+    def token_advantages(self, scored: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
         """GAE over the trained tokens of each trajectory; observations are skipped (`learner.advantages.returns`)."""
         found = []
         for s, earned in zip(scored, rewards, strict=True):
             assert s.values is not None
             last = torch.zeros_like(s.values) if s.last_values is None else s.last_values
             advantages, returns = over_rows(s, self._gae, earned, s.values, last)
-            found.append(Judgement(advantages, returns))
+            found.append(TokenAdvantages(advantages, returns))
         return found
 
     def _gae(

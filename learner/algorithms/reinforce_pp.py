@@ -17,7 +17,7 @@ from learner.algorithms.advantages import (
     reinforce_advantages,
     reinforce_pp_baseline_advantages,
 )
-from learner.algorithms.base import Judgement, Scored
+from learner.algorithms.base import TokenAdvantages, TokenScores
 from learner.algorithms.correction import over_rows
 from learner.algorithms.policy import PolicyAlgorithm
 from learner.config.algorithm import ReinforcePpSettings
@@ -36,18 +36,18 @@ class ReinforcePp(PolicyAlgorithm):
             return reinforce_pp_baseline_advantages(outcomes)
         return reinforce_advantages(outcomes, baseline="none")
 
-    def token_advantages(self, scored: Sequence[Scored], rewards: Sequence[torch.Tensor]) -> list[Judgement]:
+    def token_advantages(self, scored: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
         """Discounted sums of the rewards of tokens."""
         found = []
         for s, earned in zip(scored, rewards, strict=True):
             if self._settings.baseline == "group":
                 earned = _centred(s, earned)
             (returns,) = over_rows(s, lambda mask, r: (discounted_returns(r, mask, self._settings.gamma),), earned)
-            found.append(Judgement(returns))
+            found.append(TokenAdvantages(returns))
         return found
 
 
-def _centred(scored: Scored, earned: torch.Tensor) -> torch.Tensor:
+def _centred(scored: TokenScores, earned: torch.Tensor) -> torch.Tensor:
     """Rewards of tokens whose sum over a trajectory is centred in its group: the difference goes to its last token."""
     (moved,) = over_rows(scored, _to_last, scored.rewards, scored.advantages)
     return earned + moved

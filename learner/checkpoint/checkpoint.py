@@ -49,7 +49,7 @@ FORMAT = 1
 CURRENT = "CURRENT"
 MANIFEST = "manifest.json"
 STATE = "state"
-Look = tuple[int, ...]
+FileStamp = tuple[int, ...]
 """Of a file or folder: device, inode, size, and when its content and its entry were changed last."""
 _NAME = re.compile(r"^step_([0-9]{1,18})\.e([0-9]{1,18})(?:\.r([0-9]{1,9}))?$")
 """Step, epoch, and which one of several of that step: what is decided between two steps may need one more."""
@@ -74,7 +74,7 @@ class Checkpoint:
     epoch: int
     lineage: tuple[PolicyVersion, ...]
     facts: dict[str, Any]
-    looks: Mapping[Path, Look]
+    looks: Mapping[Path, FileStamp]
 
     def confirm_unchanged(self) -> None:
         """After the state was read: raises UserError unless its files are still the ones that were verified."""
@@ -224,7 +224,7 @@ class Checkpoints:
             raise self._damaged(path / MANIFEST, f"it is of {says}: the directory was renamed, or is a copy")
         return facts
 
-    def _verified(self, file: Path, expected: dict[str, Any]) -> Look:
+    def _verified(self, file: Path, expected: dict[str, Any]) -> FileStamp:
         """How a file looks that is whole. Raises UserError for one that is not, and for a link."""
         try:
             with open_regular(file) as opened:
@@ -279,7 +279,7 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _look(at: Path | int) -> Look:
+def _look(at: Path | int) -> FileStamp:
     """What changes when a file is written to, exchanged or moved; () when it is not there."""
     try:
         found = os.stat(at, follow_symlinks=False) if isinstance(at, Path) else os.fstat(at)

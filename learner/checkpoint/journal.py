@@ -3,7 +3,7 @@
 Frames (u32 length, u32 CRC-32, msgpack {step, epoch, batch, h, b}; little-endian) in files `groups-NNNNN.bin`, each
 with an index (`learner.journal_index`); each learner start begins a new file. Groups are written after the optimiser
 step and before its checkpoint, a whole batch at once, in the order in which they were given to the policy; `batch`
-says what else the step was made with (`Conditions`), so that it can be made again bit for bit. Steps that a crash
+says what else the step was made with (`BatchConditions`), so that it can be made again bit for bit. Steps that a crash
 rolled back are still in there, under their old epoch: `surviving` leaves them out. A frame cut short by a crash ends
 its file.
 """
@@ -43,7 +43,7 @@ _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
 
 
-class Place(NamedTuple):
+class FrameLocation(NamedTuple):
     """One group in the journal: file, first byte of the frame's content, its length and CRC-32, and whose it is."""
 
     path: Path
@@ -65,19 +65,19 @@ def index_of(data: Path) -> Path:
     return data.with_suffix(".idx")
 
 
-def record(place: Place) -> bytes:
+def record(place: FrameLocation) -> bytes:
     """The place as the index holds it."""
     raw = _RECORD.pack(place.offset, place.length, place.crc, place.epoch, place.step, place.seq)
     return raw + _CHECK.pack(zlib.crc32(raw))
 
 
-def places(data: Path) -> list[Place]:
+def places(data: Path) -> list[FrameLocation]:
     """Every whole frame of the file, in order; nothing is written."""
     indexed = _indexed(data)
     return [*indexed, *_scan(data, indexed[-1].end if indexed else 0)]
 
 
-def heal(data: Path) -> None:
+def rebuild_index(data: Path) -> None:
     """Writes the index anew unless it says exactly what it should."""
     wanted = b"".join(record(place) for place in places(data))
     index = index_of(data)
@@ -87,7 +87,7 @@ def heal(data: Path) -> None:
     atomic_write(index, wanted, durable=True)
 
 
-def read_frame(file: BinaryIO, place: Place) -> dict[str, Any] | None:
+def read_frame(file: BinaryIO, place: FrameLocation) -> dict[str, Any] | None:
     """The frame at `place` of the open file, unpacked; None when it is not what was written there."""
     file.seek(place.offset)
     raw = file.read(place.length)
@@ -98,17 +98,17 @@ def read_frame(file: BinaryIO, place: Place) -> dict[str, Any] | None:
     return frame
 
 
-def _indexed(data: Path) -> list[Place]:
+def _indexed(data: Path) -> list[FrameLocation]:
     """What the index says, as far as it is sound and the data is there."""
     try:
         raw = index_of(data).read_bytes()
     except FileNotFoundError:
         return []
-    found: list[Place] = []
+    found: list[FrameLocation] = []
     end, size = 0, data.stat().st_size
     for at in range(0, len(raw) - RECORD_BYTES + 1, RECORD_BYTES):
         body = raw[at : at + _RECORD.size]
-        place = Place(data, *_RECORD.unpack(body))
+        place = FrameLocation(data, *_RECORD.unpack(body))
         (check,) = _CHECK.unpack_from(raw, at + _RECORD.size)
         if zlib.crc32(body) != check or place.offset != end + FRAME.size or place.end > size:
             break
@@ -117,7 +117,7 @@ def _indexed(data: Path) -> list[Place]:
     return found
 
 
-def _scan(data: Path, start: int) -> Iterator[Place]:
+def _scan(data: Path, start: int) -> Iterator[FrameLocation]:
     """Frames from byte `start` on. A damaged frame, or one cut short, ends the file: nothing says where the next is."""
     with data.open("rb") as file:
         file.seek(start)
@@ -130,7 +130,9 @@ def _scan(data: Path, start: int) -> Iterator[Place]:
                 return
             try:
                 frame = unpack(raw)
-                place = Place(data, offset, length, crc, frame["epoch"], frame["step"], read_header(frame["h"]).seq)
+                place = FrameLocation(
+                    data, offset, length, crc, frame["epoch"], frame["step"], read_header(frame["h"]).seq
+                )
                 record(place)
             except (ProtocolError, KeyError, TypeError, struct.error):
                 log.warning("%s: the frame before byte %d is none of ours, the rest is left out", data, file.tell())
@@ -153,7 +155,7 @@ class JournalEntry:
 
 
 @dataclass(frozen=True)
-class Conditions:
+class BatchConditions:
     """What a batch was made with, beside its groups.
 
     now_step     step of the policy that was updated, from which lag is counted
@@ -180,7 +182,7 @@ class Conditions:
         }
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Conditions:
+    def from_plain(cls, plain: dict[str, Any]) -> BatchConditions:
         """Inverse of `to_plain`."""
         return cls(
             now_step=int(plain["now_step"]),
@@ -191,7 +193,7 @@ class Conditions:
         )
 
 
-class Journal:
+class GroupJournal:
     """Appends to a folder; a file is closed for the next one at FILE_BYTES.
 
     max_bytes: `prune` keeps the journal below it as far as nothing is dropped that is needed; 0 keeps everything.
@@ -205,7 +207,7 @@ class Journal:
         self._healed = False
 
     def append(
-        self, step: int, epoch: int, sealed: Iterable[tuple[bytes, bytes]], conditions: Conditions | None = None
+        self, step: int, epoch: int, sealed: Iterable[tuple[bytes, bytes]], conditions: BatchConditions | None = None
     ) -> None:
         """Adds groups as (header bytes, body bytes). They are with the operating system when this returns.
 
@@ -220,7 +222,7 @@ class Journal:
             raw = pack({"step": step, "epoch": epoch, **batch, "h": header, "b": body})
             at, crc = begin + len(data) + FRAME.size, zlib.crc32(raw)
             data += FRAME.pack(len(raw), crc) + raw
-            records += record(Place(path, at, len(raw), crc, epoch, step, read_header(header).seq))
+            records += record(FrameLocation(path, at, len(raw), crc, epoch, step, read_header(header).seq))
         _write(file, data)
         # Only now: an index never names what may not be there.
         _write(index, records)
@@ -262,7 +264,7 @@ class Journal:
             durable_mkdir(self._folder)
             older = data_files(self._folder)
             for path in () if self._healed else older:
-                heal(path)
+                rebuild_index(path)
             self._healed = True
             path = self._folder / f"groups-{_number(older[-1]) + 1 if older else 1:05d}.bin"
             # Without buffers: what a full disk refused is not tried again when the files are closed.
@@ -277,7 +279,7 @@ def read_journal(folder: Path, *, lineage: Sequence[PolicyVersion] = ()) -> Iter
         yield JournalEntry(place.step, place.epoch, decode_as(TrajectoryGroup, frame["b"]))
 
 
-def frames(wanted: Iterable[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
+def frames(wanted: Iterable[FrameLocation]) -> Iterator[tuple[FrameLocation, dict[str, Any]]]:
     """The frames at these places, each file opened once in a row; damaged ones are left out."""
     with ExitStack() as stack:
         path, file = None, None
@@ -290,12 +292,12 @@ def frames(wanted: Iterable[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
                 yield place, frame
 
 
-def all_places(folder: Path) -> list[Place]:
+def all_places(folder: Path) -> list[FrameLocation]:
     """Every group of the journal in order of training, from the indices."""
     return [place for path in data_files(folder) for place in places(path)]
 
 
-def rolled_back(place: Place, lineage: Sequence[PolicyVersion]) -> bool:
+def rolled_back(place: FrameLocation, lineage: Sequence[PolicyVersion]) -> bool:
     """Whether the step of this group did not survive a crash."""
     return is_orphan(PolicyVersion(place.epoch, place.step), lineage)
 

@@ -23,12 +23,13 @@ from learner.checkpoint.replay_batches import Batches, RecordedBatches, Recordin
 from learner.checkpoint.signing import run_key
 from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
 from learner.data.filter import GroupFilter
-from learner.delivery.state import Books
-from learner.interfaces import TrainEngine
-from learner.loop import NO_TOKENS, Patience, Stopwatch, batch_under
+from learner.delivery.state import DeliveryState
+from learner.interfaces import NO_TOKENS, TrainEngine
+from learner.loop import batch_for_step
 from learner.main import MakeEngine, build_trainer, resumed_engine
-from learner.observability.metrics import Meter, StepLog
-from learner.observability.reporting import Teller, open_trackers
+from learner.observability.metrics import Meter, StepLog, StepTimer
+from learner.observability.reporting import StepReporter, open_trackers
+from learner.recovery import NonFiniteGuard
 from learner.weights import build_publisher
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
@@ -41,7 +42,7 @@ from protocol.versions import PolicyVersion
 
 
 class NoEngines:
-    """A `learner.weights.base.Link` to a run without engines."""
+    """A `learner.weights.base.EngineLink` to a run without engines."""
 
     def engines(self) -> list[EngineInfo]:
         """None."""
@@ -131,22 +132,22 @@ class ReplayLoop:
             else RecordedBatches(recording, settings.replay.passes)
         )
         self.origin = {"journal": recording.fingerprint, "rebatch": settings.replay.rebatch}
-        self.books = Books()
+        self.delivery = DeliveryState()
         """Only steps and tokens: a replay settles no seq."""
         self.checkpoints = checkpoints
         checkpoint = self.checkpoints.load()
         if checkpoint is not None:
             self._restore(checkpoint)
         self.epoch = self.checkpoints.current_epoch() + 1
-        start = PolicyVersion(self.epoch, self.books.step)
+        start = PolicyVersion(self.epoch, self.delivery.step)
         self.lineage = [*(checkpoint.lineage if checkpoint else ()), start]
-        trackers = open_trackers(run, settings, self.books.step, self.epoch)
+        trackers = open_trackers(run, settings, self.delivery.step, self.epoch)
         self.engine: TrainEngine = resumed_engine(make_engine, run, settings, checkpoint)
         self.meter = Meter()
-        self.teller = Teller(self.meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=self.steps)
-        self._patience = Patience(settings.max_skipped, Path("the journal"))
-        self._watch = Stopwatch(self.meter)
-        self._checkpoint_step, self._checkpoint_time = self.books.step, time.monotonic()
+        self.reporter = StepReporter(self.meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=self.steps)
+        self._guard = NonFiniteGuard(settings.max_skipped, Path("the journal"))
+        self._timer = StepTimer(self.meter)
+        self._checkpoint_step, self._checkpoint_time = self.delivery.step, time.monotonic()
 
     @property
     def steps(self) -> int:
@@ -156,27 +157,27 @@ class ReplayLoop:
     def run(self) -> None:
         """Train to the end, or until told to stop; checkpoint."""
         told = f"; the journal has {self.batches.total}" if self.batches.total > self.steps else ""
-        log.info("the replay begins at step %d of %d (run.steps%s)", self.books.step, self.steps, told)
-        while self.books.step < self.run_settings.steps and not self.stopping():
+        log.info("the replay begins at step %d of %d (run.steps%s)", self.delivery.step, self.steps, told)
+        while self.delivery.step < self.run_settings.steps and not self.stopping():
             item = self.batches.next()
             if item is None:
                 break
             if self._train(item):
                 self._checkpoint_if_due()
-        if self.books.step > self._checkpoint_step:
+        if self.delivery.step > self._checkpoint_step:
             self.checkpoint()
         if self.stopping():
-            log.info("stopped at step %d; the same command goes on from there", self.books.step)
+            log.info("stopped at step %d; the same command goes on from there", self.delivery.step)
             return
-        log.info("done: %d steps, %d tokens trained", self.books.step, self.books.tally.tokens_trained)
+        log.info("done: %d steps, %d tokens trained", self.delivery.step, self.delivery.counters.tokens_trained)
         if self.settings.replay.export:
-            version = PolicyVersion(self.epoch, self.books.step)
+            version = PolicyVersion(self.epoch, self.delivery.step)
             log.info("weights: %s", export(self.run_settings, self.settings, self.engine, version))
 
     def _train(self, item: Replayed) -> bool:
         run, seqs = self.run_settings, [group.seq for group in item.groups]
-        with self.meter.waiting("compute"):
-            batch = batch_under(
+        with self.meter.blocked_on("compute"):
+            batch = batch_for_step(
                 item.conditions,
                 [*item.groups, *item.mixed],
                 self.engine.algorithm,
@@ -188,16 +189,16 @@ class ReplayLoop:
         if report.skipped:
             log.warning("the batch of seqs %s was not trained: %s", seqs, report.reason)
             if report.reason != NO_TOKENS:
-                self.books.tally.skipped_steps += 1
-                self._patience.skip(report.reason)
+                self.delivery.counters.skipped_steps += 1
+                self._guard.skip(report.reason)
             return False
-        self._patience.trained()
+        self._guard.trained()
         self.filter.stepped()
         sampled = sum(t.num_sampled for group in item.groups for t in group.trajectories)
-        self.books.finish_step([], sampled=sampled, trained=report.tokens_trained)
-        step_s, by_cause = self._watch.lap()
-        self.teller.step(
-            self.books.step,
+        self.delivery.commit_step([], sampled=sampled, trained=report.tokens_trained)
+        step_s, by_cause = self._timer.lap()
+        self.reporter.step(
+            self.delivery.step,
             item.groups,
             report,
             (step_s, {cause: by_cause[cause] for cause in ("compute", "checkpoint")}),
@@ -209,18 +210,18 @@ class ReplayLoop:
 
     def _checkpoint_if_due(self) -> None:
         old = time.monotonic() - self._checkpoint_time >= self.settings.checkpoint_s
-        if old or self.books.step - self._checkpoint_step >= self.settings.checkpoint_every:
+        if old or self.delivery.step - self._checkpoint_step >= self.settings.checkpoint_every:
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Commits a checkpoint; raises UserError when the disk refuses it."""
         run = self.run_settings
         where = {"replay": self.origin | {"position": self.batches.position}}
-        with self.meter.waiting("checkpoint"):
+        with self.meter.blocked_on("checkpoint"):
             try:
                 self.checkpoints.write(
-                    self.books.to_state() | where | {"run": run.id, "steps": run.steps},
-                    step=self.books.step,
+                    self.delivery.to_state() | where | {"run": run.id, "steps": run.steps},
+                    step=self.delivery.step,
                     epoch=self.epoch,
                     lineage=self.lineage,
                     save=self.engine.save_state,
@@ -228,11 +229,11 @@ class ReplayLoop:
                 )
             except (CheckpointFailed, OSError) as error:
                 raise UserError(str(error), todo="make room on the disk and start again") from error
-        self._checkpoint_step, self._checkpoint_time = self.books.step, time.monotonic()
+        self._checkpoint_step, self._checkpoint_time = self.delivery.step, time.monotonic()
 
     def close(self) -> None:
         """Closes files and the engine."""
-        self.teller.close()
+        self.reporter.close()
         self.engine.close()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -254,7 +255,7 @@ class ReplayLoop:
             raise UserError(
                 f"run.steps is {run.steps} and the checkpoint has {facts['step']} steps", todo="raise run.steps"
             )
-        self.books.restore(facts)
+        self.delivery.restore(facts)
         self.batches.position = int(replayed["position"])
         log.info("resuming from %s", checkpoint.path)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from learner.checkpoint.journal import Conditions, Place, all_places, frames, rolled_back
+from learner.checkpoint.journal import BatchConditions, FrameLocation, all_places, frames, rolled_back
 from learner.data.filter import GroupFilter
 from protocol.codec import decode_as
 from protocol.errors import UserError
@@ -29,7 +29,7 @@ class Replayed:
     """
 
     groups: list[TrajectoryGroup]
-    conditions: Conditions
+    conditions: BatchConditions
     mixed: tuple[TrajectoryGroup, ...] = ()
     more_lag: int = 0
 
@@ -98,7 +98,7 @@ class RecordedBatches:
             log.warning("step %d of the journal is not whole and is left out", places[0].step)
         return None
 
-    def _read(self, places: Sequence[Place]) -> Replayed | None:
+    def _read(self, places: Sequence[FrameLocation]) -> Replayed | None:
         found = list(_groups(places))
         conditions = found[0][2] if found else None
         if conditions is None or len(found) != conditions.size:
@@ -130,7 +130,7 @@ class RegroupedBatches:
         count = len(self._places)
         while self.position < count * self._passes:
             passed, begin = divmod(self.position, count)
-            chosen: list[tuple[TrajectoryGroup, Conditions]] = []
+            chosen: list[tuple[TrajectoryGroup, BatchConditions]] = []
             for place, group, conditions in _groups(self._places[begin:]):
                 self.position = passed * count + self._index[place] + 1
                 if not self._filter.refuses(group):
@@ -140,7 +140,7 @@ class RegroupedBatches:
             self.position = (passed + 1) * count
         return None
 
-    def _together(self, chosen: list[tuple[TrajectoryGroup, Conditions]]) -> Replayed:
+    def _together(self, chosen: list[tuple[TrajectoryGroup, BatchConditions]]) -> Replayed:
         all_conditions = [conditions for _, conditions in chosen]
         temperatures = {conditions.temperature for conditions in all_conditions}
         if len(temperatures) > 1:
@@ -151,24 +151,24 @@ class RegroupedBatches:
             )
         steps = [conditions.now_step for conditions in all_conditions]
         newest = max(all_conditions, key=lambda conditions: conditions.now_step)
-        conditions = Conditions(max(steps), newest.lineage, newest.temperature, len(chosen))
+        conditions = BatchConditions(max(steps), newest.lineage, newest.temperature, len(chosen))
         return Replayed([group for group, _ in chosen], conditions, more_lag=max(steps) - min(steps))
 
 
-def _groups(places: Sequence[Place]) -> Iterator[tuple[Place, TrajectoryGroup, Conditions]]:
+def _groups(places: Sequence[FrameLocation]) -> Iterator[tuple[FrameLocation, TrajectoryGroup, BatchConditions]]:
     for place, frame in frames(places):
         group = decode_as(TrajectoryGroup, frame["b"])
         yield place, group, _conditions(frame, place, group, len(places))
 
 
-def _conditions(frame: dict[str, Any], place: Place, group: TrajectoryGroup, size: int) -> Conditions:
+def _conditions(frame: dict[str, Any], place: FrameLocation, group: TrajectoryGroup, size: int) -> BatchConditions:
     if "batch" in frame:
-        return Conditions.from_plain(frame["batch"])
+        return BatchConditions.from_plain(frame["batch"])
     # A journal of before conditions were kept: step n was made from the policy of step n - 1.
-    return Conditions(place.step - 1, (), group.sampling.temperature, size)
+    return BatchConditions(place.step - 1, (), group.sampling.temperature, size)
 
 
-def _lineage(places: Sequence[Place]) -> list[PolicyVersion]:
+def _lineage(places: Sequence[FrameLocation]) -> list[PolicyVersion]:
     """First version of each learner start that trained anything: the step before the first one it journalled."""
     firsts: dict[int, int] = {}
     for place in places:

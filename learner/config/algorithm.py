@@ -83,7 +83,7 @@ class ReinforceSettings(PolicySettings):
 class ReinforcePpSettings(PolicySettings):
     """REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens, the divergence taken off them, whitened."""
 
-    judges_tokens: ClassVar[bool] = True
+    token_level_rewards: ClassVar[bool] = True
     type: Literal["reinforce_pp"] = "reinforce_pp"
     kl: RewardKlSettings = RewardKlSettings()
     gamma: float = Field(default=1.0, gt=0, le=1)
@@ -101,7 +101,7 @@ class ReinforcePpSettings(PolicySettings):
 class PpoSettings(PolicySettings):
     """Proximal policy optimisation with a critic (arXiv 1707.06347; `learner.critic`)."""
 
-    judges_tokens: ClassVar[bool] = True
+    token_level_rewards: ClassVar[bool] = True
     type: Literal["ppo"] = "ppo"
     clip_high: float = Field(default=0.2, ge=0)
     old_logprobs: Proximal = "recompute"

@@ -165,7 +165,7 @@ class DistillKlSettings(KlSettings):
 class PolicySettings(Settings):
     """What every algorithm shares."""
 
-    judges_tokens: ClassVar[bool] = False
+    token_level_rewards: ClassVar[bool] = False
     """Whether advantages are made of the rewards of tokens."""
 
     clip_low: float = Field(default=0.2, ge=0, lt=1)
@@ -215,9 +215,9 @@ class PolicySettings(Settings):
     def _consistent(self) -> PolicySettings:
         if 0 < self.dual_clip <= 1:
             raise ValueError("dual_clip must be above 1, or 0 for none")
-        if self.kl.place == "reward" and not self.judges_tokens:
+        if self.kl.place == "reward" and not self.token_level_rewards:
             raise ValueError("kl.place reward needs advantages of tokens (ppo, reinforce_pp); this has those of groups")
-        if self.reward_scale != "none" and not self.judges_tokens:
+        if self.reward_scale != "none" and not self.token_level_rewards:
             raise ValueError("reward_scale is for advantages of tokens (ppo, reinforce_pp)")
         if self.aggregation == "seq_mean_token_sum_norm" and not self.aggregation_length:
             raise ValueError("aggregation seq_mean_token_sum_norm needs an aggregation_length")

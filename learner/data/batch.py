@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
 from learner.config.learner import BatchSettings
-from learner.data.packing import Aggregation, cut_rows, deal, pack_rows, trajectory_weights
+from learner.data.packing import Aggregation, cut_rows, pack_rows, partition_balanced, trajectory_weights
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 
-class Plan(Protocol):
+class AdvantageEstimator(Protocol):
     """What a batch needs to know of an algorithm; `learner.algorithms.base.Algorithm` has it."""
 
     aggregation: Aggregation
@@ -84,7 +84,7 @@ class MicroBatch:
     end: IntArray
 
 
-Part = tuple[MicroBatch, ...]
+MiniBatch = tuple[MicroBatch, ...]
 """The micro-batches of one optimiser update."""
 
 
@@ -92,25 +92,25 @@ Part = tuple[MicroBatch, ...]
 class Batch:
     """What one training step takes: an optimiser update for each part. `stats` are numbers for the metrics."""
 
-    parts: tuple[Part, ...]
+    minibatches: tuple[MiniBatch, ...]
     temperature: float
     num_tokens: int
     stats: dict[str, float]
 
     @property
-    def micro_batches(self) -> Part:
+    def micro_batches(self) -> MiniBatch:
         """Those of all parts."""
-        return tuple(m for part in self.parts for m in part)
+        return tuple(m for minibatch in self.minibatches for m in minibatch)
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatch:
     """What one rank does of a batch: as many parts as all others, and in each as many micro-batches.
 
     num_tokens and stats are those of the whole batch.
     """
 
-    parts: tuple[Part, ...]
+    minibatches: tuple[MiniBatch, ...]
     temperature: float
     num_tokens: int
     stats: dict[str, float]
@@ -148,7 +148,7 @@ class _Tally:
 
 def build_batch(
     groups: Sequence[TrajectoryGroup],
-    algorithm: Plan,
+    algorithm: AdvantageEstimator,
     *,
     now_step: int,
     lineage: Sequence[PolicyVersion],
@@ -192,8 +192,12 @@ def build_batch(
 
 
 def _part(
-    rows: Sequence[_Row], advantages: npt.NDArray[np.float64], algorithm: Plan, capacity: int, settings: BatchSettings
-) -> Part:
+    rows: Sequence[_Row],
+    advantages: npt.NDArray[np.float64],
+    algorithm: AdvantageEstimator,
+    capacity: int,
+    settings: BatchSettings,
+) -> MiniBatch:
     """The micro-batches of one update: its denominators are its own. advantages [n, turns], or [n, 1] for all turns."""
     counts = np.zeros(len(advantages), np.int64)
     for row in rows:
@@ -207,17 +211,17 @@ def _part(
     )
 
 
-def cut_for_ranks(batch: Batch, ranks: int) -> list[Share]:
+def split_for_ranks(batch: Batch, ranks: int) -> list[RankBatch]:
     """What each rank does: equally many micro-batches in every part, since each takes part in every collective. Ranks
     that are short of one get a dummy of weight 0.
     """
-    dealt = [_deal(part, ranks) for part in batch.parts]
+    dealt = [_deal(part, ranks) for part in batch.minibatches]
     hands = [tuple(part[rank] for part in dealt) for rank in range(ranks)]
-    return [Share(hand, batch.temperature, batch.num_tokens, batch.stats) for hand in hands]
+    return [RankBatch(hand, batch.temperature, batch.num_tokens, batch.stats) for hand in hands]
 
 
-def _deal(part: Part, ranks: int) -> list[Part]:
-    hands = deal([m.ids.size for m in part], ranks)
+def _deal(part: MiniBatch, ranks: int) -> list[MiniBatch]:
+    hands = partition_balanced([m.ids.size for m in part], ranks)
     longest = max(len(hand) for hand in hands)
     return [tuple(part[i] for i in hand) + (_dummy(),) * (longest - len(hand)) for hand in hands]
 
@@ -233,7 +237,7 @@ def _trained_part(
     bootstraps: bool,
 ) -> _Row | None:
     tally.sampled += trajectory.num_sampled
-    if not trajectory.status.votes:
+    if not trajectory.status.is_valid:
         tally.unvoted += trajectory.num_sampled
         return None
     trained = trajectory.mask.copy()
@@ -342,7 +346,7 @@ def _statistics(
     lags = np.concatenate([r.lags for r in rows]) if rows else np.zeros(1, np.int64)
     room = sum(m.ids.size for m in micro_batches)
     read = sum(len(r.ids) for r in rows)
-    voting = outcomes.rewards[outcomes.votes]
+    voting = outcomes.rewards[outcomes.valid]
     return {
         "lag_mean": float(lags.mean()),
         "lag_max": float(lags.max()),

@@ -59,13 +59,13 @@ class GroupFilter:
         if len(group.trajectories) == 1:
             return True
         values = np.array([self._value(t) for t in group.trajectories], np.float64)
-        return informative(values, np.array([t.status.votes for t in group.trajectories], bool))
+        return informative(values, np.array([t.status.is_valid for t in group.trajectories], bool))
 
     def _value(self, trajectory: Trajectory) -> float:
         if self._metric == WHOLE:
             return trajectory.reward
         if self._metric not in trajectory.rewards:
-            if trajectory.status.votes:
+            if trajectory.status.is_valid:
                 known = ", ".join(sorted(trajectory.rewards)) or "none"
                 self._tell(
                     "unknown",

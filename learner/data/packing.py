@@ -62,7 +62,7 @@ def cut_rows(widths: Sequence[int], budget: int) -> list[list[int]]:
     return [cut for cut in cuts if cut]
 
 
-def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
+def partition_balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """Indices of `costs` for each rank: the costliest goes to the rank with the fewest items, then the least cost.
 
     Every rank gets the same number of items or one less, since each takes part in every collective.

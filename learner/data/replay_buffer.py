@@ -16,27 +16,27 @@ from protocol.messages import TrajectoryGroup
 from protocol.staleness import lag
 
 
-class Trained(NamedTuple):
+class ReplayedGroup(NamedTuple):
     """A group that step `step` trained (the first step is 1)."""
 
     step: int
     group: TrajectoryGroup
 
 
-class Mix:
+class ReplayBuffer:
     """The groups of the last `max_lag` steps: older ones began too long ago in any case.
 
     count  groups that a draw gives at most
     """
 
-    def __init__(self, count: int, max_lag: int, seed: int, past: Iterable[Trained] = ()) -> None:
+    def __init__(self, count: int, max_lag: int, seed: int, past: Iterable[ReplayedGroup] = ()) -> None:
         self._count, self._max_lag, self._seed = count, max_lag, seed
-        self._past: deque[Trained] = deque()
+        self._past: deque[ReplayedGroup] = deque()
         for trained in past:
             self._past.append(trained)
             self._forget(trained.step)
 
-    def draw(self, now_step: int, present: Sequence[TrajectoryGroup]) -> list[Trained]:
+    def draw(self, now_step: int, present: Sequence[TrajectoryGroup]) -> list[ReplayedGroup]:
         """Groups for the batch that updates the policy of `now_step`, in order of training; none that is in it."""
         here = {group.seq for group in present}
         within = [t for t in self._past if self._lag(now_step, t.group) <= self._max_lag and t.group.seq not in here]
@@ -47,7 +47,7 @@ class Mix:
     def add(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Step `step` trained these for the first time."""
         if self._count:
-            self._past.extend(Trained(step, group) for group in groups)
+            self._past.extend(ReplayedGroup(step, group) for group in groups)
             self._forget(step)
 
     def _forget(self, step: int) -> None:
@@ -61,6 +61,6 @@ class Mix:
         return 0 if first is None else lag(now_step, first)
 
 
-def mix_count(share: float, groups_per_step: int) -> int:
+def replay_count(share: float, groups_per_step: int) -> int:
     """Groups that are mixed into each batch."""
     return round(share * groups_per_step)

@@ -1,7 +1,7 @@
 """Whether the books close: verified at every checkpoint, told when they do not, and decisive at the end of a run.
 
 By seq: issued = trained + filtered + stale + dead + in flight. By token: `learner/delivery/token_accounting.py`. Against Redis:
-`learner/delivery/audit.py`. Here too, because they happen at the same moments: `meta`, the run's history, and requests.
+`learner/delivery/audit.py`. Here too, because they happen at the same moments: `meta`, the run's event_log, and requests.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from learner.delivery.dead_letters import History
-from learner.delivery.reconciler import Requests
+from learner.delivery.dead_letters import EventLog
+from learner.delivery.reconciler import RequeueRequests
 from learner.delivery.redis_accounts import Census
-from learner.delivery.state import Books
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol.errors import Fenced, StateLost
 from protocol.run_meta import RunMeta
@@ -28,7 +28,7 @@ from protocol.runtime.redis.errors import RedisFull, RedisUnavailable
 # wiped or failed over, or this learner goes on from an older checkpoint than the last one, the offset is another one:
 # the difference is told and added to `redis_lost`. It is positive for tokens that were published and that no learner
 # received, negative for tokens that were received and that Redis has forgotten to have counted. A difference that
-# nothing explains is a fault of the books: `look` says so.
+# nothing explains is a fault of the books: `compare` says so.
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ TRIES = 3
 
 
 @dataclass
-class Standing:
+class RedisOffset:
     """What the checkpoint keeps.
 
     server, life  which Redis process, and which time since its counters were empty, the offset is of
@@ -52,46 +52,48 @@ class Standing:
     rejected_seen: int = 0
 
 
-class CrossCheck:
+class RedisAudit:
     """`state` is what a checkpoint says, None where it says nothing; `checkpoint` is its name, "" without one.
 
-    `look` belongs to the training thread, which alone acknowledges; the rest is thread-safe.
+    `compare` belongs to the training thread, which alone acknowledges; the rest is thread-safe.
     """
 
     def __init__(
         self,
         store: RunStore,
-        books: Books,
-        history: History,
+        delivery: DeliveryState,
+        event_log: EventLog,
         *,
         state: dict[str, Any] | None = None,
         checkpoint: str = "",
     ) -> None:
-        self._store, self._books, self._history = store, books, history
-        self._standing = Standing(**state) if state else Standing()
+        self._store, self._delivery, self._event_log = store, delivery, event_log
+        self._offset = RedisOffset(**state) if state else RedisOffset()
         self._adopt = bool(checkpoint) and not state
         self._checkpoint, self._begun = checkpoint, False
-        self._ghosts: frozenset[bytes] = frozenset()
+        self._lost_entries: frozenset[bytes] = frozenset()
         """Entries that are here and that Redis has lost: a resumed learner will not receive them."""
 
-    def look(self) -> str:
+    def compare(self) -> str:
         """Compares; "" when nothing is wrong. Raises RedisUnavailable or StateLost, and may be called again."""
         server, census = self._moment()
-        books, now = self._books, self._standing
-        with books.lock:
-            here, received = frozenset(books.unacked), books.law.received
+        delivery, now = self._delivery, self._offset
+        with delivery.lock:
+            here, received = frozenset(delivery.unacked), delivery.accounting.received_counted
         # what arrived after the census was neither published nor waiting then
         received -= self._store.tokens_of(id_ for id_ in here if _order(id_) > _order(census.last))
         absent = here - census.pending - census.unread.keys()
-        ghosts = frozenset(i for i in absent if _order(i) <= _order(census.last) or not self._store.tokens_of([i]))
+        lost_entries = frozenset(
+            i for i in absent if _order(i) <= _order(census.last) or not self._store.tokens_of([i])
+        )
         waiting = self._store.tokens_of(census.pending - here)
         waiting += sum(tokens for id_, tokens in census.unread.items() if id_ not in here)
         offset = census.published - received - waiting
         same = (server, census.life) == (now.server, now.life)
         same = same and (self._begun or census.commit == self._checkpoint)
         self._begun = True
-        with books.lock:
-            self._ghosts = ghosts
+        with delivery.lock:
+            self._lost_entries = lost_entries
             self._count_rejected(census.rejected, census.life)
             moved, now.server, now.life = offset - now.offset, server, census.life
             if self._adopt:
@@ -104,7 +106,7 @@ class CrossCheck:
             now.offset, now.lost = offset, now.lost + moved
         text = f"Redis has changed since the last look, and {_problem(moved)}; booked as redis_lost"
         log.warning("%s", text)
-        self._history.tell("redis-lost", text)
+        self._event_log.emit("redis-lost", text)
         return ""
 
     def _moment(self) -> tuple[str, Census]:
@@ -121,22 +123,22 @@ class CrossCheck:
     def update(self) -> None:
         """The rejected tokens as they are now; may be called at any time, by any thread."""
         counted, life = self._store.rejected()
-        with self._books.lock:
-            if life == self._standing.life:
+        with self._delivery.lock:
+            if life == self._offset.life:
                 self._count_rejected(counted, life)
 
     def values(self) -> dict[str, float]:
         """Numbers for the metrics."""
-        with self._books.lock:
-            now = self._standing
+        with self._delivery.lock:
+            now = self._offset
             return {"tokens_law_rejected": float(now.rejected), "tokens_law_redis_lost": float(now.lost)}
 
     def to_state(self) -> dict[str, Any]:
         """Plain JSON values for the checkpoint."""
-        with self._books.lock:
-            flying = self._books.law.flying.values()
-            unseen = sum(arrived.counted for arrived in flying if arrived.id in self._ghosts)
-            now = self._standing
+        with self._delivery.lock:
+            flying = self._delivery.accounting.pending.values()
+            unseen = sum(arrived.counted for arrived in flying if arrived.id in self._lost_entries)
+            now = self._offset
             return asdict(replace(now, offset=now.offset + unseen, lost=now.lost + unseen))
 
     def committed(self, name: str) -> None:
@@ -146,7 +148,7 @@ class CrossCheck:
         self._store.committed(name)
 
     def _count_rejected(self, counted: int, life: str) -> None:
-        now = self._standing
+        now = self._offset
         again = life != now.life or counted < now.rejected_seen
         now.rejected += counted if again else counted - now.rejected_seen
         now.rejected_seen = counted
@@ -163,26 +165,32 @@ def _order(id_: bytes) -> tuple[int, int]:
     return int(ms), int(number)
 
 
-class Audit:
+class ConservationAudit:
     """Used by the training thread alone, but for `values`."""
 
     def __init__(
-        self, store: RunStore, books: Books, history: History, requests: Requests, cross: CrossCheck, meta: RunMeta
+        self,
+        store: RunStore,
+        delivery: DeliveryState,
+        event_log: EventLog,
+        requests: RequeueRequests,
+        cross: RedisAudit,
+        meta: RunMeta,
     ) -> None:
-        self._store, self._books, self._history = store, books, history
+        self._store, self._delivery, self._event_log = store, delivery, event_log
         self._requests, self._cross, self._meta = requests, cross, meta
-        self._told = ""
+        self._reported = ""
 
     def begin(self) -> None:
         """The run begins, or goes on. Raises RedisUnavailable or StateLost, and may be called again."""
         self._store.write_meta(self._meta.fields())
-        with self._books.lock:
-            honoured = sorted(self._books.requests)
+        with self._delivery.lock:
+            honoured = sorted(self._delivery.requeue_requests)
         self._requests.committed(honoured)
-        self._tell(self._books.check(whole=False) or self._compared())
+        self._report(self._delivery.inconsistency(whole=False) or self._compared())
 
-    def mended(self, why: str, *, epoch: int, lost: bool, again: bool) -> None:
-        """All is there again. lost: streams or functions were gone. again: the lease had lapsed and was taken anew.
+    def repaired(self, why: str, *, epoch: int, lost: bool, lapsed: bool) -> None:
+        """All is there again. lost: streams or functions were gone. lapsed: the lease had lapsed and was acquired again.
 
         Raises RedisUnavailable or StateLost, and may be called again.
         """
@@ -190,13 +198,13 @@ class Audit:
             self._store.write_meta(self._meta.fields())
         except Fenced as error:
             raise StateLost(f"the lease went again: {error}") from error  # whose it is now, regaining it says
-        with self._books.lock:
-            self._books.tally.state_lost += lost
-            self._books.tally.lease_lapsed += again
+        with self._delivery.lock:
+            self._delivery.counters.state_lost += lost
+            self._delivery.counters.lease_lapsed += lapsed
         if lost:
-            self._history.tell("state-lost", f"Redis had lost the run's state, which was made again: {why}")
-        if again:
-            self._history.tell("epoch", f"the lease had lapsed: epoch {epoch} begins ({why})")
+            self._event_log.emit("state-lost", f"Redis had lost the run's state, which was made again: {why}")
+        if lapsed:
+            self._event_log.emit("epoch", f"the lease had lapsed: epoch {epoch} begins ({why})")
 
     def to_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -204,37 +212,41 @@ class Audit:
 
     def committed(self, state: dict[str, Any], name: str) -> None:
         """The checkpoint `name` with `state` is in force, and what it decided is acknowledged."""
-        self._history.tell("checkpoint", f"checkpoint {name} is in force")
+        self._event_log.emit("checkpoint", f"checkpoint {name} is in force")
         self._requests.committed(state["requests"])
-        problem = self._books.check(whole=False)
+        problem = self._delivery.inconsistency(whole=False)
         try:
             self._cross.committed(name)
-            problem = problem or self._cross.look()
+            problem = problem or self._cross.compare()
         except (RedisUnavailable, StateLost) as error:
             log.info("Redis' counts were not compared: %s", error)
-        self._tell(problem)
+        self._report(problem)
 
     def problem(self) -> str:
-        """At the end: where the books do not close; "" when they do. Raises RedisUnavailable or StateLost."""
-        left = self._books.in_flight()
-        return self._books.check() or (f"{len(left)} seqs are left: {left[:10]}" if left else "") or self._cross.look()
+        """At the end: where the accounting is not consistent; "" when they do. Raises RedisUnavailable or StateLost."""
+        left = self._delivery.in_flight()
+        return (
+            self._delivery.inconsistency()
+            or (f"{len(left)} seqs are left: {left[:10]}" if left else "")
+            or self._cross.compare()
+        )
 
     def values(self) -> dict[str, float]:
         """Numbers for the metrics."""
-        with self._books.lock:
-            values = self._books.law.values() | self._cross.values()
-            closes = bool(values["tokens_law_closes"]) and not self._told
+        with self._delivery.lock:
+            values = self._delivery.accounting.values() | self._cross.values()
+            closes = bool(values["tokens_law_closes"]) and not self._reported
             return values | {"tokens_law_closes": float(closes), "books_close": float(closes)}
 
     def _compared(self) -> str:
         try:
-            return self._cross.look()
+            return self._cross.compare()
         except RedisFull as error:
             log.info("Redis' counts were not compared: %s", error)
             return ""
 
-    def _tell(self, problem: str) -> None:
-        if problem and problem != self._told:
-            log.error("the books do not close: %s", problem)
-            self._history.tell("books", f"the books do not close: {problem}")
-        self._told = problem
+    def _report(self, problem: str) -> None:
+        if problem and problem != self._reported:
+            log.error("the accounting is not consistent: %s", problem)
+            self._event_log.emit("books", f"the accounting is not consistent: {problem}")
+        self._reported = problem

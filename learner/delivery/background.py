@@ -1,4 +1,4 @@
-"""The keeper: what must happen on time however long a training step takes.
+"""The maintenance: what must happen on time however long a training step takes.
 
 An I/O thread. It renews the lease, issues tasks as credit allows, reconciles, publishes the metrics of each second
 and looks for what people ask. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled,
@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from learner.delivery.audit import CrossCheck
-from learner.delivery.issuer import Issuer
-from learner.delivery.lease import Lease
-from learner.delivery.reconciler import Reconciler, Requests
+from learner.delivery.audit import RedisAudit
+from learner.delivery.issuer import TaskIssuer
+from learner.delivery.lease import LearnerLease
+from learner.delivery.reconciler import MissingSeqReconciler, RequeueRequests
 from learner.delivery.store import RunStore
 from learner.observability.metrics import Meter
 from protocol.errors import Fenced, StateLost, UserError
@@ -31,23 +31,23 @@ SILENCE_S = 15.0
 """Complaints about Redis come at most so often: some calls may work while others do not (a full Redis)."""
 
 
-class Alarm:
+class ErrorSlot:
     """The first fault that an I/O thread could not mend. While it stands, the I/O threads stand still."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self.quiet = threading.Event()
-        self.quiet.set()
+        self.is_clear = threading.Event()
+        self.is_clear.set()
 
-    def sound(self, error: BaseException) -> None:
+    def set(self, error: BaseException) -> None:
         """Raises the alarm; later ones are consequences and dropped."""
         with self._lock:
             if self._error is None:
                 self._error = error
-                self.quiet.clear()
+                self.is_clear.clear()
 
-    def check(self) -> None:
+    def raise_if_set(self) -> None:
         """Raises the fault, if there is one."""
         if self._error is not None:
             raise self._error
@@ -56,20 +56,20 @@ class Alarm:
         """The fault is mended: the I/O threads go on."""
         with self._lock:
             self._error = None
-            self.quiet.set()
+            self.is_clear.set()
 
 
-class IoLoop:
-    """Calls `turn` again and again in a thread of its own.
+class BackgroundLoop:
+    """Calls `tick` again and again in a thread of its own.
 
     A turn that finds Redis unavailable is repeated after a pause. StateLost, Fenced and UserError sound the alarm and
     the loop waits until the training thread has cleared it, perhaps for another thread's fault. Anything else sounds
     the alarm and ends the loop.
-    Unblocked by: the turn's own waits, `alarm.clear`, `stop`.
+    Unblocked by: the turn's own waits, `errors.clear`, `stop`.
     """
 
-    def __init__(self, name: str, turn: Callable[[], None], alarm: Alarm) -> None:
-        self._turn, self._alarm = turn, alarm
+    def __init__(self, name: str, tick: Callable[[], None], errors: ErrorSlot) -> None:
+        self._tick, self._errors = tick, errors
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -77,7 +77,7 @@ class IoLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 15.0) -> None:
-        """Ends the loop after its present turn."""
+        """Ends the loop after its present tick."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -85,10 +85,10 @@ class IoLoop:
     def _run(self) -> None:
         failures, told = 0, -SILENCE_S
         while not self._stop.is_set():
-            if not self._alarm.quiet.wait(0.2):
+            if not self._errors.is_clear.wait(0.2):
                 continue
             try:
-                self._turn()
+                self._tick()
                 failures = 0
             except RedisUnavailable as error:
                 failures += 1
@@ -97,10 +97,10 @@ class IoLoop:
                     log.warning("Redis is not available to the %s, trying again: %s", self._thread.name, error)
                 self._stop.wait(min(MAX_PAUSE_S, 0.1 * 2**failures))
             except (StateLost, Fenced, UserError) as error:
-                self._alarm.sound(error)
+                self._errors.set(error)
             except BaseException as error:
                 log.exception("%s failed", self._thread.name)
-                self._alarm.sound(error)
+                self._errors.set(error)
                 return
 
 
@@ -108,7 +108,7 @@ TICK_S = 0.2
 METRICS_S = 1.0
 
 
-class Every:
+class Interval:
     """True once in `seconds`. Starts due."""
 
     def __init__(self, seconds: float) -> None:
@@ -121,22 +121,22 @@ class Every:
         self._next = now + self._seconds
         return True
 
-    def again(self) -> None:
+    def make_due(self) -> None:
         """What was due has failed: it is due at once."""
         self._next = 0.0
 
 
-class Keeper:
+class MaintenanceTask:
     """One turn of the I/O thread; see the module. Raises what its parts raise, and may be called again."""
 
     def __init__(
         self,
         store: RunStore,
-        lease: Lease,
-        issuer: Issuer,
-        reconciler: Reconciler,
-        requests: Requests,
-        cross: CrossCheck,
+        lease: LearnerLease,
+        issuer: TaskIssuer,
+        reconciler: MissingSeqReconciler,
+        requests: RequeueRequests,
+        cross: RedisAudit,
         meter: Meter,
         snapshot: Callable[[], MetricsSnapshot],
         *,
@@ -146,25 +146,29 @@ class Keeper:
         self._store, self._lease, self._issuer, self._reconciler = store, lease, issuer, reconciler
         self._meter = meter
         self._requests, self._cross, self.snapshot = requests, cross, snapshot
-        self._renewal, self._reconciling, self._metrics = Every(lease_s / 3), Every(reconcile_s), Every(METRICS_S)
-        self._complaints = Every(SILENCE_S)
+        self._renewal, self._reconciling, self._metrics = (
+            Interval(lease_s / 3),
+            Interval(reconcile_s),
+            Interval(METRICS_S),
+        )
+        self._complaints = Interval(SILENCE_S)
         self._reconciling.due()  # not before the first interval has passed
         self._best_effort = BestEffort()
         self.wake = threading.Event()
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         self.wake.wait(TICK_S)
         self.wake.clear()
         if self._renewal.due():
             try:
                 self._lease.renew()
             except BaseException:
-                self._renewal.again()
+                self._renewal.make_due()
                 raise
-        if self._issuer.open.is_set() and self._reconciling.due():
-            self._reconciler.turn()
+        if self._issuer.enabled.is_set() and self._reconciling.due():
+            self._reconciler.tick()
         try:
-            self._issuer.turn()
+            self._issuer.tick()
         except RedisFull as error:  # no reason to renew the lease less often, or to report less
             if self._complaints.due():
                 log.warning("no tasks are issued at the moment: %s", error)
@@ -172,8 +176,8 @@ class Keeper:
             self._cross.update()
             self._best_effort(self._note_rate)
             self.report()
-            if self._issuer.open.is_set():
-                self._best_effort(self._requests.turn)
+            if self._issuer.enabled.is_set():
+                self._best_effort(self._requests.tick)
 
     def _note_rate(self) -> None:
         self._meter.generated_per_s = None

@@ -19,11 +19,11 @@ import threading
 from collections import Counter, deque
 
 from learner.data.filter import NO_VARIANCE, GroupFilter
-from learner.delivery.dead_letters import Evidence, History
-from learner.delivery.entry import BadEntry, Entry, read_entry, read_seq, read_tokens
-from learner.delivery.state import Books
+from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.entry import BadEntry, StreamEntry, read_entry, read_seq, read_tokens
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import Fields, RunStore
-from learner.delivery.token_accounting import Arrived, Bucket
+from learner.delivery.token_accounting import ReceivedEntry, TokenOutcome
 from protocol.ledger import Outcome
 from protocol.messages import TASK_UNREADABLE, GroupFailed
 from protocol.staleness import lag
@@ -36,41 +36,41 @@ DELIVERIES = 3
 POISON = "poison"
 
 
-class Source:
-    """The buffer between Redis and training. `room`: most groups held; at least one batch."""
+class StreamConsumer:
+    """The buffer between Redis and training. `capacity`: most groups held; at least one batch."""
 
     def __init__(
         self,
         store: RunStore,
-        books: Books,
+        delivery: DeliveryState,
         run: str,
         group_filter: GroupFilter,
         *,
-        room: int,
+        capacity: int,
         max_attempts: int,
-        evidence: Evidence,
-        history: History,
+        dead_letters: DeadLetterStore,
+        event_log: EventLog,
     ) -> None:
-        self._store, self._books, self._run, self._filter = store, books, run, group_filter
-        self._room, self._max_attempts = room, max_attempts
-        self._evidence, self._history = evidence, history
-        self._buffer: deque[Entry] = deque()
+        self._store, self._delivery, self._run, self._filter = store, delivery, run, group_filter
+        self._capacity, self._max_attempts = capacity, max_attempts
+        self._dead_letters, self._event_log = dead_letters, event_log
+        self._buffer: deque[StreamEntry] = deque()
         self._backlog: deque[bytes] = deque()
         self._tries: Counter[bytes] = Counter()
-        self._changed = threading.Condition(books.lock)
+        self._changed = threading.Condition(delivery.lock)
         self.reclaim = threading.Event()
         """Set: pending entries must be gone through again (start, lost replies, entries given to a predecessor)."""
         self.reclaim.set()
 
     # --- the reader thread ---
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """Reads what there is room for. Raises RedisUnavailable, StateLost or Fenced; may be called again."""
         with self._changed:
-            if len(self._buffer) >= self._room:
+            if len(self._buffer) >= self._capacity:
                 self._changed.wait(0.5)
                 return
-            free = self._room - len(self._buffer)
+            free = self._capacity - len(self._buffer)
         try:
             if self.reclaim.is_set():
                 self.reclaim.clear()
@@ -87,32 +87,32 @@ class Source:
 
     def _claim(self) -> None:
         ids = self._store.claim()
-        with self._books.lock:
-            self._backlog = deque(id_ for id_ in ids if id_ not in self._books.unacked)
+        with self._delivery.lock:
+            self._backlog = deque(id_ for id_ in ids if id_ not in self._delivery.unacked)
         if self._backlog:
             log.info("%d pending entries taken over", len(self._backlog))
-            self._history.tell("took-over", f"{len(self._backlog)} entries that were read and not acknowledged")
+            self._event_log.emit("took-over", f"{len(self._backlog)} entries that were read and not acknowledged")
 
     def _replay(self, count: int) -> None:
         for _ in range(min(count, len(self._backlog))):
             id_ = self._backlog[0]
             # Without our own tries (a reply may get lost), what is left are the lives that ended over it.
             self._tries[id_] += 1
-            handed, fields = self._store.hand_out(id_)
-            if fields is not None and id_ not in self._books.unacked:
-                with self._books.lock:
-                    self._books.tally.redelivered += 1
+            handed, fields = self._store.redeliver(id_)
+            if fields is not None and id_ not in self._delivery.unacked:
+                with self._delivery.lock:
+                    self._delivery.counters.redelivered += 1
                 if handed - self._tries[id_] >= DELIVERIES:
                     self._poisoned(id_, fields, handed - self._tries[id_])
                 else:
                     self.ingest(id_, fields)
-                    self._store.got_through(id_)
+                    self._store.reset_deliveries(id_)
             del self._tries[id_]
             self._backlog.popleft()
 
     def _poisoned(self, id_: bytes, fields: Fields, lives: int) -> None:
-        with self._books.lock:
-            self._books.tally.poisoned += 1
+        with self._delivery.lock:
+            self._delivery.counters.poisoned += 1
         detail = f"{lives} times the learner ended while it read this entry"
         self._refuse(id_, fields, BadEntry(POISON, detail, read_seq(fields)))
 
@@ -124,7 +124,7 @@ class Source:
     def ingest(self, id_: bytes, fields: Fields) -> None:
         """One entry: buffered, settled, known already, or bad. May ask Redis, to settle doubts."""
         with self._changed:
-            if id_ in self._books.unacked:
+            if id_ in self._delivery.unacked:
                 return
         try:
             entry = read_entry(id_, fields, self._run)
@@ -134,31 +134,31 @@ class Source:
             self._refuse(id_, fields, bad)
             return
         with self._changed:
-            arrived = Arrived(id_, entry.counted or entry.tokens, entry.counted)
-            self._books.arrive(entry.seq, arrived)
+            arrived = ReceivedEntry(id_, entry.counted or entry.tokens, entry.counted)
+            self._delivery.receive(entry.seq, arrived)
             self._admit(entry, arrived)
 
-    def _admit(self, entry: Entry, arrived: Arrived) -> None:
-        books, seq, message = self._books, entry.seq, entry.message
-        if seq in books.ledger or seq in books.held:
-            books.tally.duplicates += 1
-            books.law.book(Bucket.DUPLICATE, entry.tokens)
+    def _admit(self, entry: StreamEntry, arrived: ReceivedEntry) -> None:
+        delivery, seq, message = self._delivery, entry.seq, entry.message
+        if seq in delivery.ledger or seq in delivery.pending:
+            delivery.counters.duplicates += 1
+            delivery.accounting.record(TokenOutcome.DUPLICATE, entry.tokens)
         elif isinstance(message, GroupFailed):
             log.warning("seq %d is dead: %s %s", seq, message.reason, message.detail[:200])
-            books.settle([seq], Outcome.DEAD, message.reason, tokens=entry.tokens)
+            delivery.settle([seq], Outcome.DEAD, message.reason, tokens=entry.tokens)
         elif self._filter.refuses(message):
             # The credit is given back: another seq is issued in its place.
-            books.settle([seq], Outcome.FILTERED, NO_VARIANCE, tokens=entry.tokens)
+            delivery.settle([seq], Outcome.FILTERED, NO_VARIANCE, tokens=entry.tokens)
         else:
-            books.hold(seq, arrived)
+            delivery.mark_pending(seq, arrived)
             self._buffer.append(entry)
         self._changed.notify_all()
 
-    def _refuse_unissued(self, entry: Entry) -> None:
+    def _refuse_unissued(self, entry: StreamEntry) -> None:
         if self._unissued(entry.seq):
             raise BadEntry("not_issued", f"seq {entry.seq} was never issued", 0)
 
-    def _refuse_unreadable_task(self, entry: Entry) -> None:
+    def _refuse_unreadable_task(self, entry: StreamEntry) -> None:
         """A failed attempt, unless another task of the seq is at work: then this one was one too many, and no more."""
         message = entry.message
         if isinstance(message, GroupFailed) and message.reason.startswith(TASK_UNREADABLE):
@@ -169,28 +169,28 @@ class Source:
 
     def _unissued(self, seq: int) -> bool:
         # the reply to an issue may have been lost; but what this learner had no credit for, it has not issued
-        return seq > self._books.issued and (seq > self._books.credit or seq > self._store.issued())
+        return seq > self._delivery.issued and (seq > self._delivery.credit or seq > self._store.issued())
 
     def _refuse(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
         """A dead letter. Its tokens failed; its seq, where that is known and one of ours, is due again or dead."""
         if self._unissued(bad.seq):
             bad = BadEntry(bad.reason, f"{bad.detail}; seq {bad.seq} was never issued", 0, bad.attempt)
         log.warning("entry %s (seq %d) is unusable: %s; `foray dlq show %d`", id_.decode(), bad.seq, bad, bad.seq)
-        self._evidence.keep(id_, fields, bad)
-        self._history.tell("dead-letter", f"entry {id_.decode()}, seq {bad.seq or 'unknown'}: {bad}")
+        self._dead_letters.add(id_, fields, bad)
+        self._event_log.emit("dead-letter", f"entry {id_.decode()}, seq {bad.seq or 'unknown'}: {bad}")
         tokens = read_tokens(fields)
         with self._changed:
-            books = self._books
-            books.arrive(bad.seq, Arrived(id_, tokens, tokens))
-            books.law.book(Bucket.FAILED, tokens)
-            books.tally.dead_letters += 1
+            delivery = self._delivery
+            delivery.receive(bad.seq, ReceivedEntry(id_, tokens, tokens))
+            delivery.accounting.record(TokenOutcome.FAILED, tokens)
+            delivery.counters.dead_letters += 1
             # Without a seq the reconciler finds missing what its task was for, if it was ours.
             if bad.seq:
-                books.failed_attempt(bad.seq, bad.attempt, self._max_attempts, bad.reason)
+                delivery.record_failed_attempt(bad.seq, bad.attempt, self._max_attempts, bad.reason)
 
     # --- the training thread ---
 
-    def take(self, count: int, now_step: int, *, max_lag: int | None, timeout_s: float) -> list[Entry]:
+    def take(self, count: int, now_step: int, *, max_lag: int | None, timeout_s: float) -> list[StreamEntry]:
         """The next `count` groups in order of arrival, or [] when they are not here after `timeout_s`.
 
         max_lag  drop (settle as stale) groups whose oldest token is older than this many steps; None: take them all
@@ -207,8 +207,8 @@ class Source:
     def _drop_stale(self, now_step: int, max_lag: int | None) -> int:
         if max_lag is not None:
             old = [e for e in self._buffer if lag(now_step, e.header.first_version) > max_lag and any(e.header.sampled)]
-            self._books.settle([e.seq for e in old], Outcome.STALE, "too_old", tokens=sum(e.tokens for e in old))
-            self._buffer = deque(e for e in self._buffer if e.seq in self._books.held)
+            self._delivery.settle([e.seq for e in old], Outcome.STALE, "too_old", tokens=sum(e.tokens for e in old))
+            self._buffer = deque(e for e in self._buffer if e.seq in self._delivery.pending)
         return len(self._buffer)
 
     def drain(self) -> int:

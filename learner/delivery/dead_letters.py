@@ -20,32 +20,32 @@ from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
 
 log = logging.getLogger(__name__)
 
-EVIDENCE_BYTES = 1 << 20
+FIELD_BYTES = 1 << 20
 STREAM_BYTES = 1 << 16
 FILE_BYTES = 64 << 20
 """A file of so many bytes takes no more letters: it becomes the older one, and the older one before it goes."""
 
 
-def older(path: Path) -> Path:
+def rotated(path: Path) -> Path:
     """Where the letters before those of `path` are."""
     return path.with_name(f"{path.name}.1")
 
 
-class Evidence:
+class DeadLetterStore:
     """Appends to `path`, and to the dead-letter stream."""
 
     def __init__(self, store: RunStore, path: Path) -> None:
         self._store, self._path = store, path
 
-    def keep(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
+    def add(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
         """One dead letter. Raises nothing: evidence that cannot be kept must not stop the learner."""
-        head, body = (fields.get(name, b"")[:EVIDENCE_BYTES] for name in (b"h", b"b"))
+        head, body = (fields.get(name, b"")[:FIELD_BYTES] for name in (b"h", b"b"))
         facts: dict[str, str | int] = {"id": id_.decode(), "seq": bad.seq, "reason": bad.reason, "detail": bad.detail}
         facts["from"] = "learner"
         line = facts | {"h": base64.b64encode(head).decode(), "b": base64.b64encode(body).decode()}
         try:
             if self._path.exists() and self._path.stat().st_size >= FILE_BYTES:
-                self._path.replace(older(self._path))
+                self._path.replace(rotated(self._path))
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self._store.dead_letter({**facts, "h": head[:STREAM_BYTES], "b": body[:STREAM_BYTES]})
@@ -59,13 +59,13 @@ LEARNER_ID = "0"
 """Rank in metrics and events: a restarted learner takes the place of its predecessor."""
 
 
-class History:
+class EventLog:
     """Thread-safe."""
 
     def __init__(self, store: RunStore) -> None:
         self._store, self._best_effort = store, BestEffort()
 
-    def tell(self, kind: str, text: str) -> None:
+    def emit(self, kind: str, text: str) -> None:
         """One line. Raises nothing."""
         fields = events.fields("learner", LEARNER_ID, kind, text)
         try:

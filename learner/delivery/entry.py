@@ -12,7 +12,7 @@ from protocol.messages import GroupFailed, TrajectoryGroup
 
 
 @dataclass(frozen=True)
-class Entry:
+class StreamEntry:
     """A readable entry: stream id, header, body as a message, and both as the bytes that came (for the journal)."""
 
     id: bytes
@@ -64,7 +64,7 @@ def sampled_in(message: TrajectoryGroup | GroupFailed) -> int:
     return sum(trajectory.num_sampled for trajectory in message.trajectories)
 
 
-def read_entry(id_: bytes, fields: Fields, run: str) -> Entry:
+def read_entry(id_: bytes, fields: Fields, run: str) -> StreamEntry:
     """The entry, or BadEntry; nothing else is raised, whatever the bytes."""
     seq, attempt = read_seq(fields), 1
     try:
@@ -88,4 +88,4 @@ def read_entry(id_: bytes, fields: Fields, run: str) -> Entry:
         raise BadEntry(CorruptMessage.reason, f"no field {error}", seq, attempt) from None
     except ProtocolError as error:
         raise BadEntry(error.reason, str(error), seq, attempt) from None
-    return Entry(id_, header, message, raw_header, raw_body, counted)
+    return StreamEntry(id_, header, message, raw_header, raw_body, counted)

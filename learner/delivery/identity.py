@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.delivery.issue_limit import Reserved
+from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.lease import ANOTHER_RUN, describe
 from learner.delivery.store import RunStore
 from protocol.errors import UserError
@@ -24,7 +24,7 @@ from protocol.settings import RunSettings
 log = logging.getLogger(__name__)
 
 
-def own_lineage(run: RunSettings) -> str:
+def ensure_lineage_id(run: RunSettings) -> str:
     """The lineage id of the run directory, made at the first call. Only the learner and the launcher call it: other
     processes may see another disk.
 
@@ -57,15 +57,17 @@ def own_lineage(run: RunSettings) -> str:
     return found
 
 
-def stranger(store: RunStore, run: RunSettings, lineage_id: str, reserved: Reserved) -> UserError | None:
+def foreign_run_error(
+    store: RunStore, run: RunSettings, lineage_id: str, reserved: IssueReservation
+) -> UserError | None:
     """Why what Redis holds under this run id is not this run's; None when it is, or when there is nothing.
 
     Only reads. Raises RedisUnavailable.
     """
     raw, issued = store.meta(), store.issued()
-    theirs, most = lineage_id_of(raw), reserved.most()  # Redis first: a learner writes the file before it issues
+    theirs, most = lineage_id_of(raw), reserved.highest()  # Redis first: a learner writes the file before it issues
     if theirs != lineage_id:
-        if theirs or ((raw or issued) and not reserved.begun()):
+        if theirs or ((raw or issued) and not reserved.has_epochs()):
             return _foreign(store, run, lineage_id, raw, issued)
         if raw or issued:
             log.info("Redis holds this run from before there were lineage ids; adopted by lineage %s", lineage_id[:8])
@@ -86,20 +88,20 @@ def stranger(store: RunStore, run: RunSettings, lineage_id: str, reserved: Reser
 
 
 def take_over(
-    store: RunStore, run: RunSettings, lineage_id: str, reserved: Reserved, meta: Mapping[str, str]
+    store: RunStore, run: RunSettings, lineage_id: str, reserved: IssueReservation, meta: Mapping[str, str]
 ) -> UserError | None:
     """Empties a run of another lineage in Redis, fenced by our lease, and makes it ours; returns what it was.
 
     Raises RedisUnavailable, StateLost or Fenced, and may be called again.
     """
-    found = stranger(store, run, lineage_id, reserved)
+    found = foreign_run_error(store, run, lineage_id, reserved)
     if found is not None:
         store.reset(meta)
         log.warning("--takeover: what Redis held was deleted: %s", found)
     return found
 
 
-def place_facts(run: RunSettings) -> dict[str, str]:
+def location_facts(run: RunSettings) -> dict[str, str]:
     """Where the learner of a run is, for the messages above."""
     return {"host": socket.gethostname(), "dir": str(run.dir.absolute()), "model": str(run.model)}
 

@@ -16,23 +16,23 @@ AHEAD = 1000
 SUFFIX = ".issued"
 
 
-class Reserved:
+class IssueReservation:
     """The files in `epochs_dir` (`learner.lease`)."""
 
     def __init__(self, epochs_dir: Path) -> None:
         self._folder = epochs_dir
-        self._covered = 0
+        self._reserved = 0
 
-    def begun(self) -> bool:
+    def has_epochs(self) -> bool:
         """Whether a learner has ever begun an epoch from this directory."""
         return any(self._folder.glob("e*"))
 
-    def most(self) -> int | None:
+    def highest(self) -> int | None:
         """No seq above it was issued from this directory; None where an older Foray wrote nothing down."""
         return max((number_of(path.read_bytes().strip()) for path in self._folder.glob(f"e*{SUFFIX}")), default=None)
 
-    def cover(self, seq: int, epoch: int) -> None:
+    def reserve(self, seq: int, epoch: int) -> None:
         """Tasks up to `seq` may be issued now, by the learner of `epoch`. Raises OSError when the disk refuses it."""
-        if seq > self._covered:
+        if seq > self._reserved:
             atomic_write(self._folder / f"e{epoch}{SUFFIX}", f"{seq + AHEAD}\n", durable=True)
-            self._covered = seq + AHEAD
+            self._reserved = seq + AHEAD

@@ -14,7 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
-from learner.delivery.store import Holder, RunStore
+from learner.delivery.store import LeaseHolder, RunStore
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.run_meta import foreign
 from protocol.runtime.files import create_once, durable_mkdir
@@ -29,7 +29,7 @@ ANOTHER_RUN = (
 )
 
 
-class Lease:
+class LearnerLease:
     """Who may write. `epoch` is 0 until the lease is acquired, and one more at each acquisition.
 
     ttl_s      the lease lapses so long after its last renewal
@@ -55,7 +55,7 @@ class Lease:
             if isinstance(answer, int):
                 if self._claim_epoch(answer):
                     self.epoch = answer
-                    self._store.own(answer, self.token)
+                    self._store.set_owner(answer, self.token)
                     return answer
                 floor = max(floor, answer)
                 continue
@@ -90,17 +90,17 @@ class Lease:
         if not self._store.renew(self._ttl_ms):
             raise Fenced("the lease of this learner lapsed or was taken")
 
-    def lost_to(self) -> Holder | None:
+    def superseded_by(self) -> LeaseHolder | None:
         """The other learner that holds the lease, or that began a higher epoch since; None when there is none."""
         holder = self._store.holder()
         return holder if holder and holder.token != self.token else self._successor()
 
-    def regain(self) -> bool:
+    def reacquire(self) -> bool:
         """After a doubt: the lease, renewed, or taken again when it had lapsed and nobody took it; then True.
 
         Raises Fenced when another learner has begun meanwhile, RedisUnavailable.
         """
-        if (other := self.lost_to()) is not None:
+        if (other := self.superseded_by()) is not None:
             raise self.fenced_by(other)
         try:
             self.renew()
@@ -109,12 +109,12 @@ class Lease:
             try:
                 self.acquire(self.epoch)
             except UserError:  # somebody was faster just now, and is alive
-                if (other := self.lost_to()) is not None:
+                if (other := self.superseded_by()) is not None:
                     raise self.fenced_by(other) from None
                 raise
             return True
 
-    def fenced_by(self, other: Holder) -> Fenced:
+    def fenced_by(self, other: LeaseHolder) -> Fenced:
         """The error of a learner that was replaced: by whom, and when."""
         return Fenced(f"this learner (epoch {self.epoch}, process {os.getpid()}) was replaced by {describe(other)}")
 
@@ -130,14 +130,14 @@ class Lease:
         except RedisUnavailable as error:
             log.warning("committing without Redis, since no later epoch has begun on disk: %s", error)
 
-    def _successor(self) -> Holder | None:
+    def _successor(self) -> LeaseHolder | None:
         """The newest epoch on disk and who began it, when it is higher than ours."""
         epochs = {int(p.name[1:]): p for p in self.epochs_dir.glob("e*") if p.name[1:].isdigit()}
         newest = max(epochs, default=0)
         if newest <= self.epoch:
             return None
         path = epochs[newest]
-        return Holder(newest, path.read_text().strip(), 0.0, since=path.stat().st_mtime)
+        return LeaseHolder(newest, path.read_text().strip(), 0.0, since=path.stat().st_mtime)
 
     def release(self) -> None:
         """Frees the lease, so that a successor need not wait."""
@@ -147,7 +147,7 @@ class Lease:
             log.warning("the lease could not be released and will lapse by itself: %s", error)
 
 
-def describe(holder: Holder) -> str:
+def describe(holder: LeaseHolder) -> str:
     """A holder in words: epoch, process, host, since when it has held the lease and when it last renewed it."""
     parts = holder.token.split(":")
     who = f"process {parts[1]} on {parts[0].split('/')[0]}" if len(parts) > 1 else holder.token or "somebody"
@@ -157,7 +157,7 @@ def describe(holder: Holder) -> str:
     return text if holder.renewed_s is None else f"{text}, renewed {holder.renewed_s:.1f} s ago"
 
 
-def _how_to_stop(holder: Holder) -> str:
+def _how_to_stop(holder: LeaseHolder) -> str:
     parts = holder.token.split(":")
     if len(parts) < 2 or not parts[1].isdigit():
         return "SIGTERM: it writes a checkpoint"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import History
-from learner.delivery.state import Books
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import EventLog
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol.codec import number_of
 from protocol.ledger import NotReopenable
@@ -23,42 +23,42 @@ AHEAD_S = 86_400.0
 """Ids of entries may be ahead of the clock by so much: clocks are set back, a failover may find another one."""
 
 
-class Reconciler:
-    """Compares what was issued with where it is. `turn` is called every `reconcile_s` seconds."""
+class MissingSeqReconciler:
+    """Compares what was issued with where it is. `tick` is called every `reconcile_s` seconds."""
 
-    def __init__(self, store: RunStore, books: Books, source: Source, history: History) -> None:
-        self._store, self._books, self._source, self._history = store, books, source, history
-        self._suspects: frozenset[int] = frozenset()
+    def __init__(self, store: RunStore, delivery: DeliveryState, source: StreamConsumer, event_log: EventLog) -> None:
+        self._store, self._delivery, self._source, self._event_log = store, delivery, source, event_log
+        self._missing_once: frozenset[int] = frozenset()
         self._told_ahead = False
 
-    def turn(self) -> list[int]:
+    def tick(self) -> list[int]:
         """Seqs that were missing twice in a row and are now due again."""
         found = self._store.snapshot()
         if found.ahead_s > AHEAD_S and not self._told_ahead:
             self._told_ahead = True
             text = f"ids in {self._store.keys.traj} are {found.ahead_s:.0f} s ahead of Redis' clock, which makes them"
             log.warning("%s: entries were added by hand, or the clock was set back; delivery goes on", text)
-            self._history.tell("ids-ahead", text)
-        if found.strays:
+            self._event_log.emit("ids-ahead", text)
+        if found.foreign_consumers:
             # Read by a learner that lost the lease after it had asked: it will never acknowledge them.
             self._source.reclaim.set()
-        if found.unread or found.strays or not self._source.caught_up:
+        if found.unread or found.foreign_consumers or not self._source.caught_up:
             # Entries nobody has looked at may be any seq. While there are some, training does not starve either.
-            self._suspects = frozenset()
+            self._missing_once = frozenset()
             return []
-        books = self._books
-        with books.lock:
+        delivery = self._delivery
+        with delivery.lock:
             # no further than credit reaches: what lies beyond is not needed yet, however much is said to be issued
-            open_ = books.ledger.missing(min(books.issued, books.credit))
-            missing = frozenset(open_) - books.held - books.due - found.tasks
-            again = sorted(missing & self._suspects)
+            open_ = delivery.ledger.missing(min(delivery.issued, delivery.credit))
+            missing = frozenset(open_) - delivery.pending - delivery.due - found.tasks
+            again = sorted(missing & self._missing_once)
             for seq in again:
-                books.attempts[seq] = books.attempts.get(seq, 1) + 1
-                books.due.add(seq)
-        self._suspects = missing - frozenset(again)
+                delivery.attempts[seq] = delivery.attempts.get(seq, 1) + 1
+                delivery.due.add(seq)
+        self._missing_once = missing - frozenset(again)
         if again:
             log.warning("%d seqs were issued and found nowhere, issuing them again: %s", len(again), again[:10])
-            self._history.tell("reissued", f"{len(again)} seqs were issued and found nowhere: {again[:10]}")
+            self._event_log.emit("reissued", f"{len(again)} seqs were issued and found nowhere: {again[:10]}")
         return again
 
 
@@ -68,28 +68,28 @@ class Reconciler:
 # request could not be removed any more. So a crash in between honours it once, not twice and not never.
 
 
-class Requests:
-    """`turn` is called each second by the keeper while tasks are issued; the rest belongs to the training thread."""
+class RequeueRequests:
+    """`tick` is called each second by the keeper while tasks are issued; the rest belongs to the training thread."""
 
-    def __init__(self, store: RunStore, books: Books, history: History) -> None:
-        self._store, self._books, self._history = store, books, history
+    def __init__(self, store: RunStore, delivery: DeliveryState, event_log: EventLog) -> None:
+        self._store, self._delivery, self._event_log = store, delivery, event_log
         self._best_effort = BestEffort()
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """Honours what can be honoured, and removes what cannot. Raises RedisUnavailable."""
         refused: list[bytes] = []
         for raw in self._store.requests():
             seq = number_of(raw)
             try:
-                with self._books.lock:
-                    if seq in self._books.requests:
+                with self._delivery.lock:
+                    if seq in self._delivery.requeue_requests:
                         continue  # honoured, and not in a checkpoint yet
-                    was = self._books.reopen(seq)
-                self._history.tell("requeued", f"seq {seq} was {was} and is tried again")
+                    was = self._delivery.reopen(seq)
+                self._event_log.emit("requeued", f"seq {seq} was {was} and is tried again")
                 log.info("seq %d was %s and is tried again, as a person asked", seq, was)
             except NotReopenable as error:
                 shown = raw[:40].decode("utf-8", "replace")
-                self._history.tell("requeue-refused", f"{shown}: {error}")
+                self._event_log.emit("requeue-refused", f"{shown}: {error}")
                 log.warning("the request to try %r again is dropped: %s", shown, error)
                 refused.append(raw)
         self._store.drop_requests(refused)
@@ -103,5 +103,5 @@ class Requests:
         except RedisUnavailable as error:
             log.info("requests that were honoured are removed later: %s", error)
             return
-        with self._books.lock:
-            self._books.requests.difference_update(done)
+        with self._delivery.lock:
+            self._delivery.requeue_requests.difference_update(done)

@@ -41,7 +41,7 @@ class Census:
     unread: Mapping[bytes, int]
 
 
-class Accounts:
+class AccountingStore:
     """Part of `RunStore`, which brings the client and the keys."""
 
     keys: Keys
@@ -104,7 +104,7 @@ class Accounts:
                 return 0
         return int(stats.get("errorstat_OOM", {}).get("count", 0))
 
-    def drop_evidence(self) -> int:
+    def trim_diagnostics(self) -> int:
         """Removes the older half of what is kept in Redis for people only; how many entries that were."""
         with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             for stream in (self.keys.dlq, self.keys.events):
@@ -133,7 +133,7 @@ class Accounts:
                 self._db.srem(self.keys.requeue, *cast(tuple[str, ...], tuple(wanted)))
 
     def add_event(self, fields: Mapping[str, str]) -> None:
-        """One line of the run's history."""
+        """One line of the run's event_log."""
         with translate_errors(self.keys.events):
             self._db.xadd(self.keys.events, cast(Any, dict(fields)), maxlen=events.MOST, approximate=True)
 

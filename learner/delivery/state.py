@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from learner.delivery.token_accounting import BUCKET_OF, Arrived, Bucket, Split, TokenLaw
+from learner.delivery.token_accounting import TOKEN_OUTCOME, ReceivedEntry, TokenAccounting, TokenOutcome, TokenSplit
 from protocol.ledger import Ledger, NotReopenable, Outcome
 from protocol.staleness import issue_limit
 
 
 @dataclass
-class Tally:
+class RunCounters:
     """Counters of one run; they live in the checkpoint and so survive a restart.
 
     taken       groups that completed steps have trained, counted apart from the ledger to check it
@@ -45,7 +45,7 @@ class Tally:
 
 
 @dataclass
-class Books:
+class DeliveryState:
     """State of delivery in memory. `lock` guards all of it and may be taken twice by one thread.
 
     step       optimiser steps done
@@ -70,17 +70,17 @@ class Books:
     ledger: Ledger = field(default_factory=Ledger)
     committed: Ledger = field(default_factory=Ledger)
     durable: set[bytes] = field(default_factory=set)
-    tally: Tally = field(default_factory=Tally)
+    counters: RunCounters = field(default_factory=RunCounters)
     issued: int = 0
     credit: int = 0
-    held: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)
     unacked: dict[bytes, int] = field(default_factory=dict)
     due: set[int] = field(default_factory=set)
     attempts: dict[int, int] = field(default_factory=dict)
     reasons: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
-    law: TokenLaw = field(default_factory=TokenLaw)
-    requests: set[int] = field(default_factory=set)
-    closed: bool = False
+    accounting: TokenAccounting = field(default_factory=TokenAccounting)
+    requeue_requests: set[int] = field(default_factory=set)
+    finished: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def limit(self, *, max_lag: int, groups_per_step: int, steps: int) -> int:
@@ -98,18 +98,18 @@ class Books:
             )
             return min(credit, self.ledger.settled + max(0, steps - self.step) * groups_per_step)
 
-    def arrive(self, seq: int, arrived: Arrived) -> None:
+    def receive(self, seq: int, arrived: ReceivedEntry) -> None:
         """An entry was read; before anything is decided. seq: 0 when it cannot be known."""
         with self.lock:
             self.unacked[arrived.id] = seq
-            self.law.arrive(arrived)
+            self.accounting.receive(arrived)
 
-    def hold(self, seq: int, arrived: Arrived) -> None:
+    def mark_pending(self, seq: int, arrived: ReceivedEntry) -> None:
         """The group of `seq` is here, to be trained."""
         with self.lock:
-            self.held.add(seq)
+            self.pending.add(seq)
             self.due.discard(seq)
-            self.law.hold(seq, arrived)
+            self.accounting.mark_pending(seq, arrived)
 
     def settle(self, seqs: Iterable[int], outcome: Outcome, reason: str = "", *, tokens: int = 0) -> None:
         """Books seqs; raises AlreadySettled. tokens: sampled in those that were here, unless they were trained."""
@@ -118,16 +118,16 @@ class Books:
                 self.ledger.settle(seq, outcome, reason)
                 if outcome is not Outcome.TRAINED:
                     self.reasons[outcome, reason] += 1
-                self.held.discard(seq)
+                self.pending.discard(seq)
                 self.due.discard(seq)
                 self.attempts.pop(seq, None)
-                self.law.land(seq)
+                self.accounting.settle(seq)
             # A Redis that rolled back may have lost count; whatever is settled was issued.
             self.issued = max(self.issued, self.ledger.watermark)
             if outcome is not Outcome.TRAINED:
-                self.law.book(BUCKET_OF[outcome], tokens)
+                self.accounting.record(TOKEN_OUTCOME[outcome], tokens)
 
-    def finish_step(self, seqs: Iterable[int], *, sampled: int, trained: int, own: Split | None = None) -> None:
+    def commit_step(self, seqs: Iterable[int], *, sampled: int, trained: int, own: TokenSplit | None = None) -> None:
         """Books the groups of a completed step, in one piece: a checkpoint sees all of it or nothing.
 
         trained  tokens with a gradient, mixed groups included
@@ -137,31 +137,31 @@ class Books:
             seqs = list(seqs)
             self.settle(seqs, Outcome.TRAINED)
             self.step += 1
-            self.tally.taken += len(seqs)
-            self.tally.tokens_sampled += sampled
-            self.tally.tokens_trained += trained
+            self.counters.taken += len(seqs)
+            self.counters.tokens_sampled += sampled
+            self.counters.tokens_trained += trained
             if seqs:
-                own = own or Split(trained, sampled - trained)
-                self.law.book(Bucket.TRAINED, own.trained)
-                self.law.book(Bucket.UNTRAINED, own.untrained)
+                own = own or TokenSplit(trained, sampled - trained)
+                self.accounting.record(TokenOutcome.TRAINED, own.trained)
+                self.accounting.record(TokenOutcome.UNTRAINED, own.masked)
 
     def reopen(self, seq: int) -> str:
         """A dead or stale seq is due again, with all its attempts; what it was, in words. Raises NotReopenable."""
         with self.lock:
-            if self.closed:
+            if self.finished:
                 raise NotReopenable(f"seq {seq}: the run has done its last step")
             outcome, reason = self.ledger.reopen(seq)
             self.reasons[outcome, reason] -= 1
             self.attempts.pop(seq, None)
             self.due.add(seq)
-            self.requests.add(seq)
-            self.tally.requeued += 1
+            self.requeue_requests.add(seq)
+            self.counters.requeued += 1
             return f"{outcome} ({reason})" if reason else str(outcome)
 
-    def failed_attempt(self, seq: int, attempt: int, most: int, reason: str) -> None:
+    def record_failed_attempt(self, seq: int, attempt: int, most: int, reason: str) -> None:
         """The group of `seq` arrived unusable: it becomes due again, or dead after `most` attempts."""
         with self.lock:
-            if seq in self.ledger or seq in self.held or seq in self.due:
+            if seq in self.ledger or seq in self.pending or seq in self.due:
                 return
             tried = max(attempt, self.attempts.get(seq, 0))
             if tried >= most:
@@ -170,7 +170,7 @@ class Books:
             self.attempts[seq] = tried + 1
             self.due.add(seq)
 
-    def filtered(self) -> dict[str, int]:
+    def filtered_counts(self) -> dict[str, int]:
         """Numbers for the metrics: seqs filtered since the beginning of the run, by reason."""
         with self.lock:
             return {f"groups_filtered_{r}": n for (o, r), n in self.reasons.items() if o is Outcome.FILTERED}
@@ -183,16 +183,16 @@ class Books:
     def to_state(self) -> dict[str, Any]:
         """Plain JSON values for the checkpoint."""
         with self.lock:
-            undecided = {arrived.id for arrived in self.law.flying.values()}
+            undecided = {arrived.id for arrived in self.accounting.pending.values()}
             return {
                 "step": self.step,
                 "ledger": self.ledger.to_state(),
-                "tally": asdict(self.tally),
-                "tokens": self.law.to_state(),
+                "tally": asdict(self.counters),
+                "tokens": self.accounting.to_state(),
                 "entries": [id_.decode() for id_ in self.unacked if id_ not in undecided],
                 "due": sorted(self.due),
                 "attempts": {str(seq): n for seq, n in sorted(self.attempts.items())},
-                "requests": sorted(self.requests),
+                "requests": sorted(self.requeue_requests),
             }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -200,21 +200,21 @@ class Books:
 
         What the checkpoint had decided may not have been acknowledged: `commit(state)` says what is left to do.
         """
-        known = {f.name for f in fields(Tally)}
+        known = {f.name for f in fields(RunCounters)}
         with self.lock:
             self.step = int(state["step"])
             self.ledger = Ledger.from_state(state["ledger"])
             self.committed = Ledger.from_state(state["ledger"])
             self.reasons = Counter((outcome, reason) for _, outcome, reason in self.ledger.notes)
-            self.tally = Tally(**{k: int(v) for k, v in state["tally"].items() if k in known})
-            self.law = TokenLaw.from_state(state.get("tokens", {}))
+            self.counters = RunCounters(**{k: int(v) for k, v in state["tally"].items() if k in known})
+            self.accounting = TokenAccounting.from_state(state.get("tokens", {}))
             self.unacked = {id_.encode(): 0 for id_ in state.get("entries", ())}
             self.durable = set(self.unacked)
             self.due = {int(seq) for seq in state.get("due", ())}
             self.attempts = {int(seq): int(n) for seq, n in state.get("attempts", {}).items()}
-            self.requests = {int(seq) for seq in state.get("requests", ())}
+            self.requeue_requests = {int(seq) for seq in state.get("requests", ())}
 
-    def commit(self, state: dict[str, Any]) -> list[bytes]:
+    def mark_durable(self, state: dict[str, Any]) -> list[bytes]:
         """A checkpoint with `state` is durable: the entries that may now be acknowledged."""
         with self.lock:
             self.committed = Ledger.from_state(state["ledger"])
@@ -222,20 +222,20 @@ class Books:
             self.durable.update(decided)
             return decided
 
-    def changed(self) -> bool:
+    def has_uncommitted(self) -> bool:
         """Whether something was decided that no durable checkpoint says."""
         with self.lock:
-            undecided = {arrived.id for arrived in self.law.flying.values()}
+            undecided = {arrived.id for arrived in self.accounting.pending.values()}
             return self.ledger != self.committed or not self.unacked.keys() <= undecided | self.durable
 
-    def forget(self, ids: Iterable[bytes]) -> None:
+    def mark_acknowledged(self, ids: Iterable[bytes]) -> None:
         """These entries are acknowledged."""
         with self.lock:
             for id_ in ids:
                 self.unacked.pop(id_, None)
                 self.durable.discard(id_)
 
-    def check(self, *, whole: bool = True) -> str:
+    def inconsistency(self, *, whole: bool = True) -> str:
         """Where the books do not close, in words; "" when they do.
 
         whole  also what was issued: not while Redis is being mended, when that is counted anew
@@ -245,8 +245,10 @@ class Books:
             flying = self.ledger.open(self.issued)
             if not self.ledger.closes():
                 return f"the outcomes add up to {sum(counts.values())}, not to the {settled} seqs settled"
-            if counts[Outcome.TRAINED] != self.tally.taken:
-                return f"{counts[Outcome.TRAINED]} seqs are booked as trained, {self.tally.taken} groups were trained"
+            if counts[Outcome.TRAINED] != self.counters.taken:
+                return (
+                    f"{counts[Outcome.TRAINED]} seqs are booked as trained, {self.counters.taken} groups were trained"
+                )
             if whole and self.issued != settled + flying:
                 return f"{self.issued} issued, but {settled} settled + {flying} in flight"
-            return self.law.check()
+            return self.accounting.inconsistency()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import redis
 
-from learner.delivery.redis_accounts import Accounts
+from learner.delivery.redis_accounts import AccountingStore
 from learner.delivery.redis_setup import prepare
 from protocol import functions
 from protocol.codec import decode_as, encode, number_of
@@ -42,7 +42,7 @@ M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
-class Holder:
+class LeaseHolder:
     """Who holds the lease: epoch, token, and seconds until it lapses.
 
     renewed_s  seconds since it was last renewed; None where the holder does not say (an older Foray)
@@ -57,22 +57,22 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class InRedis:
+class StreamSnapshot:
     """Where seqs are at one moment (atomic).
 
     tasks     seqs with a task that is undelivered or leased
     unread    trajectory entries wait that no learner was given: their seqs are unknown
-    strays    trajectory entries were given to a learner that is not this one
+    foreign_consumers    trajectory entries were given to a learner that is not this one
     ahead_s   seconds by which the ids of trajectory entries are ahead of the clock of Redis, which makes them
     """
 
     tasks: frozenset[int]
     unread: bool
-    strays: bool
+    foreign_consumers: bool
     ahead_s: float = 0.0
 
 
-class RunStore(Accounts):
+class RunStore(AccountingStore):
     """One run in one Redis, as the learner sees it. Thread-safe but for `read`, which belongs to one thread."""
 
     def __init__(self, url: str, run: str) -> None:
@@ -89,7 +89,7 @@ class RunStore(Accounts):
         self._db.close()
         self._reader.close()
 
-    def own(self, epoch: int, token: str) -> None:
+    def set_owner(self, epoch: int, token: str) -> None:
         """From now on fenced calls are made in this name."""
         self._owner = (str(epoch), token)
 
@@ -124,7 +124,7 @@ class RunStore(Accounts):
 
     def acquire(
         self, token: str, floor: int, ttl_ms: int, *, takeover: bool, lineage_id: str = ""
-    ) -> int | Holder | None:
+    ) -> int | LeaseHolder | None:
         """The new epoch, above `floor`, or who holds the lease; None when the run in this Redis is another one."""
         keys = (self.keys.lease, self.keys.epoch, self.keys.meta)
         whose = (lineage_id,) if lineage_id else ()
@@ -136,7 +136,7 @@ class RunStore(Accounts):
         found = self.holder()
         if found is not None and found.token == reply[3].decode(errors="replace"):
             return found
-        return Holder(int(reply[1]), reply[3].decode(errors="replace"), max(0, int(reply[2])) / 1000)
+        return LeaseHolder(int(reply[1]), reply[3].decode(errors="replace"), max(0, int(reply[2])) / 1000)
 
     def renew(self, ttl_ms: int) -> bool:
         """Whether the lease is ours; if so it now lives `ttl_ms` longer."""
@@ -146,7 +146,7 @@ class RunStore(Accounts):
         """Frees the lease if it is ours."""
         self._call(functions.RELEASE, (self.keys.lease,), *self._owner)
 
-    def holder(self) -> Holder | None:
+    def holder(self) -> LeaseHolder | None:
         """Who holds the lease now."""
         with translate_errors(self.keys.lease):
             lease = cast(Fields, self._db.hgetall(self.keys.lease))
@@ -155,7 +155,7 @@ class RunStore(Accounts):
             return None
         epoch, ttl, since = (number_of(lease.get(name, b"")) for name in (b"epoch", b"ttl", b"since"))
         renewed_s = max(0.0, ttl / 1000 - left_s) if ttl else None
-        return Holder(epoch, lease[b"token"].decode(errors="replace"), left_s, renewed_s, float(since))
+        return LeaseHolder(epoch, lease[b"token"].decode(errors="replace"), left_s, renewed_s, float(since))
 
     # --- what the run is ---
 
@@ -200,7 +200,7 @@ class RunStore(Accounts):
         for flat in _chunks(pairs):
             self._call(functions.REISSUE, (self.keys.lease, self.keys.tasks), *self._owner, *flat)
 
-    def snapshot(self) -> InRedis:
+    def snapshot(self) -> StreamSnapshot:
         """Where seqs are: one transaction, since a task that moves while it is looked for would be seen nowhere."""
         with translate_errors(), self._db.pipeline(transaction=True) as pipe:
             pipe.xinfo_groups(self.keys.tasks)
@@ -221,10 +221,10 @@ class RunStore(Accounts):
         seqs = [fields.get(b"seq", b"") for id_, fields in tasks if id_ in leased or _order(id_) > delivered]
         read = _order(_group(readers, TRAJ_GROUP)["last-delivered-id"])
         mine = self.consumer.encode()
-        return InRedis(
+        return StreamSnapshot(
             tasks=frozenset(seq for raw in seqs if (seq := number_of(raw))),
             unread=last > read and stream["length"] > 0,
-            strays=any(c["pending"] for c in consumers if c["name"] != mine),
+            foreign_consumers=any(c["pending"] for c in consumers if c["name"] != mine),
             ahead_s=last[0] / 1000 - now_s,
         )
 
@@ -273,7 +273,7 @@ class RunStore(Accounts):
             done += int(self._call(functions.ACK, (self.keys.lease, self.keys.traj), *self._owner, *part))
         return done
 
-    def hand_out(self, id_: bytes) -> tuple[int, Fields | None]:
+    def redeliver(self, id_: bytes) -> tuple[int, Fields | None]:
         """A pending entry, and how often Redis has counted that it was handed out, this time included. The fields are
         None where it is not there (any more).
         """
@@ -284,7 +284,7 @@ class RunStore(Accounts):
         handed = int(pending[0]["times_delivered"]) + 1 if pending else 1
         return handed, claimed[0][1] if claimed else None
 
-    def got_through(self, id_: bytes) -> None:
+    def reset_deliveries(self, id_: bytes) -> None:
         """The entry was read and did no harm: it counts as never handed out."""
         with translate_errors(self.keys.traj):
             self._db.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_], retrycount=0, justid=True)

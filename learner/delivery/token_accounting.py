@@ -30,7 +30,7 @@ from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup
 
 
-class Bucket(StrEnum):
+class TokenOutcome(StrEnum):
     """Where a token can end."""
 
     TRAINED = "trained"
@@ -41,11 +41,15 @@ class Bucket(StrEnum):
     DUPLICATE = "duplicate"
 
 
-BUCKET_OF = {Outcome.FILTERED: Bucket.FILTERED, Outcome.STALE: Bucket.STALE, Outcome.DEAD: Bucket.FAILED}
+TOKEN_OUTCOME = {
+    Outcome.FILTERED: TokenOutcome.FILTERED,
+    Outcome.STALE: TokenOutcome.STALE,
+    Outcome.DEAD: TokenOutcome.FAILED,
+}
 """Of seqs that were not trained."""
 
 
-class Arrived(NamedTuple):
+class ReceivedEntry(NamedTuple):
     """An entry as it came. tokens: sampled for it; counted: those of them that Redis counted when it was published."""
 
     id: bytes
@@ -53,51 +57,51 @@ class Arrived(NamedTuple):
     counted: int
 
 
-class Split(NamedTuple):
+class TokenSplit(NamedTuple):
     """Tokens of trained groups, with a gradient and without."""
 
     trained: int
-    untrained: int
+    masked: int
 
 
 @dataclass
-class TokenLaw:
-    """The books by token. `flying`: by seq, the entries that are not decided. `received`: as Redis counted them."""
+class TokenAccounting:
+    """The books by token. `pending`: by seq, the entries that are not decided. `received_counted`: as Redis counted them."""
 
     generated: int = 0
-    received: int = 0
-    buckets: dict[Bucket, int] = field(default_factory=lambda: dict.fromkeys(Bucket, 0))
-    flying: dict[int, Arrived] = field(default_factory=dict)
+    received_counted: int = 0
+    totals: dict[TokenOutcome, int] = field(default_factory=lambda: dict.fromkeys(TokenOutcome, 0))
+    pending: dict[int, ReceivedEntry] = field(default_factory=dict)
 
-    def arrive(self, arrived: Arrived) -> None:
-        """An entry came. What becomes of it follows: `book`, or `hold` now and `book` and `land` later."""
+    def receive(self, arrived: ReceivedEntry) -> None:
+        """An entry came. What becomes of it follows: `record`, or `mark_pending` now and `record` and `settle` later."""
         self.generated += arrived.tokens
-        self.received += arrived.counted
+        self.received_counted += arrived.counted
 
-    def hold(self, seq: int, arrived: Arrived) -> None:
+    def mark_pending(self, seq: int, arrived: ReceivedEntry) -> None:
         """Nothing is decided yet."""
-        self.flying[seq] = arrived
+        self.pending[seq] = arrived
 
-    def land(self, seq: int) -> None:
+    def settle(self, seq: int) -> None:
         """What became of `seq` is decided."""
-        self.flying.pop(seq, None)
+        self.pending.pop(seq, None)
 
-    def book(self, bucket: Bucket, tokens: int) -> None:
+    def record(self, bucket: TokenOutcome, tokens: int) -> None:
         """So many tokens ended there."""
-        self.buckets[bucket] += tokens
+        self.totals[bucket] += tokens
 
     @property
-    def in_flight(self) -> int:
+    def pending_tokens(self) -> int:
         """Tokens of groups that are not decided."""
-        return sum(arrived.tokens for arrived in self.flying.values())
+        return sum(arrived.tokens for arrived in self.pending.values())
 
-    def check(self) -> str:
+    def inconsistency(self) -> str:
         """Where the law is broken, in words; "" when it holds."""
-        ended = sum(self.buckets.values()) + self.in_flight
+        ended = sum(self.totals.values()) + self.pending_tokens
         if ended == self.generated:
             return ""
         parts = " + ".join(
-            f"{tokens} {bucket}" for bucket, tokens in [*self.buckets.items(), ("in flight", self.in_flight)]
+            f"{tokens} {bucket}" for bucket, tokens in [*self.totals.items(), ("in flight", self.pending_tokens)]
         )
         how = (
             f"{self.generated - ended} are missing" if ended < self.generated else f"{ended - self.generated} too many"
@@ -106,34 +110,34 @@ class TokenLaw:
 
     def values(self) -> dict[str, float]:
         """Numbers for the metrics."""
-        named = {f"tokens_law_{bucket}": float(tokens) for bucket, tokens in self.buckets.items()}
+        named = {f"tokens_law_{bucket}": float(tokens) for bucket, tokens in self.totals.items()}
         return named | {
             "tokens_generated_total": float(self.generated),
-            "tokens_law_in_flight": float(self.in_flight),
-            "tokens_law_closes": float(not self.check()),
+            "tokens_law_in_flight": float(self.pending_tokens),
+            "tokens_law_closes": float(not self.inconsistency()),
         }
 
     def to_state(self) -> dict[str, Any]:
         """Plain JSON values of what is decided. What is in flight is not acknowledged: it comes, and counts, again."""
-        flying = self.flying.values()
+        flying = self.pending.values()
         return {
             "generated": self.generated - sum(arrived.tokens for arrived in flying),
-            "received": self.received - sum(arrived.counted for arrived in flying),
-            "buckets": {str(bucket): tokens for bucket, tokens in self.buckets.items()},
+            "received": self.received_counted - sum(arrived.counted for arrived in flying),
+            "buckets": {str(bucket): tokens for bucket, tokens in self.totals.items()},
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> TokenLaw:
+    def from_state(cls, state: Mapping[str, Any]) -> TokenAccounting:
         """Inverse of `to_state`. A checkpoint of a version that kept no such books has {}: they begin there."""
-        buckets = {Bucket(name): int(tokens) for name, tokens in state.get("buckets", {}).items()}
+        buckets = {TokenOutcome(name): int(tokens) for name, tokens in state.get("buckets", {}).items()}
         return cls(
             generated=int(state.get("generated", 0)),
-            received=int(state.get("received", 0)),
-            buckets=dict.fromkeys(Bucket, 0) | buckets,
+            received_counted=int(state.get("received", 0)),
+            totals=dict.fromkeys(TokenOutcome, 0) | buckets,
         )
 
 
-def split_of(batch: Batch, groups: Sequence[TrajectoryGroup], own: int) -> Split:
+def token_split(batch: Batch, groups: Sequence[TrajectoryGroup], own: int) -> TokenSplit:
     """What of the first `own` of `groups`, from which `batch` was made, is in it and what is not. The rest was mixed
     in: those tokens were booked when they were trained for the first time.
     """
@@ -143,4 +147,4 @@ def split_of(batch: Batch, groups: Sequence[TrajectoryGroup], own: int) -> Split
     for micro_batch in batch.micro_batches:
         counts += np.bincount(micro_batch.trajectory, minlength=len(pairs))
     ours = [(int(counts[n]), int(t.mask.sum())) for n, (i, t) in enumerate(pairs) if i < own]
-    return Split(sum(used for used, _ in ours), sum(sampled - used for used, sampled in ours))
+    return TokenSplit(sum(used for used, _ in ours), sum(sampled - used for used, sampled in ours))

@@ -97,7 +97,7 @@ def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-class Update(NamedTuple):
+class OptimizerUpdate(NamedTuple):
     """One call of `step`: the norm of the gradient before clipping, whether it was finite and so applied, and the
     learning rate (that of parameters whose `lr_scale` is 1).
     """
@@ -169,7 +169,7 @@ class DeepSpeedEngine:
         # DeepSpeed takes the mean over ranks.
         self._engine.backward(loss * self.world_size)
 
-    def step(self) -> Update:
+    def step(self) -> OptimizerUpdate:
         """One update with the gradients since the last; none when their norm is not finite, and they are cleared."""
         rate = learning_rate(self.optim, self.updates, self.total_updates)
         for group in self._engine.optimizer.param_groups:
@@ -182,7 +182,7 @@ class DeepSpeedEngine:
             gradients = self._engine.optimizer.averaged_gradients
             gradients.update(dict.fromkeys(gradients))
         self.updates += applied
-        return Update(float("nan") if norm is None else float(norm), applied, rate)
+        return OptimizerUpdate(float("nan") if norm is None else float(norm), applied, rate)
 
     def reduce(self, sums: list[float], maxima: list[float]) -> tuple[list[float], list[float]]:
         """Element-wise sums and maxima over the ranks; collective."""

@@ -44,8 +44,8 @@ class Meter:
         self._histograms: dict[str, Histogram] = {}
 
     @contextmanager
-    def waiting(self, cause: str) -> Iterator[None]:
-        """Books the seconds spent inside under `cause`, as they pass; those of two at once count once."""
+    def blocked_on(self, cause: str) -> Iterator[None]:
+        """Count the seconds spent inside under `cause`, as they pass; those of two at once count once."""
         with self._lock:
             count, since = self._open.get(cause, (0, 0.0))
             self._open[cause] = (count + 1, since if count else time.monotonic())
@@ -62,9 +62,9 @@ class Meter:
     def seconds(self) -> dict[str, float]:
         """Seconds by cause so far, those of waits that still go on included."""
         with self._lock:
-            return self._booked(time.monotonic())
+            return self._waits_until(time.monotonic())
 
-    def _booked(self, now: float) -> dict[str, float]:
+    def _waits_until(self, now: float) -> dict[str, float]:
         """By one clock reading, so that no cause can grow faster than the uptime of the same snapshot."""
         going_on = {cause: now - since for cause, (_, since) in self._open.items()}
         return {cause: total + going_on.get(cause, 0.0) for cause, total in self._waits.items()}
@@ -73,28 +73,28 @@ class Meter:
         """Seconds since the start."""
         return time.monotonic() - self._start
 
-    def put(self, **values: float) -> None:
+    def set(self, **values: float) -> None:
         """Sets numbers; what is not finite is left out, since a snapshot may not carry it."""
         with self._lock:
             self._values.update(_sendable(values))
 
-    def put_step(self, values: Mapping[str, float]) -> None:
+    def set_step(self, values: Mapping[str, float]) -> None:
         """Sets the numbers of a step in the place of those of the one before; what is not finite is left out."""
         with self._lock:
             self._step = _sendable(values)
 
-    def say(self, **text: str) -> None:
+    def set_text(self, **text: str) -> None:
         """Sets texts (state, bottleneck)."""
         with self._lock:
             self._text.update({k: v[:MAX_TEXT] for k, v in text.items()})
 
     def trained(self, tokens: int, groups: int) -> None:
-        """Books a step for the rates."""
+        """Count a step for the rates."""
         with self._lock:
             self._trained.append((time.monotonic(), tokens, groups))
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Adds a value to the histogram `name` of `learner.metric_table`, measured so often."""
+        """Adds a value to the histogram `name` of `learner.observability.metric_table`, measured so often."""
         with self._lock:
             self._histograms.setdefault(name, Histogram(LEARNER[name].buckets)).observe(value, times)
 
@@ -104,7 +104,7 @@ class Meter:
             return copy.deepcopy(self._histograms)
 
     def snapshot(self, learner_id: str, **values: float) -> MetricsSnapshot:
-        """Everything as a message; `values` go before the numbers that were put, and those before the step's."""
+        """Everything as a message; `values` go before the numbers that were set, and those before the step's."""
         with self._lock:
             now = time.monotonic()
             while len(self._trained) > 1 and self._trained[0][0] < now - RATE_WINDOW_S:
@@ -118,9 +118,27 @@ class Meter:
                 id=learner_id,
                 uptime_s=now - self._start,
                 values=numbers,
-                waits=self._booked(now),
+                waits=self._waits_until(now),
                 text=dict(self._text),
             )
+
+
+class StepTimer:
+    """Times steps, whole and by cause. What comes after a step's end, like a checkpoint, counts to the next one."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.start()
+
+    def start(self) -> None:
+        """Begin the present step now."""
+        self._began, self._before = time.monotonic(), self._meter.seconds()
+
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds of the step that ends now, whole and by cause, and begin the next one."""
+        began, before = self._began, self._before
+        self.start()
+        return self._began - began, {k: v - before[k] for k, v in self._before.items()}
 
 
 def _sendable(values: Mapping[str, float]) -> dict[str, float]:

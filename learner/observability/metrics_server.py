@@ -43,7 +43,7 @@ def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> Threade
     return ThreadedServer(serving, "metrics")
 
 
-def page_of(
+def metrics_page(
     run: str, snapshot: Callable[[], MetricsSnapshot], histograms: Callable[[], Mapping[str, Histogram]] = dict
 ) -> Page:
     """What Prometheus is shown of a learner from now on; every sample has the label `run`.

@@ -11,15 +11,15 @@ import numpy as np
 
 from learner.config.learner import LearnerSettings
 from learner.data.sampler import Sampler
-from learner.delivery.audit import Audit
+from learner.delivery.audit import ConservationAudit
 from learner.delivery.dead_letters import LEARNER_ID
-from learner.delivery.identity import place_facts
-from learner.delivery.lease import Lease
-from learner.delivery.state import Books
-from learner.interfaces import Report
+from learner.delivery.identity import location_facts
+from learner.delivery.lease import LearnerLease
+from learner.delivery.state import DeliveryState
+from learner.interfaces import StepReport
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.trackers import build_tracker
-from learner.observability.trackers.base import RunFacts
+from learner.observability.trackers.base import RunInfo
 from learner.observability.trackers.fanout import Trackers
 from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot, Owner, Status, Trajectory, TrajectoryGroup
@@ -33,25 +33,27 @@ SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "t
 """Settings of the run that every process must have alike."""
 
 
-def measure(run: RunSettings, books: Books, lease: Lease, meter: Meter, audit: Audit) -> Callable[[], MetricsSnapshot]:
+def snapshot_source(
+    run: RunSettings, delivery: DeliveryState, lease: LearnerLease, meter: Meter, audit: ConservationAudit
+) -> Callable[[], MetricsSnapshot]:
     """What makes the present snapshot; thread-safe."""
 
     def snapshot() -> MetricsSnapshot:
-        with books.lock:
-            counts, tally = books.ledger.counts, books.tally
+        with delivery.lock:
+            counts, tally = delivery.ledger.counts, delivery.counters
             values = {
                 **{str(outcome): counts[outcome] for outcome in Outcome},
-                "step": books.step,
+                "step": delivery.step,
                 "steps": run.steps,
                 "epoch": lease.epoch,
                 "groups_trained": counts[Outcome.TRAINED],
                 "tokens_trained": tally.tokens_trained,
                 "tokens_sampled": tally.tokens_sampled,
-                "issued": books.issued,
-                "settled": books.ledger.settled,
-                "watermark": books.ledger.watermark,
-                "in_flight": books.ledger.open(books.issued),
-                "held": len(books.held),
+                "issued": delivery.issued,
+                "settled": delivery.ledger.settled,
+                "watermark": delivery.ledger.watermark,
+                "in_flight": delivery.ledger.open(delivery.issued),
+                "held": len(delivery.pending),
                 "duplicates": tally.duplicates,
                 "redelivered": tally.redelivered,
                 "reissued": tally.reissued,
@@ -62,7 +64,7 @@ def measure(run: RunSettings, books: Books, lease: Lease, meter: Meter, audit: A
                 "state_lost": tally.state_lost,
                 "lease_lapsed": tally.lease_lapsed,
                 **audit.values(),
-                **books.filtered(),
+                **delivery.filtered_counts(),
             }
         return meter.snapshot(LEARNER_ID, **values)
 
@@ -80,7 +82,7 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
     everyone = [t for g in groups for t in g.trajectories]
     if not everyone:
         return {}
-    voting = [t for t in everyone if t.status.votes]
+    voting = [t for t in everyone if t.status.is_valid]
     values = {f"status/{status}": _mean([t.status is status for t in everyone]) for status in Status}
     for name, of_each in {
         "response_length": [t.num_sampled for t in everyone],
@@ -123,24 +125,24 @@ def _invalid_actions(trajectory: Trajectory) -> int:
     return sum(s.owner is Owner.ENVIRONMENT and not s.query and not s.tool for s in trajectory.segments)
 
 
-def summary(books: Books) -> str:
+def summary(delivery: DeliveryState) -> str:
     """Both laws in one line, at the end of a run."""
-    counts = ", ".join(f"{books.ledger.counts[outcome]} {outcome}" for outcome in Outcome)
-    tokens = ", ".join(f"{number} {bucket}" for bucket, number in books.law.buckets.items())
+    counts = ", ".join(f"{delivery.ledger.counts[outcome]} {outcome}" for outcome in Outcome)
+    tokens = ", ".join(f"{number} {bucket}" for bucket, number in delivery.accounting.totals.items())
     return (
-        f"{books.issued} seqs issued = {counts}, 0 in flight; {books.tally.duplicates} duplicates suppressed; "
-        f"{books.law.generated} tokens generated = {tokens}"
+        f"{delivery.issued} seqs issued = {counts}, 0 in flight; {delivery.counters.duplicates} duplicates suppressed; "
+        f"{delivery.accounting.generated} tokens generated = {tokens}"
     )
 
 
-def meta_of(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
+def run_meta(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
     """What every other process of the run must agree with."""
     try:
         tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
     except OSError:  # a model without a tokenizer of its own: nobody can disagree
         tokenizer = ""
     facts = {name: str(getattr(run, name)) for name in SHARED} | {"run": run.id, "foray": version("foray")}
-    facts |= place_facts(run) | {"questions": sampler.questions.fingerprint[:16]}
+    facts |= location_facts(run) | {"questions": sampler.questions.fingerprint[:16]}
     return RunMeta(tokenizer=tokenizer, facts=facts, lineage_id=lineage_id)
 
 
@@ -194,7 +196,7 @@ def _short(number: float) -> str:
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
 
 
-class Teller:
+class StepReporter:
     """The one place that numbers of a step go through: the same names everywhere (`docs/observability.md`)."""
 
     def __init__(self, meter: Meter, log: StepLog, trackers: Trackers, *, steps: int) -> None:
@@ -204,7 +206,7 @@ class Teller:
         self,
         step: int,
         groups: Sequence[TrajectoryGroup],
-        report: Report,
+        report: StepReport,
         lap: tuple[float, Mapping[str, float]],
         *,
         now_step: int,
@@ -220,10 +222,10 @@ class Teller:
         """
         step_s, by_cause = lap
         self._meter.trained(report.tokens_trained, len(groups))
-        for lag in group_lags(groups, now_step):
-            self._meter.observe("group_lag_steps", lag)
-        for lag, tokens in token_lags(groups, now_step).items():
-            self._meter.observe("token_lag_steps", lag, tokens)
+        for steps in group_lags(groups, now_step):
+            self._meter.observe("group_lag_steps", steps)
+        for steps, tokens in token_lags(groups, now_step).items():
+            self._meter.observe("token_lag_steps", steps, tokens)
         values = report.metrics | group_metrics(groups, now_step)
         rate = 1 / max(step_s, 1e-9)
         values |= {
@@ -235,7 +237,7 @@ class Teller:
             "trajectories_per_s": sum(len(g.trajectories) for g in groups) * rate,
             **more,
         }
-        self._meter.put_step(values)
+        self._meter.set_step(values)
         generated = self._meter.generated_per_s
         whole = values | {
             "epoch": epoch,
@@ -247,7 +249,7 @@ class Teller:
             "seconds": {"wait" if cause == "data" else cause: s for cause, s in by_cause.items()},
         }
         print(step_line(whole, steps=self._steps), flush=True)
-        self._meter.say(bottleneck=bottleneck(whole))
+        self._meter.set_text(bottleneck=bottleneck(whole))
         self._log.append(whole)
         self._trackers.log(step, whole)
 
@@ -259,5 +261,5 @@ class Teller:
 
 def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:
     """The trackers of a run that goes on after `step`; UserError when one's package is missing."""
-    facts = RunFacts.of(run, settings, first_step=step + 1, epoch=epoch)
+    facts = RunInfo.of(run, settings, first_step=step + 1, epoch=epoch)
     return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts)

@@ -14,7 +14,7 @@ from learner.engine import DeepSpeedEngine
 from learner.model.loading import load_causal
 from learner.model.parity_check import settle_attention
 from learner.model.policy import PolicyModel, ValueHead, hidden_states
-from learner.trainer.tensors import Prepared
+from learner.trainer.tensors import ForwardResult
 
 
 class ValueModel(torch.nn.Module):
@@ -72,12 +72,12 @@ class Critic:
         values: torch.Tensor = self.engine.forward(*read)
         return values
 
-    def loss(self, prepared: Prepared) -> LossOutput:
+    def loss(self, prepared: ForwardResult) -> LossOutput:
         """Of one micro-batch, with gradient."""
-        return value_output(self.engine.forward(*prepared.tensors.read), prepared, self.settings)
+        return value_loss_output(self.engine.forward(*prepared.tensors.read), prepared, self.settings)
 
 
-def value_output(values: torch.Tensor, prepared: Prepared, settings: CriticSettings) -> LossOutput:
+def value_loss_output(values: torch.Tensor, prepared: ForwardResult, settings: CriticSettings) -> LossOutput:
     """The clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the pieces of the explained
     variance, which spans the batch (`learner.totals`).
     """

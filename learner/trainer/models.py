@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from learner.algorithms.base import Needs
+from learner.algorithms.base import Requirements
 from learner.config.learner import TrainerSettings
 from learner.config.model import OptimSettings
 from learner.engine import DeepSpeedEngine
@@ -78,20 +78,20 @@ class Models:
         self.policy.close()
 
 
-def build_models(run: RunSettings, settings: TrainerSettings, needs: Needs, updates: int) -> Models:
+def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requirements, updates: int) -> Models:
     """The models of `run`, with as many updates of the policy to come in all; collective."""
     torch.manual_seed(run.seed)  # adapters begin at random, equal on all ranks and after every start
     packed = settings.batch.row_tokens > 0
-    head = settings.critic if needs.values and settings.critic.backbone == "policy" else None
+    head = settings.critic if requirements.values and settings.critic.backbone == "policy" else None
     module = load_policy(run.model, settings.model, packed=packed, critic=head)
     policy = _engine(module, settings.optim, run, settings, updates)
     critic = None
-    if needs.values and head is None:
+    if requirements.values and head is None:
         value_model = load_critic(run.model, settings.critic, settings.model, packed=packed)
         engine = _engine(value_model, settings.critic.optim, run, settings, updates)
         critic = Critic(engine, settings.critic, updates_per_step=updates // run.steps)
     reference = None
-    if needs.reference:
+    if requirements.reference:
         reference = build_reference(settings.reference, run.model, settings.model, policy, packed=packed)
     return Models(settings, policy, critic, reference, module.vocabulary)
 

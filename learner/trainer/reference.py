@@ -58,7 +58,7 @@ def fill(module: torch.nn.Module, state: Iterable[tuple[str, torch.Tensor]]) -> 
             own.copy_(tensor)
 
 
-class Engine(Protocol):
+class PolicyEngine(Protocol):
     """What a reference needs of the engine that trains the policy; `learner.engine.DeepSpeedEngine` has it."""
 
     updates: int
@@ -99,7 +99,7 @@ class Engine(Protocol):
 class Reference:
     """Scores of a policy that the present one is compared with. `module` None: the policy itself without adapters."""
 
-    def __init__(self, settings: ReferenceSettings, module: PolicyModel | None, engine: Engine) -> None:
+    def __init__(self, settings: ReferenceSettings, module: PolicyModel | None, engine: PolicyEngine) -> None:
         self._settings, self._module, self._engine = settings, module, engine
         self._tau = settings.tau if settings.kind == "ema" else 0.0
         self._seen = engine.updates
@@ -170,7 +170,7 @@ def share_frozen(module: torch.nn.Module, policy: torch.nn.Module) -> bool:
 
 
 def build_reference(
-    settings: ReferenceSettings, run_model: Path, model: ModelSettings, engine: Engine, *, packed: bool = True
+    settings: ReferenceSettings, run_model: Path, model: ModelSettings, engine: PolicyEngine, *, packed: bool = True
 ) -> Reference:
     """The reference at the beginning of a run: `settings.model`, or the run's initial model; collective.
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from learner.algorithms.base import Judgement, Scored
+from learner.algorithms.base import TokenAdvantages, TokenScores
 from learner.data.batch import MicroBatch
 
 
 @dataclass(frozen=True)
-class Tensors:
+class MicroBatchTensors:
     """A micro-batch on the device; fields as in `MicroBatch`. documents: None where no row holds two trajectories."""
 
     ids: torch.Tensor
@@ -34,7 +34,7 @@ class Tensors:
     temperature: float
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, temperature: float, device: torch.device) -> Tensors:
+    def of(cls, micro_batch: MicroBatch, temperature: float, device: torch.device) -> MicroBatchTensors:
         """The arrays as tensors."""
         moved = {
             name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in MicroBatch.__dataclass_fields__
@@ -45,7 +45,7 @@ class Tensors:
         return cls(**moved, documents=documents, mask=moved["weights"] > 0, temperature=temperature)
 
     @property
-    def with_ends(self) -> Tensors:
+    def with_ends(self) -> MicroBatchTensors:
         """The same with the states after truncated trajectories behind those of the N tokens in `index`; their
         `targets` are token 0, which no score is asked of.
         """
@@ -76,10 +76,10 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """One micro-batch and what was found of it. Fields as in `Scored` and `TopTokens`; top [N, k] int64."""
+class ForwardResult:
+    """One micro-batch and what was found of it. Fields as in `TokenScores` and `TopTokens`; top [N, k] int64."""
 
-    tensors: Tensors
+    tensors: MicroBatchTensors
     old: torch.Tensor | None = None
     values: torch.Tensor | None = None
     last_values: torch.Tensor | None = None
@@ -90,10 +90,10 @@ class Prepared:
     returns: torch.Tensor | None = None
 
     @property
-    def scored(self) -> Scored:
+    def scored(self) -> TokenScores:
         """For the algorithm's judgement."""
         t = self.tensors
-        return Scored(
+        return TokenScores(
             rewards=t.rewards,
             advantages=t.advantages,
             behaviour=t.behaviour,
@@ -108,21 +108,23 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class ScoredShare:
+class ForwardBatch:
     """The parts of a share, prepared."""
 
-    parts: tuple[tuple[Prepared, ...], ...]
+    minibatches: tuple[tuple[ForwardResult, ...], ...]
 
     @property
-    def flat(self) -> list[Scored]:
+    def flat(self) -> list[TokenScores]:
         """Every micro-batch, in order."""
-        return [prepared.scored for part in self.parts for prepared in part]
+        return [prepared.scored for part in self.minibatches for prepared in part]
 
-    def with_judgements(self, judged: Sequence[Judgement]) -> ScoredShare:
+    def with_advantages(self, judged: Sequence[TokenAdvantages]) -> ForwardBatch:
         """The same with advantages and returns, one judgement for each of `flat`."""
         given = iter(judged)
-        return ScoredShare(tuple(tuple(_judge(prepared, next(given)) for prepared in part) for part in self.parts))
+        return ForwardBatch(
+            tuple(tuple(_judge(prepared, next(given)) for prepared in part) for part in self.minibatches)
+        )
 
 
-def _judge(prepared: Prepared, judgement: Judgement) -> Prepared:
+def _judge(prepared: ForwardResult, judgement: TokenAdvantages) -> ForwardResult:
     return replace(prepared, advantages=judgement.advantages, returns=judgement.returns)

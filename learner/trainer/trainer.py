@@ -11,7 +11,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,12 +18,13 @@ import torch
 from learner.algorithms import build_algorithm
 from learner.algorithms.base import Algorithm
 from learner.config.learner import TrainerSettings
-from learner.data.batch import Batch, Share, cut_for_ranks
-from learner.engine import DeepSpeedEngine, Update, leave_ranks
-from learner.trainer.forward import score_share
+from learner.data.batch import Batch, RankBatch, split_for_ranks
+from learner.engine import DeepSpeedEngine, OptimizerUpdate, leave_ranks
+from learner.interfaces import NO_TOKENS, StepReport
+from learner.trainer.forward import forward_batch
 from learner.trainer.models import Models, build_models
-from learner.trainer.tensors import ScoredShare
-from learner.trainer.update import Learned, Totals, learn_part
+from learner.trainer.tensors import ForwardBatch
+from learner.trainer.update import MetricSums, UpdateResult, update_minibatch
 from protocol.errors import UserError
 from protocol.settings import RunSettings
 
@@ -32,31 +32,10 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 STATE = "trainer.json"
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What came of one batch.
-
-    loss            of the batch, before the update (of the last epoch)
-    grad_norm       before clipping; not finite when `skipped` for that reason, 0 when nothing was trained
-    skipped         the weights are as before, for the `reason` "no tokens" or "not finite"
-    metrics         means over the trained tokens and maxima, with the statistics of the batch
-    tokens_trained  tokens with a share in the loss, 0 when skipped
-    seconds         of wall time
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: bool
-    reason: str
-    metrics: dict[str, float]
-    tokens_trained: int
-    seconds: float
-
-
 class Trainer:
     """The policy of `run.model` under training, on every rank of a launcher or alone.
 
-    Every rank must call the collective methods (`train` or `learn`, `iter_weights`, `save_state`, `load_state`) in one
+    Every rank must call the collective methods (`train` or `train_rank_batch`, `iter_weights`, `save_state`, `load_state`) in one
     order. Raises UserError when there is no such model.
 
     adapters  `iter_weights` gives the adapters of a model that has some, instead of merged weights
@@ -72,7 +51,7 @@ class Trainer:
         self.settings = settings
         self._directory, self._adapters = run.model, adapters
         updates = run.steps * self.algorithm.epochs * self.algorithm.minibatches
-        self._models: Models = build_models(run, settings, self.algorithm.needs, updates)
+        self._models: Models = build_models(run, settings, self.algorithm.requirements, updates)
 
     @property
     def engine(self) -> DeepSpeedEngine:
@@ -100,8 +79,8 @@ class Trainer:
         files = (path for path in sorted(self._directory.iterdir()) if path.is_file())
         return [path for path in files if not path.name.endswith(WEIGHT_SUFFIXES)]
 
-    def shares(self, batch: Batch) -> list[Share]:
-        """What each rank is to `learn` of a batch. Raises UserError when it holds tokens that the model has not."""
+    def rank_batches(self, batch: Batch) -> list[RankBatch]:
+        """What each rank is to `train_rank_batch` of a batch. Raises UserError when it holds tokens that the model has not."""
         largest = max((int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches), default=0)
         if largest >= self._models.vocabulary:
             # On a GPU the embedding would fail asynchronously, naming nothing, and leave the process unusable.
@@ -110,20 +89,20 @@ class Trainer:
                 why="an engine serves another model than the learner trains",
                 todo="start every process with the same run.model",
             )
-        return cut_for_ranks(batch, self.world_size)
+        return split_for_ranks(batch, self.world_size)
 
     def train(self, batch: Batch) -> StepReport:
-        """`learn` on this rank's share of a batch that every rank holds; collective."""
-        return self.learn(self.shares(batch)[self.rank])
+        """`train_rank_batch` on this rank's share of a batch that every rank holds; collective."""
+        return self.train_rank_batch(self.rank_batches(batch)[self.rank])
 
-    def learn(self, share: Share) -> StepReport:
+    def train_rank_batch(self, share: RankBatch) -> StepReport:
         """Update the weights with a batch, of which this rank has `share`; collective."""
         start = time.perf_counter()
         if not share.num_tokens:
-            return StepReport(0.0, 0.0, True, "no tokens", dict(share.stats), 0, time.perf_counter() - start)
-        scored = score_share(share, self._models, self.algorithm)
-        judged, facts = self.algorithm.judge(scored.flat, self.engine.total)
-        learned = self._passes(share, scored.with_judgements(judged))
+            return StepReport(0.0, 0.0, True, NO_TOKENS, dict(share.stats), 0, time.perf_counter() - start)
+        scored = forward_batch(share, self._models, self.algorithm)
+        judged, facts = self.algorithm.compute_advantages(scored.flat, self.engine.total)
+        learned = self._passes(share, scored.with_advantages(judged))
         if learned.applied:
             self._models.after_update()
         metrics = self._metrics(share, learned.totals) | facts | learned.facts
@@ -137,18 +116,18 @@ class Trainer:
             seconds=time.perf_counter() - start,
         )
 
-    def _passes(self, share: Share, scored: ScoredShare) -> Learned:
+    def _passes(self, share: RankBatch, scored: ForwardBatch) -> UpdateResult:
         """Every epoch over every part; ends early at an update that was not finite. Totals are of the last epoch."""
-        learned = Learned(Update(0.0, False))
+        learned = UpdateResult(OptimizerUpdate(0.0, False))
         for _ in range(self.algorithm.epochs):
-            learned.totals = Totals()
-            for number in range(len(share.parts)):
-                learn_part(number, scored, self._models, self.algorithm, learned)
+            learned.totals = MetricSums()
+            for number in range(len(share.minibatches)):
+                update_minibatch(number, scored, self._models, self.algorithm, learned)
                 if not learned.update.applied:
                     return learned
         return learned
 
-    def _metrics(self, share: Share, totals: Totals) -> dict[str, float]:
+    def _metrics(self, share: RankBatch, totals: MetricSums) -> dict[str, float]:
         # Every rank has at least a dummy, so all of them hold the same names in the same order.
         sums, maxima = self.engine.reduce(totals.sums_list(), list(totals.maxima.values()))
         return totals.report(sums, maxima, share.num_tokens) | share.stats

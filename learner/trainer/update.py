@@ -9,16 +9,16 @@ import torch
 
 from learner.algorithms.base import Algorithm, LossOutput, TokenInputs, TopTokens
 from learner.algorithms.losses import VarianceSums, WeightSums, effective_sample_size, explained_variance
-from learner.engine import Update
-from learner.trainer.critic import value_output
+from learner.engine import OptimizerUpdate
+from learner.trainer.critic import value_loss_output
 from learner.trainer.models import Models
-from learner.trainer.tensors import Prepared, ScoredShare
+from learner.trainer.tensors import ForwardBatch, ForwardResult
 
 # Sums over micro-batches and ranks, and the metrics made of them.
 
 
 @dataclass
-class Totals:
+class MetricSums:
     """What `LossOutput`s of one pass add up to. The order of names is that of their first occurrence."""
 
     loss: float = 0.0
@@ -72,23 +72,25 @@ def _derive(found: dict[str, float]) -> None:
 
 
 @dataclass
-class Learned:
+class UpdateResult:
     """What has come of the updates of a batch so far. applied: whether any of them moved the weights."""
 
-    update: Update
-    totals: Totals = field(default_factory=Totals)
+    update: OptimizerUpdate
+    totals: MetricSums = field(default_factory=MetricSums)
     applied: bool = False
     facts: dict[str, float] = field(default_factory=dict)
 
 
-def learn_part(number: int, share: ScoredShare, models: Models, algorithm: Algorithm, learned: Learned) -> None:
+def update_minibatch(
+    number: int, share: ForwardBatch, models: Models, algorithm: Algorithm, learned: UpdateResult
+) -> None:
     """Gradients of every micro-batch of part `number`, then the update; collective. `learned` is brought up to date.
 
     While the critic warms up it alone is updated. An update whose gradient is not finite on any rank is not applied
     on any (`DeepSpeedEngine.step`).
     """
     warming = models.critic is not None and models.critic.warms_up
-    for prepared in share.parts[number]:
+    for prepared in share.minibatches[number]:
         if not warming:
             output = policy_output(prepared, models, algorithm)
             models.policy.backward(output.loss)
@@ -111,10 +113,10 @@ def learn_part(number: int, share: ScoredShare, models: Models, algorithm: Algor
     learned.applied |= learned.update.applied
 
 
-def policy_output(prepared: Prepared, models: Models, algorithm: Algorithm) -> LossOutput:
+def policy_output(prepared: ForwardResult, models: Models, algorithm: Algorithm) -> LossOutput:
     """The policy's loss on one micro-batch, that of a value head on it included."""
-    t, needs = prepared.tensors, algorithm.needs
-    scores = models.policy.forward(*t.scored, needs.entropy_gradient, 0, prepared.top)
+    t, requirements = prepared.tensors, algorithm.requirements
+    scores = models.policy.forward(*t.scored, requirements.entropy_gradient, 0, prepared.top)
     # Before a single update the proximal policy is the policy itself.
     proximal = scores.logprobs.detach() if prepared.old is None else prepared.old
     top = None
@@ -126,7 +128,7 @@ def policy_output(prepared: Prepared, models: Models, algorithm: Algorithm) -> L
             logprobs=scores.logprobs,
             entropy=scores.entropy,
             behaviour=t.behaviour,
-            old=proximal if needs.old else t.behaviour,
+            old=proximal if requirements.old else t.behaviour,
             reference=prepared.reference,
             advantages=t.advantages if prepared.advantages is None else prepared.advantages,
             weights=t.weights,
@@ -139,7 +141,7 @@ def policy_output(prepared: Prepared, models: Models, algorithm: Algorithm) -> L
     )
     if scores.values is None:
         return output
-    valued = value_output(scores.values, prepared, models.settings.critic)
+    valued = value_loss_output(scores.values, prepared, models.settings.critic)
     return replace(
         output,
         loss=output.loss + models.settings.critic.coefficient * valued.loss,

@@ -16,7 +16,7 @@ from learner.config.learner import (
 from protocol.settings import RunSettings, Settings
 
 if TYPE_CHECKING:
-    from learner.weights.base import Link, Publisher
+    from learner.weights.base import EngineLink, WeightPublisher
 
 REGISTRY: dict[type[Settings], str] = {
     DiskPublishSettings: "learner.weights.disk:DiskPublisher",
@@ -26,9 +26,11 @@ REGISTRY: dict[type[Settings], str] = {
 """Settings class -> "module:Class"; the class takes the arguments of `build_publisher` in the same order."""
 
 
-def build_publisher(settings: PublishSettings, run: RunSettings, model_files: Sequence[Path], link: Link) -> Publisher:
+def build_publisher(
+    settings: PublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
+) -> WeightPublisher:
     """Instantiate the transport that `settings` select. Imports torch and safetensors.
 
     model_files  configuration and tokenizer of `run.model`: everything beside the weights
     """
-    return cast("Publisher", resolve_name(REGISTRY[type(settings)])(settings, run, model_files, link))
+    return cast("WeightPublisher", resolve_name(REGISTRY[type(settings)])(settings, run, model_files, link))

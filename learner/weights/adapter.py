@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from learner.config.learner import AdapterPublishSettings
-from learner.weights.base import Link
-from learner.weights.disk import DiskPublisher, Tensors
+from learner.weights.base import EngineLink
+from learner.weights.disk import DiskPublisher, MicroBatchTensors
 from protocol.errors import UserError
 from protocol.messages import Transport, WeightUpdate
 from protocol.settings import RunSettings
@@ -36,7 +36,7 @@ class AdapterPublisher(DiskPublisher):
     weights_file = WEIGHTS
 
     def __init__(
-        self, settings: AdapterPublishSettings, run: RunSettings, model_files: Sequence[Path], link: Link
+        self, settings: AdapterPublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
     ) -> None:
         super().__init__(settings, run, (), link)  # an adapter travels without the model's files
         self._alpha, self._model = settings.alpha, run.model
@@ -45,11 +45,11 @@ class AdapterPublisher(DiskPublisher):
         """As of the base. Raises UserError for a tensor that is no LoRA parameter."""
         return super().publish(version, in_peft_names(weights))
 
-    def _described(self, tensors: Tensors) -> dict[str, str]:
+    def _described(self, tensors: MicroBatchTensors) -> dict[str, str]:
         return {CONFIG: peft_config(tensors, self._alpha, self._model)}
 
 
-def peft_config(tensors: Tensors, alpha: float, model: Path) -> str:
+def peft_config(tensors: MicroBatchTensors, alpha: float, model: Path) -> str:
     """The text of CONFIG for an adapter of `model` with these tensors. Raises UserError unless all are of one rank."""
     ranks = {tensor.shape[0 if ".lora_A." in name else 1] for name, tensor in tensors.items()}
     if len(ranks) != 1:

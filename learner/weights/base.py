@@ -22,7 +22,7 @@ class BadWeights(ForayError):
     """A tensor is not finite, or these are no policy's weights (`learner.publish.sanity`): no engine gets them."""
 
 
-class Gathered:
+class GatheredWeights:
     """The policy's tensors, gathered each time that it is iterated; by all ranks together, to the end."""
 
     def __init__(self, gather: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
@@ -32,7 +32,7 @@ class Gathered:
         return self._gather()
 
 
-class Link(Protocol):
+class EngineLink(Protocol):
     """The run in Redis, as publishing sees it; `learner.delivery.store.RunStore` is the real one. Thread-safe.
 
     Raises RedisUnavailable; what writes also raises StateLost, and Fenced when the lease is not ours.
@@ -75,7 +75,7 @@ def in_use(engines: Iterable[EngineInfo]) -> set[PolicyVersion]:
     return held
 
 
-class Publisher(Protocol):
+class WeightPublisher(Protocol):
     """A transport. All calls come from the training thread, in this order for every version."""
 
     @property
@@ -113,7 +113,7 @@ class Publisher(Protocol):
 class Announcement:
     """The target as this learner last announced it. Thread-safe; Link's errors pass through."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._lock = threading.Lock()
         self._update: WeightUpdate | None = None

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from learner.config.learner import DistributedPublishSettings
-from learner.weights.base import Announcement, Link
-from learner.weights.buckets import Named, Packed, layout, num_bytes, pack, plan
-from learner.weights.checksums import Mispacked, SourceSums
+from learner.weights.base import Announcement, EngineLink
+from learner.weights.buckets import Named, PackedBucket, layout, num_bytes, pack, plan
+from learner.weights.checksums import PackingError, SourceChecksums
 from learner.weights.disk import DiskPublisher
-from learner.weights.process_group import Meeting, Sender
-from learner.weights.snapshots import Snapshots
+from learner.weights.process_group import GroupSender, Rendezvous
+from learner.weights.snapshots import SnapshotWriter
 from learner.weights.transfer import Transfer, TransferFailed
 from protocol.messages import EngineInfo, NodeState, WeightBucket, WeightUpdate, WeightView
 from protocol.runtime.net import free_port
@@ -37,11 +37,11 @@ from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-SHUNNED_S = 60.0
+EXCLUDE_SLOW_MEMBER_S = 60.0
 """A member that kept the others waiting is left out for so long."""
 PIECES, SMALLEST_BUCKET = 8, 8 << 20
 """A model smaller than eight buckets is cut finer, so that there is something to overlap; but a call has its price."""
-MOST_SKIPPED = 32
+MAX_SKIPPED_VERSIONS = 32
 """After failures in a row 0, 1, 3, 7 ... versions go by files before the group is tried again, at most so many."""
 
 
@@ -49,14 +49,14 @@ class DistributedPublisher:
     """Sends versions over a process group, and writes those that must be files as `DiskPublisher` does."""
 
     def __init__(
-        self, settings: DistributedPublishSettings, run: RunSettings, model_files: Sequence[Path], link: Link
+        self, settings: DistributedPublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
     ) -> None:
         self._run, self._settings, self._link = run.id, settings, link
         self._disk = DiskPublisher(settings, run, model_files, link)
         self._announcement = Announcement(link)
         self._plan: tuple[WeightBucket, ...] = ()
-        self._sender: Sender | None = None
-        self._disbanded: list[Sender] = []
+        self._sender: GroupSender | None = None
+        self._disbanded: list[GroupSender] = []
         """Senders whose threads have yet to end."""
         self._group: tuple[str, ...] = ()
         """Members of the group that `_sender` leads."""
@@ -68,9 +68,9 @@ class DistributedPublisher:
         self._shunned: dict[str, float] = {}
         self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks"), 0)
         self._last: dict[str, float] = {}
-        self._copy: tuple[PolicyVersion, list[Packed]] | None = None
+        self._copy: tuple[PolicyVersion, list[PackedBucket]] | None = None
         self._copy_lock, self._writing = threading.Lock(), threading.Lock()
-        self._snapshots = Snapshots(link, self._announcement, self._snapshot, patience_s=settings.patience_s)
+        self._snapshots = SnapshotWriter(link, self._announcement, self._snapshot, patience_s=settings.patience_s)
 
     # --- the seam ---
 
@@ -86,21 +86,21 @@ class DistributedPublisher:
         members, why = self._members(version)
         if not members:
             return self._by_disk(version, named, why)
-        copy: list[Packed] = []
-        inspection, sums = self._disk.sanity.inspection(), SourceSums(self._hashing, (_dtype(e) for e in members))
+        copy: list[PackedBucket] = []
+        inspection, sums = self._disk.sanity.inspection(), SourceChecksums(self._hashing, (_dtype(e) for e in members))
         blind = any(not _dtype(engine) for engine in members)
         packed = self._kept(pack(self._plan, named, inspection, sums.add), copy, sums.check if blind else None)
         transfer = self._begin(version, members, sums)
         try:
             s = self._settings
             transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s)
-        except (TransferFailed, Mispacked, RedisUnavailable) as error:
+        except (TransferFailed, PackingError, RedisUnavailable) as error:
             self._failed(transfer, error)
             log.warning("%s goes by files: %s", version.label, error)
             self._counts["publish_fallbacks"] += 1
             try:
                 return self._fall_back(version, packed, copy, sums, error)
-            except Mispacked as wrong:
+            except PackingError as wrong:
                 if isinstance(weights, Iterator):
                     raise
                 log.error("%s is gathered again: %s", version.label, wrong)
@@ -168,7 +168,7 @@ class DistributedPublisher:
         ready = engine.state is NodeState.READY and engine.epoch == last.epoch
         return ready and idle and "distributed" in engine.transports
 
-    def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceSums) -> Transfer:
+    def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums) -> Transfer:
         members = tuple(_member(e) for e in engines)
         self._number = self._number + 1 if self._epoch == version.epoch else 1
         self._epoch = version.epoch
@@ -178,7 +178,7 @@ class DistributedPublisher:
         name = f"{self._run}-{version.epoch}-{self._number}"
         if self._sender is None or self._group != members:
             self._disband()
-            self._sender = Sender(self._meeting(name, offsets[-1]))
+            self._sender = GroupSender(self._meeting(name, offsets[-1]))
             self._group = members
             if blind := [e.id for e in engines if not _dtype(e)]:
                 log.info("%s cannot be compared with the policy, only with engines of their kind", ", ".join(blind))
@@ -201,9 +201,9 @@ class DistributedPublisher:
         )
         return Transfer(self._link, self._sender, view, sums, {_member(e): _dtype(e) for e in engines})
 
-    def _meeting(self, name: str, world_size: int) -> Meeting:
+    def _meeting(self, name: str, world_size: int) -> Rendezvous:
         s = self._settings
-        return Meeting(
+        return Rendezvous(
             name=name,
             address=s.address,
             port=s.port or free_port(s.address),
@@ -214,8 +214,8 @@ class DistributedPublisher:
         )
 
     def _kept(
-        self, packed: Iterator[Packed], copy: list[Packed], check: Callable[[Packed], None] | None
-    ) -> Iterator[Packed]:
+        self, packed: Iterator[PackedBucket], copy: list[PackedBucket], check: Callable[[PackedBucket], None] | None
+    ) -> Iterator[PackedBucket]:
         """The buckets as they pass, checked and kept. The copy of the version before gives way to them one by one."""
         with self._copy_lock:
             old, self._copy = self._copy, None
@@ -227,7 +227,7 @@ class DistributedPublisher:
             yield one  # on its way before it is copied
             copy.append(replace(one, flat=one.flat.cpu()))  # the same tensor, where it is on the CPU already
 
-    def _sent(self, version: PolicyVersion, transfer: Transfer, copy: list[Packed]) -> WeightUpdate:
+    def _sent(self, version: PolicyVersion, transfer: Transfer, copy: list[PackedBucket]) -> WeightUpdate:
         self._failures = 0
         self._transfer = transfer
         with self._copy_lock:
@@ -252,9 +252,9 @@ class DistributedPublisher:
         """The group is over, and the members are told if Redis takes it; their deadline tells them else."""
         self._disband()
         self._failures += 1
-        self._skip = min(MOST_SKIPPED, 2 ** (self._failures - 1) - 1)
+        self._skip = min(MAX_SKIPPED_VERSIONS, 2 ** (self._failures - 1) - 1)
         if isinstance(error, TransferFailed):
-            self._shunned |= dict.fromkeys(error.missing, time.monotonic() + SHUNNED_S)
+            self._shunned |= dict.fromkeys(error.missing, time.monotonic() + EXCLUDE_SLOW_MEMBER_S)
         try:
             transfer.abort()
         except RedisUnavailable as unavailable:
@@ -263,13 +263,13 @@ class DistributedPublisher:
     def _fall_back(
         self,
         version: PolicyVersion,
-        rest: Iterator[Packed],
-        copy: list[Packed],
-        sums: SourceSums,
-        error: TransferFailed | Mispacked | RedisUnavailable,
+        rest: Iterator[PackedBucket],
+        copy: list[PackedBucket],
+        sums: SourceChecksums,
+        error: TransferFailed | PackingError | RedisUnavailable,
     ) -> WeightUpdate:
         """Files of what was gathered, and of the rest. Raises Mispacked when that is not the policy."""
-        if isinstance(error, Mispacked):
+        if isinstance(error, PackingError):
             raise error
         for _ in rest:
             pass

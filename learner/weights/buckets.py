@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.weights.checks import Inspection
+from learner.weights.checks import WeightCheck
 from protocol.errors import ForayError
 from protocol.messages import WeightBucket
 
 Named = tuple[str, torch.Tensor]
 
 
-class OtherLayout(ForayError):
+class LayoutMismatch(ForayError):
     """The tensors are not those that were planned for."""
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBucket:
     """One bucket: `flat` is [num_bytes] uint8, its tensors one after the other."""
 
     bucket: WeightBucket
@@ -78,16 +78,16 @@ def num_bytes(bucket: WeightBucket) -> int:
 def pack(
     planned: Iterable[WeightBucket],
     weights: Iterator[Named],
-    inspection: Inspection | None = None,
+    inspection: WeightCheck | None = None,
     seen: Callable[[str, torch.Tensor], Future[None]] | None = None,
-) -> Iterator[Packed]:
+) -> Iterator[PackedBucket]:
     """`weights` in the buckets that were planned, each as soon as its last tensor is there.
 
     Takes from `weights` only what the next bucket needs. Raises OtherLayout when names, dtypes or shapes differ from
     the plan's, and BadWeights for a tensor that fails the inspection (of its own: whether all is finite).
     seen: is shown each tensor as it comes, and has until its future is done.
     """
-    inspection = inspection or Inspection({}, 0.0)
+    inspection = inspection or WeightCheck({}, 0.0)
     for bucket in planned:
         wanted = dict(zip(bucket.names, zip(bucket.dtypes, bucket.shapes, strict=True), strict=True))
         flat: torch.Tensor | None = None
@@ -98,7 +98,9 @@ def pack(
                 str(tensor.dtype).removeprefix("torch."),
                 tuple(tensor.shape),
             ):
-                raise OtherLayout(f"tensor {name!r} is not the one that was planned" if name else "tensors are missing")
+                raise LayoutMismatch(
+                    f"tensor {name!r} is not the one that was planned" if name else "tensors are missing"
+                )
             seeing = seen(name, tensor) if seen else None
             inspection.look(name, tensor)
             if flat is None:
@@ -108,10 +110,10 @@ def pack(
             if seeing:
                 seeing.result()
         if flat is not None:
-            yield Packed(bucket, flat)
+            yield PackedBucket(bucket, flat)
     inspection.finish()
     if (extra := next(weights, None)) is not None:
-        raise OtherLayout(f"tensor {extra[0]!r} was not planned")
+        raise LayoutMismatch(f"tensor {extra[0]!r} was not planned")
 
 
 def _starts(bucket: WeightBucket) -> list[int]:
@@ -125,7 +127,7 @@ def _starts(bucket: WeightBucket) -> list[int]:
 def _dtype(word: str) -> torch.dtype:
     found = getattr(torch, word, None)
     if not isinstance(found, torch.dtype):
-        raise OtherLayout(f"there is no dtype {word!r}")
+        raise LayoutMismatch(f"there is no dtype {word!r}")
     return found
 
 

@@ -21,7 +21,7 @@ CHUNK = 1 << 24
 """Elements whose float32 copies exist at a time."""
 
 
-class Inspection:
+class WeightCheck:
     """One version on its way. `norms`: Euclidean norm of each tensor seen so far, by name."""
 
     def __init__(self, last: dict[str, float], max_jump: float) -> None:
@@ -68,18 +68,18 @@ class Inspection:
         )
 
 
-class Sanity:
+class WeightChecker:
     """Remembers the norms of the last version that was published. Versions may be inspected from two threads."""
 
     def __init__(self, max_jump: float) -> None:
         self._max_jump = max_jump
         self._last: tuple[PolicyVersion, dict[str, float]] = (PolicyVersion(0, 0), {})
 
-    def inspection(self) -> Inspection:
+    def inspection(self) -> WeightCheck:
         """For one version."""
-        return Inspection(self._last[1], self._max_jump)
+        return WeightCheck(self._last[1], self._max_jump)
 
-    def published(self, version: PolicyVersion, seen: Inspection) -> None:
+    def published(self, version: PolicyVersion, seen: WeightCheck) -> None:
         """`version`, which was `seen` whole, has been published: the next one is compared with it."""
         if version >= self._last[0]:
             self._last = version, seen.norms

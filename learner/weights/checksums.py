@@ -12,16 +12,16 @@ from concurrent.futures import Executor, Future
 
 import torch
 
-from learner.weights.buckets import Packed
+from learner.weights.buckets import PackedBucket
 from protocol.errors import ForayError
 from protocol.weight_sums import sum_of
 
 
-class Mispacked(ForayError):
+class PackingError(ForayError):
     """A bucket does not hold the tensors that it was made of."""
 
 
-class SourceSums:
+class SourceChecksums:
     """`dtypes`: torch's words for those that engines hold their weights in, whatever the policy's own are."""
 
     def __init__(self, pool: Executor, dtypes: Iterable[str] = ()) -> None:
@@ -44,11 +44,11 @@ class SourceSums:
         sums = self._of.get(dtype, self._own)
         return sum_of({name: sums[name] for name in sums.keys() - set(unused)})
 
-    def check(self, packed: Packed) -> None:
+    def check(self, packed: PackedBucket) -> None:
         """Raises Mispacked unless each tensor can be read back from the bucket."""
         for name, tensor in packed.tensors():
             if _sha256(tensor) != self._own[name]:
-                raise Mispacked(f"{name} is not in its bucket as the policy has it")
+                raise PackingError(f"{name} is not in its bucket as the policy has it")
 
 
 def _sha256(tensor: torch.Tensor) -> str:

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from learner.config.learner import FilesSettings
-from learner.weights.base import Link
-from learner.weights.checks import Inspection, Sanity
+from learner.weights.base import EngineLink
+from learner.weights.checks import WeightCheck, WeightChecker
 from protocol.messages import Transport, WeightUpdate
 from protocol.runtime.files import durable_mkdir, fsync_path, fsync_tree, sha256_file
 from protocol.settings import RunSettings
@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 """Names that nodes take, and endings that they do not (`rollout_server.node.manifest`)."""
-Tensors = dict[str, torch.Tensor]
+MicroBatchTensors = dict[str, torch.Tensor]
 
 
 class DiskPublisher:
@@ -45,9 +45,11 @@ class DiskPublisher:
     transport: Transport = "disk"
     weights_file = WEIGHTS
 
-    def __init__(self, settings: FilesSettings, run: RunSettings, model_files: Sequence[Path], link: Link) -> None:
+    def __init__(
+        self, settings: FilesSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
+    ) -> None:
         self._run, self._settings, self._link = run.id, settings, link
-        self.sanity = Sanity(settings.max_norm_jump)
+        self.sanity = WeightChecker(settings.max_norm_jump)
         self._last: dict[str, float] = {}
         self._folder = run.weights_dir.absolute()
         durable_mkdir(self._folder)
@@ -120,14 +122,14 @@ class DiskPublisher:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _described(self, tensors: Tensors) -> dict[str, str]:
+    def _described(self, tensors: MicroBatchTensors) -> dict[str, str]:
         """More files of a version, by name, that follow from its tensors."""
         return {}
 
 
-def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: Inspection) -> tuple[Tensors, str]:
+def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightCheck) -> tuple[MicroBatchTensors, str]:
     """Tensors that safetensors can write, and the sha256 hex over their bytes in order of name. Raises BadWeights."""
-    tensors: Tensors = {}
+    tensors: MicroBatchTensors = {}
     places: set[int] = set()
     for name, tensor in weights:
         tensor = tensor.detach().cpu().contiguous()
@@ -150,7 +152,7 @@ def _travels(path: Path) -> bool:
     return plain
 
 
-def _save(tensors: Tensors, path: Path) -> None:
+def _save(tensors: MicroBatchTensors, path: Path) -> None:
     """Raises OSError: a full disk is a SafetensorError, which is none."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})

@@ -25,7 +25,7 @@ from protocol.runtime.torch_safety import gloo_at
 log = logging.getLogger(__name__)
 
 
-class UpdateGroup:
+class BroadcastGroup:
     """Rank 0 of a group of `world_size` ranks under `name`, which listens at `address`:`port`.
 
     Constructing blocks until every rank has joined; raises RuntimeError (torch's DistError) after `join_s` (by default
@@ -103,7 +103,7 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a group find each other; `join_s` bounds the joining, `timeout_s` every broadcast."""
 
     name: str
@@ -115,14 +115,14 @@ class Meeting:
     timeout_s: float
 
 
-class Sender:
+class GroupSender:
     """One group, from joining to its end.
 
     Loop: consumes lists of tensors in the order of `send`; produces broadcasts, and done futures. Waits for the next
     list, and for the other ranks; is unblocked by `close`, or by the group's timeout.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         self.meeting = meeting
         self.joined: Future[None] = Future()
         self._orders: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Future[None]] | None] = queue.SimpleQueue()
@@ -151,7 +151,7 @@ class Sender:
     def _run(self) -> None:
         meeting = self.meeting
         try:
-            group = UpdateGroup(
+            group = BroadcastGroup(
                 name=meeting.name,
                 address=meeting.address,
                 port=meeting.port,

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from learner.weights.base import Announcement, Link
+from learner.weights.base import Announcement, EngineLink
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.runtime.redis.errors import RedisUnavailable
@@ -25,7 +25,7 @@ STARTING = ("launching", "reading")
 """How the detail of a SYNCING engine begins that is being launched: it looks at the target again when it is up."""
 
 
-class Snapshots:
+class SnapshotWriter:
     """Looks who needs files, and calls `write` for the version that is announced without any.
 
     write       the version's files, from the copy in main memory; None when there is no copy of it (any more)
@@ -34,7 +34,7 @@ class Snapshots:
 
     def __init__(
         self,
-        link: Link,
+        link: EngineLink,
         announcement: Announcement,
         write: Callable[[WeightUpdate], WeightUpdate | None],
         *,

@@ -17,17 +17,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-from learner.weights.base import Link
-from learner.weights.buckets import Packed
-from learner.weights.checksums import SourceSums
-from learner.weights.process_group import Sender
+from learner.weights.base import EngineLink
+from learner.weights.buckets import PackedBucket
+from learner.weights.checksums import SourceChecksums
+from learner.weights.process_group import GroupSender
 from protocol.errors import ForayError
 from protocol.messages import NodeState, ViewAnswer, WeightView
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.005
-ROLL_CALL_S = 0.5
+MEMBERSHIP_CHECK_S = 0.5
 """How often the registrations of the members are looked at while they are waited for."""
 VIEW_OUTLIVES_S = 60.0
 GONE = (NodeState.SUSPECT, NodeState.QUARANTINED, NodeState.GONE)
@@ -49,7 +49,7 @@ class Transfer:
     """
 
     def __init__(
-        self, link: Link, sender: Sender, view: WeightView, sums: SourceSums, dtypes: Mapping[str, str]
+        self, link: EngineLink, sender: GroupSender, view: WeightView, sums: SourceChecksums, dtypes: Mapping[str, str]
     ) -> None:
         self._link, self._sender, self.view = link, sender, view
         self._sums, self._dtypes = sums, dtypes
@@ -57,7 +57,7 @@ class Transfer:
         self.answers: dict[str, ViewAnswer] = {}
         self._next_roll_call = 0.0
 
-    def run(self, buckets: Iterator[Packed], *, prepare_s: float, transfer_s: float, stall_s: float) -> None:
+    def run(self, buckets: Iterator[PackedBucket], *, prepare_s: float, transfer_s: float, stall_s: float) -> None:
         """The whole; `buckets` is gathered as it is consumed. Raises TransferFailed, and what gathering raises.
 
         prepare_s, transfer_s  deadlines of the phases; stall_s: of each single wait within the transfer
@@ -84,7 +84,7 @@ class Transfer:
         """Tells the members to go on with the new version; the target says so already."""
         self._write("commit", VIEW_OUTLIVES_S)
 
-    def _send(self, first: Packed | None, rest: Iterator[Packed], deadline: float, stall_s: float) -> None:
+    def _send(self, first: PackedBucket | None, rest: Iterator[PackedBucket], deadline: float, stall_s: float) -> None:
         under_way: deque[Future[None]] = deque()
         packed = first
         while packed is not None:
@@ -95,7 +95,7 @@ class Transfer:
                 self._wait(under_way[0].done, min(deadline, time.monotonic() + stall_s), "transfer")
                 self._settled(under_way.popleft())
 
-    def _gather(self, buckets: Iterator[Packed]) -> Packed | None:
+    def _gather(self, buckets: Iterator[PackedBucket]) -> PackedBucket | None:
         began = time.monotonic()
         packed = next(buckets, None)
         self.seconds["gather"] = self.seconds.get("gather", 0.0) + time.monotonic() - began
@@ -143,7 +143,7 @@ class Transfer:
                 raise TransferFailed(f"{member}: {answer.detail}", [member] if self.view.phase == "prepare" else [])
         if time.monotonic() < self._next_roll_call:
             return
-        self._next_roll_call = time.monotonic() + ROLL_CALL_S
+        self._next_roll_call = time.monotonic() + MEMBERSHIP_CHECK_S
         present = {f"{e.id}/{e.incarnation}": e for e in self._link.engines()}
         for member in self.view.members:
             if member not in present or present[member].state in GONE:

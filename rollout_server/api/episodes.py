@@ -231,7 +231,7 @@ def summarise(episodes: list[dict[str, Any]]) -> dict[str, Any]:
 
     em is None when the settings measure no exact match. versions: how many of them are of each version.
     """
-    valid = [e for e in episodes if Status(e["status"]).votes]
+    valid = [e for e in episodes if Status(e["status"]).is_valid]
     scored = [e["rewards"]["em"] for e in valid if "em" in e["rewards"]]
     return {
         "em": sum(scored) / len(scored) if scored else None,

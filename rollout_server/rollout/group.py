@@ -101,12 +101,12 @@ async def run_group(
 
 
 def _judge(episode: Episode, trajectories: tuple[Trajectory, ...]) -> GroupRejected | None:
-    lost = Counter(t.cause for t in trajectories if not t.status.votes)
+    lost = Counter(t.cause for t in trajectories if not t.status.is_valid)
     if not lost:
         return None
     outside = ("search_", "tool_")
     searches = [t.cause for t in trajectories if t.status is Status.FAILED and t.cause.startswith(outside)]
-    valid = sum(t.status.votes for t in trajectories)
+    valid = sum(t.status.is_valid for t in trajectories)
     if episode.settings.on_search_error == "drop" and searches:
         reason = searches[0]
     elif valid < min(episode.settings.min_valid, len(trajectories)):

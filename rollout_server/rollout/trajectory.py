@@ -245,7 +245,7 @@ async def run_trajectory(
         transcript = Transcript(episode.prompt(question.text), episode.settings.max_context)
         play = _Play(episode, generate, search, sampling, session, group, pinned, should_stop, on_progress, transcript)
         end = await play.run()
-        if end.status.votes:
+        if end.status.is_valid:
             outcome = Outcome(question, end.status, play.answer, tuple(play.turns), play.searches)
             score = await episode.score(outcome)
     except EngineError as error:

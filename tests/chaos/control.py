@@ -42,31 +42,33 @@ def ack_on_receive() -> None:
 
 
 def no_ledger() -> None:
-    from learner.delivery.consumer import Source
-    from learner.delivery.state import Books
+    from learner.delivery.consumer import StreamConsumer
+    from learner.delivery.state import DeliveryState
     from protocol.messages import TrajectoryGroup
 
-    admit, settle = Source._admit, Books.settle
+    admit, settle = StreamConsumer._admit, DeliveryState.settle
 
-    def credulous(self: Source, entry: Any, *more: Any) -> None:
-        books = self._books
-        if isinstance(entry.message, TrajectoryGroup) and (entry.seq in books.ledger or entry.seq in books.held):
+    def credulous(self: StreamConsumer, entry: Any, *more: Any) -> None:
+        delivery = self._delivery
+        if isinstance(entry.message, TrajectoryGroup) and (
+            entry.seq in delivery.ledger or entry.seq in delivery.pending
+        ):
             self._buffer.append(entry)
             self._changed.notify_all()
         else:
             admit(self, entry, *more)
 
-    def forgetful(self: Books, seqs: Any, *rest: Any, **more: Any) -> None:
+    def forgetful(self: DeliveryState, seqs: Any, *rest: Any, **more: Any) -> None:
         settle(self, [seq for seq in dict.fromkeys(seqs) if seq not in self.ledger], *rest, **more)
 
-    Source._admit = credulous  # type: ignore[method-assign]
-    Books.settle = forgetful  # type: ignore[method-assign]
+    StreamConsumer._admit = credulous  # type: ignore[method-assign]
+    DeliveryState.settle = forgetful  # type: ignore[method-assign]
 
 
 def no_reconciler() -> None:
-    from learner.delivery.reconciler import Reconciler
+    from learner.delivery.reconciler import MissingSeqReconciler
 
-    Reconciler.turn = lambda self: []  # type: ignore[method-assign]
+    MissingSeqReconciler.tick = lambda self: []  # type: ignore[method-assign]
 
 
 def plain_publish() -> None:

@@ -26,7 +26,7 @@ from staging import LEASE_S, Stage, heavy, last_words, prepare, redis_in, small_
 
 import learner.delivery.consumer
 from deploy import cli as foray
-from learner.delivery.entry import Entry
+from learner.delivery.entry import StreamEntry
 from protocol.codec import decode
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
 from rollout_server.node import cli as node_cli
@@ -106,7 +106,7 @@ def poisoned_group(stage: Stage) -> None:
     """One trajectory group kills the learner each time it reads it, as a fault in a decoder would."""
     whole = learner.delivery.consumer.read_entry
 
-    def deadly(id_: bytes, fields: dict[bytes, bytes], run: str) -> Entry:
+    def deadly(id_: bytes, fields: dict[bytes, bytes], run: str) -> StreamEntry:
         if fields[b"seq"] == b"9":
             os.kill(os.getpid(), signal.SIGSEGV)
             signal.pause()

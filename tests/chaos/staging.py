@@ -28,8 +28,8 @@ import redis
 import torch
 import yaml
 
-import learner.loop
 import learner.main
+import learner.recovery
 from deploy import cli as foray
 from deploy.launcher.redis_server import find_server
 from learner import cli as learner_cli
@@ -138,7 +138,7 @@ class Stage:
             prepare()
             make = partial(tiny.TinyEngine, **{"pace_s": 0.05, **engine})
             learner.main.serve.__kwdefaults__["make_engine"] = make
-            learner.loop.RETRY_CHECKPOINT_S = 1.0
+            learner.recovery.RETRY_CHECKPOINT_S = 1.0
             return learner_cli.main(["--config", "run.yaml", *argv])
 
         return self.fork("learner", call)

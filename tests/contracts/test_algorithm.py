@@ -13,7 +13,7 @@ import torch
 
 from learner.algorithms import build_algorithm
 from learner.algorithms.advantages import Outcomes
-from learner.algorithms.base import Scored, TokenInputs, TopTokens
+from learner.algorithms.base import TokenInputs, TokenScores, TopTokens
 from learner.config.algorithm import AlgorithmSettings, GrpoSettings
 from learner.config.learner import TrainerSettings
 from protocol.errors import UserError
@@ -39,10 +39,10 @@ def recomputing(request):
 
 def outcomes(order: np.ndarray | None = None) -> Outcomes:
     rewards = np.array([1.0, 0.0, 0.5, 0.3, 0.3, 1.0, 0.0, 9.0])
-    votes = np.array([True] * 7 + [False])
+    valid = np.array([True] * 7 + [False])
     group = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     order = np.arange(8) if order is None else order
-    return Outcomes(rewards[order], votes[order], group[order])
+    return Outcomes(rewards[order], valid[order], group[order])
 
 
 def tokens(n: int = N) -> TokenInputs:
@@ -73,12 +73,12 @@ def part(x: TokenInputs, where: slice) -> TokenInputs:
     return TokenInputs(**fields | leaves, top=top)
 
 
-def scored(n: int = N) -> Scored:
+def scored(n: int = N) -> TokenScores:
     generator = torch.Generator().manual_seed(1)
     behaviour, noise, values, advantages = (torch.rand(n, generator=generator) for _ in range(4))
     trajectory = torch.arange(n) // 3
     last = torch.cat([trajectory[1:] != trajectory[:-1], torch.tensor([True])])
-    return Scored(
+    return TokenScores(
         rewards=last * (trajectory % 2).float(),
         advantages=advantages - 0.5,
         behaviour=-behaviour,
@@ -92,8 +92,8 @@ def scored(n: int = N) -> Scored:
     )
 
 
-def scored_part(x: Scored, where: slice) -> Scored:
-    return Scored(**{name: getattr(x, name)[where] for name in Scored.__dataclass_fields__})
+def scored_part(x: TokenScores, where: slice) -> TokenScores:
+    return TokenScores(**{name: getattr(x, name)[where] for name in TokenScores.__dataclass_fields__})
 
 
 def alone(vector: torch.Tensor) -> torch.Tensor:
@@ -153,8 +153,8 @@ def test_losses_and_metrics_of_parts_add_up(settings):
 
 
 def test_judgements_do_not_depend_on_the_cut(settings):
-    whole, _ = build_algorithm(settings).judge([scored()], alone)
-    parts, _ = build_algorithm(settings).judge(
+    whole, _ = build_algorithm(settings).compute_advantages([scored()], alone)
+    parts, _ = build_algorithm(settings).compute_advantages(
         [scored_part(scored(), slice(*cut)) for cut in ((0, 3), (3, 6), (6, N))], alone
     )
     torch.testing.assert_close(torch.cat([p.advantages for p in parts]), whole[0].advantages)
@@ -164,14 +164,14 @@ def test_judgements_do_not_depend_on_the_cut(settings):
 
 def test_what_needs_values_returns_what_they_should_have_been(settings):
     algorithm = build_algorithm(settings)
-    (judged,), _ = algorithm.judge([scored()], alone)
-    assert (judged.returns is not None) == algorithm.needs.values
+    (judged,), _ = algorithm.compute_advantages([scored()], alone)
+    assert (judged.returns is not None) == algorithm.requirements.values
 
 
 def test_corrections_leave_a_finite_loss(recomputing):
     algorithm = build_algorithm(recomputing)
-    assert algorithm.needs.old
-    algorithm.judge([scored()], alone)
+    assert algorithm.requirements.old
+    algorithm.compute_advantages([scored()], alone)
     x = tokens()
     out = algorithm.loss(replace(x, old=x.behaviour + 0.3))
     out.loss.backward()
@@ -182,7 +182,7 @@ def test_corrections_leave_a_finite_loss(recomputing):
 def test_state_goes_through_json(settings):
     algorithm = build_algorithm(settings)
     before = json.loads(json.dumps(algorithm.state()))
-    algorithm.judge([scored()], alone)
+    algorithm.compute_advantages([scored()], alone)
     algorithm.load(before)
     assert algorithm.state() == before
 
@@ -202,7 +202,7 @@ def test_a_dummy_adds_nothing_and_names_the_same_metrics(settings):
 
 def test_a_micro_batch_without_a_token_adds_nothing(settings):
     algorithm = build_algorithm(settings)
-    judged, _ = algorithm.judge([scored_part(scored(), slice(0, 0)), scored()], alone)
+    judged, _ = algorithm.compute_advantages([scored_part(scored(), slice(0, 0)), scored()], alone)
     assert judged[0].advantages.shape == (0,)
     x = part(tokens(), slice(0, 0))
     out = algorithm.loss(x)

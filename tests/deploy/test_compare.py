@@ -21,8 +21,8 @@ def test_every_shipped_variant_is_a_demo_that_can_be_built() -> None:
     assert {"grpo", "ppo", "rloo", "reinforce_pp", "gspo", "ema_pg", "lora"} <= set(variants)
     for overrides in variants.values():
         config = from_tree(read_tree(CONFIG, overrides))
-        needs = build_algorithm(config.learner.algorithm).needs
-        assert needs.values == (config.learner.algorithm.type == "ppo")
+        requirements = build_algorithm(config.learner.algorithm).requirements
+        assert requirements.values == (config.learner.algorithm.type == "ppo")
 
 
 def test_every_algorithm_has_a_variant_that_makes_a_figure() -> None:

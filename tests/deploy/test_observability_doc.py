@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.reference.metrics import document
 from learner.observability.metric_table import LEARNER, WAITS
-from learner.observability.metrics_server import page_of as learner_page
+from learner.observability.metrics_server import metrics_page as learner_page
 from protocol.messages import MetricsSnapshot
 from protocol.runtime.metrics import Histogram, Table, prometheus_name
 from retriever.metrics import PROVIDER, Metrics

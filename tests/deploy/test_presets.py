@@ -124,9 +124,9 @@ def test_no_recipe_has_the_defaults_that_are_younger_than_its_source(name: str) 
 @pytest.mark.parametrize("name", TABLE.sources)
 def test_what_an_algorithm_needs_is_there(name: str) -> None:
     config = preset(name)
-    needs = build_algorithm(config.learner.algorithm).needs
-    assert needs.reference
-    assert needs.values == (config.learner.algorithm.type == "ppo")
+    requirements = build_algorithm(config.learner.algorithm).requirements
+    assert requirements.reference
+    assert requirements.values == (config.learner.algorithm.type == "ppo")
     assert (config.learner.reference.kind == "ema") == (name == "ema_pg")
     assert config.rollout.episode.max_context <= config.learner.batch.row_tokens
 

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.commands import replay as command
 from deploy.monitor.replay_view import Shown, choose, render, to_json, visible
-from learner.checkpoint.journal import Journal, read_journal
+from learner.checkpoint.journal import GroupJournal, read_journal
 from protocol.errors import UserError
 from protocol.header import seal
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
@@ -72,7 +72,7 @@ def group(seq: int = 1) -> TrajectoryGroup:
 @pytest.fixture
 def run_dir(tmp_path: Path, model: Path) -> Path:
     directory = tmp_path / "run"
-    journal = Journal(directory / "journal")
+    journal = GroupJournal(directory / "journal")
     for seq in range(1, 5):
         journal.append(7, 1, [seal(group(seq))])
     journal.close()
@@ -159,7 +159,7 @@ def test_steps_that_a_crash_rolled_back_are_left_out(run_dir: Path, capsys: pyte
     manifest = {"step": 5, "epoch": 2, "ledger": ledger, "lineage": [[1, 0], [2, 5]]}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     (run_dir / "checkpoints" / "CURRENT").write_text("step_5.e2")
-    journal = Journal(run_dir / "journal")
+    journal = GroupJournal(run_dir / "journal")
     journal.append(6, 2, [seal(make_group(9))])
     journal.close()
     args = argparse.Namespace(run_dir=run_dir, show=9, seq=None, all=False, model=None, json=True)

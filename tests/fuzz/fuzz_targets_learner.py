@@ -18,7 +18,7 @@ from deploy.config import load_config
 from deploy.doctor import data as doctor_data
 from deploy.doctor import engine as doctor_engine
 from learner.checkpoint.checkpoint import MANIFEST, Checkpoints
-from learner.checkpoint.journal import FRAME, Conditions, Journal, data_files, index_of, places, read_journal
+from learner.checkpoint.journal import FRAME, BatchConditions, GroupJournal, data_files, index_of, places, read_journal
 from learner.data.questions import load_questions
 from learner.delivery.entry import BadEntry, read_entry
 from learner.trainer.distributed import channel as share_codec
@@ -62,8 +62,8 @@ def _entry(raw: bytes) -> object:
 def _journal(folder: Path) -> tuple[bytes, Any, bytes, Any]:
     """(data of a journal, its decoder, its index, the index's decoder)."""
     folder = folder / "journal"
-    journal = Journal(folder)
-    conditions = Conditions(3, (PolicyVersion(1, 0),), 1.0, 2)
+    journal = GroupJournal(folder)
+    conditions = BatchConditions(3, (PolicyVersion(1, 0),), 1.0, 2)
     journal.append(4, 1, [seal(make_group(seq)) for seq in (1, 2)], conditions)
     journal.close()
     (path,) = data_files(folder)

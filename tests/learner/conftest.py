@@ -92,7 +92,7 @@ def store(run: RunSettings) -> Iterator[Any]:
     made = RunStore(run.redis_url, run.id)
     made.prepare()
     assert made.acquire("me", 0, 60_000, takeover=False) == 1
-    made.own(1, "me")
+    made.set_owner(1, "me")
     yield made
     made.close()
 

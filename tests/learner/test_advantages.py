@@ -11,11 +11,11 @@ from protocol.messages import Status, TrajectoryGroup
 from tests.support.messages import make_group, make_question, make_trajectory
 
 
-def outcomes(rewards, group=None, votes=None) -> Outcomes:
+def outcomes(rewards, group=None, valid=None) -> Outcomes:
     n = len(rewards)
     return Outcomes(
         np.asarray(rewards, np.float64),
-        np.ones(n, bool) if votes is None else np.asarray(votes, bool),
+        np.ones(n, bool) if valid is None else np.asarray(valid, bool),
         np.zeros(n, np.int64) if group is None else np.asarray(group, np.int64),
     )
 
@@ -60,10 +60,10 @@ def test_a_group_of_one_gets_zero():
 
 
 def test_who_does_not_vote_gets_zero_and_moves_nobody():
-    given = outcomes([1, 0, 99, 0, 0], votes=[1, 1, 0, 1, 1])
+    given = outcomes([1, 0, 99, 0, 0], valid=[1, 1, 0, 1, 1])
     np.testing.assert_allclose(grpo(given), [1.5, -0.5, 0, -0.5, -0.5], rtol=1e-12)
-    assert grpo(outcomes([1, 0, 0], votes=[1, 0, 0])).tolist() == [0.0] * 3, "one voter has no one to compare with"
-    assert grpo(outcomes([1, 0], votes=[0, 0])).tolist() == [0.0] * 2
+    assert grpo(outcomes([1, 0, 0], valid=[1, 0, 0])).tolist() == [0.0] * 3, "one voter has no one to compare with"
+    assert grpo(outcomes([1, 0], valid=[0, 0])).tolist() == [0.0] * 2
 
 
 def test_leave_one_out_is_the_reward_against_the_mean_of_the_others():
@@ -85,18 +85,18 @@ def test_outcomes_are_read_from_groups_in_order():
     )
     read = Outcomes.of([make_group(1, (1.0, 0.0)), stale])
     assert read.rewards.tolist() == [1.0, 0.0, 0.5, 0.25]
-    assert read.votes.tolist() == [True, True, False, True]
+    assert read.valid.tolist() == [True, True, False, True]
     assert read.group.tolist() == [0, 0, 1, 1]
 
 
 def test_the_control_permutes_rewards_across_groups_and_leaves_who_does_not_vote():
     rewards = np.arange(40.0)
-    votes = [i % 5 != 0 for i in range(40)]
-    given = outcomes(rewards, votes=votes, group=np.repeat(np.arange(10), 4))
+    valid = [i % 5 != 0 for i in range(40)]
+    given = outcomes(rewards, valid=valid, group=np.repeat(np.arange(10), 4))
     shuffled = given.shuffled(7)
     assert sorted(shuffled.rewards) == sorted(rewards)
     assert shuffled.rewards[::5].tolist() == rewards[::5].tolist(), "a trajectory without a vote keeps its own"
-    moved = shuffled.rewards.astype(int)[np.array(votes)] // 4 != np.repeat(np.arange(10), 4)[np.array(votes)]
+    moved = shuffled.rewards.astype(int)[np.array(valid)] // 4 != np.repeat(np.arange(10), 4)[np.array(valid)]
     assert moved.mean() > 0.5, "most rewards come from another group"
     assert shuffled.rewards.tolist() == given.shuffled(7).rewards.tolist() != given.shuffled(8).rewards.tolist()
 
@@ -121,7 +121,7 @@ def test_outcomes_without_lengths_are_of_equal_length_and_none_is_truncated():
 
 def test_arrays_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="2 rewards"):
-        outcomes([1, 0], votes=[1, 1, 1])
+        outcomes([1, 0], valid=[1, 1, 1])
     with pytest.raises(ValueError, match="2 rewards"):
         Outcomes(np.zeros(2), np.ones(2, bool), np.zeros(2, np.int64), parts={"em": np.zeros(3)})
 
@@ -139,7 +139,7 @@ def test_a_part_of_the_reward_takes_its_place_and_an_unknown_one_is_refused_with
     parts = {"em": np.array([3.0, 4.0]), "f1": np.zeros(2)}
     given = Outcomes(np.array([1.0, 0.0]), np.array([True, False]), np.zeros(2, np.int64), parts=parts)
     found = given.part("em")
-    assert (found.rewards.tolist(), found.votes.tolist()) == ([3.0, 4.0], [True, False])
+    assert (found.rewards.tolist(), found.valid.tolist()) == ([3.0, 4.0], [True, False])
     assert given.rewards.tolist() == [1.0, 0.0]
     with pytest.raises(UserError, match=r"no trajectory .* 'EM'"):
         given.part("EM")
@@ -148,7 +148,7 @@ def test_a_part_of_the_reward_takes_its_place_and_an_unknown_one_is_refused_with
 
 
 @pytest.mark.parametrize(
-    ("rewards", "votes", "expected"),
+    ("rewards", "valid", "expected"),
     [
         ([1, 0, 0], [1, 1, 1], True),
         ([1, 1, 1], [1, 1, 1], False),
@@ -161,7 +161,7 @@ def test_a_part_of_the_reward_takes_its_place_and_an_unknown_one_is_refused_with
         ([1e9, 1e9 + 1e-3], [1, 1], False),
     ],
 )
-def test_a_group_is_informative_when_two_voters_differ_by_more_than_rounding(rewards, votes, expected):
-    found = informative(np.asarray(rewards, np.float64), np.asarray(votes, bool))
+def test_a_group_is_informative_when_two_voters_differ_by_more_than_rounding(rewards, valid, expected):
+    found = informative(np.asarray(rewards, np.float64), np.asarray(valid, bool))
     assert found is expected
-    assert bool(grpo(outcomes(rewards, votes=votes)).any()) is expected, "exactly those have an advantage"
+    assert bool(grpo(outcomes(rewards, valid=valid)).any()) is expected, "exactly those have an advantage"

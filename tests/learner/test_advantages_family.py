@@ -26,11 +26,11 @@ from learner.algorithms.advantages import (
 from learner.config.algorithm import GrpoSettings
 
 
-def outcomes(rewards, group=None, votes=None, lengths=None, parts=None) -> Outcomes:
+def outcomes(rewards, group=None, valid=None, lengths=None, parts=None) -> Outcomes:
     n = len(rewards)
     return Outcomes(
         np.asarray(rewards, np.float64),
-        np.ones(n, bool) if votes is None else np.asarray(votes, bool),
+        np.ones(n, bool) if valid is None else np.asarray(valid, bool),
         np.zeros(n, np.int64) if group is None else np.asarray(group, np.int64),
         np.arange(1, n + 1) if lengths is None else np.asarray(lengths, np.int64),
         parts={"em": np.asarray(rewards, np.float64), "form": np.cos(np.arange(n))} if parts is None else parts,
@@ -54,8 +54,8 @@ def loop(given, rule, alone=lambda r, j, i: 0.0):
     """rule(rewards of the voters of i's group, place of i among them, i) for each voter i; 0 for all others."""
     out = []
     for i in range(len(given.rewards)):
-        siblings = [j for j in range(len(given.rewards)) if given.group[j] == given.group[i] and given.votes[j]]
-        if not given.votes[i]:
+        siblings = [j for j in range(len(given.rewards)) if given.group[j] == given.group[i] and given.valid[j]]
+        if not given.valid[i]:
             out.append(0.0)
             continue
         rewards = [float(given.rewards[j]) for j in siblings]
@@ -64,13 +64,13 @@ def loop(given, rule, alone=lambda r, j, i: 0.0):
 
 
 def voting(given):
-    return [float(r) for r, v in zip(given.rewards, given.votes, strict=True) if v]
+    return [float(r) for r, v in zip(given.rewards, given.valid, strict=True) if v]
 
 
 def slow_opo(given):
     def rule(r, j, i):
         lengths = [
-            int(n) for n, g, v in zip(given.lengths, given.group, given.votes, strict=True) if v and g == given.group[i]
+            int(n) for n, g, v in zip(given.lengths, given.group, given.valid, strict=True) if v and g == given.group[i]
         ]
         return r[j] - sum(a * b for a, b in zip(lengths, r, strict=True)) / sum(lengths)
 
@@ -101,15 +101,15 @@ def slow_reinforce_batch(given):
     every = voting(given)
     if equal(every):
         return np.zeros(len(given.rewards))
-    return np.where(given.votes, given.rewards - mean(every), 0.0)
+    return np.where(given.valid, given.rewards - mean(every), 0.0)
 
 
 def slow_normalized_batch(given):
     centred = loop(given, lambda r, j, i: r[j] - mean(r))
-    every = [a for a, v in zip(centred.tolist(), given.votes, strict=True) if v]
+    every = [a for a, v in zip(centred.tolist(), given.valid, strict=True) if v]
     if equal(every):
         return np.zeros(len(centred))
-    return np.where(given.votes, (centred - mean(every)) / (deviation(every, 1) + 1e-4), 0.0)
+    return np.where(given.valid, (centred - mean(every)) / (deviation(every, 1) + 1e-4), 0.0)
 
 
 FAMILY = {
@@ -143,7 +143,7 @@ FAMILY = {
     ),
     "pass_at_k": (lambda g: pass_at_k_advantages(g, epsilon=1e-3), slow_pass_at_k),
     "normalized batch": (
-        lambda g: normalized_batch(dr_grpo_advantages(g), g.votes, epsilon=1e-4),
+        lambda g: normalized_batch(dr_grpo_advantages(g), g.valid, epsilon=1e-4),
         lambda g: slow_normalized_batch(g),
     ),
     "gpg": (
@@ -156,7 +156,7 @@ FAMILY = {
     ),
 }
 RAW = {
-    "reinforce_none": (reinforce_advantages, lambda g: np.where(g.votes, g.rewards, 0.0)),
+    "reinforce_none": (reinforce_advantages, lambda g: np.where(g.valid, g.rewards, 0.0)),
 }
 EVERY = FAMILY | RAW
 every = pytest.mark.parametrize("name", EVERY)
@@ -195,7 +195,7 @@ def test_advantages_follow_their_trajectory_in_any_order(name, batch, random):
     random.shuffle(order)
     moved = Outcomes(
         batch.rewards[order],
-        batch.votes[order],
+        batch.valid[order],
         batch.group[order],
         batch.lengths[order],
         parts={k: v[order] for k, v in batch.parts.items()},
@@ -211,13 +211,13 @@ def test_advantages_follow_their_trajectory_in_any_order(name, batch, random):
 @given(batches())
 def test_who_does_not_vote_gets_exactly_zero_and_moves_nobody(name, batch):
     found = EVERY[name][0](batch)
-    assert (found[~batch.votes] == 0).all()
+    assert (found[~batch.valid] == 0).all()
     other = Outcomes(
-        np.where(batch.votes, batch.rewards, 77.0),
-        batch.votes,
+        np.where(batch.valid, batch.rewards, 77.0),
+        batch.valid,
         batch.group,
-        np.where(batch.votes, batch.lengths, 9999),
-        parts={k: np.where(batch.votes, v, -50.0) for k, v in batch.parts.items()},
+        np.where(batch.valid, batch.lengths, 9999),
+        parts={k: np.where(batch.valid, v, -50.0) for k, v in batch.parts.items()},
     )
     assert EVERY[name][0](other).tolist() == found.tolist()
 
@@ -240,12 +240,12 @@ def test_a_group_of_equal_rewards_gets_exactly_zero_whatever_the_rounding(name, 
 def test_a_batch_without_trajectories_or_without_voters_has_no_advantages(name):
     nobody = outcomes([], parts={"em": np.zeros(0), "form": np.zeros(0)})
     assert EVERY[name][0](nobody).shape == (0,)
-    assert EVERY[name][0](outcomes([1.0, 0.0, 3.0], votes=[0, 0, 0])).tolist() == [0.0] * 3
+    assert EVERY[name][0](outcomes([1.0, 0.0, 3.0], valid=[0, 0, 0])).tolist() == [0.0] * 3
 
 
 @every
 def test_the_outcomes_are_left_as_they_were(name):
-    given_ = outcomes([1.0, 0.0, 0.5, 0.2], group=[0, 0, 1, 1], votes=[1, 1, 1, 0])
+    given_ = outcomes([1.0, 0.0, 0.5, 0.2], group=[0, 0, 1, 1], valid=[1, 1, 1, 0])
     before = given_.rewards.copy()
     found = EVERY[name][0](given_)
     found += 1.0
@@ -289,10 +289,10 @@ def test_maxrl_by_hand():
 
 
 def test_reinforce_without_a_baseline_is_the_reward():
-    batch = outcomes([1.0, 0.5, 0.7], group=[0, 0, 9], votes=[1, 0, 1])
+    batch = outcomes([1.0, 0.5, 0.7], group=[0, 0, 9], valid=[1, 0, 1])
     assert reinforce_advantages(batch).tolist() == [1.0, 0.0, 0.7]
     np.testing.assert_allclose(reinforce_advantages(batch, baseline="batch"), [0.15, 0, -0.15])
-    assert reinforce_advantages(outcomes([2.0, 9.0], votes=[1, 0]), baseline="batch").tolist() == [0.0, 0.0]
+    assert reinforce_advantages(outcomes([2.0, 9.0], valid=[1, 0]), baseline="batch").tolist() == [0.0, 0.0]
     assert reinforce_advantages(outcomes([0.1 + 0.2, 0.3], group=[0, 1]), baseline="batch").tolist() == [0.0, 0.0]
 
 

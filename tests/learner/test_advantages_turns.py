@@ -55,9 +55,9 @@ def slow_normalized(turns, given_, scope, ddof, epsilon):
     out = np.zeros((n, width))
     for i in range(n):
         for k in range(width):
-            if not (given_.votes[i] and turns.reached[i, k]):
+            if not (given_.valid[i] and turns.reached[i, k]):
                 continue
-            siblings = [j for j in range(n) if given_.group[j] == given_.group[i] and given_.votes[j]]
+            siblings = [j for j in range(n) if given_.group[j] == given_.group[i] and given_.valid[j]]
             columns = range(width) if scope == "group" else [k]
             peers = [float(turns.rewards[j, c]) for j in siblings for c in columns if turns.reached[j, c]]
             if len(peers) < 2 or max(peers) - min(peers) <= 1e-9 * max(1.0, *map(abs, peers)):

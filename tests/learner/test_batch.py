@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from learner.algorithms import build_algorithm
 from learner.config.algorithm import GrpoSettings, PpoSettings
 from learner.config.learner import BatchSettings
-from learner.data.batch import Batch, MicroBatch, build_batch, cut_for_ranks
-from learner.data.packing import cut_rows, deal, pack_rows, trajectory_weights
+from learner.data.batch import Batch, MicroBatch, build_batch, split_for_ranks
+from learner.data.packing import cut_rows, pack_rows, partition_balanced, trajectory_weights
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
 from protocol.versions import PolicyVersion
 from tests.support.messages import (
@@ -94,8 +94,8 @@ def test_a_trajectory_cut_off_by_truncation_is_read_to_its_end_where_the_algorit
     assert on.ids.size == 19 and on.ids.flat[at] == 7 and on.positions.flat[at] == 6
     assert on.documents.flat[at] == on.documents.flat[on.index[on.trajectory == 1][0]]
     assert (
-        cut_for_ranks(build_batch(given, build_algorithm(PpoSettings()), settings=settings, **plain), 2)[1]
-        .parts[0][0]
+        split_for_ranks(build_batch(given, build_algorithm(PpoSettings()), settings=settings, **plain), 2)[1]
+        .minibatches[0][0]
         .end
         == -1
     ).all()
@@ -210,7 +210,7 @@ def test_token_weights_follow_their_formulas():
 
 def test_every_rank_gets_as_many_micro_batches_and_each_real_one_goes_to_one_rank():
     batch = build([make_group(s, (1.0, 0.0), length=s) for s in range(1, 6)], budget=1)
-    hands = [share.parts[0] for share in cut_for_ranks(batch, 4)]
+    hands = [share.minibatches[0] for share in split_for_ranks(batch, 4)]
     assert [len(hand) for hand in hands] == [3, 3, 3, 3]
     real = [id(m) for hand in hands for m in hand if m.weights.any()]
     assert sorted(real) == sorted(id(m) for m in batch.micro_batches)
@@ -221,14 +221,14 @@ def test_every_rank_gets_as_many_micro_batches_and_each_real_one_goes_to_one_ran
 def test_every_part_has_its_own_update_and_its_own_denominators():
     given = [make_group(s, (1.0, 0.0), length=s) for s in range(1, 6)]
     batch = build(given, minibatches=2)
-    assert len(batch.parts) == 2
-    for part, seqs in zip(batch.parts, ((1, 3, 5), (2, 4)), strict=True):
+    assert len(batch.minibatches) == 2
+    for part, seqs in zip(batch.minibatches, ((1, 3, 5), (2, 4)), strict=True):
         assert sum(float(m.weights.sum()) for m in part) == pytest.approx(1, abs=1e-5)
         tokens = sum(t.num_sampled for s in seqs for t in given[s - 1].trajectories)
         assert sum(len(m.targets) for m in part) == tokens
     assert batch.num_tokens == sum(len(m.targets) for m in batch.micro_batches)
-    assert [len(share.parts) for share in cut_for_ranks(batch, 3)] == [2, 2, 2]
-    assert len(build(given[:1], minibatches=4).parts) == 1, "a part without groups is no update"
+    assert [len(share.minibatches) for share in split_for_ranks(batch, 3)] == [2, 2, 2]
+    assert len(build(given[:1], minibatches=4).minibatches) == 1, "a part without groups is no update"
 
 
 def test_rewards_stand_where_they_were_earned():
@@ -317,7 +317,7 @@ def test_shuffled_rewards_are_those_of_tokens_too():
 
 def test_work_is_dealt_evenly():
     costs = [9, 1, 1, 1, 8, 7, 2, 3]
-    hands = deal(costs, 2)
+    hands = partition_balanced(costs, 2)
     assert sorted(i for hand in hands for i in hand) == list(range(8))
     assert sorted(sum(costs[i] for i in hand) for hand in hands) == [15, 17]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.base import Scored
+from learner.algorithms.base import TokenScores
 from learner.config.algorithm import PpoSettings
 from learner.config.learner import TrainerSettings
-from learner.data.batch import build_batch, cut_for_ranks
-from learner.trainer.forward import score_share
+from learner.data.batch import build_batch, split_for_ranks
+from learner.trainer.forward import forward_batch
 from learner.trainer.trainer import Trainer
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.settings import RunSettings
@@ -101,9 +101,9 @@ def test_what_truncation_cut_off_is_worth_the_state_after_it(
         temperature=1.0,
     )
     found: dict[int, tuple[list[float], list[float]]] = {}
-    for share in cut_for_ranks(batch, 3):  # what three ranks do, one after the other: dummies and all
-        scored = score_share(share, trainer._models, algorithm).flat
-        for s, judgement in zip(scored, algorithm.judge(scored, trainer.engine.total)[0], strict=True):
+    for share in split_for_ranks(batch, 3):  # what three ranks do, one after the other: dummies and all
+        scored = forward_batch(share, trainer._models, algorithm).flat
+        for s, judgement in zip(scored, algorithm.compute_advantages(scored, trainer.engine.total)[0], strict=True):
             for number in torch.unique(s.trajectory[s.mask]).tolist():
                 kept = s.trajectory == number
                 found[number] = (judgement.advantages[kept].tolist(), judgement.returns[kept].tolist())
@@ -119,7 +119,7 @@ def test_what_truncation_cut_off_is_worth_the_state_after_it(
 def test_one_cut_off_trajectory_by_hand() -> None:
     """gamma 0.5, lambda 1, V = (1, 2), V after the end 4, reward 8: R = (8 + 0.5 * 4) and half of that."""
     values, zero = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    scored = Scored(
+    scored = TokenScores(
         rewards=torch.tensor([0.0, 8.0]),
         advantages=zero,
         behaviour=zero,
@@ -131,6 +131,8 @@ def test_one_cut_off_trajectory_by_hand() -> None:
         turn=zero.long(),
         last_values=torch.tensor([4.0, 4.0]),
     )
-    (judged,), _ = build_algorithm(PpoSettings(gamma=0.5, lam=1.0, whiten=False)).judge([scored], lambda vector: vector)
+    (judged,), _ = build_algorithm(PpoSettings(gamma=0.5, lam=1.0, whiten=False)).compute_advantages(
+        [scored], lambda vector: vector
+    )
     assert judged.returns.tolist() == [5.0, 10.0]
     assert judged.advantages.tolist() == [4.0, 8.0]

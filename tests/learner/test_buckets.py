@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.weights.base import BadWeights
-from learner.weights.buckets import OtherLayout, layout, num_bytes, pack, plan
+from learner.weights.buckets import LayoutMismatch, layout, num_bytes, pack, plan
 from protocol.messages import WeightBucket
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64]
@@ -72,11 +72,11 @@ def test_a_bucket_is_gathered_only_when_it_is_asked_for() -> None:
 def test_tensors_that_were_not_planned_for_are_refused() -> None:
     named = tensors([(2, 2, 0), (3, 3, 0)])
     planned = plan(layout(named), 1 << 20)
-    with pytest.raises(OtherLayout, match="missing"):
+    with pytest.raises(LayoutMismatch, match="missing"):
         list(pack(planned, iter(named[:1])))
-    with pytest.raises(OtherLayout, match="t9"):
+    with pytest.raises(LayoutMismatch, match="t9"):
         list(pack(planned, iter([*named, ("t9", torch.ones(1))])))
-    with pytest.raises(OtherLayout, match="t1"):
+    with pytest.raises(LayoutMismatch, match="t1"):
         list(pack(planned, iter([named[0], ("t1", torch.ones(3, 2))])))
 
 

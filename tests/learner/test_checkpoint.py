@@ -16,7 +16,7 @@ from learner.checkpoint import checkpoint as module
 from learner.checkpoint.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint.signing import RunKey, run_key
 from learner.config.learner import LearnerSettings
-from learner.delivery.state import Books
+from learner.delivery.state import DeliveryState
 from learner.main import resumed_engine
 from protocol.errors import Fenced, UserError
 from protocol.runtime import files
@@ -38,9 +38,9 @@ def save(directory: Path) -> None:
 
 
 def write(checkpoints: Checkpoints, step: int, epoch: int = 2, **over: Any) -> Path:
-    books = Books(step=step)
+    delivery = DeliveryState(step=step)
     arguments = {"save": save, "confirm": lambda: None, "lineage": LINEAGE} | over
-    return checkpoints.write(books.to_state() | {"run": "t"}, step=step, epoch=epoch, **arguments)
+    return checkpoints.write(delivery.to_state() | {"run": "t"}, step=step, epoch=epoch, **arguments)
 
 
 def test_what_was_written_is_loaded(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def test_mistakes_of_a_person_are_named(
     assert "cannot reach Redis at redis://u:[secret]@127.0.0.1:1/0" in told and "geheim" not in told
 
 
-@pytest.mark.parametrize(("error", "status"), [(Fenced("by x"), 75), (ForayError("the books do not close"), 1)])
+@pytest.mark.parametrize(
+    ("error", "status"), [(Fenced("by x"), 75), (ForayError("the accounting is not consistent"), 1)]
+)
 def test_the_exit_status_tells_a_script_what_to_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
 ) -> None:

@@ -11,10 +11,10 @@ import redis
 
 from learner.config.learner import FilterSettings
 from learner.data.filter import GroupFilter
-from learner.delivery.audit import CrossCheck
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import Evidence, History
-from learner.delivery.state import Books
+from learner.delivery.audit import RedisAudit
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol import events
 from protocol import functions as fn
@@ -32,40 +32,47 @@ class Learner:
     """Books, source and cross-check of one life of a learner."""
 
     def __init__(self, store: RunStore, folder: Path, checkpoint: dict[str, Any] | None = None, name: str = "") -> None:
-        self.store, self.books, history = store, Books(issued=40), History(store)
+        self.store, self.delivery, event_log = store, DeliveryState(issued=40), EventLog(store)
         if checkpoint is not None:
-            self.books.restore(checkpoint)
-            self.books.issued = 40
-            ids = list(self.books.unacked)
+            self.delivery.restore(checkpoint)
+            self.delivery.issued = 40
+            ids = list(self.delivery.unacked)
             store.ack(ids)
-            self.books.forget(ids)
+            self.delivery.mark_acknowledged(ids)
         known = (checkpoint or {}).get("redis")
-        self.cross = CrossCheck(store, self.books, history, state=known, checkpoint=name)
-        evidence = Evidence(store, folder / "dead.jsonl")
+        self.cross = RedisAudit(store, self.delivery, event_log, state=known, checkpoint=name)
+        dead_letters = DeadLetterStore(store, folder / "dead.jsonl")
         nothing = GroupFilter(FilterSettings(), 1)
-        self.source = Source(
-            store, self.books, "t1", nothing, room=9, max_attempts=3, evidence=evidence, history=history
+        self.source = StreamConsumer(
+            store,
+            self.delivery,
+            "t1",
+            nothing,
+            capacity=9,
+            max_attempts=3,
+            dead_letters=dead_letters,
+            event_log=event_log,
         )
 
     def checkpoint(self, name: str, *, acknowledge: bool = True) -> dict[str, Any]:
-        state = self.books.to_state() | {"redis": self.cross.to_state()}
-        ids = self.books.commit(state)
+        state = self.delivery.to_state() | {"redis": self.cross.to_state()}
+        ids = self.delivery.mark_durable(state)
         if acknowledge:
             self.store.ack(ids)
-            self.books.forget(ids)
+            self.delivery.mark_acknowledged(ids)
             self.cross.committed(name)
         return state
 
     def train(self, *seqs: int) -> None:
         entries = self.source.take(len(seqs), 0, max_lag=None, timeout_s=1)
         assert [e.seq for e in entries] == list(seqs)
-        self.books.finish_step(seqs, sampled=TOKENS * len(seqs), trained=9 * len(seqs))
+        self.delivery.commit_step(seqs, sampled=TOKENS * len(seqs), trained=9 * len(seqs))
 
 
 @pytest.fixture
 def learner(store: RunStore, tmp_path: Path) -> Learner:
     made = Learner(store, tmp_path)
-    assert made.cross.look() == ""
+    assert made.cross.compare() == ""
     return made
 
 
@@ -85,44 +92,47 @@ def told(db: redis.Redis, kind: str) -> list[str]:
 
 def test_published_is_received_or_waits_at_every_moment(learner: Learner, db: redis.Redis, store: RunStore) -> None:
     publish(db, 1, 2, 3)
-    assert learner.cross.look() == "", "nobody was given them"
-    learner.source.turn()
+    assert learner.cross.compare() == "", "nobody was given them"
+    learner.source.tick()
     learner.train(1, 2)
     publish(db, 4)
-    assert learner.cross.look() == ""
+    assert learner.cross.compare() == ""
     store.read(9)  # given to us, and the reply was lost
-    assert learner.cross.look() == ""
+    assert learner.cross.compare() == ""
     learner.checkpoint("step_1.e1")
-    assert learner.cross.look() == "" and learner.books.check() == ""
-    assert (learner.books.law.received, learner.cross.values()["tokens_law_redis_lost"]) == (3 * TOKENS, 0)
+    assert learner.cross.compare() == "" and learner.delivery.inconsistency() == ""
+    assert (learner.delivery.accounting.received_counted, learner.cross.values()["tokens_law_redis_lost"]) == (
+        3 * TOKENS,
+        0,
+    )
 
 
 def test_an_entry_that_vanished_from_redis_is_found_missing(learner: Learner, db: redis.Redis) -> None:
     publish(db, 1, 2)
     db.xdel(KEYS.traj, db.xrange(KEYS.traj)[0][0])
-    assert learner.cross.look() == "16 tokens were published that no learner received"
-    learner.books.law.received += 3  # and an entry counted twice
-    assert learner.cross.look() == "13 tokens were published that no learner received"
+    assert learner.cross.compare() == "16 tokens were published that no learner received"
+    learner.delivery.accounting.received_counted += 3  # and an entry counted twice
+    assert learner.cross.compare() == "13 tokens were published that no learner received"
 
 
 def test_a_learner_that_crashed_anywhere_around_a_checkpoint_counts_every_entry_once(
     learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
 ) -> None:
     publish(db, 1, 2, 3, 4)
-    learner.source.turn()
+    learner.source.tick()
     learner.train(1, 2)
     state = learner.checkpoint("step_1.e1", acknowledge=False)  # killed before it could acknowledge
     learner.train(3, 4)  # lost with it
     again = Learner(store, tmp_path, state, "step_1.e1")
-    assert again.cross.look() == "" and again.books.law.received == 2 * TOKENS
-    again.source.turn()
+    assert again.cross.compare() == "" and again.delivery.accounting.received_counted == 2 * TOKENS
+    again.source.tick()
     again.train(3, 4)
-    assert again.books.tally.duplicates == 0 and again.books.law.generated == 4 * TOKENS
-    assert again.cross.look() == "" == again.books.check()
+    assert again.delivery.counters.duplicates == 0 and again.delivery.accounting.generated == 4 * TOKENS
+    assert again.cross.compare() == "" == again.delivery.inconsistency()
     state = again.checkpoint("step_2.e2")
     third = Learner(store, tmp_path, state, "step_2.e2")
-    third.books.law.received -= 5  # a mistake in the arithmetic of resuming would not go unnoticed
-    assert third.cross.look() == "5 tokens were published that no learner received"
+    third.delivery.accounting.received_counted -= 5  # a mistake in the arithmetic of resuming would not go unnoticed
+    assert third.cross.compare() == "5 tokens were published that no learner received"
 
 
 @pytest.mark.fault(29)
@@ -130,34 +140,34 @@ def test_a_wiped_redis_is_told_and_never_silently_folded(
     learner: Learner, db: redis.Redis, store: RunStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(db, 1, 2)
-    learner.source.turn()
+    learner.source.tick()
     publish(db, 3)  # nobody receives it
     db.flushall()
     store.prepare()
     with caplog.at_level(logging.WARNING):
-        assert learner.cross.look() == ""
+        assert learner.cross.compare() == ""
     assert learner.cross.values()["tokens_law_redis_lost"] == -2 * TOKENS, "received, and Redis has forgotten it"
     assert "32 tokens were received that Redis has not counted" in caplog.text
     assert len(told(db, "redis-lost")) == 1
     publish(db, 3)
-    assert learner.cross.look() == "", "and from there on every token is accounted for again"
+    assert learner.cross.compare() == "", "and from there on every token is accounted for again"
     db.xdel(KEYS.traj, db.xrange(KEYS.traj)[0][0])
-    assert learner.cross.look().startswith("16 tokens were published")
+    assert learner.cross.compare().startswith("16 tokens were published")
 
 
 def test_a_group_that_redis_lost_while_it_was_held_is_no_fault_of_the_successor(
     learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
 ) -> None:
     publish(db, 1, 2)
-    learner.source.turn()
+    learner.source.tick()
     learner.train(1)
     db.flushall()
     store.prepare()
     assert store.acquire("me", 0, 60_000, takeover=True) == 1
-    assert learner.cross.look() == "" and "32 tokens were received" in told(db, "redis-lost")[0]
+    assert learner.cross.compare() == "" and "32 tokens were received" in told(db, "redis-lost")[0]
     state = learner.checkpoint("step_1.e1")  # seq 2 is held, and undecided; then the learner ends
     successor = Learner(store, tmp_path, state, "step_1.e1")
-    assert successor.cross.look() == "", "what it will never receive is not missing"
+    assert successor.cross.compare() == "", "what it will never receive is not missing"
     assert successor.cross.values()["tokens_law_redis_lost"] == -TOKENS
 
 
@@ -165,12 +175,12 @@ def test_a_learner_that_goes_on_from_an_older_checkpoint_books_what_the_newer_on
     learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
 ) -> None:
     publish(db, 1, 2)
-    learner.source.turn()
+    learner.source.tick()
     older = learner.checkpoint("step_0.e1")
     learner.train(1, 2)
     learner.checkpoint("step_1.e1")
     again = Learner(store, tmp_path, older, "step_0.e1")
-    assert again.cross.look() == ""
+    assert again.cross.compare() == ""
     assert again.cross.values()["tokens_law_redis_lost"] == 2 * TOKENS
 
 
@@ -178,16 +188,16 @@ def test_a_checkpoint_that_knows_nothing_of_it_is_where_it_begins(
     learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
 ) -> None:
     publish(db, 1, 2)
-    learner.source.turn()
+    learner.source.tick()
     learner.train(1, 2)
     state = learner.checkpoint("step_1.e1")
     for name in ("tokens", "redis"):
         del state[name]
     again = Learner(store, tmp_path, state, "step_1.e1")
-    assert again.cross.look() == "" and again.cross.values()["tokens_law_redis_lost"] == 0
+    assert again.cross.compare() == "" and again.cross.values()["tokens_law_redis_lost"] == 0
     publish(db, 3)
-    again.source.turn()
-    assert again.cross.look() == "" and again.books.law.generated == TOKENS
+    again.source.tick()
+    assert again.cross.compare() == "" and again.delivery.accounting.generated == TOKENS
 
 
 def test_rejected_attempts_are_counted_on_across_a_redis_that_forgot(
@@ -205,7 +215,7 @@ def test_rejected_attempts_are_counted_on_across_a_redis_that_forgot(
     store.prepare()
     reject(5)
     learner.cross.update()  # it cannot know yet whose count this is
-    learner.cross.look()
+    learner.cross.compare()
     reject(2)
     learner.cross.update()
     assert learner.cross.values()["tokens_law_rejected"] == 37
@@ -218,8 +228,8 @@ def test_a_group_that_is_dead_on_arrival_or_unreadable_is_in_the_books_by_token(
     db.xreadgroup(TASK_GROUP, "r1", {KEYS.tasks: ">"}, count=1)
     db.fcall(fn.PUBLISH, 3, KEYS.tasks, KEYS.traj, KEYS.tokens, id_, 1, b"\xc1", b"?", 21)
     publish(db, 2)
-    learner.source.turn()
-    learner.books.settle([2], Outcome.STALE, "too_old", tokens=TOKENS)
-    buckets = learner.books.law.buckets
-    assert (buckets["failed"], buckets["stale"], learner.books.law.generated) == (21, TOKENS, 21 + TOKENS)
-    assert learner.books.check() == "" == learner.cross.look()
+    learner.source.tick()
+    learner.delivery.settle([2], Outcome.STALE, "too_old", tokens=TOKENS)
+    buckets = learner.delivery.accounting.totals
+    assert (buckets["failed"], buckets["stale"], learner.delivery.accounting.generated) == (21, TOKENS, 21 + TOKENS)
+    assert learner.delivery.inconsistency() == "" == learner.cross.compare()

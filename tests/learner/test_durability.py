@@ -19,12 +19,12 @@ import torch
 
 from learner.checkpoint import journal as journal_module
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.checkpoint.journal import Journal, index_of
+from learner.checkpoint.journal import GroupJournal, index_of
 from learner.checkpoint.signing import run_key
 from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings, PublishSettings
 from learner.delivery.store import RunStore
 from learner.weights import build_publisher
-from learner.weights.base import Link
+from learner.weights.base import EngineLink
 from protocol.header import read_header, seal
 from protocol.ledger import Ledger
 from protocol.messages import WeightUpdate
@@ -150,7 +150,7 @@ def test_weights_are_on_the_device_before_they_are_renamed_and_announced(
         def target(self, update: WeightUpdate, _: str) -> None:
             lost.append(device.lost(Path(update.path)))
 
-    link: Link = Told()  # type: ignore[assignment]
+    link: EngineLink = Told()  # type: ignore[assignment]
     publisher = build_publisher(settings, run, [tmp_path / "m" / "tokenizer.json"], link)
     for step in range(2):
         publisher.announce(publisher.publish(PolicyVersion(1, step), ADAPTER), "ready")
@@ -173,7 +173,7 @@ def test_every_file_of_the_journal_is_on_the_device_when_it_was_flushed(
     monkeypatch.setattr(journal_module, "FILE_BYTES", 100)
     folder = tmp_path / "run" / "journal"
     for start in range(2):
-        journal = Journal(folder)
+        journal = GroupJournal(folder)
         for step in range(1, 4):
             journal.append(step, 1 + start, [seal(make_group(3 * start + step))])
         journal.flush()
@@ -216,7 +216,7 @@ def test_whatever_is_relied_on_is_on_the_device_first(
             unknown.extend(seq for e in entries if (seq := read_header(e[b"h"]).seq) not in ledger)
         return ack(self, ids)
 
-    monkeypatch.setattr(RunStore, "own", owning)
+    monkeypatch.setattr(RunStore, "set_owner", owning)
     monkeypatch.setattr(RunStore, "target", announcing)
     monkeypatch.setattr(RunStore, "ack", acknowledging)
     with tiny_learner.Player(address, run.id):

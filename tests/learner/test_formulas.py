@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.base import Scored, TokenInputs
+from learner.algorithms.base import TokenInputs, TokenScores
 from learner.algorithms.losses import second_moment_bound
 from learner.config.algorithm import AlgorithmSettings
 
@@ -61,12 +61,12 @@ def tokens(seed: int, proximal: str = "behaviour") -> TokenInputs:
     return TokenInputs(**given, mask=mask, trajectory=trajectory, lags=torch.zeros(n, dtype=torch.int64))
 
 
-def scored(x: TokenInputs) -> Scored:
+def scored(x: TokenInputs) -> TokenScores:
     """The same tokens before the update. The policy is then `old`, or without a proximal policy what it still is."""
     recomputed = not torch.equal(x.old[x.mask], x.behaviour[x.mask])
     old = x.old if recomputed else x.logprobs.detach()
     turn = torch.zeros_like(x.trajectory)
-    return Scored(x.outcome, x.advantages, x.behaviour, old, x.reference, None, x.mask, x.trajectory, turn)
+    return TokenScores(x.outcome, x.advantages, x.behaviour, old, x.reference, None, x.mask, x.trajectory, turn)
 
 
 def cut(x: TokenInputs, at: int) -> list[TokenInputs]:
@@ -77,7 +77,7 @@ def cut(x: TokenInputs, at: int) -> list[TokenInputs]:
 
 def found(algorithm: Any, pieces: list[TokenInputs]) -> tuple[float, list[float], float]:
     """Loss, gradient to the log-probs, and how many tokens were rejected."""
-    algorithm.judge([scored(x) for x in pieces], lambda vector: vector)
+    algorithm.compute_advantages([scored(x) for x in pieces], lambda vector: vector)
     total, gradient, rejected = 0.0, [], 0.0
     for x in pieces:
         leaf = x.logprobs.detach().clone().requires_grad_()

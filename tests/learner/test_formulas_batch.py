@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from learner.algorithms import build_algorithm
 from learner.algorithms.advantages import Outcomes
-from learner.algorithms.base import Scored, TokenInputs
+from learner.algorithms.base import TokenInputs, TokenScores
 from learner.config.algorithm import AlgorithmSettings
 from learner.config.learner import BatchSettings, TrainerSettings
 from learner.data.batch import build_batch
@@ -106,7 +106,7 @@ def test_parts_reach_the_tokens_of_a_batch_and_whitening_is_verls_last_step() ->
         settings=BatchSettings(),
         temperature=1.0,
     )
-    (micro,) = batch.parts[0]
+    (micro,) = batch.minibatches[0]
     wanted = slow_gdpo(1e-6, whole_batch=False)
     numbers = micro.trajectory.tolist()
     np.testing.assert_allclose(micro.advantages, [wanted[n] for n in numbers], rtol=1e-6)
@@ -114,8 +114,9 @@ def test_parts_reach_the_tokens_of_a_batch_and_whitening_is_verls_last_step() ->
     nothing, numbered = torch.zeros(n, dtype=torch.float64), torch.from_numpy(micro.trajectory)
     advantages = torch.tensor([wanted[i] for i in numbers], dtype=torch.float64)
     mask = torch.ones(n, dtype=torch.bool)
-    (judged,), _ = algorithm.judge(
-        [Scored(nothing, advantages, nothing, nothing, nothing, None, mask, numbered, numbered)], lambda vector: vector
+    (judged,), _ = algorithm.compute_advantages(
+        [TokenScores(nothing, advantages, nothing, nothing, nothing, None, mask, numbered, numbered)],
+        lambda vector: vector,
     )
     values = [wanted[i] for i in numbers]
     slow = [(v - mean(values)) / math.sqrt(deviation(values) ** 2 + 1e-8) for v in values]
@@ -143,7 +144,7 @@ def test_parts_that_cannot_be_are_refused() -> None:
 def test_gpgs_alpha_counts_what_the_settings_say(alpha: str, counted: int) -> None:
     """11 voters: 9 in groups whose rewards differ, 10 with a reward (of which the one without one is made here)."""
     groups = over_the_wire()
-    rewards = [[t.reward for t in g.trajectories if t.status.votes] for g in groups]
+    rewards = [[t.reward for t in g.trajectories if t.status.is_valid] for g in groups]
     assert sum(map(len, rewards)) == 11
     outcomes = Outcomes.of(groups)
     outcomes.rewards[1] = rewards[0][1] = 0.0
@@ -184,8 +185,10 @@ def test_normalised_weights_have_mean_one_over_tokens_or_over_trajectories(level
     algorithm = algorithm_of(type="reinforce", old_logprobs="recompute", correction=correction)
     parts = [slice(0, 2), slice(2, n)]
     zeros = torch.zeros(n, dtype=torch.int64)
-    scored = [Scored(gain[p], gain[p], behaviour[p], old[p], None, None, mask[p], number[p], zeros[p]) for p in parts]
-    algorithm.judge(scored, lambda vector: vector)
+    scored = [
+        TokenScores(gain[p], gain[p], behaviour[p], old[p], None, None, mask[p], number[p], zeros[p]) for p in parts
+    ]
+    algorithm.compute_advantages(scored, lambda vector: vector)
     slope = []
     for p in parts:
         leaf = old[p].clone().requires_grad_()

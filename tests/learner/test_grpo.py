@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.base import Scored, TokenInputs
+from learner.algorithms.base import TokenInputs, TokenScores
 from learner.config.algorithm import GrpoSettings
 from learner.config.learner import BatchSettings
 from learner.data.batch import build_batch
@@ -57,11 +57,11 @@ def slow_importance(x: TokenInputs, s: GrpoSettings) -> list[float]:
     return [f / mean for f in found]
 
 
-def as_scored(x: TokenInputs) -> Scored:
-    """The same tokens before the update, as `judge` takes them."""
+def as_scored(x: TokenInputs) -> TokenScores:
+    """The same tokens before the update, as `compute_advantages` takes them."""
     n = len(x.behaviour)
     nothing, turn = torch.zeros(n, dtype=x.behaviour.dtype), torch.zeros(n, dtype=torch.int64)
-    return Scored(nothing, x.advantages, x.behaviour, x.old, x.reference, None, x.mask, x.trajectory, turn)
+    return TokenScores(nothing, x.advantages, x.behaviour, x.old, x.reference, None, x.mask, x.trajectory, turn)
 
 
 def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[float]]:
@@ -101,7 +101,7 @@ def test_the_loss_is_that_of_a_slow_loop(settings):
     s = GrpoSettings(**settings)
     x = inputs(old=inputs(seed=5).behaviour - 0.7) if s.old_logprobs == "recompute" else inputs()
     algorithm = build_algorithm(s)
-    algorithm.judge([as_scored(x)], lambda vector: vector)
+    algorithm.compute_advantages([as_scored(x)], lambda vector: vector)
     out = algorithm.loss(x)
     out.loss.backward()
     total, to_logprobs, to_entropy = slow(x, s)
@@ -183,10 +183,10 @@ def test_the_metrics_are_sums_over_tokens():
 
 
 def test_a_reference_is_asked_for_only_when_it_counts():
-    assert not build_algorithm(GrpoSettings()).needs.reference
-    assert build_algorithm(GrpoSettings(kl={"coefficient": 0.01})).needs.reference
-    assert not build_algorithm(GrpoSettings()).needs.entropy_gradient
-    assert build_algorithm(GrpoSettings(entropy_coefficient=0.01)).needs.entropy_gradient
+    assert not build_algorithm(GrpoSettings()).requirements.reference
+    assert build_algorithm(GrpoSettings(kl={"coefficient": 0.01})).requirements.reference
+    assert not build_algorithm(GrpoSettings()).requirements.entropy_gradient
+    assert build_algorithm(GrpoSettings(entropy_coefficient=0.01)).requirements.entropy_gradient
 
 
 def groups() -> list[TrajectoryGroup]:
@@ -253,12 +253,12 @@ def test_the_loss_of_a_batch_is_that_of_a_slow_loop_over_groups(aggregation):
     losses: list[list[float]] = []
     number = -1
     for group in groups():
-        voters = [t.reward for t in group.trajectories if t.status.votes]
+        voters = [t.reward for t in group.trajectories if t.status.is_valid]
         mean = sum(voters) / len(voters)
         std = math.sqrt(sum((r - mean) ** 2 for r in voters) / (len(voters) - 1))
         for t in group.trajectories:
             number += 1
-            if not t.status.votes:
+            if not t.status.is_valid:
                 continue
             a = (t.reward - mean) / (std + s.epsilon)
             tokens = []

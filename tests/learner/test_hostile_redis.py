@@ -17,12 +17,12 @@ import redis
 from learner.config.learner import FilterSettings, LearnerSettings
 from learner.data.filter import GroupFilter
 from learner.delivery import dead_letters as evidence
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import Evidence, History
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import DeadLetterStore, EventLog
 from learner.delivery.entry import BadEntry
-from learner.delivery.lease import Lease
-from learner.delivery.reconciler import Reconciler
-from learner.delivery.state import Books
+from learner.delivery.lease import LearnerLease
+from learner.delivery.reconciler import MissingSeqReconciler
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol import events
 from protocol.errors import Fenced, UserError
@@ -86,25 +86,25 @@ def test_a_lease_without_a_holder_is_nobodys_and_is_taken(store: RunStore, db: r
     db.delete(KEYS.lease)
     db.hset(KEYS.lease, "foo", "bar")
     assert store.holder() is None
-    lease = Lease(store, 5.0, tmp_path / "epochs")
+    lease = LearnerLease(store, 5.0, tmp_path / "epochs")
     assert lease.acquire(0) == 2
     db.hset(KEYS.lease, mapping={"epoch": "x", "since": "y", "ttl": "z"})
     holder = store.holder()
     assert holder is not None and (holder.epoch, holder.since, holder.renewed_s) == (0, 0.0, None)
     with pytest.raises(Fenced):
         lease.renew()
-    assert lease.regain() and lease.epoch == 3, "what somebody has overwritten is taken again"
+    assert lease.reacquire() and lease.epoch == 3, "what somebody has overwritten is taken again"
 
 
 def test_a_stream_that_can_take_no_entry_more_is_no_silence(store: RunStore, db: redis.Redis, tmp_path: Path) -> None:
     source = made(store, tmp_path)
-    reconciler = Reconciler(store, source._books, source, History(store))
-    reconciler.turn()
+    reconciler = MissingSeqReconciler(store, source._delivery, source, EventLog(store))
+    reconciler.tick()
     db.xadd(KEYS.traj, {"x": "y"}, id=LAST_ID)
-    refused(KEYS.traj, reconciler.turn)
+    refused(KEYS.traj, reconciler.tick)
     db.delete(KEYS.traj)
     store.prepare()
-    reconciler.turn()
+    reconciler.tick()
 
 
 def test_a_learner_whose_stream_takes_nothing_more_ends_with_words_instead_of_waiting(
@@ -119,14 +119,14 @@ def test_ids_ahead_of_the_clock_are_said_once_and_delivery_goes_on(
     store: RunStore, db: redis.Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = made(store, tmp_path)
-    reconciler = Reconciler(store, source._books, source, History(store))
+    reconciler = MissingSeqReconciler(store, source._delivery, source, EventLog(store))
     db.xadd(KEYS.traj, {"x": "y"}, id=f"{2**64 - 1}-0")
     for _ in range(3):
-        reconciler.turn()
+        reconciler.tick()
     assert len([r for r in caplog.records if "ahead of Redis' clock" in r.getMessage()]) == 1
     assert [events.parse(e)["kind"] for _, e in db.xrange(KEYS.events)].count("ids-ahead") == 1
     publish(db, make_group(3, run="t1"))
-    source.turn()
+    source.tick()
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.05)] == [3]
 
 
@@ -159,10 +159,10 @@ def publish(db: redis.Redis, message: Any) -> bytes:
     return db.xadd(KEYS.traj, {"seq": message.seq, "h": header, "b": body})
 
 
-def made(store: RunStore, tmp_path: Path) -> Source:
-    parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
+def made(store: RunStore, tmp_path: Path) -> StreamConsumer:
+    parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
     nothing = GroupFilter(FilterSettings(), 1)
-    return Source(store, Books(issued=40), "t1", nothing, room=30, max_attempts=3, **parts)
+    return StreamConsumer(store, DeliveryState(issued=40), "t1", nothing, capacity=30, max_attempts=3, **parts)
 
 
 def unreadable(seq: int) -> GroupFailed:
@@ -174,31 +174,31 @@ def test_a_corrupt_task_is_a_failed_attempt_and_dead_after_three(
     store: RunStore, db: redis.Redis, tmp_path: Path
 ) -> None:
     source = made(store, tmp_path)
-    books = source._books
+    delivery = source._delivery
     for attempt in (2, 3):
         publish(db, unreadable(5))
-        source.turn()
-        assert 5 not in books.ledger and books.due == {5} and books.attempts[5] == attempt
-        books.due.clear()  # it was issued again
+        source.tick()
+        assert 5 not in delivery.ledger and delivery.due == {5} and delivery.attempts[5] == attempt
+        delivery.due.clear()  # it was issued again
     publish(db, unreadable(5))
-    source.turn()
-    assert books.ledger.notes == [(5, Outcome.DEAD, "task_corrupt")]
-    assert books.tally.dead_letters == 3 and books.check(whole=False) == ""
+    source.tick()
+    assert delivery.ledger.notes == [(5, Outcome.DEAD, "task_corrupt")]
+    assert delivery.counters.dead_letters == 3 and delivery.inconsistency(whole=False) == ""
 
 
 def test_a_forged_task_does_not_throw_away_the_group_of_the_true_one(
     store: RunStore, db: redis.Redis, tmp_path: Path
 ) -> None:
     source = made(store, tmp_path)
-    books = source._books
+    delivery = source._delivery
     store.issue(0, [(seq, b"body") for seq in range(1, 7)])
     db.xreadgroup("rollout", "healthy", {KEYS.tasks: ">"}, count=6)
     for _ in range(5):  # junk for a seq that a healthy server has leased
         publish(db, unreadable(5))
-    source.turn()
-    assert books.due == set() and books.attempts == {} and 5 not in books.ledger
+    source.tick()
+    assert delivery.due == set() and delivery.attempts == {} and 5 not in delivery.ledger
     publish(db, make_group(5, run="t1"))
-    source.turn()
+    source.tick()
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.05)] == [5]
     letters = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]
     assert {letter["reason"] for letter in letters} == {"task_corrupt"} and "seq 5" in letters[0]["detail"]
@@ -209,11 +209,11 @@ def test_dead_letters_on_disk_are_bounded(store: RunStore, tmp_path: Path, monke
 
     monkeypatch.setattr(evidence, "FILE_BYTES", 20_000)
     path = tmp_path / "dead_letters.jsonl"
-    keeper = Evidence(store, path)
+    keeper = DeadLetterStore(store, path)
     for n in range(1, 101):
-        keeper.keep(b"%d-0" % n, {b"h": b"h" * 500, b"b": b"b" * 500}, BadEntry("corrupt", "junk", n))
+        keeper.add(b"%d-0" % n, {b"h": b"h" * 500, b"b": b"b" * 500}, BadEntry("corrupt", "junk", n))
         assert sum(p.stat().st_size for p in tmp_path.glob("dead_letters.jsonl*")) < 2 * 20_000 + 2_000
-    assert evidence.older(path).exists()
+    assert evidence.rotated(path).exists()
     kept = [letter.seq for letter in read_letters(store._db, "other", tmp_path)]
     assert kept == list(range(kept[0], 101)) and 10 < len(kept) < 40, "the newest, of both files"
     gone = [DeadLetter(f"{n}-0", n, "corrupt", "", "learner", b"", b"") for n in kept[:-1]]

@@ -18,7 +18,7 @@ from learner.checkpoint.signing import SIGNATURE, run_key
 from learner.config.learner import LearnerSettings
 from learner.data.questions import load_questions
 from learner.data.sampler import Sampler
-from learner.delivery.identity import own_lineage
+from learner.delivery.identity import ensure_lineage_id
 from protocol import events
 from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_was_copied_from_another_run_is_refused_with_the_way_o
     begun: RunSettings, refusal: Refusal, db: redis.Redis
 ) -> None:
     copy = other_directory(begun)
-    own_lineage(copy)
+    ensure_lineage_id(copy)
     shutil.copytree(begun.checkpoint_dir, copy.checkpoint_dir)
     shutil.copy(begun.dir / "run.key", copy.dir)
     before = kept(db)
@@ -197,10 +197,10 @@ def test_a_checkpoint_that_was_copied_from_another_run_is_refused_with_the_way_o
 def test_a_lost_file_is_made_again_from_the_checkpoint_and_a_spoilt_one_is_refused(begun: RunSettings) -> None:
     was, path = lineage(begun), begun.dir / LINEAGE_FILE
     path.unlink()
-    assert own_lineage(begun) == own_lineage(begun) == lineage(begun) == was
+    assert ensure_lineage_id(begun) == ensure_lineage_id(begun) == lineage(begun) == was
     path.write_text("not hex\n")
     with pytest.raises(UserError, match="cannot be read") as refused:
-        own_lineage(begun)
+        ensure_lineage_id(begun)
     assert was in refused.value.todo
 
 

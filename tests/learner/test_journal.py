@@ -12,8 +12,8 @@ import pytest
 from learner.checkpoint import journal as module
 from learner.checkpoint.journal import (
     RECORD_BYTES,
-    Conditions,
-    Journal,
+    BatchConditions,
+    GroupJournal,
     all_places,
     frames,
     index_of,
@@ -27,13 +27,13 @@ from tests.support.messages import make_group
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Callable[[], Journal]]:
+def journal(tmp_path: Path) -> Iterator[Callable[[], GroupJournal]]:
     """Opens the journal in tmp_path, as each learner start does."""
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(closing(Journal(tmp_path)))
+        yield lambda: stack.enter_context(closing(GroupJournal(tmp_path)))
 
 
-def append(journal: Journal, step: int, epoch: int, *seqs: int) -> None:
+def append(journal: GroupJournal, step: int, epoch: int, *seqs: int) -> None:
     journal.append(step, epoch, [seal(make_group(seq)) for seq in seqs])
 
 
@@ -42,7 +42,7 @@ def seqs(folder: Path, **how: object) -> list[tuple[int, int, int]]:
 
 
 def test_groups_come_back_whole_and_in_order(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+    journal = GroupJournal(tmp_path / "j")
     append(journal, 1, 1, 3, 1)
     append(journal, 2, 1, 2)
     assert seqs(tmp_path / "j") == [(1, 1, 3), (1, 1, 1), (1, 2, 2)], "also while the file is open"
@@ -52,7 +52,7 @@ def test_groups_come_back_whole_and_in_order(tmp_path: Path) -> None:
     assert (entry.group.trajectories[0].ids == make_group(3).trajectories[0].ids).all()
 
 
-def test_steps_that_a_crash_rolled_back_are_left_out(tmp_path: Path, journal: Callable[[], Journal]) -> None:
+def test_steps_that_a_crash_rolled_back_are_left_out(tmp_path: Path, journal: Callable[[], GroupJournal]) -> None:
     first, second = journal(), journal()
     for step in (1, 2, 3):
         append(first, step, 1, step)
@@ -64,7 +64,9 @@ def test_steps_that_a_crash_rolled_back_are_left_out(tmp_path: Path, journal: Ca
 
 
 @pytest.mark.parametrize("harm", ["cut body", "cut head", "flip"])
-def test_a_damaged_frame_ends_its_file_and_no_other(tmp_path: Path, journal: Callable[[], Journal], harm: str) -> None:
+def test_a_damaged_frame_ends_its_file_and_no_other(
+    tmp_path: Path, journal: Callable[[], GroupJournal], harm: str
+) -> None:
     first = journal()
     append(first, 1, 1, 1, 2)
     first.close()
@@ -81,7 +83,9 @@ def test_a_damaged_frame_ends_its_file_and_no_other(tmp_path: Path, journal: Cal
     assert seqs(tmp_path) == [*kept, (2, 2, 3)]
 
 
-def test_files_are_rotated(tmp_path: Path, journal: Callable[[], Journal], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_rotated(
+    tmp_path: Path, journal: Callable[[], GroupJournal], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "FILE_BYTES", 100)
     written = journal()
     for step in range(1, 4):
@@ -90,21 +94,21 @@ def test_files_are_rotated(tmp_path: Path, journal: Callable[[], Journal], monke
     assert [step for _, step, _ in seqs(tmp_path)] == [1, 2, 3]
 
 
-def test_a_step_can_be_found_and_read_alone(tmp_path: Path, journal: Callable[[], Journal]) -> None:
+def test_a_step_can_be_found_and_read_alone(tmp_path: Path, journal: Callable[[], GroupJournal]) -> None:
     written = journal()
-    conditions = Conditions(1, (PolicyVersion(1, 0),), 0.7, 2, ((1, 9),))
+    conditions = BatchConditions(1, (PolicyVersion(1, 0),), 0.7, 2, ((1, 9),))
     append(written, 1, 1, 9)
     written.append(2, 1, [seal(make_group(s)) for s in (5, 4)], conditions)
     wanted = [p for p in all_places(tmp_path) if p.step == 2]
     assert [p.seq for p in wanted] == [5, 4]
     for place, frame in frames(reversed(wanted)):
-        assert Conditions.from_plain(frame["batch"]) == conditions
+        assert BatchConditions.from_plain(frame["batch"]) == conditions
         assert read_header(frame["h"]).seq == place.seq
 
 
 @pytest.mark.parametrize("harm", ["none", "missing", "short", "cut", "flip", "off by one", "ahead"])
 def test_the_index_says_the_same_whatever_became_of_it(
-    tmp_path: Path, journal: Callable[[], Journal], harm: str
+    tmp_path: Path, journal: Callable[[], GroupJournal], harm: str
 ) -> None:
     written = journal()
     append(written, 1, 1, 3, 1, 2)
@@ -130,7 +134,7 @@ def test_the_index_says_the_same_whatever_became_of_it(
 
 
 def test_a_damaged_group_costs_no_other_when_the_index_knows_where_they_are(
-    tmp_path: Path, journal: Callable[[], Journal]
+    tmp_path: Path, journal: Callable[[], GroupJournal]
 ) -> None:
     append(journal(), 1, 1, 3, 1, 2)
     (data,) = tmp_path.glob("*.bin")
@@ -142,7 +146,7 @@ def test_a_damaged_group_costs_no_other_when_the_index_knows_where_they_are(
 
 def test_a_journal_of_limited_size_loses_its_oldest_steps_but_none_that_is_needed(tmp_path: Path) -> None:
     one = len(seal(make_group(1))[1])
-    with closing(Journal(tmp_path, max_bytes=8 * one)) as written:
+    with closing(GroupJournal(tmp_path, max_bytes=8 * one)) as written:
         for step in range(1, 21):
             append(written, step, 1, step)
         written.prune(needed_from=4)
@@ -156,7 +160,7 @@ def test_a_journal_of_limited_size_loses_its_oldest_steps_but_none_that_is_neede
     assert seqs(tmp_path)[-1] == (1, 21, 21)
 
 
-def test_a_full_disk_is_told_once_and_spoils_nothing(tmp_path: Path, journal: Callable[[], Journal]) -> None:
+def test_a_full_disk_is_told_once_and_spoils_nothing(tmp_path: Path, journal: Callable[[], GroupJournal]) -> None:
     written = journal()
     append(written, 1, 1, 1)
     (data,) = tmp_path.glob("*.bin")

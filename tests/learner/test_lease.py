@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 import redis
 
-from learner.delivery.lease import Lease
+from learner.delivery.lease import LearnerLease
 from learner.delivery.store import RunStore
 from protocol.errors import Fenced, UserError
 from protocol.keys import Keys
 from protocol.settings import RunSettings
 
-Make = Callable[..., Lease]
+Make = Callable[..., LearnerLease]
 
 
 @pytest.fixture
 def make(run: RunSettings, tmp_path: Path) -> Iterator[Make]:
     stores = []
 
-    def lease(ttl_s: float = 30.0, folder: str = "epochs") -> Lease:
+    def lease(ttl_s: float = 30.0, folder: str = "epochs") -> LearnerLease:
         stores.append(RunStore(run.redis_url, run.id))
         stores[-1].prepare()
-        return Lease(stores[-1], ttl_s, tmp_path / folder)
+        return LearnerLease(stores[-1], ttl_s, tmp_path / folder)
 
     yield lease
     for store in stores:
@@ -73,13 +73,13 @@ def test_a_living_holder_is_not_disturbed(make: Make) -> None:
     assert other.acquire(0, takeover=True) == 2
     with pytest.raises(Fenced):
         holder.renew()
-    found = holder.lost_to()
+    found = holder.superseded_by()
     assert found and found.token == other.token
     holder.release()
     other.renew()
 
 
-def renewing(holder: Lease, call: Callable[[], int]) -> None:
+def renewing(holder: LearnerLease, call: Callable[[], int]) -> None:
     import threading
 
     stop = threading.Event()
@@ -107,7 +107,7 @@ def test_the_lease_of_a_lost_host_is_waited_for(make: Make, db: redis.Redis) -> 
 
 
 def test_a_holder_that_ended_on_this_machine_is_not_waited_for(make: Make) -> None:
-    code = "from learner.delivery.lease import Lease; print(Lease(None, 1, None).token)"
+    code = "from learner.delivery.lease import LearnerLease; print(LearnerLease(None, 1, None).token)"
     dead = make()
     dead.token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     dead.acquire(0)
@@ -131,17 +131,17 @@ def test_without_redis_the_epochs_on_disk_decide_who_may_commit(make: Make, tmp_
 def test_a_lapsed_lease_is_taken_again_unless_somebody_else_had_it_since(make: Make, db: redis.Redis) -> None:
     first, second = make(), make()
     first.acquire(0)
-    assert not first.regain(), "it was ours all the time"
+    assert not first.reacquire(), "it was ours all the time"
     db.delete(Keys("t1").lease)
-    assert first.regain() and first.epoch == 2
+    assert first.reacquire() and first.epoch == 2
     db.delete(Keys("t1").lease)
     second.acquire(0)
     with pytest.raises(Fenced, match=r"\(epoch 2, process \d+\) was replaced by epoch 3, .*renewed 0\.\d s ago"):
-        first.regain()
+        first.reacquire()
     # The successor has come and gone, and Redis has forgotten even that.
     second.release()
     db.flushall()
-    for call in (first.regain, first.confirm):
+    for call in (first.reacquire, first.confirm):
         with pytest.raises(Fenced, match=rf"replaced by epoch 3, process {os.getpid()} on .*, since 20"):
             call()
     assert first.epoch == 2 and not db.exists(Keys("t1").lease), "a fenced learner takes nothing"
@@ -153,4 +153,4 @@ def test_a_lapsed_lease_is_nobodys(make: Make, db: redis.Redis) -> None:
     db.delete(Keys("t1").lease)
     with pytest.raises(Fenced):
         lease.renew()
-    assert lease.lost_to() is None and lease.acquire(lease.epoch) == 2
+    assert lease.superseded_by() is None and lease.acquire(lease.epoch) == 2

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from learner.interfaces import StepReport
 from learner.observability.metrics import Meter, StepLog
-from learner.observability.reporting import Teller, group_lags, group_metrics, token_lags
-from learner.observability.trackers.base import RunFacts
+from learner.observability.reporting import StepReporter, group_lags, group_metrics, token_lags
+from learner.observability.trackers.base import RunInfo
 from learner.observability.trackers.fanout import Trackers
-from learner.trainer.trainer import StepReport
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
 from tests.support.messages import make_group, make_question, prompt_segment
 
@@ -43,7 +43,7 @@ def a_trajectory(draw: random.Random) -> Trajectory:
             )
         )
     status = draw.choice(list(Status))
-    parts = {"em": float(draw.randint(0, 1)), "format": draw.random()} if status.votes else {}
+    parts = {"em": float(draw.randint(0, 1)), "format": draw.random()} if status.is_valid else {}
     if draw.random() < 0.3:
         parts.pop("format", None)
     return Trajectory(
@@ -150,9 +150,9 @@ def test_a_step_replaces_the_numbers_of_the_one_before(tmp_path: Path) -> None:
         groups = [group.model_copy(update={"trajectories": trajectories})]
         teller.step(step, groups, report, (1.0, {}), now_step=step - 1, epoch=1, more={})
 
-    meter, run = Meter(), RunFacts("r", tmp_path, 1, {})
-    teller = Teller(meter, StepLog(tmp_path / "metrics.jsonl"), Trackers([], run), steps=2)
-    meter.put(checkpoint_step=0)
+    meter, run = Meter(), RunInfo("r", tmp_path, 1, {})
+    teller = StepReporter(meter, StepLog(tmp_path / "metrics.jsonl"), Trackers([], run), steps=2)
+    meter.set(checkpoint_step=0)
     tell(1, {"em": 1.0}, {"loss_lag_3": 0.25})
     assert {"reward/em", "loss_lag_3"} <= meter.snapshot("0").values.keys()
     tell(2, {"f1": 1.0}, {"loss_lag_0": 0.75})

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.checkpoint.journal import Conditions, all_places, frames
+from learner.checkpoint.journal import BatchConditions, all_places, frames
 from learner.checkpoint.replay import replay
 from learner.config.learner import LearnerSettings, MixSettings
-from learner.data.replay_buffer import Mix, Trained
+from learner.data.replay_buffer import ReplayBuffer, ReplayedGroup
 from protocol.header import seal
 from protocol.messages import Task
 from protocol.settings import RunSettings
@@ -22,34 +22,34 @@ from tests.support.messages import make_group
 Serve = Callable[..., int]
 
 
-def past(steps: int, lag: int = 0) -> list[Trained]:
+def past(steps: int, lag: int = 0) -> list[ReplayedGroup]:
     """Of each step two groups, which began `lag` steps before the version that the step updated."""
     return [
-        Trained(step, make_group(10 * step + n, version=PolicyVersion(1, max(0, step - 1 - lag))))
+        ReplayedGroup(step, make_group(10 * step + n, version=PolicyVersion(1, max(0, step - 1 - lag))))
         for step in range(1, steps + 1)
         for n in (1, 2)
     ]
 
 
-def drawn(mix: Mix, now_step: int) -> list[tuple[int, int]]:
+def drawn(mix: ReplayBuffer, now_step: int) -> list[tuple[int, int]]:
     return [(t.step, t.group.seq) for t in mix.draw(now_step, [])]
 
 
 def test_only_groups_within_the_lag_bound_are_drawn() -> None:
-    everything = Mix(100, 3, 0, past(9))
+    everything = ReplayBuffer(100, 3, 0, past(9))
     assert drawn(everything, 9) == [(s, 10 * s + n) for s in (7, 8, 9) for n in (1, 2)]
-    assert drawn(Mix(100, 3, 0, past(9, lag=2)), 9) == [(9, 91), (9, 92)]
-    assert drawn(Mix(100, 0, 0, past(9)), 9) == []
+    assert drawn(ReplayBuffer(100, 3, 0, past(9, lag=2)), 9) == [(9, 91), (9, 92)]
+    assert drawn(ReplayBuffer(100, 0, 0, past(9)), 9) == []
     assert [t.group.seq for t in everything.draw(9, [make_group(91)])] == [71, 72, 81, 82, 92]
 
 
 def test_the_draw_follows_from_seed_step_and_what_was_trained() -> None:
-    grown = Mix(3, 4, 7)
+    grown = ReplayBuffer(3, 4, 7)
     for step, group in past(9):
         grown.add(step, [group])
-    again = Mix(3, 4, 7, past(9)[6:])
+    again = ReplayBuffer(3, 4, 7, past(9)[6:])
     assert drawn(grown, 9) == drawn(again, 9) and len(drawn(grown, 9)) == 3
-    others = {tuple(drawn(Mix(3, 4, seed, past(9)), 9)) for seed in range(20)}
+    others = {tuple(drawn(ReplayBuffer(3, 4, seed, past(9)), 9)) for seed in range(20)}
     assert len(others) > 10
 
 
@@ -78,7 +78,7 @@ def test_mixed_groups_are_booked_once_and_drawn_alike_after_a_crash(
     assert lines[8]["trajectories"] == 6 * 4, "four new groups and two old ones"
     batches = tiny_learner.surviving(run.dir)
     for place, frame in frames(all_places(run.dir / "journal")):
-        for step, seq in Conditions.from_plain(frame["batch"]).mixed:
+        for step, seq in BatchConditions.from_plain(frame["batch"]).mixed:
             assert step < place.step
             assert place.epoch == 1 or seq in batches[step], "the mix knows nothing of the lost steps"
     # A replay mixes what was mixed: the same weights.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.base import Scored, TokenInputs
+from learner.algorithms.base import TokenInputs, TokenScores
 from learner.algorithms.grpo import Grpo
 from learner.config.algorithm import ReinforcePpSettings
 from learner.config.policy import GroupSettings
@@ -76,7 +76,7 @@ def test_one_token_far_from_the_reference_is_no_gradient(distance: float, kind: 
 
 def test_a_token_far_from_the_reference_takes_at_most_ten_off_the_reward() -> None:
     one, zero = torch.ones(3), torch.zeros(3)
-    scored = Scored(
+    scored = TokenScores(
         rewards=torch.tensor([0.0, 0.0, 1.0]),
         advantages=one,
         behaviour=-one,
@@ -88,7 +88,7 @@ def test_a_token_far_from_the_reference_takes_at_most_ten_off_the_reward() -> No
         turn=zero.long(),
     )
     settings = ReinforcePpSettings(kl={"coefficient": 0.01, "type": "k3"}, whiten=False)
-    (judged,), facts = build_algorithm(settings).judge([scored], lambda vector: vector)
+    (judged,), facts = build_algorithm(settings).compute_advantages([scored], lambda vector: vector)
     assert judged.advantages.tolist() == pytest.approx([0.9, 0.9, 1.0])
     assert facts["kl_reference"] == pytest.approx(10 / 3)
 

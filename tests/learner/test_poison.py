@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ import yaml
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import FilterSettings, LearnerSettings
 from learner.data.filter import GroupFilter
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import Evidence, History
-from learner.delivery.entry import Entry
-from learner.delivery.state import Books
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.entry import StreamEntry
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol import events
 from protocol.codec import decode_as
@@ -29,7 +30,6 @@ from protocol.keys import Keys
 from protocol.messages import Task, TrajectoryGroup
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
-from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 KEYS = Keys("t1")
@@ -41,32 +41,32 @@ class Died(BaseException):
 
 
 @pytest.fixture
-def life(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Source]:
+def life(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StreamConsumer]:
     """A new life of the learner's source, with empty books, that dies over the entry of seq DEADLY."""
     import learner.delivery.consumer
 
     real = learner.delivery.consumer.read_entry
 
-    def read(id_: bytes, fields: dict[bytes, bytes], run: str) -> Entry:
+    def read(id_: bytes, fields: dict[bytes, bytes], run: str) -> StreamEntry:
         if fields[b"seq"] == b"%d" % DEADLY:
             raise Died
         return real(id_, fields, run)
 
     monkeypatch.setattr(learner.delivery.consumer, "read_entry", read)
 
-    def make() -> Source:
-        parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
+    def make() -> StreamConsumer:
+        parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
         nothing = GroupFilter(FilterSettings(), 1)
-        return Source(store, Books(issued=40), "t1", nothing, room=30, max_attempts=3, **parts)
+        return StreamConsumer(store, DeliveryState(issued=40), "t1", nothing, capacity=30, max_attempts=3, **parts)
 
     return make
 
 
-def live(source: Source, turns: int = 4) -> bool:
+def live(source: StreamConsumer, turns: int = 4) -> bool:
     """Whether it survived."""
     try:
         for _ in range(turns):
-            source.turn()
+            source.tick()
     except Died:
         return False
     return True
@@ -74,7 +74,7 @@ def live(source: Source, turns: int = 4) -> bool:
 
 @pytest.mark.fault(35)
 def test_after_three_deaths_an_entry_is_set_aside_unread_and_only_that_one(
-    life: Callable[..., Source], db: redis.Redis, tmp_path: Path
+    life: Callable[..., StreamConsumer], db: redis.Redis, tmp_path: Path
 ) -> None:
     for seq in range(1, 13):
         header, body = seal(make_group(seq, run="t1"))
@@ -82,9 +82,15 @@ def test_after_three_deaths_an_entry_is_set_aside_unread_and_only_that_one(
     assert [live(life()) for _ in range(3)] == [False, False, False]
     fourth = life()
     assert live(fourth)
-    books = fourth._books
-    assert books.held == set(range(1, 13)) - {DEADLY} and books.due == {DEADLY} and books.attempts[DEADLY] == 2
-    assert (books.tally.poisoned, books.tally.dead_letters, books.law.buckets["failed"]) == (1, 1, 16)
+    delivery = fourth._delivery
+    assert (
+        delivery.pending == set(range(1, 13)) - {DEADLY} and delivery.due == {DEADLY} and delivery.attempts[DEADLY] == 2
+    )
+    assert (delivery.counters.poisoned, delivery.counters.dead_letters, delivery.accounting.totals["failed"]) == (
+        1,
+        1,
+        16,
+    )
     (line,) = [json.loads(text) for text in (tmp_path / "dead.jsonl").read_text().splitlines()]
     assert (line["seq"], line["reason"]) == (DEADLY, "poison") and "3 times" in line["detail"] and len(line["b"]) > 100
     ((_, letter),) = db.xrange(KEYS.dlq)
@@ -93,7 +99,7 @@ def test_after_three_deaths_an_entry_is_set_aside_unread_and_only_that_one(
 
 
 def test_a_connection_that_breaks_again_and_again_makes_no_group_poisonous(
-    life: Callable[..., Source], db: redis.Redis, store: RunStore, monkeypatch: pytest.MonkeyPatch
+    life: Callable[..., StreamConsumer], db: redis.Redis, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header, body = seal(make_group(1, run="t1"))
     db.xadd(KEYS.traj, {"seq": 1, "h": header, "b": body})
@@ -107,17 +113,17 @@ def test_a_connection_that_breaks_again_and_again_makes_no_group_poisonous(
     monkeypatch.setattr(store, "hand_out", broken)
     for _ in range(6):
         with pytest.raises(RedisUnavailable):
-            source.turn()
+            source.tick()
     assert db.xpending_range(KEYS.traj, "learner", "-", "+", 1)[0]["times_delivered"] == 7
     monkeypatch.setattr(store, "hand_out", real)
-    assert live(source, 1) and source._books.held == {1} and source._books.tally.poisoned == 0
+    assert live(source, 1) and source._delivery.pending == {1} and source._delivery.counters.poisoned == 0
     assert db.xpending_range(KEYS.traj, "learner", "-", "+", 1)[0]["times_delivered"] == 0, "it did no harm"
 
 
 @pytest.mark.slow
 @pytest.mark.fault(35)
 def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
-    run: RunSettings, settings: LearnerSettings, address: dict[str, Any], tmp_path: Path
+    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, address: dict[str, Any], tmp_path: Path
 ) -> None:
     def spoil(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         if (task.seq, task.attempt) != (DEADLY, 1):
@@ -130,9 +136,9 @@ def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
         "learner": {"questions": str(settings.questions), "checkpoint_every": 3, "reconcile_s": 0.3},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    program = [sys.executable, "-m", "tests.support.poisoned", "4", "--config", str(tmp_path / "c.yaml")]
+    program = [sys.executable, str(Path(__file__).parent / "poisoned.py"), "4", "--config", str(tmp_path / "c.yaml")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with tiny_learner.Player(address, run.id, spoil=spoil) as player:
+    with tiny.Player(address, run.id, spoil=spoil) as player:
         done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1]) == [-11, -11, -11, 0], done.stderr
     found = Checkpoints(run.checkpoint_dir, 2).load()

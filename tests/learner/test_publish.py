@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
 from learner.weights import build_publisher
 from learner.weights import disk as module
-from learner.weights.base import BadWeights, Publisher
+from learner.weights.base import BadWeights, WeightPublisher
 from protocol.errors import UserError
 from protocol.messages import WeightUpdate
 from protocol.runtime.config import section
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> RunSettings:
 
 
 @pytest.fixture
-def publisher(run: RunSettings) -> Publisher:
+def publisher(run: RunSettings) -> WeightPublisher:
     return build_publisher(LearnerSettings().publish, run, sorted(run.model.iterdir()), Told())
 
 
@@ -50,7 +50,9 @@ def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
     return [("b", torch.full((3, 2), value, dtype=torch.bfloat16)), ("a", torch.arange(4.0))]
 
 
-def test_a_version_is_a_loadable_directory_that_its_manifest_describes(publisher: Publisher, run: RunSettings) -> None:
+def test_a_version_is_a_loadable_directory_that_its_manifest_describes(
+    publisher: WeightPublisher, run: RunSettings
+) -> None:
     update = publisher.publish(PolicyVersion(3, 12), weights())
     path = Path(update.path)
     assert path.is_absolute() and path.name == "v3.12"
@@ -93,7 +95,7 @@ def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:
 
 @pytest.mark.fault(40)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused(publisher: Publisher, run: RunSettings, bad: float) -> None:
+def test_weights_that_are_not_finite_are_refused(publisher: WeightPublisher, run: RunSettings, bad: float) -> None:
     with pytest.raises(BadWeights, match="tensor b"):
         publisher.publish(PolicyVersion(1, 1), weights(bad))
     assert list(run.weights_dir.iterdir()) == []
@@ -101,7 +103,7 @@ def test_weights_that_are_not_finite_are_refused(publisher: Publisher, run: RunS
 
 @pytest.mark.fault(42)
 def test_a_failed_write_leaves_nothing_that_looks_published(
-    publisher: Publisher, run: RunSettings, monkeypatch: pytest.MonkeyPatch
+    publisher: WeightPublisher, run: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from learner.config.learner import AdapterPublishSettings, DistributedPublishSettings
 from learner.delivery.store import RunStore
 from learner.weights import buckets, build_publisher
-from learner.weights.base import BadWeights, Publisher
-from learner.weights.process_group import Sender
+from learner.weights.base import BadWeights, WeightPublisher
+from learner.weights.process_group import GroupSender
 from protocol.codec import decode_as
 from protocol.errors import Fenced
 from protocol.messages import EngineInfo, NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
@@ -62,9 +62,9 @@ class Fleet:
         self.db = redis.Redis(unix_socket_path=socket)
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.stores: list[RunStore] = []
-        self.publishers: list[Publisher] = []
+        self.publishers: list[WeightPublisher] = []
 
-    def learner(self, **settings: Any) -> tuple[RunStore, Publisher, int]:
+    def learner(self, **settings: Any) -> tuple[RunStore, WeightPublisher, int]:
         """The next learner: its store, its publisher, its epoch. The one before is fenced."""
         given = {
             "fsync": False,
@@ -78,12 +78,12 @@ class Fleet:
 
     def learner_of(
         self, settings: DistributedPublishSettings | AdapterPublishSettings
-    ) -> tuple[RunStore, Publisher, int]:
+    ) -> tuple[RunStore, WeightPublisher, int]:
         store = RunStore(self.run.redis_url, self.run.id)
         store.prepare()
         epoch = store.acquire(f"L{len(self.stores)}", 0, 60_000, takeover=True)
         assert isinstance(epoch, int)
-        store.own(epoch, f"L{len(self.stores)}")
+        store.set_owner(epoch, f"L{len(self.stores)}")
         files = sorted(self.run.model.glob("*.json"))
         publisher = build_publisher(settings, self.run, files, store)
         self.stores.append(store)
@@ -206,7 +206,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, redis_socket: str) -> Iter
         made.close()
 
 
-def step(publisher: Publisher, version: PolicyVersion, weights: Weights, state: str = "ready") -> WeightUpdate:
+def step(publisher: WeightPublisher, version: PolicyVersion, weights: Weights, state: str = "ready") -> WeightUpdate:
     update = publisher.publish(version, iter(weights.items()))
     publisher.announce(update, state)
     return update
@@ -397,15 +397,15 @@ def test_one_engine_that_does_not_hold_what_the_policy_has_gets_files(
         starts[first], starts[second] = starts[second], starts[first]
         return starts
 
-    def flipped(self: Sender, tensors: Sequence[torch.Tensor]) -> Future[None]:
+    def flipped(self: GroupSender, tensors: Sequence[torch.Tensor]) -> Future[None]:
         harmed = [tensor.clone() for tensor in tensors]
         harmed[0].view(torch.uint8).reshape(-1)[5] ^= 1
         return real_send(self, harmed)
 
-    real_starts, real_send = buckets._starts, Sender.send
+    real_starts, real_send = buckets._starts, GroupSender.send
     with monkeypatch.context() as patch:
         if wrong == "sent":
-            patch.setattr(Sender, "send", flipped)
+            patch.setattr(GroupSender, "send", flipped)
         else:
             patch.setattr(
                 buckets, "_starts", lambda b: swapped(b) if any("layers.0" in n for n in b.names) else real_starts(b)
@@ -447,7 +447,7 @@ from protocol.versions import PolicyVersion
 run = RunSettings.model_validate_json(sys.argv[1])
 store = RunStore(run.redis_url, run.id)
 epoch = store.acquire("dying", 0, 60_000, takeover=True)
-store.own(epoch, "dying")
+store.set_owner(epoch, "dying")
 settings = DistributedPublishSettings(fsync=False, bucket_mb=1)
 publisher = build_publisher(settings, run, sorted(run.model.glob("*.json")), store)
 weights = load_file(run.model / "model.safetensors")

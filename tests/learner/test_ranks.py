@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from learner.config.model import EngineSettings, OptimSettings
-from learner.data.batch import MicroBatch, Share
+from learner.data.batch import MicroBatch, RankBatch
 from learner.engine import DeepSpeedEngine, join_ranks, leave_ranks
-from learner.trainer.distributed.channel import RankLost, Ranks, decode, encode
+from learner.trainer.distributed.channel import RankChannel, RankLost, decode, encode
 from learner.trainer.distributed.leader import RankedEngine, follow_lead, lead
 from protocol.errors import UserError
 from tests.support.waiting import wait_until
@@ -48,9 +48,9 @@ def micro_batch(seed: int) -> MicroBatch:
     return MicroBatch(**values)
 
 
-def share(seed: int = 0) -> Share:
+def share(seed: int = 0) -> RankBatch:
     parts = ((micro_batch(seed), micro_batch(seed + 1)), (micro_batch(seed + 2),), ())
-    return Share(parts, 0.7, 12, {"packing": 0.5, "groups": 3.0})
+    return RankBatch(parts, 0.7, 12, {"packing": 0.5, "groups": 3.0})
 
 
 # ---- shares as bytes
@@ -58,11 +58,11 @@ def share(seed: int = 0) -> Share:
 
 def test_a_share_survives_the_way() -> None:
     sent = share()
-    got = decode(encode(sent), Share)
+    got = decode(encode(sent), RankBatch)
     assert (got.temperature, got.num_tokens, got.stats) == (sent.temperature, sent.num_tokens, sent.stats)
-    assert [len(part) for part in got.parts] == [2, 1, 0]
+    assert [len(part) for part in got.minibatches] == [2, 1, 0]
     for there, here in zip(
-        (m for part in got.parts for m in part), (m for part in sent.parts for m in part), strict=True
+        (m for part in got.minibatches for m in part), (m for part in sent.minibatches for m in part), strict=True
     ):
         for field in dataclasses.fields(MicroBatch):
             found, expected = getattr(there, field.name), getattr(here, field.name)
@@ -72,19 +72,19 @@ def test_a_share_survives_the_way() -> None:
 
 
 def test_a_share_of_other_code_is_refused() -> None:
-    first = share().parts[0][0]
+    first = share().minibatches[0][0]
     wide = dataclasses.replace(first, weights=first.weights.astype(np.float64))
-    with pytest.raises(TypeError, match=r"Share.parts\[0\]\[0\].weights should be"):
-        encode(Share(((wide,),), 1.0, 1, {}))
+    with pytest.raises(TypeError, match=r"RankBatch.minibatches\[0\]\[0\].weights should be"):
+        encode(RankBatch(((wide,),), 1.0, 1, {}))
     with pytest.raises(TypeError, match=r"Share\.num_tokens should be int and is float"):
-        encode(Share((), 1.0, 1.0, {}))  # type: ignore[arg-type]
+        encode(RankBatch((), 1.0, 1.0, {}))  # type: ignore[arg-type]
 
     @dataclasses.dataclass(frozen=True)
     class Older:
         temperature: float
 
     with pytest.raises(TypeError, match="should be Share"):
-        decode(encode(Older(1.0)), Share)
+        decode(encode(Older(1.0)), RankBatch)
 
 
 # ---- a trainer of a toy, on ranks
@@ -92,7 +92,7 @@ def test_a_share_of_other_code_is_refused() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `learner.interfaces.Report` asks for."""
+    """As `learner.interfaces.StepReport`."""
 
     loss: float
     grad_norm: float
@@ -122,13 +122,13 @@ class ToyTrainer:
         )
         self.rank, self.world_size = self.engine.rank, self.engine.world_size
 
-    def shares(self, batch: int) -> list[Share]:
+    def rank_batches(self, batch: int) -> list[RankBatch]:
         return [dataclasses.replace(share(), num_tokens=batch) for _ in range(self.world_size)]
 
     def train(self, batch: int) -> Report:
-        return self.learn(self.shares(batch)[self.rank])
+        return self.train_rank_batch(self.rank_batches(batch)[self.rank])
 
-    def learn(self, share: Share) -> Report:
+    def train_rank_batch(self, share: RankBatch) -> Report:
         data = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(share.num_tokens))
         loss = (self.engine.forward(data[self.rank :: self.world_size]) - 1).square().sum() / ROWS
         self.engine.backward(loss)
@@ -222,7 +222,7 @@ def test_a_trainer_over_ranks_looks_like_one(tmp_path: Path) -> None:
 def role_mortal(folder: Path) -> None:
     """Rank `die` ends without a word when told; the others say how they learnt of it."""
     join_ranks()
-    ranks, die = Ranks(), int(os.environ["DIE"])
+    ranks, die = RankChannel(), int(os.environ["DIE"])
     (folder / f"up{ranks.rank}").touch()
     try:
         if ranks.rank == 0:

@@ -9,10 +9,10 @@ import redis
 
 from learner.config.learner import FilterSettings
 from learner.data.filter import GroupFilter
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import Evidence, History
-from learner.delivery.reconciler import Reconciler
-from learner.delivery.state import Books
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.reconciler import MissingSeqReconciler
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol.errors import StateLost
 from protocol.header import seal
@@ -24,22 +24,22 @@ KEYS = Keys("t1")
 
 
 @pytest.fixture
-def books() -> Books:
-    return Books(issued=6, credit=6)
+def delivery() -> DeliveryState:
+    return DeliveryState(issued=6, credit=6)
 
 
 @pytest.fixture
-def source(store: RunStore, books: Books, tmp_path: Path) -> Source:
-    parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
-    return Source(store, books, "t1", GroupFilter(FilterSettings(), 1), room=8, max_attempts=3, **parts)
+def source(store: RunStore, delivery: DeliveryState, tmp_path: Path) -> StreamConsumer:
+    parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
+    return StreamConsumer(store, delivery, "t1", GroupFilter(FilterSettings(), 1), capacity=8, max_attempts=3, **parts)
 
 
 @pytest.fixture
-def reconciler(store: RunStore, books: Books, source: Source) -> Reconciler:
+def reconciler(store: RunStore, delivery: DeliveryState, source: StreamConsumer) -> MissingSeqReconciler:
     """Seqs 1 to 6 are issued: 1 settled, 2 here, 3 undelivered, 4 leased, 5 read by nobody, 6 lost."""
-    books.settle([1], Outcome.DEAD, "x")
+    delivery.settle([1], Outcome.DEAD, "x")
     store.issue(0, [(4, b"t"), (5, b"t"), (6, b"t")])
-    return Reconciler(store, books, source, History(store))
+    return MissingSeqReconciler(store, delivery, source, EventLog(store))
 
 
 def publish(db: redis.Redis, seq: int) -> None:
@@ -47,7 +47,7 @@ def publish(db: redis.Redis, seq: int) -> None:
     db.xadd(KEYS.traj, {"seq": seq, "h": header, "b": body})
 
 
-def arrange(db: redis.Redis, store: RunStore, source: Source) -> None:
+def arrange(db: redis.Redis, store: RunStore, source: StreamConsumer) -> None:
     db.delete(KEYS.tasks)
     store.prepare()
     store.reissue([(4, b"t"), (9, b"t")])
@@ -55,66 +55,66 @@ def arrange(db: redis.Redis, store: RunStore, source: Source) -> None:
     db.xack(KEYS.tasks, "rollout", leased[1][0])  # published, still in the stream behind the floor
     store.reissue([(3, b"t")])
     publish(db, 2)
-    source.turn()
+    source.tick()
 
 
 def test_only_a_seq_found_nowhere_twice_in_a_row_is_issued_again(
-    reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source, books: Books
+    reconciler: MissingSeqReconciler, db: redis.Redis, store: RunStore, source: StreamConsumer, delivery: DeliveryState
 ) -> None:
     arrange(db, store, source)
-    assert reconciler.turn() == []
+    assert reconciler.tick() == []
     publish(db, 5)
-    source.turn()
-    assert reconciler.turn() == [6]
-    assert books.due == {6} and books.attempts[6] == 2
-    assert reconciler.turn() == [], "due already"
+    source.tick()
+    assert reconciler.tick() == [6]
+    assert delivery.due == {6} and delivery.attempts[6] == 2
+    assert reconciler.tick() == [], "due already"
 
 
 def test_what_lies_beyond_the_credit_is_not_due_however_much_is_said_to_be_issued(
-    reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source, books: Books
+    reconciler: MissingSeqReconciler, db: redis.Redis, store: RunStore, source: StreamConsumer, delivery: DeliveryState
 ) -> None:
     arrange(db, store, source)
-    books.issued = 10**9
-    assert [reconciler.turn(), reconciler.turn()] == [[], [5, 6]]
-    assert books.check() == "" and books.ledger.open(books.issued) == 10**9 - 1
+    delivery.issued = 10**9
+    assert [reconciler.tick(), reconciler.tick()] == [[], [5, 6]]
+    assert delivery.inconsistency() == "" and delivery.ledger.open(delivery.issued) == 10**9 - 1
 
 
 @pytest.mark.fault(30)
 def test_a_task_that_is_none_is_no_reason_to_stop(
-    reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source
+    reconciler: MissingSeqReconciler, db: redis.Redis, store: RunStore, source: StreamConsumer
 ) -> None:
     """Found by `make chaos SEED=1`: it ended the keeper, and with it the learner."""
     arrange(db, store, source)
     for fields in ({b"junk": b"\xff"}, {b"seq": b"nine"}, {b"seq": b"9" * 5000}):
         db.xadd(KEYS.tasks, fields)
-    assert reconciler.turn() == []
+    assert reconciler.tick() == []
 
 
 def test_entries_nobody_has_looked_at_may_be_any_seq(
-    reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source, books: Books
+    reconciler: MissingSeqReconciler, db: redis.Redis, store: RunStore, source: StreamConsumer, delivery: DeliveryState
 ) -> None:
     arrange(db, store, source)
     publish(db, 5)
     publish(db, 6)
-    assert reconciler.turn() == reconciler.turn() == reconciler.turn() == []
-    source.turn()
-    assert reconciler.turn() == reconciler.turn() == [] and books.held == {2, 5, 6}
+    assert reconciler.tick() == reconciler.tick() == reconciler.tick() == []
+    source.tick()
+    assert reconciler.tick() == reconciler.tick() == [] and delivery.pending == {2, 5, 6}
 
 
 def test_an_entry_given_to_a_fenced_learner_is_taken_over(
-    reconciler: Reconciler, db: redis.Redis, store: RunStore, source: Source, books: Books
+    reconciler: MissingSeqReconciler, db: redis.Redis, store: RunStore, source: StreamConsumer, delivery: DeliveryState
 ) -> None:
     arrange(db, store, source)
     publish(db, 5)
     publish(db, 6)
     db.xreadgroup("learner", "L0", {KEYS.traj: ">"}, count=9)
-    assert reconciler.turn() == []
-    source.turn()
-    assert books.held == {2, 5, 6}
-    assert reconciler.turn() == reconciler.turn() == []
+    assert reconciler.tick() == []
+    source.tick()
+    assert delivery.pending == {2, 5, 6}
+    assert reconciler.tick() == reconciler.tick() == []
 
 
-def test_missing_streams_are_told(reconciler: Reconciler, db: redis.Redis) -> None:
+def test_missing_streams_are_told(reconciler: MissingSeqReconciler, db: redis.Redis) -> None:
     db.delete(KEYS.traj)
     with pytest.raises(StateLost):
-        reconciler.turn()
+        reconciler.tick()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from learner import cli
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.checkpoint.journal import Conditions, Journal, read_journal
+from learner.checkpoint.journal import BatchConditions, GroupJournal, read_journal
 from learner.checkpoint.replay import replay
 from learner.config.learner import FilterSettings, LearnerSettings, ReplaySettings
 from learner.config.trackers import TensorBoardSettings
@@ -54,12 +54,14 @@ def weights(run: RunSettings) -> list[float]:
 
 def write_journal(folder: Path, steps: int, *, rewards: Callable[[int], tuple[float, ...]] | None = None) -> None:
     """A run of `steps` steps of 4 groups, each step from the version before it."""
-    with closing(Journal(folder / "journal")) as journal:
+    with closing(GroupJournal(folder / "journal")) as journal:
         for step in range(1, steps + 1):
             version = PolicyVersion(1, step - 1)
             seqs = range(4 * step - 3, 4 * step + 1)
             given = [make_group(s, rewards(s) if rewards else (1.0, 0.0), version=version) for s in seqs]
-            journal.append(step, 1, map(seal, given), Conditions(step - 1, (PolicyVersion(1, 0),), 1.0, len(given)))
+            journal.append(
+                step, 1, map(seal, given), BatchConditions(step - 1, (PolicyVersion(1, 0),), 1.0, len(given))
+            )
 
 
 def test_a_run_with_crashes_is_replayed_to_the_same_weights(

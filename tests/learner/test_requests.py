@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,17 +12,15 @@ import redis
 
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import LearnerSettings
-from learner.delivery.dead_letters import History
-from learner.delivery.reconciler import Requests
-from learner.delivery.state import Books
+from learner.delivery.dead_letters import EventLog
+from learner.delivery.reconciler import RequeueRequests
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol import events
 from protocol.keys import Keys
 from protocol.ledger import Outcome
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
-from tests.support import tiny_learner
-from tests.support.waiting import wait_until
 
 KEYS = Keys("t1")
 Serve = Callable[..., int]
@@ -37,18 +37,25 @@ def facts(run: RunSettings) -> dict[str, Any]:
     return found.facts
 
 
+def wait_until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_dead_and_stale_seqs_are_opened_and_all_other_requests_are_refused_with_a_reason(
     store: RunStore, db: redis.Redis
 ) -> None:
-    books = Books(issued=6)
-    books.settle([1], Outcome.DEAD, "corrupt")
-    books.settle([2], Outcome.STALE, "too_old")
-    books.settle([3], Outcome.FILTERED, "no_variance")
-    books.finish_step([4], sampled=0, trained=0)
-    requests = Requests(store, books, History(store))
+    delivery = DeliveryState(issued=6)
+    delivery.settle([1], Outcome.DEAD, "corrupt")
+    delivery.settle([2], Outcome.STALE, "too_old")
+    delivery.settle([3], Outcome.FILTERED, "no_variance")
+    delivery.commit_step([4], sampled=0, trained=0)
+    requests = RequeueRequests(store, delivery, EventLog(store))
     db.sadd(KEYS.requeue, 1, 2, 3, 4, 5, 99, "x", b"\xff", "-1", "9" * 30)
-    requests.turn()
-    assert books.due == books.requests == {1, 2} and db.smembers(KEYS.requeue) == {b"1", b"2"}
+    requests.tick()
+    assert delivery.due == delivery.requeue_requests == {1, 2} and db.smembers(KEYS.requeue) == {b"1", b"2"}
     assert set(told(db, "requeued")) == {
         "seq 1 was dead (corrupt) and is tried again",
         "seq 2 was stale (too_old) and is tried again",
@@ -56,21 +63,21 @@ def test_dead_and_stale_seqs_are_opened_and_all_other_requests_are_refused_with_
     refused = " / ".join(sorted(told(db, "requeue-refused")))
     assert "seq 3 is filtered" in refused and "seq 4 is trained" in refused and "seq 5 is not settled" in refused
     assert len(told(db, "requeue-refused")) == 8
-    requests.turn()
-    assert books.tally.requeued == 2, "what is honoured is not honoured again before the checkpoint"
-    requests.committed(books.to_state()["requests"])
-    assert db.smembers(KEYS.requeue) == books.requests == set()
+    requests.tick()
+    assert delivery.counters.requeued == 2, "what is honoured is not honoured again before the checkpoint"
+    requests.committed(delivery.to_state()["requests"])
+    assert db.smembers(KEYS.requeue) == delivery.requeue_requests == set()
 
 
 def test_a_request_survives_until_redis_has_taken_note(
     store: RunStore, db: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    books = Books(issued=2)
-    books.settle([1], Outcome.DEAD, "corrupt")
-    requests = Requests(store, books, History(store))
+    delivery = DeliveryState(issued=2)
+    delivery.settle([1], Outcome.DEAD, "corrupt")
+    requests = RequeueRequests(store, delivery, EventLog(store))
     db.sadd(KEYS.requeue, 1)
-    requests.turn()
-    state = books.to_state()
+    requests.tick()
+    state = delivery.to_state()
 
     def away(seqs: Any) -> None:
         raise RedisUnavailable("away")
@@ -78,30 +85,30 @@ def test_a_request_survives_until_redis_has_taken_note(
     with monkeypatch.context() as patch:
         patch.setattr(store, "drop_requests", away)
         requests.committed(state["requests"])
-    books.settle([1], Outcome.DEAD, "corrupt")  # it failed again
-    requests.turn()
-    assert books.due == set() and 1 in books.ledger, "one request, one more try"
-    again = Books(issued=2)
+    delivery.settle([1], Outcome.DEAD, "corrupt")  # it failed again
+    requests.tick()
+    assert delivery.due == set() and 1 in delivery.ledger, "one request, one more try"
+    again = DeliveryState(issued=2)
     again.restore(state)
-    assert again.requests == {1}, "the successor knows that it is dealt with"
+    assert again.requeue_requests == {1}, "the successor knows that it is dealt with"
 
 
 def test_a_dead_seq_is_trained_after_all_and_the_books_close(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     run = run.model_copy(update={"steps": 10})
-    with tiny_learner.Player(address, run.id, fails={5, 6}) as player:
+    with tiny.Player(address, run.id, fails={5, 6}) as player:
 
         def ask(updates: int) -> None:
             if updates == 4:
                 player.fails.discard(5)
                 db.sadd(KEYS.requeue, 5, 2)
-                wait_until(lambda: told(db, "requeued") and told(db, "requeue-refused"), "both are answered")
+                wait_until(lambda: told(db, "requeued") and told(db, "requeue-refused"))
 
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
-    assert 5 in [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
+    assert 5 in [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
     assert [n for n in made["ledger"]["notes"] if n[2] != "surplus"] == [[6, "dead", "engine"]]
     assert made["ledger"]["reopened"] == [] and db.smembers(KEYS.requeue) == set()
     assert [attempt for seq, attempt in player.seen if seq == 5] == [1, 1], "with all its attempts before it"
@@ -111,40 +118,40 @@ def test_a_dead_seq_is_trained_after_all_and_the_books_close(
 
 
 def test_a_crash_before_the_checkpoint_honours_the_request_again_and_once(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     run = run.model_copy(update={"steps": 12})
-    with tiny_learner.Player(address, run.id, fails={5}) as player:
+    with tiny.Player(address, run.id, fails={5}) as player:
 
         def ask(updates: int) -> None:
             if updates == 4:
                 player.fails.discard(5)
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"), "it is requeued")
-                raise tiny_learner.Crash  # the last checkpoint is of step 3, and knows seq 5 as dead
+                wait_until(lambda: told(db, "requeued"))
+                raise tiny.Crash  # the last checkpoint is of step 3, and knows seq 5 as dead
 
-        with pytest.raises(tiny_learner.Crash):
+        with pytest.raises(tiny.Crash):
             serve(run, settings, before=ask)
         assert [seq for seq, _, _ in facts(run)["ledger"]["notes"]] == [5] and db.smembers(KEYS.requeue) == {b"5"}
         assert serve(run, settings) == 0
-    trained = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
+    trained = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
     assert trained.count(5) == 1 and len(trained) == len(set(trained)) == 48
     assert facts(run)["tally"]["requeued"] == 1 and db.smembers(KEYS.requeue) == set()
 
 
 @pytest.mark.fault(50)
 def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
-    with tiny_learner.Player(address, run.id, fails={5}) as player:
+    with tiny.Player(address, run.id, fails={5}) as player:
 
         def ask(updates: int) -> None:
             if updates == 7:
                 player.paused.set()
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"), "it is requeued")
+                wait_until(lambda: told(db, "requeued"))
 
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
@@ -157,11 +164,11 @@ def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
 
 @pytest.mark.fault(29)
 def test_an_opened_seq_is_issued_again_when_redis_has_lost_everything(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     run = run.model_copy(update={"steps": 14})
-    with tiny_learner.Player(address, run.id, fails={5}) as player:
+    with tiny.Player(address, run.id, fails={5}) as player:
 
         def ask(updates: int) -> None:
             if updates == 5:
@@ -169,10 +176,10 @@ def test_an_opened_seq_is_issued_again_when_redis_has_lost_everything(
                 player.paused.set()
                 assert player.resting.wait(10)
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"), "it is requeued")
+                wait_until(lambda: told(db, "requeued"))
                 db.flushall()
                 player.paused.clear()
 
         assert serve(run, settings, before=ask) == 0
-    trained = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
+    trained = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
     assert trained.count(5) == 1

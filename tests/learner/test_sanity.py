@@ -17,7 +17,7 @@ from learner.weights import build_publisher
 from learner.weights import checks as module
 from learner.weights.base import BadWeights, in_use
 from learner.weights.buckets import layout, pack, plan
-from learner.weights.checks import Sanity, norm_of
+from learner.weights.checks import WeightChecker, norm_of
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
@@ -102,7 +102,7 @@ def test_an_adapter_is_inspected_too(alone: RunSettings) -> None:
 
 @pytest.mark.fault(40)
 def test_buckets_end_at_the_tensor_with_which_they_have_grown_too_much() -> None:
-    sanity = Sanity(4.0)
+    sanity = WeightChecker(4.0)
     named = [(f"t{i}", torch.ones(64)) for i in range(8)]
     seen = sanity.inspection()
     assert len(list(pack(plan(layout(named), 256), iter(named), seen))) == 8

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from learner.config.learner import FilterSettings
 from learner.data.filter import GroupFilter
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import Evidence, History
-from learner.delivery.entry import BadEntry, Entry, read_entry
-from learner.delivery.state import Books
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.entry import BadEntry, StreamEntry, read_entry
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
-from learner.delivery.token_accounting import Bucket
+from learner.delivery.token_accounting import TokenOutcome
 from protocol.header import seal
 from protocol.keys import Keys
 from protocol.ledger import Outcome
@@ -32,9 +32,9 @@ NO_FILTER = GroupFilter(FilterSettings(), 1)
 
 
 @pytest.fixture
-def source(store: RunStore, tmp_path: Path) -> Iterator[Source]:
-    parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
-    yield Source(store, Books(issued=40), "t1", NO_FILTER, room=6, max_attempts=3, **parts)
+def source(store: RunStore, tmp_path: Path) -> Iterator[StreamConsumer]:
+    parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
+    yield StreamConsumer(store, DeliveryState(issued=40), "t1", NO_FILTER, capacity=6, max_attempts=3, **parts)
 
 
 def add(db: redis.Redis, seq: int, **kind: object) -> bytes:
@@ -42,89 +42,99 @@ def add(db: redis.Redis, seq: int, **kind: object) -> bytes:
     return db.xadd(KEYS.traj, {"seq": seq, "h": header, "b": body})
 
 
-def take(source: Source, count: int, step: int = 0, max_lag: int | None = None) -> list[int]:
+def take(source: StreamConsumer, count: int, step: int = 0, max_lag: int | None = None) -> list[int]:
     return [e.seq for e in source.take(count, step, max_lag=max_lag, timeout_s=0.05)]
 
 
 @pytest.mark.fault(33)
-def test_groups_come_in_order_of_arrival_and_only_whole_batches(source: Source, db: redis.Redis) -> None:
+def test_groups_come_in_order_of_arrival_and_only_whole_batches(source: StreamConsumer, db: redis.Redis) -> None:
     for seq in (5, 2, 9):
         add(db, seq)
-    source.turn()
+    source.tick()
     assert take(source, 4) == []
     add(db, 1)
-    source.turn()
+    source.tick()
     assert take(source, 4) == [5, 2, 9, 1]
-    assert source._books.held == {5, 2, 9, 1}, "held until they are settled"
+    assert source._delivery.pending == {5, 2, 9, 1}, "held until they are settled"
 
 
-def test_no_more_is_read_than_there_is_room_for(source: Source, db: redis.Redis) -> None:
+def test_no_more_is_read_than_there_is_room_for(source: StreamConsumer, db: redis.Redis) -> None:
     for seq in range(1, 11):
         add(db, seq)
-    source.turn()
-    source.turn()
+    source.tick()
+    source.tick()
     assert len(source) == 6 and db.xpending(KEYS.traj, "learner")["pending"] == 6
     take(source, 4)
-    source.turn()
+    source.tick()
     assert len(source) == 6
 
 
-def test_pending_entries_of_a_predecessor_come_first(source: Source, db: redis.Redis) -> None:
+def test_pending_entries_of_a_predecessor_come_first(source: StreamConsumer, db: redis.Redis) -> None:
     for seq in range(1, 9):
         add(db, seq)
     db.xreadgroup("learner", "L0", {KEYS.traj: ">"}, count=5)
     for _ in range(3):
-        source.turn()
+        source.tick()
     assert take(source, 6) == [1, 2, 3, 4, 5, 6]
-    assert source._books.tally.redelivered == 5
+    assert source._delivery.counters.redelivered == 5
     assert {c["name"]: c["pending"] for c in db.xinfo_consumers(KEYS.traj, "learner")}[b"L0"] == 0
 
 
-def test_entries_of_a_reply_that_never_arrived_are_read_again(source: Source, db: redis.Redis, store: RunStore) -> None:
+def test_entries_of_a_reply_that_never_arrived_are_read_again(
+    source: StreamConsumer, db: redis.Redis, store: RunStore
+) -> None:
     add(db, 1)
-    source.turn()
+    source.tick()
     add(db, 2)
     store.read(10)  # given to us, and lost on the way
-    source.turn()
+    source.tick()
     assert take(source, 2) == []
     source.reclaim.set()
-    source.turn()
-    assert take(source, 2) == [1, 2] and source._books.tally.duplicates == 0
+    source.tick()
+    assert take(source, 2) == [1, 2] and source._delivery.counters.duplicates == 0
 
 
 @pytest.mark.fault(32)
-def test_a_duplicate_is_counted_and_acknowledged_with_the_next_checkpoint(source: Source, db: redis.Redis) -> None:
-    books = source._books
+def test_a_duplicate_is_counted_and_acknowledged_with_the_next_checkpoint(
+    source: StreamConsumer, db: redis.Redis
+) -> None:
+    delivery = source._delivery
     first, second = add(db, 1), add(db, 1)
-    source.turn()
-    assert len(source) == 1 and books.tally.duplicates == 1
-    books.finish_step([1], sampled=16, trained=10)
-    assert books.commit(books.to_state()) == [first, second]
-    books.forget([first, second])
+    source.tick()
+    assert len(source) == 1 and delivery.counters.duplicates == 1
+    delivery.commit_step([1], sampled=16, trained=10)
+    assert delivery.mark_durable(delivery.to_state()) == [first, second]
+    delivery.mark_acknowledged([first, second])
     third = add(db, 1)  # settled before the last checkpoint
-    source.turn()
-    assert books.tally.duplicates == 2 and books.commit(books.to_state()) == [third]
-    assert books.law.buckets == dict.fromkeys(Bucket, 0) | {"trained": 10, "untrained": 6, "duplicate": 32}
-    assert books.check() == "" and books.law.generated == 48
+    source.tick()
+    assert delivery.counters.duplicates == 2 and delivery.mark_durable(delivery.to_state()) == [third]
+    assert delivery.accounting.totals == dict.fromkeys(TokenOutcome, 0) | {
+        "trained": 10,
+        "untrained": 6,
+        "duplicate": 32,
+    }
+    assert delivery.inconsistency() == "" and delivery.accounting.generated == 48
 
 
-def test_a_failed_group_is_dead_and_takes_no_room(source: Source, db: redis.Redis) -> None:
+def test_a_failed_group_is_dead_and_takes_no_room(source: StreamConsumer, db: redis.Redis) -> None:
     header, body = seal(GroupFailed(run="t1", seq=4, attempt=3, reason="search", detail="gave up"))
     db.xadd(KEYS.traj, {"seq": 4, "h": header, "b": body})
-    source.turn()
-    assert len(source) == 0 and source._books.ledger.notes == [(4, Outcome.DEAD, "search")]
+    source.tick()
+    assert len(source) == 0 and source._delivery.ledger.notes == [(4, Outcome.DEAD, "search")]
 
 
-def test_old_groups_are_dropped_only_when_told_so(source: Source, db: redis.Redis) -> None:
+def test_old_groups_are_dropped_only_when_told_so(source: StreamConsumer, db: redis.Redis) -> None:
     for seq, step in ((1, 2), (2, 5), (3, 4)):
         add(db, seq, version=PolicyVersion(1, step))
-    source.turn()
+    source.tick()
     assert take(source, 2, step=6, max_lag=2) == [2, 3]
-    assert source._books.ledger.notes == [(1, Outcome.STALE, "too_old")]
+    assert source._delivery.ledger.notes == [(1, Outcome.STALE, "too_old")]
 
 
 @pytest.mark.fault(30)
-def test_unusable_entries_leave_evidence_and_are_due_again(source: Source, db: redis.Redis, tmp_path: Path) -> None:
+def test_unusable_entries_leave_evidence_and_are_due_again(
+    source: StreamConsumer, db: redis.Redis, tmp_path: Path
+) -> None:
     header, body = seal(make_group(1, run="t1"))
     other_header, other_body = seal(make_group(2, run="t1"))
     cases: list[tuple[dict[str, bytes | int], int, str]] = [
@@ -139,38 +149,45 @@ def test_unusable_entries_leave_evidence_and_are_due_again(source: Source, db: r
     ]
     for fields, _, _ in cases:
         db.xadd(KEYS.traj, fields)
-    source.turn()
-    source.turn()
+    source.tick()
+    source.tick()
     lines = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]
     assert [(line["seq"], line["reason"]) for line in lines] == [(seq, reason) for _, seq, reason in cases]
-    assert db.xlen(KEYS.dlq) == 8 and source._books.due == {1, 2, 3, 4} and len(source) == 0
-    books = source._books
-    assert len(books.commit(books.to_state())) == 8, "acknowledged with the next checkpoint, those without a seq too"
+    assert db.xlen(KEYS.dlq) == 8 and source._delivery.due == {1, 2, 3, 4} and len(source) == 0
+    delivery = source._delivery
+    assert len(delivery.mark_durable(delivery.to_state())) == 8, (
+        "acknowledged with the next checkpoint, those without a seq too"
+    )
     add(db, 1)
-    source.turn()
-    assert source._books.due == {2, 3, 4}, "a good group has come meanwhile"
+    source.tick()
+    assert source._delivery.due == {2, 3, 4}, "a good group has come meanwhile"
 
 
 def test_an_unusable_entry_cannot_bring_a_seq_into_the_books_that_was_never_issued(
-    source: Source, db: redis.Redis, tmp_path: Path
+    source: StreamConsumer, db: redis.Redis, tmp_path: Path
 ) -> None:
     header, body = seal(make_group(10**6, run="somebody-else"))
     for _ in range(3):
         db.xadd(KEYS.traj, {"seq": 10**6, "h": header, "b": body})
-        source.turn()
-    books = source._books
-    assert books.tally.dead_letters == 3 and not books.due and books.ledger.settled == 0 and books.attempts == {}
+        source.tick()
+    delivery = source._delivery
+    assert (
+        delivery.counters.dead_letters == 3
+        and not delivery.due
+        and delivery.ledger.settled == 0
+        and delivery.attempts == {}
+    )
     assert "never issued" in (tmp_path / "dead.jsonl").read_text()
 
 
-def test_no_count_in_redis_makes_a_seq_ours_that_credit_does_not_reach(source: Source, db: redis.Redis) -> None:
-    source._books.credit = 44
+def test_no_count_in_redis_makes_a_seq_ours_that_credit_does_not_reach(source: StreamConsumer, db: redis.Redis) -> None:
+    source._delivery.credit = 44
     db.set(KEYS.issued, 5_000_000)
     for seq in (44, 45, 4_000_000):
         add(db, seq)
-    source.turn()
-    assert source._books.held == {44}, "the reply to its issue may have been lost"
-    assert source._books.tally.dead_letters == 2 and not source._books.due
+    source.tick()
+    assert source._delivery.pending == {44}, "the reply to its issue may have been lost"
+    assert source._delivery.counters.dead_letters == 2 and not source._delivery.due
 
 
 @pytest.mark.fault(30)
@@ -189,4 +206,4 @@ def test_no_bytes_whatever_make_reading_fail_otherwise(data: st.DataObject) -> N
     except BadEntry as bad:
         assert bad.seq in (0, 1) or fields[b"seq"].isdigit()
     else:
-        assert isinstance(entry, Entry) and entry.seq == 1 and fields[b"b"] == body
+        assert isinstance(entry, StreamEntry) and entry.seq == 1 and fields[b"b"] == body

@@ -20,7 +20,7 @@ from learner.config.trackers import MlflowSettings, TensorBoardSettings, Tracker
 from learner.observability.reporting import open_trackers
 from learner.observability.trackers import build_tracker
 from learner.observability.trackers import fanout as fan
-from learner.observability.trackers.base import RunFacts, Tracker
+from learner.observability.trackers.base import RunInfo, Tracker
 from learner.observability.trackers.fanout import Trackers
 from protocol.errors import UserError
 from protocol.runtime.config import section
@@ -35,12 +35,12 @@ class Section(Settings):
     lr: float = 1e-3
 
 
-def facts_of(directory: Path, *, first_step: int = 1, epoch: int = 1) -> RunFacts:
+def facts_of(directory: Path, *, first_step: int = 1, epoch: int = 1) -> RunInfo:
     run = RunSettings(id="run-7", dir=directory, redis_url="redis://:geheim@host:1/0")
-    return RunFacts.of(run, Section(), first_step=first_step, epoch=epoch)
+    return RunInfo.of(run, Section(), first_step=first_step, epoch=epoch)
 
 
-def log_steps(tracker: Tracker, facts: RunFacts, *steps: int) -> None:
+def log_steps(tracker: Tracker, facts: RunInfo, *steps: int) -> None:
     """As a learner that begins with `facts` and ends after `steps`; nothing may be lost."""
     trackers = Trackers([tracker], facts)
     for step in steps:
@@ -61,7 +61,7 @@ class Broken:
         elif self.at == where:
             raise OSError("No space left on device")
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         self._maybe("open")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -174,7 +174,7 @@ def test_tensorboard_reads_back_what_survived_a_crash(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, round(e.value, 2)) for e in events.Scalars("loss")] == [(1, 1.01), (2, 2.01), (3, 3.03), (4, 4.03)]
     assert [e.value for e in events.Scalars("seconds/wait")] == [0.25] * 4
-    assert b"run-7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert b"run-7" in events.MicroBatchTensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
 def test_a_crashed_run_and_its_successor_are_one_curve_in_tensorboard(

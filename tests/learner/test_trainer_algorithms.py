@@ -266,19 +266,19 @@ def test_values_do_not_cross_from_one_trajectory_of_a_row_to_the_next(start: Sta
         rewards[m.trajectory == 3] += 7.0
         changed.append(dataclasses.replace(m, rewards=rewards))
     algorithm = build_algorithm(trainer.settings.algorithm.model_copy(update={"whiten": False}))
-    from learner.trainer.forward import score_share
+    from learner.trainer.forward import forward_batch
 
     def judged(batch: Batch) -> dict[int, list[float]]:
-        (share,) = trainer.shares(batch)
-        scored = score_share(share, trainer._models, algorithm).flat
-        judgements, _ = algorithm.judge(scored, trainer.engine.total)
+        (share,) = trainer.rank_batches(batch)
+        scored = forward_batch(share, trainer._models, algorithm).flat
+        judgements, _ = algorithm.compute_advantages(scored, trainer.engine.total)
         return {
             int(n): j.advantages[s.trajectory == n].tolist()
             for s, j in zip(scored, judgements, strict=True)
             for n in s.trajectory.unique()
         }
 
-    before, after = judged(packed), judged(dataclasses.replace(packed, parts=(tuple(changed),)))
+    before, after = judged(packed), judged(dataclasses.replace(packed, minibatches=(tuple(changed),)))
     assert {n for n in before if before[n] != after[n]} == {3}
 
 

@@ -13,16 +13,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from learner.weights.buckets import Packed, layout
-from learner.weights.checksums import SourceSums
-from learner.weights.process_group import Sender
+from learner.weights.buckets import PackedBucket, layout
+from learner.weights.checksums import SourceChecksums
+from learner.weights.process_group import GroupSender
 from learner.weights.transfer import Transfer, TransferFailed
 from protocol.messages import NodeState, ViewAnswer, WeightView
 
 NAMED = [("a", torch.arange(6, dtype=torch.float32)), ("b", torch.ones(4, dtype=torch.float32))]
 
 
-class Link:
+class EngineLink:
     """Members that answer every phase at once: with "prepared", then with `loaded`."""
 
     def __init__(self, loaded: Mapping[str, Mapping[str, Any]]) -> None:
@@ -65,17 +65,19 @@ def transfer(loaded: Mapping[str, Mapping[str, Any]]) -> None:
         rank_offsets=tuple(range(1, len(loaded) + 1)), group="g", address="127.0.0.1", port=1, world_size=2,
     )  # fmt: skip
     with ThreadPoolExecutor(1) as pool:
-        sums = SourceSums(pool)
+        sums = SourceChecksums(pool)
         for name, tensor in NAMED:
             sums.add(name, tensor).result()
-        made = Transfer(cast(Any, Link(loaded)), cast(Sender, Sent()), view, sums, dict.fromkeys(loaded, "float32"))
-        made.run(iter([Packed(bucket, flat)]), prepare_s=30, transfer_s=30, stall_s=30)
+        made = Transfer(
+            cast(Any, EngineLink(loaded)), cast(GroupSender, Sent()), view, sums, dict.fromkeys(loaded, "float32")
+        )
+        made.run(iter([PackedBucket(bucket, flat)]), prepare_s=30, transfer_s=30, stall_s=30)
 
 
 def right() -> str:
     """What an engine says that holds NAMED."""
     with ThreadPoolExecutor(1) as pool:
-        sums = SourceSums(pool)
+        sums = SourceChecksums(pool)
         for name, tensor in NAMED:
             sums.add(name, tensor).result()
         return sums.total("float32", ())

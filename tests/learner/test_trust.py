@@ -71,8 +71,8 @@ def test_books_that_were_changed_by_hand_are_refused_and_those_who_only_look_sti
     path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="its signature does not fit"):
         serve(trained, settings)
-    books = read_books(trained.dir)
-    assert books and books.step == 8
+    delivery = read_books(trained.dir)
+    assert delivery and delivery.step == 8
     assert Checkpoints(trained.checkpoint_dir, 2).load()
     again = trained.model_copy(update={"dir": tmp_path / "replay", "redis_url": ""})
 

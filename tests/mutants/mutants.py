@@ -85,15 +85,15 @@ MUTANTS = (
     Mutant(
         "a seq that is here is taken twice",
         "learner/delivery/consumer.py",
-        "if seq in books.ledger or seq in books.held:",
-        "if seq in books.ledger:",
+        "if seq in delivery.ledger or seq in delivery.pending:",
+        "if seq in delivery.ledger:",
         ("learner/test_source.py", "learner/test_books.py"),
     ),
     Mutant(
         "a settled seq is trained again",
         "learner/delivery/consumer.py",
-        "if seq in books.ledger or seq in books.held:",
-        "if seq in books.held:",
+        "if seq in delivery.ledger or seq in delivery.pending:",
+        "if seq in delivery.pending:",
         ("learner/test_source.py", "learner/test_books.py"),
     ),
     Mutant(
@@ -106,8 +106,9 @@ MUTANTS = (
     Mutant(
         "acknowledged before the checkpoint",
         "learner/loop.py",
-        "        state = p.books.to_state() | p.audit.to_state()\n",
-        "        state = p.books.to_state() | p.audit.to_state()\n        p.store.ack(p.books.commit(state))\n",
+        "        state = ctx.delivery.to_state() | ctx.audit.to_state()\n",
+        "        state = ctx.delivery.to_state() | ctx.audit.to_state()\n"
+        "        ctx.store.ack(ctx.delivery.mark_durable(state))\n",
         ("learner/test_loop.py", "learner/test_checkpoint.py", "learner/test_resume.py", "learner/test_durability.py"),
     ),
     Mutant(
@@ -162,8 +163,8 @@ MUTANTS = (
     Mutant(
         "seqs that are settled are issued again",
         "learner/delivery/issuer.py",
-        "if s not in books.ledger and s not in books.held]",
-        "if s not in books.held]",
+        "if s not in delivery.ledger and s not in delivery.pending]",
+        "if s not in delivery.pending]",
         ("learner/test_issue.py",),
     ),
     Mutant(

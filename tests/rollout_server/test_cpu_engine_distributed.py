@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from learner.weights.process_group import UpdateGroup
-from protocol.runtime.net import free_port
+from learner.weights.process_group import BroadcastGroup
 
 TIMEOUT_S = 3.0
 PROMPT = list(range(40, 60))
@@ -87,17 +86,19 @@ class Engine:
         await asyncio.sleep(0.05)
         return task
 
-    async def group(self) -> UpdateGroup:
+    async def group(self) -> BroadcastGroup:
         """Both ends of a new group of two."""
         name, port = f"test-{next(GROUPS)}", free_port("127.0.0.1")
         meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
         ours = asyncio.to_thread(
-            UpdateGroup, name=name, address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=10
+            BroadcastGroup, name=name, address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=10
         )
         theirs = self.ok("/init_weights_update_group", **meeting, group_name=name, backend="gloo")
         return (await asyncio.gather(ours, theirs))[0]
 
-    async def send(self, group: UpdateGroup, tensors: Tensors, flattened: bool = True, **more: Any) -> tuple[int, Any]:
+    async def send(
+        self, group: BroadcastGroup, tensors: Tensors, flattened: bool = True, **more: Any
+    ) -> tuple[int, Any]:
         """One bucket: the announcement and the broadcast at once."""
 
         def broadcast() -> None:
@@ -118,7 +119,7 @@ class Engine:
         answer, _ = await asyncio.gather(call, asyncio.to_thread(broadcast))
         return answer
 
-    async def close(self, group: UpdateGroup) -> None:
+    async def close(self, group: BroadcastGroup) -> None:
         await self.ok("/destroy_weights_update_group", group_name=group.name)
         await asyncio.to_thread(group.close)
 

@@ -125,7 +125,7 @@ async def test_a_failed_search_costs_what_the_setting_says(tmp_path: Path, polic
     group = await run(episode, engine, FakeSearch(failures=["garbage"]))
     assert isinstance(group, TrajectoryGroup) is whole
     if isinstance(group, TrajectoryGroup):
-        assert group.trajectories[0].status.votes is (policy == "observe")
+        assert group.trajectories[0].status.is_valid is (policy == "observe")
     else:
         assert group.reason == "search_garbage"
 

@@ -230,7 +230,7 @@ async def test_a_trajectory_too_old_ends_before_its_next_turn_and_does_not_vote(
 
     turns = [say(episode, "<search> a </search>", version=PolicyVersion(2, step)) for step in (7, 6, 8)]
     trajectory, engine = await play(episode, turns, should_stop=stop)
-    assert (trajectory.status, trajectory.cause, trajectory.status.votes) == (Status.STALE, "max_lag", False)
+    assert (trajectory.status, trajectory.cause, trajectory.status.is_valid) == (Status.STALE, "max_lag", False)
     assert asked == [(2, 7), (2, 6)] and len(engine.requests) == 2
     assert trajectory.first_version() == (2, 6) and trajectory.rewards == {}
 

@@ -204,5 +204,5 @@ async def test_a_judge_that_is_down_fails_the_trajectory_and_is_no_zero(tmp_path
         episode = make_episode(tmp_path, "bytes", rewards=[{"type": "em"}, judge])
         trajectory, _ = await play(episode, ["<answer>c</answer>"])
         assert (trajectory.status, trajectory.cause) == (Status.FAILED, "reward")
-        assert not trajectory.status.votes and trajectory.num_sampled and trajectory.rewards == {}
+        assert not trajectory.status.is_valid and trajectory.num_sampled and trajectory.rewards == {}
         await episode.close()

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from fuzz_watch import Service
 
-from learner.observability.metrics_server import page_of, serve_prometheus
+from learner.observability.metrics_server import metrics_page, serve_prometheus
 from protocol.messages import MetricsSnapshot
 
 JSON = {"Content-Type": "application/json"}
@@ -59,7 +59,7 @@ def metrics() -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
         for role in ("VIEWER", "NODE", "OPERATOR"):
             patch.delenv(f"FORAY_{role}_TOKEN", raising=False)
-        page = page_of("r", lambda: MetricsSnapshot(process="learner", id="l"))
+        page = metrics_page("r", lambda: MetricsSnapshot(process="learner", id="l"))
         with closing(serve_prometheus("127.0.0.1", 0, page.text)) as endpoint:
             yield endpoint.port
 

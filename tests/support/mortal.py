@@ -6,7 +6,7 @@ statuses (-9 where it was killed). What is heavy is imported once, before the pr
 
 Faults, at optimiser step N:
     update:N     the weights have moved, and nothing says so yet
-    journal:N    the step is in the journal, and not in the books
+    journal:N    the step is in the journal, and not in the delivery state
     save:N       the checkpoint's state is written, its manifest is not
     rename:N     the checkpoint is in its place, CURRENT does not name it yet
     commit:N     the checkpoint is in force, nothing is acknowledged
@@ -29,8 +29,8 @@ import learner.checkpoint.checkpoint
 import learner.checkpoint.replay
 import learner.trainer.trainer
 from learner import cli
-from learner.checkpoint.journal import Journal
-from learner.delivery.state import Books
+from learner.checkpoint.journal import GroupJournal
+from learner.delivery.state import DeliveryState
 from learner.engine import DeepSpeedEngine
 from learner.engine.deepspeed import import_deepspeed
 
@@ -60,7 +60,7 @@ def install(fault: str) -> None:
     if place == "update":
         after(DeepSpeedEngine, "step", lambda self, *_: self.updates == step)
     elif place == "journal":
-        after(Journal, "append", lambda self, at, *_: at == step)
+        after(GroupJournal, "append", lambda self, at, *_: at == step)
     elif place == "save":
         after(learner.trainer.trainer.Trainer, "save_state", lambda self, directory: self.updates == step)
     elif place == "rename":
@@ -73,7 +73,7 @@ def install(fault: str) -> None:
 
         learner.checkpoint.checkpoint.atomic_write = write
     elif place == "commit":
-        after(Books, "commit", lambda self, state: state["step"] == step)
+        after(DeliveryState, "mark_durable", lambda self, state: state["step"] == step)
     else:
         raise ValueError(fault)
 

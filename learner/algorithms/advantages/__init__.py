@@ -5,7 +5,7 @@ Once a batch, in numpy float64: `Outcomes` -> one number for each trajectory (`g
 (`whitening`), credit by turns (`turns`). `rows` goes from a micro-batch's flat tokens to rows and back.
 """
 
-from learner.algorithms.advantages.gae import Rows, discounted_returns, gae, settled_rewards, to_rows
+from learner.algorithms.advantages.gae import PaddedRows, discounted_returns, gae, settled_rewards, to_rows
 from learner.algorithms.advantages.group import (
     Baseline,
     Spread,
@@ -27,7 +27,7 @@ from learner.algorithms.advantages.whitening import RunningMoments, whiten
 __all__ = [
     "Baseline",
     "Outcomes",
-    "Rows",
+    "PaddedRows",
     "RunningMoments",
     "Spread",
     "Turns",

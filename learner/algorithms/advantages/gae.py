@@ -83,7 +83,7 @@ def gae(
 
 
 @dataclass(frozen=True)
-class Rows:
+class PaddedRows:
     """Where each of N flat tokens stands among B rows of T tokens, one row a trajectory, T the longest.
 
     ids     [B] int64, the trajectory of each row, in the order in which they come
@@ -115,7 +115,7 @@ class Rows:
         return self.mask.sum(1).cumsum(0) - 1
 
 
-def to_rows(trajectory: torch.Tensor) -> Rows:
+def to_rows(trajectory: torch.Tensor) -> PaddedRows:
     """Rows of flat tokens, given the number of each one's trajectory [N] int64.
 
     The tokens of a trajectory stand together and in order; the numbers are arbitrary. Observations are not among the N,
@@ -128,4 +128,4 @@ def to_rows(trajectory: torch.Tensor) -> Rows:
     column = torch.arange(len(trajectory), device=trajectory.device) - (counts.cumsum(0) - counts)[row]
     longest = int(counts.max()) if len(counts) else 0
     mask = torch.arange(longest, device=trajectory.device)[None, :] < counts[:, None]
-    return Rows(ids, row, column, mask)
+    return PaddedRows(ids, row, column, mask)

@@ -30,7 +30,7 @@ def grpo_advantages(outcomes: Outcomes, *, std: Spread = "group", ddof: int = 1,
     raw reward; OpenRLHF refuses. A group of equal rewards gets exactly 0.
     """
     out = np.zeros(len(outcomes.rewards))
-    voting = outcomes.rewards[outcomes.votes]
+    voting = outcomes.rewards[outcomes.valid]
     for members in contested(outcomes):
         rewards = outcomes.rewards[members]
         centred = rewards - rewards.mean()
@@ -88,7 +88,7 @@ def opo_advantages(outcomes: Outcomes) -> Float64:
     return out
 
 
-def normalized_batch(advantages: Float64, votes: Bool, *, ddof: int = 1, epsilon: float = 1e-6) -> Float64:
+def normalized_batch(advantages: Float64, valid: Bool, *, ddof: int = 1, epsilon: float = 1e-6) -> Float64:
     """[n] float64: (a - mean) / (deviation + epsilon) over all voters of the batch; 0 for the others.
 
     The last step of GDPO (arXiv 2601.05242), there and in TRL (epsilon 1e-4) over trajectories. One voter, or
@@ -96,12 +96,12 @@ def normalized_batch(advantages: Float64, votes: Bool, *, ddof: int = 1, epsilon
     exactly 0, of a group that teaches nothing, stays that where the advantages of groups are centred.
     """
     out = np.zeros(len(advantages))
-    voting = advantages[votes]
+    voting = advantages[valid]
     if len(voting) > 1 and not same(voting):
         mean = voting.mean()
         if abs(mean) <= SAME * np.abs(voting).max():
             mean = 0.0
-        out[votes] = (voting - mean) / (voting.std(ddof=ddof) + epsilon)
+        out[valid] = (voting - mean) / (voting.std(ddof=ddof) + epsilon)
     return out
 
 
@@ -157,13 +157,13 @@ def reinforce_advantages(outcomes: Outcomes, *, baseline: Baseline = "none") -> 
     """
     if baseline == "group":
         return dr_grpo_advantages(outcomes)
-    rewards, votes = outcomes.rewards, outcomes.votes
+    rewards, valid = outcomes.rewards, outcomes.valid
     if baseline == "none":
-        return np.where(votes, rewards, 0.0)
-    voting = rewards[votes]
+        return np.where(valid, rewards, 0.0)
+    voting = rewards[valid]
     if len(voting) < 2 or same(voting):
         return np.zeros(len(rewards))
-    return np.where(votes, rewards - voting.mean(), 0.0)
+    return np.where(valid, rewards - voting.mean(), 0.0)
 
 
 def gpg_advantages(
@@ -178,7 +178,7 @@ def gpg_advantages(
     alpha * reward for a group of one.
     """
     centred = dr_grpo_advantages(outcomes)
-    voting = outcomes.rewards[outcomes.votes]
+    voting = outcomes.rewards[outcomes.valid]
     if nonzero == "rewards":
         counted = int(np.count_nonzero(voting))
     else:

@@ -24,7 +24,7 @@ class Outcomes:
     """What is known of the n trajectories of a batch.
 
     rewards    [n] float64
-    votes      [n] bool, False where a trajectory ended for reasons of infrastructure
+    valid      [n] bool, False where a trajectory ended for reasons of infrastructure
     group      [n] int64, equal for the trajectories of one group; any numbers, in any order
     lengths    [n] int64, tokens that the policy sampled; where it is left out, all are as long (1)
     truncated  [n] bool, True where the token budget ended it; where it is left out, none was
@@ -34,7 +34,7 @@ class Outcomes:
     """
 
     rewards: Float64
-    votes: Bool
+    valid: Bool
     group: Int64
     lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     truncated: Bool = field(default_factory=lambda: np.zeros(0, bool))
@@ -46,7 +46,7 @@ class Outcomes:
             object.__setattr__(self, "lengths", np.ones(n, np.int64))
         if not len(self.truncated):
             object.__setattr__(self, "truncated", np.zeros(n, bool))
-        sizes = {len(x) for x in (self.votes, self.group, self.lengths, self.truncated, *self.parts.values())}
+        sizes = {len(x) for x in (self.valid, self.group, self.lengths, self.truncated, *self.parts.values())}
         if sizes != {n}:
             raise ValueError(f"{n} rewards, and arrays of {sorted(sizes)} beside them")
 
@@ -57,7 +57,7 @@ class Outcomes:
         names = sorted({name for _, t in pairs for name in t.rewards})
         return cls(
             rewards=np.array([t.reward for _, t in pairs], np.float64),
-            votes=np.array([t.status.votes for _, t in pairs], bool),
+            valid=np.array([t.status.is_valid for _, t in pairs], bool),
             group=np.array([number for number, _ in pairs], np.int64),
             lengths=np.array([t.num_sampled for _, t in pairs], np.int64),
             truncated=np.array([t.status is Status.TRUNCATED for _, t in pairs], bool),
@@ -69,7 +69,7 @@ class Outcomes:
 
         The parts move with their reward; lengths and truncation stay with their trajectory.
         """
-        voters = np.flatnonzero(self.votes)
+        voters = np.flatnonzero(self.valid)
         order = np.arange(len(self.rewards))
         order[voters] = np.random.default_rng(seed).permutation(voters)
         return replace(
@@ -80,7 +80,7 @@ class Outcomes:
         """The same with one part of the reward, unweighted, as the reward. Raises UserError for one that is not there;
         without voters, which bring no parts, it is 0.
         """
-        if name not in self.parts and self.votes.any():
+        if name not in self.parts and self.valid.any():
             raise UserError(
                 f"no trajectory of the batch brings a reward {name!r}",
                 why=f"learner.algorithm.parts names it; known: {', '.join(sorted(self.parts)) or 'none'}",
@@ -99,27 +99,27 @@ def tolerance(rewards: Float64) -> float:
     return SAME * max(1.0, float(np.abs(rewards).max()))
 
 
-def voters_by_group(outcomes: Outcomes) -> list[Int64]:
+def valid_by_group(outcomes: Outcomes) -> list[Int64]:
     """For each group with at least one voter, the indices of its voters, in ascending order of index."""
-    voters = np.flatnonzero(outcomes.votes)
+    voters = np.flatnonzero(outcomes.valid)
     voters = voters[np.argsort(outcomes.group[voters], kind="stable")]
     edges = np.flatnonzero(np.diff(outcomes.group[voters])) + 1
     return [members for members in np.split(voters, edges) if len(members)]
 
 
 def contested(outcomes: Outcomes) -> list[Int64]:
-    """Those of `voters_by_group` in which at least two voters differ: the others teach nothing about their group."""
-    return [m for m in voters_by_group(outcomes) if len(m) > 1 and not same(outcomes.rewards[m])]
+    """Those of `valid_by_group` in which at least two voters differ: the others teach nothing about their group."""
+    return [m for m in valid_by_group(outcomes) if len(m) > 1 and not same(outcomes.rewards[m])]
 
 
-def informative(rewards: Float64, votes: Bool) -> bool:
+def informative(rewards: Float64, valid: Bool) -> bool:
     """Whether a group, rewards [G] and votes [G], has two voters whose rewards differ by more than rounding.
 
     What dynamic sampling keeps (DAPO, arXiv 2503.14476, section 3.2, states it as 0 < correct < G; this holds for any
     reward). verl compares `np.std(metric)` with 0 exactly, so (0.1 + 0.2, 0.3) passes there, and keeps groups of one;
     slime asks for std > 1e-6. Here a group of one voter is not informative: its advantage would be 0.
     """
-    voting = np.asarray(rewards, np.float64)[np.asarray(votes, bool)]
+    voting = np.asarray(rewards, np.float64)[np.asarray(valid, bool)]
     return len(voting) > 1 and not same(voting)
 
 

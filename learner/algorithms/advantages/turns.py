@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from learner.algorithms.advantages.outcomes import Bool, Float64, Int64, Outcomes, same, voters_by_group
+from learner.algorithms.advantages.outcomes import Bool, Float64, Int64, Outcomes, same, valid_by_group
 from protocol.messages import Owner, Trajectory, TrajectoryGroup
 
 
@@ -65,7 +65,7 @@ def normalized_turns(
     compared with, or only equals but for rounding. `turn_returns` of it, with gamma 1, is the advantage of the paper.
     """
     out = np.zeros_like(turns.rewards)
-    for members in voters_by_group(outcomes):
+    for members in valid_by_group(outcomes):
         taken = np.zeros_like(turns.reached)
         taken[members] = turns.reached[members]
         columns = [np.arange(taken.shape[1])] if scope == "group" else np.arange(taken.shape[1])[:, None]

@@ -13,7 +13,7 @@ from protocol.settings import RunSettings, Settings
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunInfo:
     """What a tracker is told of the run.
 
     id          of the run: the same after every resume, so that a tracker goes on with the record it has
@@ -28,7 +28,7 @@ class RunFacts:
     config: Mapping[str, str | int | float | bool]
 
     @classmethod
-    def of(cls, run: RunSettings, learner: Settings, *, first_step: int, epoch: int) -> RunFacts:
+    def of(cls, run: RunSettings, learner: Settings, *, first_step: int, epoch: int) -> RunInfo:
         """The facts of `run`. Its Redis URL is left out, since that may hold a password."""
         sections = {
             "run": run.model_dump(mode="json", exclude={"redis_url"}),
@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
     name: str
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         """Begin the record of the run, or go on with the one there is."""
         ...
 
@@ -59,7 +59,7 @@ class Tracker(Protocol):
         ...
 
 
-def required(module: str, package: str) -> Any:
+def require_package(module: str, package: str) -> Any:
     """The imported `module`; UserError with the line to install `package` when there is none."""
     try:
         return importlib.import_module(module)

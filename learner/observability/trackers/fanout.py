@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from learner.observability.trackers.base import RunFacts, Tracker
+from learner.observability.trackers.base import RunInfo, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ CLOSE_S = 15.0
 class Trackers:
     """All trackers of a run; none is fine too."""
 
-    def __init__(self, trackers: Sequence[Tracker], facts: RunFacts) -> None:
+    def __init__(self, trackers: Sequence[Tracker], facts: RunInfo) -> None:
         self._lanes = [_Lane(tracker, facts) for tracker in trackers]
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
@@ -63,7 +63,7 @@ class Trackers:
 class _Lane:
     """One tracker. `dropped` is written by two threads, under the lock."""
 
-    def __init__(self, tracker: Tracker, facts: RunFacts) -> None:
+    def __init__(self, tracker: Tracker, facts: RunInfo) -> None:
         self._tracker, self._facts = tracker, facts
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
         self._lock = threading.Lock()

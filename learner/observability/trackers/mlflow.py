@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from learner.config.trackers import MlflowSettings
-from learner.observability.trackers.base import RunFacts, required
+from learner.observability.trackers.base import RunInfo, require_package
 
 TAG = "foray.run"
 MAX_PARAMS, MAX_METRICS = 100, 1000
@@ -23,14 +23,14 @@ class MlflowTracker:
 
     def __init__(self, settings: MlflowSettings) -> None:
         for module in settings.modules:
-            required(module, "mlflow")
-        self._mlflow = required("mlflow", "mlflow")
-        self._entities = required("mlflow.entities", "mlflow")
+            require_package(module, "mlflow")
+        self._mlflow = require_package("mlflow", "mlflow")
+        self._entities = require_package("mlflow.entities", "mlflow")
         self._settings = settings
         self._client: Any = None
         self._run_id = ""
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         """Finds or creates experiment and run."""
         facts.directory.mkdir(parents=True, exist_ok=True)
         uri = self._settings.tracking_uri or f"sqlite:///{(facts.directory / 'mlflow.db').resolve()}"
@@ -46,7 +46,7 @@ class MlflowTracker:
             self._log_config(client, facts)
         self._client = client
 
-    def _log_config(self, client: Any, facts: RunFacts) -> None:
+    def _log_config(self, client: Any, facts: RunInfo) -> None:
         params = [self._entities.Param(name, str(value)[:500]) for name, value in facts.config.items()]
         for start in range(0, len(params), MAX_PARAMS):
             client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])

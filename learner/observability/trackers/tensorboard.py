@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from learner.config.trackers import TensorBoardSettings
-from learner.observability.trackers.base import RunFacts, required
+from learner.observability.trackers.base import RunInfo, require_package
 
 
 class TensorBoardTracker:
@@ -16,11 +16,11 @@ class TensorBoardTracker:
     name = "tensorboard"
 
     def __init__(self, settings: TensorBoardSettings) -> None:
-        required("tensorboard", "tensorboard")
+        require_package("tensorboard", "tensorboard")
         self._settings = settings
         self._writer: Any = None
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         """Begins a new event file beside those of earlier epochs."""
         from torch.utils.tensorboard import SummaryWriter
 

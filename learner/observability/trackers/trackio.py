@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from learner.config.trackers import TrackioSettings
-from learner.observability.trackers.base import RunFacts, required
+from learner.observability.trackers.base import RunInfo, require_package
 
 
 class TrackioTracker:
@@ -15,11 +15,11 @@ class TrackioTracker:
     name = "trackio"
 
     def __init__(self, settings: TrackioSettings) -> None:
-        self._trackio = required("trackio", "trackio")
+        self._trackio = require_package("trackio", "trackio")
         self._settings = settings
         self._run: Any = None
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         """Begins or resumes the record; where it lies is Trackio's own affair (TRACKIO_DIR)."""
         self._run = self._trackio.init(
             project=self._settings.project,

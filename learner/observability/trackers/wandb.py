@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from learner.config.trackers import WandbSettings
-from learner.observability.trackers.base import RunFacts, required
+from learner.observability.trackers.base import RunInfo, require_package
 
 INIT_S = 20.0
 """How long to wait for the service at the start, and the longest that an absent one holds up the end of the process."""
@@ -22,11 +22,11 @@ class WandbTracker:
     name = "wandb"
 
     def __init__(self, settings: WandbSettings) -> None:
-        self._wandb = required("wandb", "wandb")
+        self._wandb = require_package("wandb", "wandb")
         self._settings = settings
         self._run: Any = None
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         """`wandb.init` with resume; offline runs are files in the run directory, for `wandb sync`."""
         s = self._settings
         facts.directory.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def others_alive(doing: str) -> Iterator[None]:
         raise
 
 
-class Ranks:
+class RankChannel:
     """The line, on every rank; making one is collective, and so is every pair of methods (`tell` and `listen`)."""
 
     def __init__(self) -> None:

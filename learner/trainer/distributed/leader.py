@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from learner.data.batch import Batch, Plan, Share
-from learner.interfaces import Report, TrainEngine
-from learner.trainer.distributed.channel import Ranks, decode, encode, others_alive
+from learner.data.batch import AdvantageEstimator, Batch, RankBatch
+from learner.interfaces import StepReport, TrainEngine
+from learner.trainer.distributed.channel import RankChannel, decode, encode, others_alive
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ class SharedTrainer(TrainEngine, Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def shares(self, batch: Batch) -> list[Share]:
-        """What each rank is to `learn`."""
+    def rank_batches(self, batch: Batch) -> list[RankBatch]:
+        """What each rank is to `train_rank_batch`."""
         ...
 
-    def learn(self, share: Share) -> Report:
+    def train_rank_batch(self, share: RankBatch) -> StepReport:
         """One training step, of which this rank has `share`."""
         ...
 
@@ -51,13 +51,13 @@ class RankedEngine:
     and the others end when they find their connections closed.
     """
 
-    def __init__(self, trainer: SharedTrainer, ranks: Ranks) -> None:
+    def __init__(self, trainer: SharedTrainer, ranks: RankChannel) -> None:
         self._trainer, self._ranks = trainer, ranks
         self._sending: Iterator[tuple[str, torch.Tensor]] | None = None
         self._in_step = True
 
     @property
-    def algorithm(self) -> Plan:
+    def algorithm(self) -> AdvantageEstimator:
         """What `build_batch` asks for advantages."""
         return self._trainer.algorithm
 
@@ -66,12 +66,12 @@ class RankedEngine:
         """Configuration and tokenizer of the policy."""
         return self._trainer.model_files
 
-    def train(self, batch: Batch) -> Report:
+    def train(self, batch: Batch) -> StepReport:
         """One optimiser step, each rank with its share."""
-        shares = self._trainer.shares(batch)
+        shares = self._trainer.rank_batches(batch)
         self._begin(LEARN, [encode(share) for share in shares])
         with others_alive("the step"):
-            report = self._trainer.learn(shares[0])
+            report = self._trainer.train_rank_batch(shares[0])
         self._in_step = True
         return report
 
@@ -134,7 +134,7 @@ class RankedEngine:
             )
 
 
-def _attempt(ranks: Ranks, call: Callable[[Path], None], directory: Path) -> list[str]:
+def _attempt(ranks: RankChannel, call: Callable[[Path], None], directory: Path) -> list[str]:
     """Calls, and tells the others how it went: failures of all ranks, in words."""
     try:
         with others_alive(f"the state in {directory}"):
@@ -148,15 +148,15 @@ def _attempt(ranks: Ranks, call: Callable[[Path], None], directory: Path) -> lis
 
 def lead(trainer: SharedTrainer) -> TrainEngine:
     """What the loop on rank 0 is given: the trainer itself where it is alone. Collective with `follow_lead`."""
-    return RankedEngine(trainer, Ranks()) if trainer.world_size > 1 else trainer
+    return RankedEngine(trainer, RankChannel()) if trainer.world_size > 1 else trainer
 
 
 def follow_lead(trainer: SharedTrainer) -> None:
     """What every other rank does instead of a loop of its own. Raises RankLost when rank 0 ends without a word."""
-    follow(trainer, Ranks())
+    follow(trainer, RankChannel())
 
 
-def follow(trainer: SharedTrainer, ranks: Ranks) -> None:
+def follow(trainer: SharedTrainer, ranks: RankChannel) -> None:
     """Does what rank 0 tells, until it says `close`.
 
     consumes      commands of rank 0, with this rank's share of a batch or the name of a folder
@@ -173,9 +173,9 @@ def follow(trainer: SharedTrainer, ranks: Ranks) -> None:
             _obey(trainer, ranks, command, payload)
 
 
-def _obey(trainer: SharedTrainer, ranks: Ranks, command: str, payload: bytes) -> None:
+def _obey(trainer: SharedTrainer, ranks: RankChannel, command: str, payload: bytes) -> None:
     if command == LEARN:
-        trainer.learn(decode(payload, Share))
+        trainer.train_rank_batch(decode(payload, RankBatch))
     elif command == WEIGHTS:
         for _ in trainer.iter_weights(NOWHERE):
             pass

@@ -14,8 +14,7 @@ import torch
 from contract_client import Client
 from contract_models import read_weights
 
-from learner.weights.process_group import UpdateGroup
-from protocol.runtime.net import free_port
+from learner.weights.process_group import BroadcastGroup
 
 FLATTENED = "flattened_bucket"
 Named = tuple[str, torch.Tensor]
@@ -27,7 +26,7 @@ class Trainer:
 
     client: Client
     name: str
-    group: UpdateGroup
+    group: BroadcastGroup
     left: bool = False
 
     async def leave(self) -> None:
@@ -66,7 +65,7 @@ async def trainer(client: Client) -> AsyncIterator[Trainer]:
     """A trainer whose engine has joined; both have left when this is."""
     name, port = uuid.uuid4().hex, free_port("127.0.0.1")
     meeting = asyncio.to_thread(
-        UpdateGroup, name=name, address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=20
+        BroadcastGroup, name=name, address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=20
     )
     join = client.post(
         "/init_weights_update_group",

@@ -21,7 +21,7 @@ from contract_models import read_weights
 from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
 from learner.delivery.store import RunStore
 from learner.weights import build_publisher
-from learner.weights.base import Publisher
+from learner.weights.base import WeightPublisher
 from protocol.keys import Keys
 from protocol.messages import NodeState, VersionSpan
 from protocol.runtime.lifecycle import ShutdownSignal
@@ -47,7 +47,7 @@ PATIENCE_S = 60.0
 class Ring:
     """A learner's half (`publish`) and a rollout server's half (`router`) around one engine."""
 
-    publisher: Publisher
+    publisher: WeightPublisher
     router: Router
     fleet: Fleet
 
@@ -77,7 +77,7 @@ async def ring(server: Server, redis_url: str, folder: Path, transport: Transpor
     store.prepare()
     epoch = store.acquire("learner", 0, 600_000, takeover=False)
     assert epoch == 1
-    store.own(1, "learner")
+    store.set_owner(1, "learner")
     files = [p for p in server.first.iterdir() if p.suffix == ".json"]
     kinds = {"disk": DiskPublishSettings(fsync=False), "distributed": DistributedPublishSettings(fsync=False)}
     publisher = build_publisher(kinds[transport], run, files, store)

@@ -99,7 +99,7 @@ async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting
         assert event.ids.tolist() == episode.observation((), 500, failed=True) and len(event.ids) > 2
     else:
         assert (failed.status, failed.cause, len(event.ids)) == (Status.FAILED, f"search_{cause}", 0)
-        assert not failed.status.votes and failed.num_sampled == 3
+        assert not failed.status.is_valid and failed.num_sampled == 3
     others = [t for t in group.trajectories if t is not failed]
     assert all(t.status is Status.ANSWERED and t.reward == 1.0 for t in others)
 

@@ -19,9 +19,9 @@ from deploy.secrets.env import login_at, read_env
 from deploy.secrets.files import RedisEndpoint, write_secrets
 from learner.config.learner import FilterSettings
 from learner.data.filter import GroupFilter
-from learner.delivery.consumer import Source
-from learner.delivery.dead_letters import Evidence, History
-from learner.delivery.state import Books
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol import functions
 from protocol.codec import encode
@@ -215,7 +215,7 @@ def test_a_rollout_server_cannot_reach_what_is_the_learners(
     store = RunStore(urls["learner"], RUN)
     store.prepare()
     assert store.acquire("me", 0, 60_000, takeover=False) == 1
-    store.own(1, "me")
+    store.set_owner(1, "me")
     rollout = users["rollout"]
     for command in (
         ("HSET", KEYS.lease, "token", "mine"),
@@ -239,18 +239,20 @@ def test_a_rollout_server_cannot_reach_what_is_the_learners(
 
 
 @pytest.fixture
-def source(urls: dict[str, str], users: dict[str, redis.Redis], tmp_path: Path) -> Iterator[Source]:
+def source(urls: dict[str, str], users: dict[str, redis.Redis], tmp_path: Path) -> Iterator[StreamConsumer]:
     """The learner's reader, under the learner's user."""
     store = RunStore(urls["learner"], RUN)
     store.prepare()
     assert store.acquire("me", 0, 60_000, takeover=False) == 1
-    store.own(1, "me")
-    parts = {"evidence": Evidence(store, tmp_path / "dead.jsonl"), "history": History(store)}
-    yield Source(store, Books(issued=9), RUN, GroupFilter(FilterSettings(), 1), room=9, max_attempts=3, **parts)
+    store.set_owner(1, "me")
+    parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
+    yield StreamConsumer(
+        store, DeliveryState(issued=9), RUN, GroupFilter(FilterSettings(), 1), capacity=9, max_attempts=3, **parts
+    )
     store.close()
 
 
-async def leased(client: RedisClient, source: Source, seq: int) -> str:
+async def leased(client: RedisClient, source: StreamConsumer, seq: int) -> str:
     """The entry of a task of `seq` that the server behind `client` has leased."""
     source._store.reissue([(seq, encode(make_task(seq)))])
     ((entry, _),) = await client.read(KEYS.tasks, TASK_GROUP, "healthy", 1)
@@ -258,18 +260,18 @@ async def leased(client: RedisClient, source: Source, seq: int) -> str:
 
 
 async def test_a_rollout_user_cannot_stop_publishing_by_a_statistic(
-    urls: dict[str, str], users: dict[str, redis.Redis], source: Source
+    urls: dict[str, str], users: dict[str, redis.Redis], source: StreamConsumer
 ) -> None:
     assert users["rollout"].hincrby(KEYS.tokens, "published", 2**63 - 1) == 2**63 - 1
     client = RedisClient(urls["rollout"], KEYS)
     assert await Sink(client, Stats("rollout", "r")).publish(await leased(client, source, 1), make_group(1, run=RUN))
     await client.aclose()
-    source.turn()
+    source.tick()
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [1]
 
 
 async def test_a_rollout_user_that_uses_up_the_ids_stops_the_run_with_words_and_loses_nothing(
-    urls: dict[str, str], users: dict[str, redis.Redis], source: Source
+    urls: dict[str, str], users: dict[str, redis.Redis], source: StreamConsumer
 ) -> None:
     client, stats = RedisClient(urls["rollout"], KEYS), Stats("rollout", "r")
     entry = await leased(client, source, 1)
@@ -290,7 +292,7 @@ async def test_a_rollout_user_that_uses_up_the_ids_stops_the_run_with_words_and_
 
 
 async def test_a_rollout_user_is_trusted_with_what_the_run_learns(
-    urls: dict[str, str], users: dict[str, redis.Redis], source: Source
+    urls: dict[str, str], users: dict[str, redis.Redis], source: StreamConsumer
 ) -> None:
     """What SECURITY.md says of it: it can forge a group of any open seq, and suppress the true one."""
     client = RedisClient(urls["rollout"], KEYS)
@@ -298,14 +300,14 @@ async def test_a_rollout_user_is_trusted_with_what_the_run_learns(
     header, body = seal(make_group(5, (1.0, 1.0, 1.0, 0.0), run=RUN))
     users["rollout"].xadd(KEYS.traj, {"seq": 5, "h": header, "b": body})
     assert await Sink(client, Stats("rollout", "r")).publish(entry, make_group(5, run=RUN))
-    source.turn()
+    source.tick()
     assert [e.raw_header for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [header]
-    assert source._books.tally.duplicates == 1, "the true one came second"
+    assert source._delivery.counters.duplicates == 1, "the true one came second"
     await client.aclose()
 
 
 async def test_a_rollout_user_that_forges_tasks_kills_no_seq(
-    urls: dict[str, str], users: dict[str, redis.Redis], source: Source
+    urls: dict[str, str], users: dict[str, redis.Redis], source: StreamConsumer
 ) -> None:
     client, stats = RedisClient(urls["rollout"], KEYS), Stats("rollout", "r")
     entry, sink = await leased(client, source, 5), Sink(client, stats)
@@ -314,11 +316,11 @@ async def test_a_rollout_user_that_forges_tasks_kills_no_seq(
         users["rollout"].xadd(KEYS.tasks, {"seq": 5, "b": b"junk"})
     for junk, fields in await client.read(KEYS.tasks, TASK_GROUP, "r", 9):
         assert await tasks._open(junk.decode(), fields) is None
-    source.turn()
+    source.tick()
     assert await sink.publish(entry, make_group(5, run=RUN))
-    source.turn()
+    source.tick()
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [5]
-    assert source._books.tally.dead_letters == 4 and source._books.attempts == {}
+    assert source._delivery.counters.dead_letters == 4 and source._delivery.attempts == {}
     await client.aclose()
 
 

@@ -175,7 +175,7 @@ Path("{out}", module).write_text(json.dumps({{k: v for k, v in os.environ.items(
 if module == "learner":
     import redis
     from protocol.keys import Keys
-    from learner.redis_client import RunStore
+    from learner.delivery.store import RunStore
     store = RunStore(os.environ["FORAY_REDIS_URL"], "mine")
     store.prepare()
     store.close()

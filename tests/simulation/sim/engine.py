@@ -19,7 +19,7 @@ from protocol.versions import PolicyVersion
 
 @dataclass
 class SimReport:
-    """learner.interfaces.Report."""
+    """learner.interfaces.StepReport."""
 
     tokens_trained: int
     skipped: bool = False

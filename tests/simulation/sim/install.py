@@ -109,26 +109,26 @@ def _reconciler_turn(turn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def replacements() -> dict[str, Any]:
     """module.name[.name] -> what stands there during a simulation."""
-    from learner.delivery.reconciler import Reconciler
-    from learner.delivery.state import Books
+    from learner.delivery.reconciler import MissingSeqReconciler
+    from learner.delivery.state import DeliveryState
 
     return {
         "learner.delivery.store.connect": lambda url, timeout_s=10.0: world.sync_client(timeout_s),
         "protocol.runtime.redis.aio.connect_async": lambda url: world.async_client(),
         "learner.main.load_questions": lambda path: QUESTION_SET,
         "learner.main.deferred_shutdown": _deferred_shutdown,
-        "learner.main.Books": _books(Books),
+        "learner.main.DeliveryState": _books(DeliveryState),
         "learner.main.StepLog": _Quiet,
-        "learner.main.Teller": _Quiet,
+        "learner.main.StepReporter": _Quiet,
         "learner.main.open_trackers": _Quiet,
-        "learner.loop.batch_under": lambda conditions, groups, *_, **__: SimBatch(groups),
+        "learner.loop.batch_for_step": lambda conditions, groups, *_, **__: SimBatch(groups),
         "learner.checkpoint.checkpoint.fsync_path": lambda path: world.disk(path),
         "learner.checkpoint.checkpoint.fsync_tree": _fsync_tree,
         "learner.checkpoint.checkpoint.atomic_write": _atomic_write,
         "learner.checkpoint.checkpoint.shutil": _Disk(),
         "rollout_server.dispatch.publisher.seal": lambda message: world.seal(message),
         "learner.delivery.lease._is_dead": lambda token: world.is_dead(token),
-        "learner.delivery.reconciler.Reconciler.turn": _reconciler_turn(Reconciler.turn),
+        "learner.delivery.reconciler.MissingSeqReconciler.tick": _reconciler_turn(MissingSeqReconciler.tick),
     }
 
 

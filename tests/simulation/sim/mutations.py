@@ -13,9 +13,9 @@ from sim import functions
 from sim.knobs import Knobs, draw
 from sim.sim_redis import SimRedis
 
-from learner.delivery.consumer import Source
-from learner.delivery.reconciler import Reconciler
-from learner.delivery.state import Books
+from learner.delivery.consumer import StreamConsumer
+from learner.delivery.reconciler import MissingSeqReconciler
+from learner.delivery.state import DeliveryState
 from learner.loop import TrainingLoop
 from protocol.ledger import Ledger
 
@@ -46,14 +46,14 @@ class Mutation:
 
 def ack_before_commit() -> dict[str, Any]:
     """Entries are acknowledged when their step is done, not when a checkpoint has it."""
-    train = TrainingLoop._train
+    step = TrainingLoop.step
 
     def broken(self: TrainingLoop, entries: list[Any]) -> bool:
-        done = train(self, entries)
-        self.surely(lambda: self.parts.store.ack([e.id for e in entries]))
+        done = step(self, entries)
+        self.recovery.retry_until_available(lambda: self.ctx.store.ack([e.id for e in entries]))
         return done
 
-    return {"learner.loop.TrainingLoop._train": broken}
+    return {"learner.loop.TrainingLoop.step": broken}
 
 
 def ack_before_the_disk() -> dict[str, Any]:
@@ -61,8 +61,8 @@ def ack_before_the_disk() -> dict[str, Any]:
     checkpoint = TrainingLoop.checkpoint
 
     def broken(self: TrainingLoop) -> bool:
-        ids = [name.encode() for name in self.parts.books.to_state()["entries"]]
-        self.surely(lambda: self.parts.store.ack(ids))
+        ids = [name.encode() for name in self.ctx.delivery.to_state()["entries"]]
+        self.recovery.retry_until_available(lambda: self.ctx.store.ack(ids))
         return checkpoint(self)
 
     return {"learner.loop.TrainingLoop.checkpoint": broken}
@@ -77,20 +77,23 @@ class _Forgetful(Ledger):
 
 def no_ledger_check() -> dict[str, Any]:
     """What was trained is trained again when it comes again: nobody asks the ledger, coming or booking."""
-    admit, settle = Source._admit, Books.settle
+    admit, settle = StreamConsumer._admit, DeliveryState.settle
 
-    def admits(self: Source, *rest: Any) -> None:
-        books = self._books
-        truth, books.ledger = books.ledger, _Forgetful()
+    def admits(self: StreamConsumer, *rest: Any) -> None:
+        delivery = self._delivery
+        truth, delivery.ledger = delivery.ledger, _Forgetful()
         try:
             admit(self, *rest)
         finally:
-            books.ledger = truth
+            delivery.ledger = truth
 
-    def settles(self: Books, seqs: Any, *rest: Any, **more: Any) -> None:
+    def settles(self: DeliveryState, seqs: Any, *rest: Any, **more: Any) -> None:
         settle(self, [seq for seq in seqs if seq not in self.ledger], *rest, **more)
 
-    return {"learner.delivery.consumer.Source._admit": admits, "learner.delivery.state.Books.settle": settles}
+    return {
+        "learner.delivery.consumer.StreamConsumer._admit": admits,
+        "learner.delivery.state.DeliveryState.settle": settles,
+    }
 
 
 def not_fenced() -> dict[str, Any]:
@@ -100,18 +103,18 @@ def not_fenced() -> dict[str, Any]:
 
 def one_look() -> dict[str, Any]:
     """The reconciler issues again what it missed once."""
-    turn = Reconciler.turn
+    turn = MissingSeqReconciler.tick
 
-    def broken(self: Reconciler) -> list[int]:
-        self._suspects = frozenset(range(1, 1000))
+    def broken(self: MissingSeqReconciler) -> list[int]:
+        self._missing_once = frozenset(range(1, 1000))
         return turn(self)
 
-    return {"learner.delivery.reconciler.Reconciler.turn": broken}
+    return {"learner.delivery.reconciler.MissingSeqReconciler.tick": broken}
 
 
 def no_reconciler() -> dict[str, Any]:
     """Nobody looks for what is found nowhere."""
-    return {"learner.delivery.reconciler.Reconciler.turn": lambda self: []}
+    return {"learner.delivery.reconciler.MissingSeqReconciler.tick": lambda self: []}
 
 
 def unguarded_publish() -> dict[str, Any]:
@@ -178,7 +181,7 @@ def begun_twice() -> dict[str, Any]:
 
 def no_checkpoint_while_starving() -> dict[str, Any]:
     """A learner without a batch waits for one, whatever fills Redis."""
-    return {"learner.loop.TrainingLoop._starving": lambda self: None}
+    return {"learner.loop.TrainingLoop._make_room_in_redis": lambda self: None}
 
 
 def one_checkpoint_a_step() -> dict[str, Any]:
@@ -186,7 +189,7 @@ def one_checkpoint_a_step() -> dict[str, Any]:
     checkpoint = TrainingLoop.checkpoint
 
     def broken(self: TrainingLoop) -> bool:
-        return self.parts.checkpoints.committed(self.parts.books.step, self.parts.lease.epoch) or checkpoint(self)
+        return self.ctx.checkpoints.committed(self.ctx.delivery.step, self.ctx.lease.epoch) or checkpoint(self)
 
     return {"learner.loop.TrainingLoop.checkpoint": broken}
 
@@ -233,7 +236,7 @@ MUTATIONS: dict[str, Mutation] = {
     "publish without its task": Mutation(unguarded_publish, ("published once",)),
     "gate without watermark": Mutation(gate_without_watermark, ("credit",)),
     "gate that locks itself": Mutation(stuck_gate, ENDLESS, fixed=FEW_STRAGGLERS),
-    "nothing taken over": Mutation(nothing_taken_over, (*ENDLESS, "not settled", "books do not close")),
+    "nothing taken over": Mutation(nothing_taken_over, (*ENDLESS, "not settled", "accounting is not consistent")),
     "tasks of the dead stay": Mutation(no_reclaim, ENDLESS, {"rollouts killed": 3}),
     "no checkpoint while starving": Mutation(no_checkpoint_while_starving, ENDLESS, tight=True),
     "one checkpoint a step": Mutation(one_checkpoint_a_step, ENDLESS, tight=True),

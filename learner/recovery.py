@@ -1,0 +1,155 @@
+"""What the training thread does when Redis goes away, loses its state, or the disk refuses a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from learner.context import LearnerContext
+from protocol.errors import Fenced, StateLost, UserError
+from protocol.runtime.redis.errors import RedisUnavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+RETRY_CHECKPOINT_S = 10.0
+FAILED_CHECKPOINTS = 3
+"""After this many failures in a row no more tasks are issued: what is trained cannot be acknowledged, and Redis would
+fill up."""
+
+
+class Recovery:
+    """Retries Redis calls and repairs the run's state in Redis. All calls come from the training thread.
+
+    on_new_epoch    called after a lapsed lease was acquired again
+    must_announce   the weights have to be announced (again): set at the start and by each repair
+    """
+
+    def __init__(self, ctx: LearnerContext, stopping: Callable[[], bool], on_new_epoch: Callable[[], None]) -> None:
+        self._ctx, self._stopping, self._on_new_epoch = ctx, stopping, on_new_epoch
+        self.must_announce = True
+
+    def retry_until_available(self, call: Callable[[], T]) -> T:
+        """Repeat `call` until Redis answers, and repair lost state and a lapsed lease in between.
+
+        Raises RedisUnavailable or StateLost if the run is stopping meanwhile, and Fenced when another learner holds
+        the lease.
+        """
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                return call()
+            except RedisUnavailable as error:
+                if self._stopping():
+                    raise
+                if pause == FIRST_PAUSE_S:
+                    log.warning("waiting for Redis: %s", error)
+                with self._ctx.meter.blocked_on("redis"):
+                    time.sleep(pause)
+                pause = min(LONGEST_PAUSE_S, pause * 2)
+            except (StateLost, Fenced) as error:
+                self._repair(error)
+
+    def repair_if_needed(self) -> None:
+        """Repair what a background thread reported. Raises its error if only a person can help."""
+        try:
+            self._ctx.errors.raise_if_set()
+        except (StateLost, Fenced) as error:
+            self._repair(error)
+
+    def _repair(self, error: Exception) -> None:
+        """Create lost streams and functions, reacquire the lease, and count again what was issued."""
+        ctx = self._ctx
+        log.warning("repairing the run in Redis: %s", error)
+        self.must_announce = True
+        lost = lapsed = False
+        while True:
+            try:
+                lost = ctx.store.prepare() or lost
+                if ctx.lease.reacquire():
+                    lapsed = True
+                    self._on_new_epoch()
+                ctx.issuer.recount()
+                ctx.audit.repaired(str(error), epoch=ctx.lease.epoch, lost=lost, lapsed=lapsed)
+                break
+            except (RedisUnavailable, StateLost):  # lost again meanwhile
+                if self._stopping():
+                    raise
+                time.sleep(0.5)
+        ctx.consumer.reclaim.set()
+        ctx.errors.clear()
+        ctx.maintenance.wake.set()
+
+
+class CheckpointRetry:
+    """Counts checkpoints that failed in a row, paces the retries, and stops the issuing of tasks after too many."""
+
+    def __init__(self, ctx: LearnerContext) -> None:
+        self._ctx = ctx
+        self.failures, self._failed_at = 0, 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the last checkpoint failed and the next try may be made."""
+        return self.failures > 0 and time.monotonic() > self._failed_at + RETRY_CHECKPOINT_S
+
+    def failed(self, error: Exception, in_force: int) -> None:
+        """Record a failure. in_force: step of the checkpoint that stays valid."""
+        ctx = self._ctx
+        self.failures += 1
+        self._failed_at = time.monotonic()
+        log.error("%s; the checkpoint of step %d stays in force", error, in_force)
+        ctx.event_log.emit("checkpoint-failed", str(error))
+        ctx.meter.set(checkpoint_failures=self.failures)
+        ctx.meter.set_text(checkpoint_error=str(error))
+        if self.failures == FAILED_CHECKPOINTS:
+            log.error(
+                "%d checkpoints failed: no more tasks are issued until one succeeds. Make room in %s: then it goes on",
+                self.failures, ctx.run.dir,
+            )  # fmt: skip
+        if self.failures >= FAILED_CHECKPOINTS:
+            ctx.issuer.enabled.clear()
+
+    def succeeded(self, name: str) -> None:
+        """Record that the checkpoint `name` was written: tasks may be issued again."""
+        ctx = self._ctx
+        if self.failures:
+            log.info("checkpoints can be written again")
+            ctx.event_log.emit("checkpoint-again", f"{name} was written, after {self.failures} failures")
+        self.failures = 0
+        ctx.meter.set(checkpoint_failures=0)
+        ctx.meter.set_text(checkpoint_error="")
+        ctx.issuer.enabled.set()
+
+
+class NonFiniteGuard:
+    """Counts batches in a row that were skipped because a number was not finite.
+
+    max_skipped  raise UserError at this many
+    kept_in      where the skipped batches are kept, for the error message
+    """
+
+    def __init__(self, max_skipped: int, kept_in: Path) -> None:
+        self._max, self._kept_in = max_skipped, kept_in
+        self.skipped = 0
+
+    def trained(self) -> None:
+        """Reset the count: a step was trained."""
+        self.skipped = 0
+
+    def skip(self, reason: str) -> None:
+        """Count a skipped batch. Raises UserError at `max_skipped` in a row."""
+        self.skipped += 1
+        if self.skipped >= self._max:
+            raise UserError(
+                f"{self.skipped} batches in a row were not trained: {reason}",
+                why="the policy has diverged, or the data is broken. None of them has moved the weights: the last "
+                "checkpoint and the engines hold what was there before",
+                todo=f"look at {self._kept_in}, where they are kept; lower learner.optim.lr, and start again: it goes "
+                "on from the last checkpoint",
+            )
