@@ -30,7 +30,7 @@ from protocol.errors import UserError
 SHARD = "4GB"
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 MASTER, EMA = "master", "ema"
-MicroBatchTensors = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 def find_state(where: Path) -> Path:
@@ -102,7 +102,7 @@ def export_adapter(state: Path, model: Path, settings: ModelSettings, out: Path,
     _write_whole(out, write)
 
 
-def _read(state: Path, key: str, settings: ModelSettings) -> MicroBatchTensors:
+def _read(state: Path, key: str, settings: ModelSettings) -> Tensors:
     """transformers' name -> tensor in the run's dtype; a value head is left out."""
     index = _index(state)
     if key == EMA and not index["averages"]:
@@ -153,9 +153,7 @@ def _damaged(path: Path, why: str) -> UserError:
     return UserError(f"{path} is missing or damaged", why=why, todo="export an older checkpoint")
 
 
-def _merged(
-    tensors: MicroBatchTensors, base: MicroBatchTensors, lora: LoraSettings
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _merged(tensors: Tensors, base: Tensors, lora: LoraSettings) -> Iterator[tuple[str, torch.Tensor]]:
     """The state's own tensors, and of each adapter the sum with the weight in `base`, itself where there is none."""
     a_end, b_end = (f".lora_{half}.{ADAPTER}.weight" for half in "AB")
     for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ import torch
 
 from learner.config.learner import AdapterPublishSettings
 from learner.weights.base import EngineLink
-from learner.weights.disk import DiskPublisher, MicroBatchTensors
+from learner.weights.disk import DiskPublisher, Tensors
 from protocol.errors import UserError
 from protocol.messages import Transport, WeightUpdate
 from protocol.settings import RunSettings
@@ -45,11 +45,11 @@ class AdapterPublisher(DiskPublisher):
         """As of the base. Raises UserError for a tensor that is no LoRA parameter."""
         return super().publish(version, in_peft_names(weights))
 
-    def _described(self, tensors: MicroBatchTensors) -> dict[str, str]:
+    def _described(self, tensors: Tensors) -> dict[str, str]:
         return {CONFIG: peft_config(tensors, self._alpha, self._model)}
 
 
-def peft_config(tensors: MicroBatchTensors, alpha: float, model: Path) -> str:
+def peft_config(tensors: Tensors, alpha: float, model: Path) -> str:
     """The text of CONFIG for an adapter of `model` with these tensors. Raises UserError unless all are of one rank."""
     ranks = {tensor.shape[0 if ".lora_A." in name else 1] for name, tensor in tensors.items()}
     if len(ranks) != 1:

@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 """Names that nodes take, and endings that they do not (`rollout_server.node.manifest`)."""
-MicroBatchTensors = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 class DiskPublisher:
@@ -122,14 +122,14 @@ class DiskPublisher:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _described(self, tensors: MicroBatchTensors) -> dict[str, str]:
+    def _described(self, tensors: Tensors) -> dict[str, str]:
         """More files of a version, by name, that follow from its tensors."""
         return {}
 
 
-def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightCheck) -> tuple[MicroBatchTensors, str]:
+def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightCheck) -> tuple[Tensors, str]:
     """Tensors that safetensors can write, and the sha256 hex over their bytes in order of name. Raises BadWeights."""
-    tensors: MicroBatchTensors = {}
+    tensors: Tensors = {}
     places: set[int] = set()
     for name, tensor in weights:
         tensor = tensor.detach().cpu().contiguous()
@@ -152,7 +152,7 @@ def _travels(path: Path) -> bool:
     return plain
 
 
-def _save(tensors: MicroBatchTensors, path: Path) -> None:
+def _save(tensors: Tensors, path: Path) -> None:
     """Raises OSError: a full disk is a SafetensorError, which is none."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})

@@ -174,7 +174,7 @@ def test_tensorboard_reads_back_what_survived_a_crash(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, round(e.value, 2)) for e in events.Scalars("loss")] == [(1, 1.01), (2, 2.01), (3, 3.03), (4, 4.03)]
     assert [e.value for e in events.Scalars("seconds/wait")] == [0.25] * 4
-    assert b"run-7" in events.MicroBatchTensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert b"run-7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
 def test_a_crashed_run_and_its_successor_are_one_curve_in_tensorboard(
