@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from protocol.keys import Keys
 from protocol.messages import Task, TrajectoryGroup
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 KEYS = Keys("t1")
@@ -123,7 +123,7 @@ def test_a_connection_that_breaks_again_and_again_makes_no_group_poisonous(
 @pytest.mark.slow
 @pytest.mark.fault(35)
 def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
-    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, address: dict[str, Any], tmp_path: Path
+    run: RunSettings, settings: LearnerSettings, address: dict[str, Any], tmp_path: Path
 ) -> None:
     def spoil(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         if (task.seq, task.attempt) != (DEADLY, 1):
@@ -136,9 +136,9 @@ def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
         "learner": {"questions": str(settings.questions), "checkpoint_every": 3, "reconcile_s": 0.3},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    program = [sys.executable, str(Path(__file__).parent / "poisoned.py"), "4", "--config", str(tmp_path / "c.yaml")]
+    program = [sys.executable, "-m", "tests.support.poisoned", "4", "--config", str(tmp_path / "c.yaml")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with tiny.Player(address, run.id, spoil=spoil) as player:
+    with tiny_learner.Player(address, run.id, spoil=spoil) as player:
         done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1]) == [-11, -11, -11, 0], done.stderr
     found = Checkpoints(run.checkpoint_dir, 2).load()

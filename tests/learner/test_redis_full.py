@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +25,9 @@ from protocol.keys import TRAJ_GROUP, Keys
 from protocol.messages import Task
 from protocol.runtime.redis.errors import RedisFull, translate_errors
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 from tests.support.messages import make_group
+from tests.support.wire import Wire
 
 KEYS = Keys("t1")
 Serve = Callable[..., int]
@@ -95,37 +96,37 @@ def committed(run: RunSettings) -> dict[str, Any]:
     return found.facts if found is not None else {}
 
 
-def assert_whole(tiny: ModuleType, run: RunSettings) -> None:
-    seqs = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+def assert_whole(run: RunSettings) -> None:
+    seqs = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     assert len(seqs) == len(set(seqs)) == run.steps * run.groups_per_step
 
 
 @pytest.mark.fault(25)
 def test_a_redis_that_is_full_of_trained_groups_makes_the_starving_learner_checkpoint(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], limit: Limit,
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], limit: Limit,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     def fill(updates: int) -> None:
         if updates == 4:
             limit.leave(-1)
 
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings, before=fill) == 0
     assert not limit.rescued, "nothing moved any more, though four of five groups in Redis were trained"
     assert limit.refused() > 0 and "Redis is full and no batch comes: a checkpoint now" in caplog.text
-    assert_whole(tiny, run)
+    assert_whole(run)
     assert committed(run)["lineage"] == [[1, 0]], "the lease was renewed all the time"
 
 
 @pytest.mark.slow
 @pytest.mark.fault(25)
 def test_groups_that_are_filtered_before_the_first_step_do_not_fill_redis_for_good(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], limit: Limit
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], limit: Limit
 ) -> None:
     """Two checkpoints of one step: what was decided between them is worth one."""
     boring = 50
 
-    class Player(tiny.Player):  # type: ignore[misc,name-defined]
+    class Player(tiny_learner.Player):  # type: ignore[misc,name-defined]
         def _roll_out(self, task: Task) -> tuple[bytes, bytes]:
             if task.seq > boring:
                 return super()._roll_out(task)  # type: ignore[no-any-return]
@@ -141,28 +142,28 @@ def test_groups_that_are_filtered_before_the_first_step_do_not_fill_redis_for_go
     assert not limit.rescued and limit.refused() > 0
     made = committed(run)
     assert made["ledger"]["counts"]["filtered"] >= 32 and made["ledger"]["counts"]["trained"] == 12
-    assert_whole(tiny, run)
+    assert_whole(run)
 
 
 @pytest.mark.fault(25)
 def test_evidence_in_redis_gives_way_to_groups(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis, limit: Limit,
 ) -> None:  # fmt: skip
     for number in range(60):
         db.xadd(KEYS.dlq, {"id": number, "b": b"x" * 100_000})
     limit.leave(100_000, run)  # less than a batch
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings) == 0
     assert not limit.rescued and limit.refused() > 0
     left = [int(fields[b"id"]) for _, fields in db.xrange(KEYS.dlq)]
     assert len(left) < 60 and left == list(range(60 - len(left), 60)), "the oldest go first"
-    assert_whole(tiny, run)
+    assert_whole(run)
 
 
 @pytest.mark.fault(10, 25)
 def test_sigterm_in_a_full_redis_keeps_every_step_that_was_done(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis, limit: Limit, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(learner.loop, "STARVING_S", 1000.0)
@@ -172,9 +173,9 @@ def test_sigterm_in_a_full_redis_keeps_every_step_that_was_done(
             limit.leave(-400_000)
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert serve(run, settings, before=fill) == 0
-    made, last = committed(run), tiny.step_lines(run.dir)[-1]["step"]
+    made, last = committed(run), tiny_learner.step_lines(run.dir)[-1]["step"]
     assert made and made["step"] == last >= 5 and made["ledger"]["counts"]["trained"] == 4 * last, "steps were lost"
     assert limit.refused() > 0 and not limit.rescued and not db.exists(KEYS.lease)
     pending = {id_["message_id"] for id_ in db.xpending_range(KEYS.traj, TRAJ_GROUP, "-", "+", 1000)}
@@ -183,10 +184,9 @@ def test_sigterm_in_a_full_redis_keeps_every_step_that_was_done(
 
 @pytest.mark.fault(10, 14)
 def test_sigterm_while_a_step_waits_for_a_redis_that_is_away_keeps_the_step(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
-    redis_socket: str, wire: Any,
-) -> None:  # fmt: skip
-    with wire(redis_socket) as link:
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
+    redis_socket: str, ) -> None:  # fmt: skip
+    with Wire(redis_socket) as link:
         away = run.model_copy(update={"redis_url": f"redis://127.0.0.1:{link.port}/0"})
 
         def cut(updates: int) -> None:
@@ -194,29 +194,29 @@ def test_sigterm_while_a_step_waits_for_a_redis_that_is_away_keeps_the_step(
                 link.cut()
                 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
-        with tiny.Player(address, run.id):
+        with tiny_learner.Player(address, run.id):
             assert serve(away, settings, before=cut) == 0
             assert committed(run).get("step") == 5, "the step that waited for Redis was lost"
             link.mend()
             assert serve(run, settings) == 0
-    assert_whole(tiny, run)
+    assert_whole(run)
     assert [version[1] for version in committed(run)["lineage"]] == [0, 5]
 
 
 @pytest.mark.fault(7, 25)
 def test_a_learner_starts_again_on_a_full_redis_and_makes_room(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any], limit: Limit,
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], limit: Limit,
     db: redis.Redis, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def die(updates: int) -> None:
         if updates == 6:
-            raise tiny.Crash
+            raise tiny_learner.Crash
 
     def unheard(self: RunStore, ids: object) -> int:
-        raise tiny.Crash
+        raise tiny_learner.Crash
 
-    with tiny.Player(address, run.id) as player:
-        with monkeypatch.context() as patch, pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id) as player:
+        with monkeypatch.context() as patch, pytest.raises(tiny_learner.Crash):
             # its last checkpoint is in force, and it dies before it can acknowledge
             patch.setattr(RunStore, "ack", lambda self, ids: unheard(self, ids) if ids else 0)
             serve(run, settings.model_copy(update={"checkpoint_every": 5}), before=die)
@@ -228,15 +228,14 @@ def test_a_learner_starts_again_on_a_full_redis_and_makes_room(
         player.paused.clear()
         assert serve(run, settings) == 0
     assert not limit.rescued
-    assert_whole(tiny, run)
+    assert_whole(run)
     assert [version[0] for version in committed(run)["lineage"]] == [1, 2]
 
 
 @pytest.mark.fault(25)
 def test_a_full_redis_that_lacks_what_the_run_needs_is_named_with_the_way_out(
     run: RunSettings, settings: LearnerSettings, db: redis.Redis, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    tiny: ModuleType,
-) -> None:  # fmt: skip
+    ) -> None:  # fmt: skip
     db.config_set("maxmemory", "1")
     argv = [f"run.id={run.id}", f"run.dir={run.dir}", f"run.redis_url={run.redis_url}", f"run.model={run.model}"]
     assert cli.main([*argv, f"learner.questions={settings.questions}"]) == 2
@@ -269,7 +268,7 @@ def test_an_error_of_a_pipeline_names_no_bytes_of_its_commands(db: redis.Redis) 
 
 
 def test_a_checkpoint_that_is_overdue_is_written_while_the_learner_waits_for_data(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any]
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
 ) -> None:
     seen: list[int] = []
 
@@ -287,7 +286,7 @@ def test_a_checkpoint_that_is_overdue_is_written_while_the_learner_waits_for_dat
         player.paused.clear()
 
     run = run.model_copy(update={"groups_per_step": 4, "max_lag": 0})
-    with tiny.Player(address, run.id) as player:
+    with tiny_learner.Player(address, run.id) as player:
         assert serve(run, settings.model_copy(update={"checkpoint_s": 0.5}), before=pause) == 0
     assert seen, "no checkpoint while nothing came"
-    assert_whole(tiny, run)
+    assert_whole(run)

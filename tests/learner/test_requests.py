@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +19,8 @@ from protocol.keys import Keys
 from protocol.ledger import Outcome
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
+from tests.support.waiting import wait_until
 
 KEYS = Keys("t1")
 Serve = Callable[..., int]
@@ -35,13 +35,6 @@ def facts(run: RunSettings) -> dict[str, Any]:
     found = Checkpoints(run.checkpoint_dir, 2).load()
     assert found is not None
     return found.facts
-
-
-def wait_until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_dead_and_stale_seqs_are_opened_and_all_other_requests_are_refused_with_a_reason(
@@ -94,21 +87,21 @@ def test_a_request_survives_until_redis_has_taken_note(
 
 
 def test_a_dead_seq_is_trained_after_all_and_the_books_close(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     run = run.model_copy(update={"steps": 10})
-    with tiny.Player(address, run.id, fails={5, 6}) as player:
+    with tiny_learner.Player(address, run.id, fails={5, 6}) as player:
 
         def ask(updates: int) -> None:
             if updates == 4:
                 player.fails.discard(5)
                 db.sadd(KEYS.requeue, 5, 2)
-                wait_until(lambda: told(db, "requeued") and told(db, "requeue-refused"))
+                wait_until(lambda: told(db, "requeued") and told(db, "requeue-refused"), "both are answered")
 
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
-    assert 5 in [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+    assert 5 in [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     assert [n for n in made["ledger"]["notes"] if n[2] != "surplus"] == [[6, "dead", "engine"]]
     assert made["ledger"]["reopened"] == [] and db.smembers(KEYS.requeue) == set()
     assert [attempt for seq, attempt in player.seen if seq == 5] == [1, 1], "with all its attempts before it"
@@ -118,40 +111,40 @@ def test_a_dead_seq_is_trained_after_all_and_the_books_close(
 
 
 def test_a_crash_before_the_checkpoint_honours_the_request_again_and_once(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     run = run.model_copy(update={"steps": 12})
-    with tiny.Player(address, run.id, fails={5}) as player:
+    with tiny_learner.Player(address, run.id, fails={5}) as player:
 
         def ask(updates: int) -> None:
             if updates == 4:
                 player.fails.discard(5)
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"))
-                raise tiny.Crash  # the last checkpoint is of step 3, and knows seq 5 as dead
+                wait_until(lambda: told(db, "requeued"), "it is requeued")
+                raise tiny_learner.Crash  # the last checkpoint is of step 3, and knows seq 5 as dead
 
-        with pytest.raises(tiny.Crash):
+        with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=ask)
         assert [seq for seq, _, _ in facts(run)["ledger"]["notes"]] == [5] and db.smembers(KEYS.requeue) == {b"5"}
         assert serve(run, settings) == 0
-    trained = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+    trained = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     assert trained.count(5) == 1 and len(trained) == len(set(trained)) == 48
     assert facts(run)["tally"]["requeued"] == 1 and db.smembers(KEYS.requeue) == set()
 
 
 @pytest.mark.fault(50)
 def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
-    with tiny.Player(address, run.id, fails={5}) as player:
+    with tiny_learner.Player(address, run.id, fails={5}) as player:
 
         def ask(updates: int) -> None:
             if updates == 7:
                 player.paused.set()
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"))
+                wait_until(lambda: told(db, "requeued"), "it is requeued")
 
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
@@ -164,11 +157,11 @@ def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
 
 @pytest.mark.fault(29)
 def test_an_opened_seq_is_issued_again_when_redis_has_lost_everything(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     run = run.model_copy(update={"steps": 14})
-    with tiny.Player(address, run.id, fails={5}) as player:
+    with tiny_learner.Player(address, run.id, fails={5}) as player:
 
         def ask(updates: int) -> None:
             if updates == 5:
@@ -176,10 +169,10 @@ def test_an_opened_seq_is_issued_again_when_redis_has_lost_everything(
                 player.paused.set()
                 assert player.resting.wait(10)
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"))
+                wait_until(lambda: told(db, "requeued"), "it is requeued")
                 db.flushall()
                 player.paused.clear()
 
         assert serve(run, settings, before=ask) == 0
-    trained = [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+    trained = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     assert trained.count(5) == 1

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot, Task
 from protocol.run_meta import parse, tokenizer_digest
 from protocol.settings import RunSettings
+from tests.support import tiny_learner
 
 KEYS = Keys("t1")
 Serve = Callable[..., int]
@@ -48,16 +48,16 @@ def values(db: redis.Redis) -> MetricsSnapshot:
     return decode_as(MetricsSnapshot, db.get(KEYS.metrics("learner", "0")))
 
 
-def trained(tiny: ModuleType, run: RunSettings) -> list[int]:
-    return [seq for batch in tiny.surviving(run.dir).values() for seq in batch]
+def trained(run: RunSettings) -> list[int]:
+    return [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
 
 
 def test_a_run_says_what_all_must_share_and_tells_its_history(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     (run.model / "tokenizer.json").write_text('{"b": 1, "a": 2}')
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         serve(run, settings)
     meta = parse(db.hgetall(KEYS.meta))
     assert meta is not None and meta.schema[0] == SCHEMA_MAJOR
@@ -70,10 +70,10 @@ def test_a_run_says_what_all_must_share_and_tells_its_history(
 
 
 def test_the_law_by_token_is_exported(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
-    with tiny.Player(address, run.id, fails={3}):
+    with tiny_learner.Player(address, run.id, fails={3}):
         serve(run, settings)
     told = values(db).values
     law = {name: told[f"tokens_law_{name}"] for name in (*TokenOutcome, "in_flight")}
@@ -84,7 +84,7 @@ def test_the_law_by_token_is_exported(
 
 @pytest.mark.parametrize("wrong", ["token", "seq"])
 def test_books_that_do_not_close_end_the_run_with_status_1_and_the_place(
-    run: RunSettings, settings: LearnerSettings, tiny: ModuleType, address: dict[str, Any], db: redis.Redis,
+    run: RunSettings, settings: LearnerSettings, address: dict[str, Any], db: redis.Redis,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str,
 ) -> None:  # fmt: skip
     tree = {
@@ -93,7 +93,7 @@ def test_books_that_do_not_close_end_the_run_with_status_1_and_the_place(
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     monkeypatch.setitem(
-        learner.main.serve.__kwdefaults__, "make_engine", lambda run, settings: tiny.TinyEngine(run, settings)
+        learner.main.serve.__kwdefaults__, "make_engine", lambda run, settings: tiny_learner.TinyEngine(run, settings)
     )
     if wrong == "token":
         real, calls = TokenAccounting.record, []
@@ -111,7 +111,7 @@ def test_books_that_do_not_close_end_the_run_with_status_1_and_the_place(
             self.counters.taken += self.step == 2  # a group that was trained and not booked
 
         monkeypatch.setattr(DeliveryState, "commit_step", twice)
-    with tiny.Player(address, run.id):
+    with tiny_learner.Player(address, run.id):
         assert cli.main(["--config", str(tmp_path / "c.yaml")]) == 1
     said = capsys.readouterr().err
     where = {"token": "512 tokens were generated", "seq": "32 seqs are booked as trained, 33 groups were trained"}
@@ -123,17 +123,17 @@ def test_books_that_do_not_close_end_the_run_with_status_1_and_the_place(
 
 @pytest.mark.fault(8)
 def test_a_learner_killed_between_checkpoint_and_acknowledgement_acknowledges_and_counts_nothing_twice(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     real = DeliveryState.mark_durable
 
     def die(self: DeliveryState, state: dict[str, Any]) -> list[bytes]:
         assert len(real(self, state)) >= 12
-        raise tiny.Crash
+        raise tiny_learner.Crash
 
-    with tiny.Player(address, run.id):
-        with monkeypatch.context() as patch, pytest.raises(tiny.Crash):
+    with tiny_learner.Player(address, run.id):
+        with monkeypatch.context() as patch, pytest.raises(tiny_learner.Crash):
             patch.setattr(DeliveryState, "mark_durable", die)
             serve(run, settings)
         assert facts(run)["step"] == 3 and db.xpending(KEYS.traj, "learner")["pending"] >= 12
@@ -143,7 +143,7 @@ def test_a_learner_killed_between_checkpoint_and_acknowledgement_acknowledges_an
     made = facts(run)
     assert made["tally"]["duplicates"] == 0 == made["redis"]["lost"]
     assert made["tokens"]["generated"] == sum(made["tokens"]["buckets"].values()) == 512
-    assert len(trained(tiny, run)) == len(set(trained(tiny, run))) == 32
+    assert len(trained(run)) == len(set(trained(run))) == 32
 
 
 def dialect(major: int, minor: int) -> Callable[[Task, bytes, bytes], tuple[bytes, bytes]]:
@@ -164,21 +164,21 @@ def dialect(major: int, minor: int) -> Callable[[Task, bytes, bytes], tuple[byte
 @pytest.mark.fault(31)
 @pytest.mark.parametrize(("major", "minor", "read"), [(1, 99, True), (2, 0, False)])
 def test_a_newer_minor_is_read_and_another_major_is_a_dead_letter_that_says_upgrade(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis, major: int, minor: int, read: bool,
 ) -> None:  # fmt: skip
-    with tiny.Player(address, run.id, spoil=dialect(major, minor)) as player:
+    with tiny_learner.Player(address, run.id, spoil=dialect(major, minor)) as player:
         serve(run, settings)
     letters = [fields for _, fields in db.xrange(KEYS.dlq)]
     assert len(letters) == facts(run)["tally"]["dead_letters"] == (0 if read else 1)
     assert read or (letters[0][b"reason"] == b"unsupported_version" and b"upgrade" in letters[0][b"detail"])
     assert [attempt for seq, attempt in player.seen if seq == 2] == ([1] if read else [1, 2])
-    assert 2 in trained(tiny, run)
+    assert 2 in trained(run)
 
 
 @pytest.mark.fault(48)
 def test_rollouts_that_are_faster_than_the_learner_are_held_by_the_credit_gate(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     waiting: list[tuple[int, int]] = []
@@ -190,19 +190,19 @@ def test_rollouts_that_are_faster_than_the_learner_are_held_by_the_credit_gate(
         time.sleep(0.05)  # they would have had the time to do more
         waiting.append((len(player.seen) - 4 * updates, db.xlen(KEYS.traj)))
 
-    with tiny.Player(address, run.id) as player:
+    with tiny_learner.Player(address, run.id) as player:
         serve(run, settings, before=look)
     open_, held = zip(*waiting, strict=True)
     window, unacknowledged = (run.max_lag + 1) * run.groups_per_step, 3 * run.groups_per_step
     assert max(open_) == window, "they wait for credit, and have used all of it"
     assert max(held) <= window + unacknowledged, "Redis holds what the design says and no more"
-    lags = [line["lag_max"] for line in tiny.step_lines(run.dir)]
+    lags = [line["lag_max"] for line in tiny_learner.step_lines(run.dir)]
     assert max(lags) <= run.max_lag
 
 
 @pytest.mark.fault(49)
 def test_a_learner_that_is_faster_than_the_rollouts_waits_without_spinning_and_without_an_end(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, tiny: ModuleType, address: dict[str, Any],
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     spent: list[tuple[float, float]] = []
@@ -213,8 +213,8 @@ def test_a_learner_that_is_faster_than_the_rollouts_waits_without_spinning_and_w
             player.paused.set()
             threading.Timer(1.5, player.paused.clear).start()
 
-    with tiny.Player(address, run.id) as player:
+    with tiny_learner.Player(address, run.id) as player:
         assert serve(run, settings, before=pause) == 0
     wall, cpu = (max(b[i] - a[i] for a, b in pairwise(spent)) for i in (0, 1))
     assert wall > 0.8 and cpu < wall / 2
-    assert values(db).waits["data"] > 0.8 and len(trained(tiny, run)) == 32
+    assert values(db).waits["data"] > 0.8 and len(trained(run)) == 32
