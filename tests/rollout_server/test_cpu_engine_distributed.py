@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from learner.weights.process_group import BroadcastGroup
+from protocol.runtime.net import free_port
 
 TIMEOUT_S = 3.0
 PROMPT = list(range(40, 60))

@@ -15,6 +15,7 @@ from contract_client import Client
 from contract_models import read_weights
 
 from learner.weights.process_group import BroadcastGroup
+from protocol.runtime.net import free_port
 
 FLATTENED = "flattened_bucket"
 Named = tuple[str, torch.Tensor]
