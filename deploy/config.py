@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name
-from protocol.runtime.config import Tree, read_tree, section
+from protocol.runtime.config import SettingsTree, read_tree, section
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings
 from retriever.config import RetrieverSettings
 from rollout_server.config import RolloutSettings
@@ -136,7 +136,7 @@ def from_tree(tree: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_construct(**given)
 
 
-def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> Tree:
+def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> SettingsTree:
     """The tree with every text that begins with `${NAME}/` (or is `${NAME}`) read as a path below that directory.
 
     Nothing else is replaced: a `$` in a prompt or a pattern is left alone. Raises UserError for an unset variable.
@@ -157,4 +157,4 @@ def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> Tree:
             )
         return environ[found[1]] + value[found.end() :]
 
-    return Tree(walk(tree, ""), tree.spelt if isinstance(tree, Tree) else {})
+    return SettingsTree(walk(tree, ""), tree.spelt if isinstance(tree, SettingsTree) else {})

@@ -17,7 +17,7 @@ from learner.config.learner import LearnerSettings, require_groups
 from learner.trainer.distributed.worker import ranks, serve_rank
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import redact
-from protocol.runtime.config import Tree, section
+from protocol.runtime.config import SettingsTree, section
 from protocol.runtime.log import LOG_FORMAT
 from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, add_config_arguments, run_service
 from protocol.settings import RunSettings
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") 
     return run_service(parser, argv, partial(_serve, prefix=prefix), log_format=log_format, prefix=prefix)
 
 
-def _serve(args: argparse.Namespace, tree: Tree, *, prefix: str) -> int:
+def _serve(args: argparse.Namespace, tree: SettingsTree, *, prefix: str) -> int:
     try:
         return _train(args, tree)
     except UserError:
@@ -68,7 +68,7 @@ def _serve(args: argparse.Namespace, tree: Tree, *, prefix: str) -> int:
         raise UserError(f"the disk is full: {error}", todo=todo) from None
 
 
-def _train(args: argparse.Namespace, tree: Tree) -> int:
+def _train(args: argparse.Namespace, tree: SettingsTree) -> int:
     run = section(tree, "run", RunSettings)
     settings = section(tree, "learner", LearnerSettings)
     require_groups(run, settings)

@@ -62,7 +62,7 @@ class RunMeta:
         return dict(self.facts) | own | ({LINEAGE_FIELD: self.lineage_id} if self.lineage_id else {})
 
 
-def parse(raw: Mapping[bytes, bytes]) -> RunMeta | None:
+def parse_run_meta(raw: Mapping[bytes, bytes]) -> RunMeta | None:
     """Inverse of `RunMeta.fields`; None where there is none yet (or a learner that knew nothing of it wrote none)."""
     text = text_of(raw)
     major, _, minor = text.get("schema", "").partition(".")
@@ -82,8 +82,8 @@ def lineage_id_of(raw: Mapping[bytes, bytes]) -> str:
     return lineage_id_in(raw.get(LINEAGE_FIELD.encode(), b"").decode("ascii", "replace"))
 
 
-def refusal(theirs: RunMeta, *, run: str, tokenizer: str) -> UserError | None:
-    """Why a process with this schema and `tokenizer` must not work in a run whose learner says `theirs`."""
+def incompatibility(theirs: RunMeta, *, run: str, tokenizer: str) -> UserError | None:
+    """Return why a process with this schema and `tokenizer` must not work in a run whose learner says `theirs`."""
     ours = (SCHEMA_MAJOR, SCHEMA_MINOR)
     if theirs.schema[0] != ours[0]:
         newer = "this process" if theirs.schema > ours else "the learner"
@@ -101,7 +101,9 @@ def refusal(theirs: RunMeta, *, run: str, tokenizer: str) -> UserError | None:
     return None
 
 
-def foreign(raw: Mapping[bytes, bytes], *, run: str, redis: str, ours: str, more: str = "", todo: str) -> UserError:
+def another_run_error(
+    raw: Mapping[bytes, bytes], *, run: str, redis: str, ours: str, more: str = "", todo: str
+) -> UserError:
     """The error of a process that found another run under its run id: `raw` is that run's hash.
 
     redis  where that is, without passwords

@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from protocol.runtime.config import Tree, section
+from protocol.runtime.config import SettingsTree, section
 from protocol.runtime.service_cli import add_config_arguments, add_port_file_argument, run_service
 from retriever.config import RetrieverSettings
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m retriever"
     return run_service(parser, argv, _serve)
 
 
-def _serve(args: argparse.Namespace, tree: Tree) -> None:
+def _serve(args: argparse.Namespace, tree: SettingsTree) -> None:
     # FAISS's and torch's threads wait for each other by spinning unless told otherwise when their libraries are loaded:
     # where anything else runs on the cores, a search by two threads took 8 times the processor time of one (measured)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

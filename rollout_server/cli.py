@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from protocol.runtime.config import Tree, section
+from protocol.runtime.config import SettingsTree, section
 from protocol.runtime.service_cli import add_config_arguments, add_port_file_argument, run_service
 from protocol.settings import RunSettings
 from rollout_server.config import RolloutSettings
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_se
     return run_service(parser, argv, _serve)
 
 
-def _serve(args: argparse.Namespace, tree: Tree) -> None:
+def _serve(args: argparse.Namespace, tree: SettingsTree) -> None:
     run = section(tree, "run", RunSettings).with_redis(os.environ)
     settings = section(tree, "rollout", RolloutSettings)
     from rollout_server.server import serve

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from protocol.codec import encode
 from protocol.functions import REPORT
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
-from protocol.runtime.metrics import Histogram, Page, WaitTimer
+from protocol.runtime.metrics import Histogram, MetricsPage, WaitTimer
 from protocol.runtime.redis.aio import Backoff, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.metric_tables import TABLES, WAITS
@@ -165,8 +165,8 @@ def prometheus_text(stats: Stats, run: str) -> bytes:
     return page_of(stats, run).text()
 
 
-def page_of(stats: Stats, run: str) -> Page:
+def page_of(stats: Stats, run: str) -> MetricsPage:
     """What Prometheus is shown of a process."""
-    return Page(
+    return MetricsPage(
         f"foray_{stats.process}_", TABLES[stats.process], stats.snapshot, lambda: stats.histograms, {"run": run}, WAITS
     )

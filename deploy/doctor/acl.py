@@ -15,7 +15,7 @@ from deploy.launcher.redis_server import connect
 from deploy.secrets.acl import REDIS_ROLES, RedisRole, rules
 from protocol.functions import ACQUIRE, PUBLISH, REGISTER, REPORT
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
-from protocol.runtime.redis.url import cli, parse
+from protocol.runtime.redis.url import cli, parse_redis_url
 
 if TYPE_CHECKING:
     import redis
@@ -123,7 +123,7 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
     """Findings about the user of `url`; its role is `role`, or its name, or else it serves every process of the run."""
     import redis
 
-    name = parse(url).username or "default"
+    name = parse_redis_url(url).username or "default"
     named = role or next((known for known in REDIS_ROLES if known == name), None)
     if named == "admin":
         yield Finding("redis user", "ok", "the admin: for people, no process should run as it")
@@ -143,7 +143,7 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
         words = ", ".join(" ".join(command[:2]) for command in missing[:4]) + (" ..." if len(missing) > 4 else "")
         detail = f"as {named or 'the user of every process'} it must, and may not: {words}"
         yield Finding(f"redis user {name}", "fail", detail, wanted)
-    elif beyond and not (name == "default" and parse(url).is_loopback):
+    elif beyond and not (name == "default" and parse_redis_url(url).is_loopback):
         words = ", ".join(" ".join(command[:2]) for command in beyond)
         todo = wanted if named else "foray init run.yaml --secure makes a user for each role; launch.secrets uses them"
         yield Finding(f"redis user {name}", "warn", f"it may do more than it needs: {words}", todo)

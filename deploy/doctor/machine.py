@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
-from protocol.runtime.net import holder, is_free
+from protocol.runtime.net import is_free, port_owner
 
 NEEDED = {
     "protocol": ("pydantic", "msgpack", "numpy", "yaml", "redis"),
@@ -91,7 +91,7 @@ def ports(config: RunConfig) -> Iterator[Finding]:
         return
     told, mends = [], []
     for name, (host, port) in taken.items():
-        found = holder(port)
+        found = port_owner(port)
         told.append(f"{name} = {port}" + (f" by process {found.pid} ({found.name})" if found else f" on {host}"))
         mends.append(
             (f"kill {found.pid}, or " if found else "stop what listens there, or ") + f"{name}=0 (a free port)"
@@ -134,9 +134,9 @@ def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:
     elif directory is not None:
         todo = "foray init run.yaml --secure, or leave launch.secrets out"
         yield Finding("secrets", "fail", f"launch.secrets = {directory} is no directory", todo)
-    from protocol.runtime.redis.url import parse
+    from protocol.runtime.redis.url import parse_redis_url
 
-    if config.run.redis_url and parse(config.run.redis_url).password:
+    if config.run.redis_url and parse_redis_url(config.run.redis_url).password:
         where = f" in {path}" if path else ""
         todo = "export FORAY_REDIS_URL=... in the environment of each process, and leave run.redis_url empty"
         yield Finding(

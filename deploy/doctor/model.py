@@ -16,7 +16,7 @@ from protocol.codec import decode_as
 from protocol.errors import ForayError, ProtocolError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo
-from protocol.run_meta import parse, tokenizer_digest
+from protocol.run_meta import parse_run_meta, tokenizer_digest
 from rollout_server.node.config import SglangEngine
 
 RUN_TOKENIZER, ENGINE_TOKENIZER = "tokenizer of the run", "tokenizer of the engines"
@@ -73,7 +73,7 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
         if ours and engine.tokenizer and engine.tokenizer != ours:
             detail = f"engine {engine.id} has {engine.tokenizer[:12]}, run.model {ours[:12]}: it gets no traffic"
             yield Finding(ENGINE_TOKENIZER, "fail", detail, todo)
-    theirs, digest = parse(meta), tokenizer_digest(_bytes(config.run.model / "tokenizer.json"))
+    theirs, digest = parse_run_meta(meta), tokenizer_digest(_bytes(config.run.model / "tokenizer.json"))
     if theirs is not None and theirs.tokenizer and digest and theirs.tokenizer != digest:
         detail = f"the learner of run {config.run.id} has {theirs.tokenizer[:12]}, run.model {digest[:12]}"
         yield Finding(RUN_TOKENIZER, "fail", detail, todo)

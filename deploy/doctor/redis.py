@@ -12,9 +12,9 @@ from deploy.doctor.finding import Finding
 from deploy.launcher.redis_server import OLDEST, connect, find_server
 from protocol.errors import UserError
 from protocol.keys import Keys
-from protocol.runtime.net import Holder, holder, socket_holder
+from protocol.runtime.net import PortOwner, port_owner, unix_socket_owner
 from protocol.runtime.redis.memory_policy import eviction_refusal
-from protocol.runtime.redis.url import cli, parse, redacted
+from protocol.runtime.redis.url import cli, parse_redis_url, redacted
 
 if TYPE_CHECKING:
     import redis
@@ -99,7 +99,7 @@ def skew(client: redis.Redis, clock: Callable[[], float] = time.time) -> Finding
 
 
 def _transport(url: str) -> Iterator[Finding]:
-    where = parse(url)
+    where = parse_redis_url(url)
     hosts = ", ".join(host for host, _ in where.hosts)
     if where.is_loopback:
         yield Finding("redis transport", "ok", "nothing leaves this machine")
@@ -172,12 +172,12 @@ def _away(url: str, error: Exception) -> Finding:
     """Stopped, not there, or not for us: what can be told from here."""
     import redis
 
-    where, told = parse(url), f"{type(error).__name__}: {error}"
-    found: Holder | None = None
+    where, told = parse_redis_url(url), f"{type(error).__name__}: {error}"
+    found: PortOwner | None = None
     if where.kind == "socket":
-        found = socket_holder(where.path)
+        found = unix_socket_owner(where.path)
     elif where.is_loopback and where.kind == "server":
-        found = holder(where.hosts[0][1])
+        found = port_owner(where.hosts[0][1])
     process = f"process {found.pid} ({found.name})" if found else "it"
     if found is not None and found.stopped:
         detail = f"{redacted(url)} does not answer: {process} is stopped (SIGSTOP)"

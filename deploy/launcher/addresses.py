@@ -17,7 +17,7 @@ from deploy.secrets.env import redis_url_for
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
 from protocol.runtime.net import free_port, require_free
-from protocol.runtime.redis.url import parse, place_of
+from protocol.runtime.redis.url import parse_redis_url, place_of
 from protocol.settings import REDIS_URL_VARIABLE, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
 
 
 def _holds_password(url: str) -> bool:
-    found = parse(url) if url else None
+    found = parse_redis_url(url) if url else None
     return found is not None and bool(found.password or found.sentinel_password)
 
 

@@ -21,7 +21,7 @@ from deploy.config import expand
 from deploy.monitor.snapshot import read_books
 from deploy.secrets.env import login_at, redis_url_for
 from protocol.errors import UserError
-from protocol.runtime.config import Tree, read_tree, section, with_overrides
+from protocol.runtime.config import SettingsTree, read_tree, section, with_overrides
 from protocol.runtime.files import atomic_write
 from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
@@ -113,7 +113,7 @@ def configuration_of(directory: Path) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def read_configuration(path: Path, directory: Path) -> Tree:
+def read_configuration(path: Path, directory: Path) -> SettingsTree:
     """The tree in `path`; what it says to be below `run.dir` is below `directory`, to which the run may have moved."""
     tree = read_tree(path)
     before, now = str((tree.get("run") or {}).get("dir", "")), str(directory.absolute())
@@ -127,7 +127,7 @@ def read_configuration(path: Path, directory: Path) -> Tree:
             return now + value.removeprefix(before)
         return value
 
-    return Tree(walk(tree), tree.spelt) if before else tree
+    return SettingsTree(walk(tree), tree.spelt) if before else tree
 
 
 def _is_configuration(path: Path) -> bool:

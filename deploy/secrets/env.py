@@ -13,7 +13,7 @@ from pathlib import Path
 from protocol.errors import UserError
 from protocol.redaction import remember_environment
 from protocol.runtime.http.auth import ROLES, variable
-from protocol.runtime.redis.url import parse, with_login
+from protocol.runtime.redis.url import parse_redis_url, with_login
 from protocol.settings import REDIS_URL_VARIABLE
 
 RUN_KEY_VARIABLE = "FORAY_RUN_KEY"
@@ -74,5 +74,5 @@ def redis_url_for(directory: Path, role: str, place: str) -> str:
 
 def login_at(place: str, url: str) -> str:
     """`place` with the user and password of `url`."""
-    login = parse(url)
+    login = parse_redis_url(url)
     return with_login(place, login.username or "", login.password or "")

@@ -17,7 +17,7 @@ from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.lease import ANOTHER_RUN, describe
 from learner.delivery.store import RunStore
 from protocol.errors import UserError
-from protocol.run_meta import LINEAGE_FILE, foreign, lineage_id_in, lineage_id_of, text_of
+from protocol.run_meta import LINEAGE_FILE, another_run_error, lineage_id_in, lineage_id_of, text_of
 from protocol.runtime.files import create_once, durable_mkdir
 from protocol.settings import RunSettings
 
@@ -111,7 +111,7 @@ def _foreign(store: RunStore, run: RunSettings, lineage_id: str, raw: Mapping[by
     more = [f"step {target.step}"] if target else []
     more += [f"tasks up to seq {issued}"] if issued else []
     more += [f"held by {describe(holder)}"] if holder and holder.epoch != store.epoch else []
-    return foreign(
+    return another_run_error(
         raw,
         run=run.id,
         redis=store.url,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from learner.delivery.store import LeaseHolder, RunStore
 from protocol.errors import Fenced, StateLost, UserError
-from protocol.run_meta import foreign
+from protocol.run_meta import another_run_error
 from protocol.runtime.files import create_once, durable_mkdir
 from protocol.runtime.redis.errors import RedisUnavailable
 
@@ -78,7 +78,7 @@ class LearnerLease:
 
     def _of_another_run(self) -> UserError:
         store, ours = self._store, f"lineage {self.lineage_id[:8]}"
-        return foreign(store.meta(), run=store.keys.run, redis=store.url, ours=ours, todo=ANOTHER_RUN)
+        return another_run_error(store.meta(), run=store.keys.run, redis=store.url, ours=ours, todo=ANOTHER_RUN)
 
     def _claim_epoch(self, epoch: int) -> bool:
         """Whether the epoch is ours. It is on the device then: no Redis can give it to another learner again."""

@@ -11,7 +11,7 @@ from learner.observability.metric_table import LEARNER, WAITS
 from protocol.messages import MetricsSnapshot
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.http.server import SERVER_OPTIONS, ThreadedServer, auth_middleware, listening
-from protocol.runtime.metrics import Histogram, Page, row_of
+from protocol.runtime.metrics import Histogram, MetricsPage, row_of
 
 
 def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> ThreadedServer:
@@ -45,7 +45,7 @@ def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> Threade
 
 def metrics_page(
     run: str, snapshot: Callable[[], MetricsSnapshot], histograms: Callable[[], Mapping[str, Histogram]] = dict
-) -> Page:
+) -> MetricsPage:
     """What Prometheus is shown of a learner from now on; every sample has the label `run`.
 
     Counters begin at 0 here. In the snapshot they go on from the checkpoint, so a crash makes them fall to a value
@@ -57,4 +57,4 @@ def metrics_page(
         now = snapshot()
         return now.model_copy(update={"values": {name: n - began.get(name, 0.0) for name, n in now.values.items()}})
 
-    return Page("foray_learner_", LEARNER, since, histograms, {"run": run}, WAITS)
+    return MetricsPage("foray_learner_", LEARNER, since, histograms, {"run": run}, WAITS)

@@ -24,7 +24,7 @@ NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
 S = TypeVar("S", bound=Settings)
 
 
-class Tree(dict[str, Any]):
+class SettingsTree(dict[str, Any]):
     """A tree of settings that knows how its overrides were spelt: `spelt` has the text of each by its path, where YAML
     read it as something other than text."""
 
@@ -33,16 +33,16 @@ class Tree(dict[str, Any]):
         self.spelt = dict(spelt)
 
 
-def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> Tree:
+def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> SettingsTree:
     """The YAML file as a dict with `a.b=c` overrides applied (values are YAML: numbers, lists, null).
 
     Raises UserError for a missing or malformed file, an unknown section, or an override that is not `key=value`.
     """
     tree = _load_yaml(path) if path is not None else {}
-    return with_overrides(Tree(tree, {}), overrides)
+    return with_overrides(SettingsTree(tree, {}), overrides)
 
 
-def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
+def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree:
     """`tree` with `a.b=c` overrides applied in place; raises UserError as `read_tree` does."""
     for item in overrides:
         key, found, raw = item.partition("=")
@@ -77,7 +77,7 @@ def section(tree: Mapping[str, Any], name: str, kind: type[S]) -> S:
         return kind.model_validate(value)
     except ValidationError as error:
         wrong = error
-    spelt = tree.spelt if isinstance(tree, Tree) else {}
+    spelt = tree.spelt if isinstance(tree, SettingsTree) else {}
     below = {path[1:]: text for path, text in spelt.items() if path[0] == name}
     try:
         if (meant := repaired(value, wrong, kind, below)) is not None:

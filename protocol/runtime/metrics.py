@@ -87,7 +87,7 @@ class Histogram:
 
 
 class WaitTimer:
-    """Seconds spent waiting, by cause: `with waits.during("engine"): ...` around every wait.
+    """Seconds spent waiting, by cause: `with waits.blocked_on("engine"): ...` around every wait.
 
     A cause accrues wall-clock time while at least one coroutine waits for it, however many do.
     """
@@ -99,7 +99,7 @@ class WaitTimer:
         """cause -> (how many wait, since when at least one does)"""
 
     @contextmanager
-    def during(self, cause: str) -> Iterator[None]:
+    def blocked_on(self, cause: str) -> Iterator[None]:
         """Count the time of the block as a wait for `cause`."""
         count, since = self._waiting.get(cause, (0, 0.0))
         self._waiting[cause] = (count + 1, since if count else self._clock())
@@ -150,7 +150,7 @@ def prometheus_name(prefix: str, key: str, row: Metric) -> str:
 
 
 @dataclass(eq=False)
-class Page:
+class MetricsPage:
     """A process' `/metrics`: a collector for a registry of prometheus_client.
 
     prefix      of every family, e.g. foray_learner_

@@ -46,7 +46,7 @@ def require_free(host: str, port: int, setting: str) -> None:
     """Raises UserError, with the name of the holder where it can be seen, when `port` cannot be bound."""
     if is_free(host, port):
         return
-    found = holder(port)
+    found = port_owner(port)
     by = f" by process {found.pid} ({found.name})" if found else f" on {host}"
     stop = f"stop it (kill {found.pid})" if found else "stop what listens there"
     raise UserError(f"{setting} = {port} is taken{by}", todo=f"{stop}, or choose another port (0: a free one)")
@@ -62,7 +62,7 @@ def _highest() -> int:
 
 
 @dataclass(frozen=True)
-class Holder:
+class PortOwner:
     """A process that holds a socket, as /proc shows it. `stopped`: by SIGSTOP or a debugger, so it answers nobody."""
 
     pid: int
@@ -70,7 +70,7 @@ class Holder:
     stopped: bool
 
 
-def holder(port: int) -> Holder | None:
+def port_owner(port: int) -> PortOwner | None:
     """Who listens on TCP `port` of this machine; None where nobody does, or /proc does not show it to us."""
     inodes: set[str] = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -81,7 +81,7 @@ def holder(port: int) -> Holder | None:
     return _owner(inodes)
 
 
-def socket_holder(path: str) -> Holder | None:
+def unix_socket_owner(path: str) -> PortOwner | None:
     """Who listens on the unix socket at `path`; None as above."""
     # flags 00010000: it accepts connections; others at the same path are connections themselves
     rows = (words for words in _rows("/proc/net/unix") if len(words) > 7 and words[7] == path)
@@ -95,13 +95,13 @@ def _rows(table: str) -> list[list[str]]:
         return []
 
 
-def _owner(inodes: set[str]) -> Holder | None:
+def _owner(inodes: set[str]) -> PortOwner | None:
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for process in Path("/proc").glob("[0-9]*") if wanted else ():
         try:
             if any(os.readlink(descriptor) in wanted for descriptor in (process / "fd").iterdir()):
                 name, _, rest = (process / "stat").read_text().rpartition(")")
-                return Holder(int(process.name), name.partition("(")[2], rest.split()[0] in ("T", "t"))
+                return PortOwner(int(process.name), name.partition("(")[2], rest.split()[0] in ("T", "t"))
         except OSError:
             continue  # it ended meanwhile, or belongs to somebody else
     return None

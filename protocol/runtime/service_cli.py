@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from protocol.errors import UserError
-from protocol.runtime.config import Tree, not_an_override, read_tree
+from protocol.runtime.config import SettingsTree, not_an_override, read_tree
 from protocol.runtime.log import LOG_FORMAT, start_logging
 
 EXIT_FAILED, EXIT_USER, EXIT_FENCED = 1, 2, 75
 """Exit codes: an error of the run; something needs a person; another learner took over."""
 
-Serve = Callable[[Namespace, Tree], int | None]
+Serve = Callable[[Namespace, SettingsTree], int | None]
 
 
 def run_service(

@@ -8,34 +8,30 @@ in `.NAME.building` beside it; after a kill the same command goes on there.
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
+
 import numpy as np
 import numpy.typing as npt
-from protocol.errors import UserError
-from retriever.build.workdir import Journal
-from retriever.build.progress import BuildProgress, Pass
-from retriever.encoder.config import EncoderSettings
-from retriever.corpus.corpus import Scan, offsets_of, read_texts
-from retriever.encoder.base import Encoder, Vectors
-from retriever.index import store
-import errno
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from retriever.build.input import CORPUS, CorpusInput, read_input, write_corpus
-from retriever.build.workdir import JOURNAL, Journal
-from retriever.build.progress import BuildProgress, showing_index_log, to_stderr
-from retriever.build.workdir import BuildSite, files_in
-from retriever.index.config import IndexSettings
-from retriever.corpus.corpus import SCAN_FILES, Scan, file_sha256, scan_corpus
-from retriever.corpus.manifest import MANIFEST, Manifest, make_manifest, read_manifest
 
+from protocol.errors import UserError
+from retriever.build.input import CORPUS, CorpusInput, read_input, write_corpus
+from retriever.build.progress import BuildProgress, Pass, showing_index_log, to_stderr
+from retriever.build.workdir import JOURNAL, BuildSite, Journal, files_in
+from retriever.corpus.corpus import SCAN_FILES, Scan, file_sha256, offsets_of, read_texts, scan_corpus
+from retriever.corpus.manifest import MANIFEST, Manifest, make_manifest, read_manifest
+from retriever.encoder.base import Encoder, Vectors
+from retriever.encoder.config import EncoderSettings
+from retriever.index import store
+from retriever.index.config import IndexSettings
 
 # The scanned corpus as what an index is built from: texts by streaming, vectors by a resumable pass of the encoder.
 #

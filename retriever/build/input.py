@@ -17,10 +17,9 @@ from typing import Any
 from protocol.errors import UserError
 from retriever.config import RetrieverSettings
 from retriever.corpus.corpus import open_corpus, read_texts
-from retriever.corpus.formats.base import Document, Record, content_id
-from retriever.corpus.formats.base import Records
-from retriever.corpus.formats.synthetic import PREFIX, Synthetic
 from retriever.corpus.formats import FORMATS, detect
+from retriever.corpus.formats.base import Document, Record, Records, content_id
+from retriever.corpus.formats.synthetic import PREFIX, Synthetic
 
 CORPUS = "corpus.jsonl"
 """Name of a converted corpus in the index directory."""

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from retriever.build.estimate import RATES, Facts, Need, dense_members, estimate
 from retriever.build.input import CorpusInput, as_line, documents
 from retriever.build.progress import amount, duration
-from retriever.index.config import IndexSettings
-from retriever.encoder.base import Encoder
-from retriever.build.estimate import RATES, Facts, Need, dense_members, estimate
 from retriever.corpus.formats.synthetic import Synthetic
+from retriever.encoder.base import Encoder
+from retriever.index.config import IndexSettings
 
 SAMPLE = 2000
 """Passages that the corpus is judged by: its first ones."""

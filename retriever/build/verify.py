@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from protocol.errors import UserError
 from retriever.build.progress import BuildProgress
-from retriever.index.config import IndexSettings
 from retriever.corpus.corpus import Corpus, file_sha256
+from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
 from retriever.encoder.base import Encoder
 from retriever.index import store
 from retriever.index.base import Index
-from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
+from retriever.index.config import IndexSettings
 
 SAMPLE_ROWS = 100_000
 """Vectors that are looked at, evenly spread, unless all are."""

@@ -6,6 +6,7 @@ The lock is the kernel's (`flock`), so it goes with the process that holds it, h
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -13,13 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
-import json
-from typing import Any
-from protocol.runtime.files import atomic_write, fsync_path, fsync_tree
-from protocol.errors import UserError
-from retriever.corpus.corpus import Scan
+from typing import Any, Self
 
+from protocol.errors import UserError
+from protocol.runtime.files import atomic_write, fsync_path, fsync_tree
+from retriever.corpus.corpus import Scan
 
 _LOCK = "lock"
 _POLL_S = 0.1

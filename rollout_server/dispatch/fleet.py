@@ -20,11 +20,11 @@ from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.run_meta import (
     LINEAGE_FILE,
     RunMeta,
-    foreign,
+    another_run_error,
+    incompatibility,
     lineage_id_in,
     lineage_id_of,
-    parse,
-    refusal,
+    parse_run_meta,
     tokenizer_digest,
 )
 from protocol.runtime.metrics import WaitTimer
@@ -71,10 +71,10 @@ class Agreement:
         """
         if (lineage_id := lineage_id_of(raw)) and lineage_id != self._lineage_id:
             self._compare(raw, lineage_id)
-        theirs = parse(raw)
+        theirs = parse_run_meta(raw)
         if theirs is None or theirs == self._last:
             return
-        error = refusal(theirs, run=self._run.id, tokenizer=self._tokenizer)
+        error = incompatibility(theirs, run=self._run.id, tokenizer=self._tokenizer)
         if error is not None:
             raise error
         if theirs.schema[1] != SCHEMA_MINOR:
@@ -101,7 +101,7 @@ class Agreement:
 
 
 def _elsewhere(raw: Mapping[bytes, bytes], run: RunSettings, whose: str) -> UserError:
-    return foreign(
+    return another_run_error(
         raw,
         run=run.id,
         redis=redacted(run.redis_url),

@@ -107,7 +107,7 @@ class Tasks:
             if self._stopping:
                 return
             if cause := self._backpressure():
-                with self._stats.waits.during(cause):
+                with self._stats.waits.blocked_on(cause):
                     await asyncio.sleep(BACKLOG_LOOK_S)
                 continue
             try:
@@ -189,7 +189,7 @@ class Tasks:
             await self._freed.wait()
 
     async def _read(self) -> list[tuple[str, dict[bytes, bytes]]]:
-        with self._stats.waits.during("credit"):
+        with self._stats.waits.blocked_on("credit"):
             entries = await self._redis.read(self._redis.keys.tasks, TASK_GROUP, self._consumer, self.free)
         return [(entry.decode(), fields) for entry, fields in entries]
 

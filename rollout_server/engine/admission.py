@@ -252,7 +252,7 @@ class RequestQueue:
             pass
         shortage = {self._shortage(pinned) for pinned, queue in self._queues.items() if queue}
         for cause in shortage - self._open_waits.keys():
-            self._open_waits[cause] = self._waits.during(cause)
+            self._open_waits[cause] = self._waits.blocked_on(cause)
             self._open_waits[cause].__enter__()
         for cause in self._open_waits.keys() - shortage:
             self._open_waits.pop(cause).__exit__(None, None, None)

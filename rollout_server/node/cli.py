@@ -8,19 +8,19 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocol.runtime.config import Tree, section
+from protocol.runtime.config import SettingsTree, section
 from protocol.runtime.service_cli import add_config_arguments, run_service
 from protocol.settings import RunSettings
 from rollout_server.node.config import NodeSettings
 
 
-def attached(tree: Mapping[str, Any], url: str) -> Tree:
+def attached(tree: Mapping[str, Any], url: str) -> SettingsTree:
     """The tree with the engine at `url` for its own; what the tree says of another kind of engine is left out."""
     engine = dict(tree.get("engine") or {})
     given = engine.get("kind")
     kept = given if isinstance(given, dict) and given.get("type") == "attach" else {}
     engine["kind"] = {**kept, "type": "attach", "url": url}
-    return Tree({**tree, "engine": engine}, tree.spelt if isinstance(tree, Tree) else {})
+    return SettingsTree({**tree, "engine": engine}, tree.spelt if isinstance(tree, SettingsTree) else {})
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_server.node") -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_se
     return run_service(parser, argv, _serve)
 
 
-def _serve(args: argparse.Namespace, tree: Tree) -> None:
+def _serve(args: argparse.Namespace, tree: SettingsTree) -> None:
     run = section(tree, "run", RunSettings).with_redis(os.environ)
     settings = section(attached(tree, args.attach) if args.attach else tree, "engine", NodeSettings)
     from rollout_server.node.server import serve

@@ -186,7 +186,7 @@ class InstrumentedSearch:
         return bool(self._search.outage) or self._search.backpressure
 
     async def __call__(self, query: str) -> SearchResult:
-        with self._stats.waits.during("retriever"):
+        with self._stats.waits.blocked_on("retriever"):
             result = await self._search(query)
         counts = self._stats.counts
         counts["searches"] += 1

@@ -19,7 +19,7 @@ class MeasuredTool:
             stats.counts[f"tool_{kind}_{self.name}"] += 0
 
     async def __call__(self, argument: str) -> ToolResult:
-        with self._stats.waits.during("tool"):
+        with self._stats.waits.blocked_on("tool"):
             result = await self._tool(argument)
         counts = self._stats.counts
         counts[f"tool_calls_{self.name}"] += 1

@@ -32,7 +32,7 @@ from protocol.codec import encode
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.run_meta import RunMeta
-from protocol.runtime.net import free_port, holder
+from protocol.runtime.net import free_port, port_owner
 
 RUN = "test"
 
@@ -427,11 +427,11 @@ def test_the_users_that_init_makes_are_what_the_doctor_wants(world: World) -> No
 @pytest.mark.fault(47)
 def test_the_holder_of_a_port_is_named(healthy: tuple[str, ManagedProcess]) -> None:
     url, child = healthy
-    found = holder(int(url.rpartition(":")[2].split("/")[0]))
+    found = port_owner(int(url.rpartition(":")[2].split("/")[0]))
     assert found is not None and found.pid == child.pid and "server" in found.name and not found.stopped
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        assert holder(nobody.getsockname()[1]) is None, "bound, and nobody listens"
+        assert port_owner(nobody.getsockname()[1]) is None, "bound, and nobody listens"
 
 
 def test_the_command_says_all_of_it_as_json(

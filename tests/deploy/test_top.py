@@ -106,7 +106,7 @@ def test_a_rollout_servers_waits_are_read_by_the_clock_of_its_uptime(clock: Cloc
         return 0.0
 
     stats.gauges["slow"] = slow
-    with stats.waits.during("credit"):
+    with stats.waits.blocked_on("credit"):
         clock.now += 1.0
         looks = [stats.snapshot()]
         for _ in range(3):

@@ -26,7 +26,7 @@ from protocol.codec import SCHEMA_MAJOR, decode_as, pack, unpack
 from protocol.header import checksum, read_header
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot, Task
-from protocol.run_meta import parse, tokenizer_digest
+from protocol.run_meta import parse_run_meta, tokenizer_digest
 from protocol.settings import RunSettings
 from tests.support import tiny_learner
 
@@ -59,7 +59,7 @@ def test_a_run_says_what_all_must_share_and_tells_its_history(
     (run.model / "tokenizer.json").write_text('{"b": 1, "a": 2}')
     with tiny_learner.Player(address, run.id):
         serve(run, settings)
-    meta = parse(db.hgetall(KEYS.meta))
+    meta = parse_run_meta(db.hgetall(KEYS.meta))
     assert meta is not None and meta.schema[0] == SCHEMA_MAJOR
     assert meta.tokenizer == tokenizer_digest(b'{"a": 2, "b": 1}')
     assert (meta.facts["run"], meta.facts["group_size"], meta.facts["max_lag"]) == ("t1", "4", "2")

@@ -13,7 +13,7 @@ from protocol.codec import SCHEMA_MAJOR, SCHEMA_MINOR, decode_as
 from protocol.errors import UserError
 from protocol.keys import TASK_GROUP
 from protocol.messages import Task, TrajectoryGroup
-from protocol.run_meta import LINEAGE_FIELD, LINEAGE_FILE, RunMeta, parse, refusal, tokenizer_digest
+from protocol.run_meta import LINEAGE_FIELD, LINEAGE_FILE, RunMeta, incompatibility, parse_run_meta, tokenizer_digest
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -38,10 +38,10 @@ def digest(model: Path) -> str:
 def test_what_is_written_is_what_is_read() -> None:
     meta = RunMeta((1, 9), "abc", {"group_size": "8", "max_lag": "2"}, "0f" * 16)
     raw = {name.encode(): value.encode() for name, value in meta.fields().items()}
-    assert parse(raw) == meta and parse(raw | {b"colour": b"red"}).facts["colour"] == "red"
-    assert parse({}) is None, "an older learner, or none yet"
+    assert parse_run_meta(raw) == meta and parse_run_meta(raw | {b"colour": b"red"}).facts["colour"] == "red"
+    assert parse_run_meta({}) is None, "an older learner, or none yet"
     for spoilt in (b"", b"1", b"one.two", b"1.-1", b"1.2.3", b"9" * 30 + b".1", b"\xff"):
-        assert parse({b"schema": spoilt}) is None
+        assert parse_run_meta({b"schema": spoilt}) is None
 
 
 def test_the_name_of_a_tokenizer_is_of_what_it_says_and_not_of_how_it_is_written(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_name_of_a_tokenizer_is_of_what_it_says_and_not_of_how_it_is_written
     ],
 )
 def test_another_major_and_another_tokenizer_are_refused_and_another_minor_is_not(theirs: RunMeta, words: str) -> None:
-    error = refusal(theirs, run="r", tokenizer="f" * 64)
+    error = incompatibility(theirs, run="r", tokenizer="f" * 64)
     assert (words in error.render() and error.todo) if error is not None else not words
 
 

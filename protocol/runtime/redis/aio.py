@@ -154,7 +154,7 @@ class Backoff:
         self._last = kind
         ceiling = min(self._longest_s, 0.1 * 2 ** min(self._failures, 10))
         self._failures += 1
-        with self._waits.during("learner" if early else "redis"):
+        with self._waits.blocked_on("learner" if early else "redis"):
             await asyncio.sleep(ceiling * random.uniform(0.5, 1.0))
 
     def reset(self) -> None:

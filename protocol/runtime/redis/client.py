@@ -17,7 +17,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from protocol.runtime.redis.url import RedisUrl, parse
+from protocol.runtime.redis.url import RedisUrl, parse_redis_url
 
 CONNECT_S = 3.0
 SENTINEL_S = 3.0
@@ -29,7 +29,7 @@ def connect(url: str, *, timeout_s: float = 10.0) -> redis.Redis:
 
     timeout_s  longest wait for an answer; a blocking read must block for less
     """
-    where = parse(url)
+    where = parse_redis_url(url)
     options = _options(where, timeout_s) | {"retry": Retry(NoBackoff(), 0)}
     if where.kind == "socket":
         return redis.Redis(unix_socket_path=where.path, **options)
@@ -47,7 +47,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     The caller bounds its waits: redis-py bounds sends with asyncio.wait_for, which in Python 3.11 swallows a
     cancellation that arrives together with the result. Raises UserError for what is not a Redis URL.
     """
-    where = parse(url)
+    where = parse_redis_url(url)
     options = _options(where, None) | {"retry": AsyncRetry(NoBackoff(), 0)}
     if where.kind == "socket":
         return redis.asyncio.Redis(unix_socket_path=where.path, **options)

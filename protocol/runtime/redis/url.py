@@ -67,7 +67,7 @@ class RedisUrl:
         return self.tls is not None and self.tls["ssl_cert_reqs"] == "required" and bool(self.tls["ssl_check_hostname"])
 
 
-def parse(url: str) -> RedisUrl:
+def parse_redis_url(url: str) -> RedisUrl:
     """`url` taken apart; raises UserError, without the password in it, for what is none of the forms above."""
     try:
         return _parse(url)
@@ -96,7 +96,7 @@ def redacted(url: str) -> str:
 
 def place_of(url: str) -> str:
     """`url` without user and password. Raises UserError as `parse` does."""
-    parse(url)
+    parse_redis_url(url)
     scheme, colons, rest = url.partition("://")
     place, mark, query = rest.partition("?")
     return f"{scheme}{colons}{place.rpartition('@')[2]}{mark}{query}"
@@ -110,7 +110,7 @@ def with_login(url: str, username: str, password: str) -> str:
 
 def cli(url: str) -> str:
     """`redis-cli` for the server at `url`, as far as it is known without a password."""
-    where = parse(url)
+    where = parse_redis_url(url)
     if where.kind == "socket":
         return f"redis-cli -s {where.path}"
     host, port = where.hosts[0]

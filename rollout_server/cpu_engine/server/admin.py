@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from protocol.messages import MetricsSnapshot
-from protocol.runtime.metrics import SECONDS, Page, Table, counter, gauge, histogram
+from protocol.runtime.metrics import SECONDS, MetricsPage, Table, counter, gauge, histogram
 from rollout_server.cpu_engine.scheduler.engine import MEMORY, Engine
 from rollout_server.cpu_engine.scheduler.scheduler import by_prefix
 from rollout_server.cpu_engine.server.absent import ABSENT, refuse
@@ -49,7 +49,7 @@ def render(engine: Engine, model_name: str) -> str:
     counters = engine.scheduler.counters
     drawn = {"time_to_first_token_seconds": counters.first_token, "e2e_request_latency_seconds": counters.latency}
     now = MetricsSnapshot(process="engine", id="", values=_values(engine))
-    return Page(PREFIX, ENGINE, lambda: now, lambda: drawn, {"model_name": model_name}).text().decode()
+    return MetricsPage(PREFIX, ENGINE, lambda: now, lambda: drawn, {"model_name": model_name}).text().decode()
 
 
 def _values(engine: Engine) -> dict[str, float]:

@@ -158,7 +158,7 @@ class Follower:
         if not await self._registry.evaluating(self._settings.role):
             return True
         log.info("%s waits for an evaluation to end", update.version.label)
-        with self._stats.waits.during("eval"):
+        with self._stats.waits.blocked_on("eval"):
             while await self._registry.evaluating(self._settings.role):  # noqa: ASYNC110 - Redis has no event for it
                 await asyncio.sleep(self._settings.poll_s)
         return await self._registry.target() == update

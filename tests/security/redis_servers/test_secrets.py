@@ -25,7 +25,7 @@ from deploy.secrets.env import read_env
 from deploy.secrets.tls import make_certificates
 from protocol.errors import UserError
 from protocol.runtime.http.auth import read_access
-from protocol.runtime.redis.url import parse
+from protocol.runtime.redis.url import parse_redis_url
 
 SECRETS = re.compile(r"[A-Za-z0-9_-]{43}|[0-9a-f]{64}")
 
@@ -61,7 +61,7 @@ def test_only_the_owner_may_read_and_each_file_says_what_to_do_with_it(
 def test_every_secret_is_fresh_and_each_role_has_its_own(written: Path) -> None:
     envs = {path.stem: read_env(written, path.stem) for path in written.glob("*.env")}
     assert set(envs) == {"learner", "rollout", "node", "retriever", "viewer", "operator", "admin"}
-    urls = [parse(env["FORAY_REDIS_URL"]) for env in envs.values() if "FORAY_REDIS_URL" in env]
+    urls = [parse_redis_url(env["FORAY_REDIS_URL"]) for env in envs.values() if "FORAY_REDIS_URL" in env]
     assert len({url.password for url in urls}) == len(urls) == 6 and all(url.verifies for url in urls)
     assert [url.hosts for url in urls] == [(("redis.example", 6379),)] * 6
     assert set(envs["viewer"]) == {"FORAY_VIEWER_TOKEN", "FORAY_REDIS_URL"}
@@ -135,9 +135,9 @@ def test_each_process_gets_its_own_and_nothing_is_written_down(written: Path) ->
     specs = {spec.kind: spec for spec in plan(config, place, python="py", resolved=Path("/r/resolved.yaml"))}
     assert f"--aclfile {written}/users.acl" in " ".join(specs["redis"].argv) and not specs["redis"].env
     for kind, role in (("learner", "learner"), ("rollout", "rollout"), ("engine", "node")):
-        own = parse(specs[kind].env["FORAY_REDIS_URL"])
+        own = parse_redis_url(specs[kind].env["FORAY_REDIS_URL"])
         assert (own.path, own.username) == ("/r/redis.sock", role)
-        assert own.password == parse(read_env(written, role)["FORAY_REDIS_URL"]).password
+        assert own.password == parse_redis_url(read_env(written, role)["FORAY_REDIS_URL"]).password
     assert "FORAY_REDIS_URL" not in specs["retriever"].env and "FORAY_NODE_TOKEN" in specs["retriever"].env
     told = json.dumps([spec.to_json() for spec in specs.values()]) + repr(list(specs.values()))
     for path in written.glob("*.env"):
@@ -214,18 +214,23 @@ def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
     with Launcher(load_config(None, given), python=str(script)) as launcher:
         launcher.start("redis")
         seen = take_snapshot(launcher.redis_url, "mine")
-        assert not seen.error and parse(launcher.redis_url).username == "viewer"
+        assert not seen.error and parse_redis_url(launcher.redis_url).username == "viewer"
         assert "AuthenticationError" in ping(launcher.addresses.redis_url), "the default user is off"
         launcher.start()
         launcher.wait()
         assert main(["status", str(run_files / "run")]) in (0, 1), "status finds the viewer's login by itself"
         monkeypatch.setenv("FORAY_REDIS_URL", read_env(written, "operator")["FORAY_REDIS_URL"])
         found = locate(Namespace(config=None, given=[str(run_files / "run")])).redis_url
-        assert parse(found).username == "operator" and not ping(found), "an operator's login, where this Redis is"
+        assert parse_redis_url(found).username == "operator" and not ping(found), (
+            "an operator's login, where this Redis is"
+        )
         monkeypatch.delenv("FORAY_REDIS_URL")
     assert "redis " in capsys.readouterr().out
     learner = json.loads((out / "learner").read_text())
-    assert set(learner) == set(read_env(written, "learner")) and parse(learner["FORAY_REDIS_URL"]).username == "learner"
+    assert (
+        set(learner) == set(read_env(written, "learner"))
+        and parse_redis_url(learner["FORAY_REDIS_URL"]).username == "learner"
+    )
     rollout = json.loads((out / "rollout_server").read_text())
     assert set(rollout) == set(read_env(written, "rollout")) and "not-for-children" not in str(rollout)
     for path in (run_files / "run").rglob("*"):

@@ -29,7 +29,7 @@ from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.errors import RedisUnavailable
-from protocol.runtime.redis.url import parse
+from protocol.runtime.redis.url import parse_redis_url
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from tests.support import tiny_learner
 
@@ -219,7 +219,7 @@ def test_the_written_configuration_starts_a_server_with_tls_and_users(tmp_path: 
         admin = connect(read_env(directory, "admin")[REDIS_URL_VARIABLE])
         kept = admin.config_get("*")
         assert kept["maxmemory-policy"] == "noeviction" and kept["appendonly"] == "yes" and kept["port"] == "0"
-        assert "not" not in ping(url).lower() and parse(url).verifies
+        assert "not" not in ping(url).lower() and parse_redis_url(url).verifies
         admin.close()
         assert "AuthenticationError" in ping(url.replace("viewer:", "viewer:wrong"))
     finally:
