@@ -47,7 +47,7 @@ from protocol.messages import MetricsSnapshot, TrajectoryGroup
 from protocol.runtime.http.server import ThreadedServer
 from protocol.runtime.lifecycle import DeferredShutdown, deferred_shutdown
 from protocol.runtime.redis.errors import RedisFull, RedisUnavailable
-from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
+from protocol.runtime.redis.server import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 

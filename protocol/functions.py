@@ -1,8 +1,6 @@
-"""The source of Foray's Redis functions and the names they are called by."""
+"""Names of the Redis functions in `functions.lua`."""
 
 from __future__ import annotations
-
-from importlib.resources import files
 
 ACQUIRE, RENEW, RELEASE = "foray_acquire", "foray_renew", "foray_release"
 META, RESET = "foray_meta", "foray_reset"
@@ -11,8 +9,3 @@ BEAT, PUBLISH, ACK, TARGET, VIEW = "foray_beat", "foray_publish", "foray_ack", "
 REGISTER, REPORT = "foray_register", "foray_report"
 CENSUS, TOKENS_OF = "foray_census", "foray_tokens_of"
 LIBRARY = "foray"
-
-
-def source() -> str:
-    """The Lua library, for FUNCTION LOAD REPLACE."""
-    return (files("protocol") / "functions.lua").read_text()

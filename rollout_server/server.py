@@ -49,7 +49,7 @@ from protocol.runtime.http.server import announce, listening
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
 from protocol.runtime.redis.aio import BLOCK_MS, Backoff, RedisClient, retry_until_available
 from protocol.runtime.redis.errors import RedisUnavailable
-from protocol.runtime.redis.memory_policy import eviction_refusal, unknown_policy
+from protocol.runtime.redis.server import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
 from rollout_server.api.app import Served, build_app
 from rollout_server.api.episodes import Episodes

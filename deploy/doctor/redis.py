@@ -13,7 +13,7 @@ from deploy.launcher.redis_server import OLDEST, connect, find_server
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.runtime.net import PortOwner, port_owner, unix_socket_owner
-from protocol.runtime.redis.memory_policy import eviction_refusal
+from protocol.runtime.redis.server import eviction_refusal
 from protocol.runtime.redis.url import cli, parse_redis_url, redacted
 
 if TYPE_CHECKING:

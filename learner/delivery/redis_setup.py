@@ -15,6 +15,7 @@ from protocol import functions
 from protocol.errors import UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.runtime.redis.errors import translate_errors
+from protocol.runtime.redis.server import function_library
 
 
 def prepare(db: redis.Redis, keys: Keys) -> bool:
@@ -23,7 +24,7 @@ def prepare(db: redis.Redis, keys: Keys) -> bool:
     with translate_errors():
         try:
             if not _has_functions(db):
-                db.function_load(functions.source(), replace=True)
+                db.function_load(function_library(), replace=True)
         except redis.ResponseError as error:
             if "unknown command" not in str(error):
                 raise
@@ -40,7 +41,7 @@ def _has_functions(db: redis.Redis) -> bool:
         found: Any = db.function_list(library=functions.LIBRARY, withcode=True)
     except NoPermissionError:  # an ACL file of an older Foray
         return False
-    return functions.source().encode() in [part for library in found for part in library]
+    return function_library().encode() in [part for library in found for part in library]
 
 
 def _has_group(db: redis.Redis, stream: str, group: str) -> bool:

@@ -23,7 +23,7 @@ from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.errors import translate_errors, unusable
-from protocol.runtime.redis.memory_policy import SETTING
+from protocol.runtime.redis.server import SETTING
 from protocol.runtime.redis.url import redacted
 from protocol.versions import PolicyVersion
 

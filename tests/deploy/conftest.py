@@ -9,8 +9,8 @@ import redis
 
 from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import connect
-from protocol.functions import source
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.runtime.redis.server import function_library
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
     client, keys = connect(redis_url), Keys("test")
     client.flushall()
     client.config_set("maxmemory", 64 << 20)
-    client.function_load(source(), replace=True)
+    client.function_load(function_library(), replace=True)
     client.xgroup_create(keys.tasks, TASK_GROUP, "0", mkstream=True)
     client.xgroup_create(keys.traj, TRAJ_GROUP, "0", mkstream=True)
     yield client

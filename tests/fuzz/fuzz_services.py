@@ -73,9 +73,9 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
 
     from deploy.launcher.redis_server import find_server
     from protocol.codec import encode
-    from protocol.functions import source
     from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
     from protocol.messages import EngineInfo, NodeState, WeightUpdate
+    from protocol.runtime.redis.server import function_library
     from protocol.settings import RunSettings
     from rollout_server.config import RolloutSettings
     from rollout_server.environment.tokenizer import load_tokens
@@ -95,7 +95,7 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
             assert store.returncode is None, "Redis did not start"
             await asyncio.sleep(0.02)
         with redis.Redis(unix_socket_path=str(socket)) as client:
-            client.function_load(source(), replace=True)
+            client.function_load(function_library(), replace=True)
             client.xgroup_create(keys.tasks, TASK_GROUP, "0", mkstream=True)
             client.xgroup_create(keys.traj, TRAJ_GROUP, "0", mkstream=True)
             async with (

@@ -18,6 +18,7 @@ from protocol.codec import checksum, decode, pack
 from protocol.header import read_header, seal
 from protocol.keys import Keys
 from protocol.messages import GroupFailed, Task, TrajectoryGroup
+from protocol.runtime.redis.server import function_library
 from protocol.settings import RunSettings
 from tests.support import tiny_learner
 
@@ -74,7 +75,7 @@ def test_rollout_servers_of_an_older_and_a_newer_minor_serve_one_learner(
 @pytest.mark.fault(52)
 def test_both_ways_of_publishing_may_be_used_at_once(db: redis.Redis) -> None:
     keys = Keys("t1")
-    db.function_load(functions.source(), replace=True)
+    db.function_load(function_library(), replace=True)
     for stream, group in ((keys.tasks, "rollout"), (keys.traj, "learner")):
         db.xgroup_create(stream, group, "0", mkstream=True)
     tasks = [db.xadd(keys.tasks, {"seq": seq, "b": b"-"}) for seq in (1, 2)]

@@ -15,12 +15,12 @@ import pytest
 import redis
 
 from protocol.codec import decode, encode
-from protocol.functions import source
 from protocol.header import check_body, read_header
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, GroupFailed, NodeState, Task, TrajectoryGroup, WeightUpdate
 from protocol.runtime.redis import aio as redis_client
 from protocol.runtime.redis.aio import RedisClient
+from protocol.runtime.redis.server import function_library
 from protocol.versions import PolicyVersion
 from rollout_server.environment.tokenizer import Tokens, load_tokens
 from tests.support.environments import write_tokenizer
@@ -87,7 +87,7 @@ class World:
 
     def create_functions(self) -> None:
         """The functions of this version, whatever was there."""
-        self.sync.function_load(source(), replace=True)
+        self.sync.function_load(function_library(), replace=True)
 
     def client(self) -> RedisClient:
         """A client as a process of its own would have."""

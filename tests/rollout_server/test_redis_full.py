@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import redis
 
-from protocol import functions
 from protocol.codec import decode_as
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, ViewAnswer, WeightView
 from protocol.runtime.redis.errors import RedisFull
+from protocol.runtime.redis.server import function_library
 from rollout_server.metrics import Stats, _write
 from rollout_server.node.registry import Registry
 
@@ -44,4 +44,4 @@ async def test_registrations_answers_and_metrics_are_renewed_in_a_full_redis(wor
             await registry.register(info)
     finally:
         db.config_set("maxmemory", 0)
-        db.function_load(functions.source(), replace=True)
+        db.function_load(function_library(), replace=True)

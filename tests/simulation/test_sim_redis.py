@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sim.network import perform
 from sim.sim_redis import SimRedis
 
-from protocol import functions
+from protocol.runtime.redis.server import function_library
 from tests.support.private_redis import client_of
 
 TASKS, TRAJ, LEASE, EPOCH, ISSUED, TOKENS, META = (
@@ -255,7 +255,7 @@ def test_the_model_answers_as_redis_does(real: redis.Redis, calls: list[Call]) -
 def compare(real: redis.Redis, calls: list[Call]) -> None:
     """Both get the same calls, and every reply must be equal."""
     real.flushall()
-    real.function_load(functions.source(), replace=True)
+    real.function_load(function_library(), replace=True)
     sim = SimRedis(lambda: time.time() * 1000)
     sim.function_load("")
     ours, theirs = Side(lambda n, a, m: perform(sim, n, a, m)), Side(lambda n, a, m: getattr(real, n)(*a, **m))
@@ -296,7 +296,7 @@ def test_the_model_refuses_keys_that_were_tampered_with_as_redis_does(real: redi
 @pytest.mark.fault(25)
 def test_a_full_redis_refuses_and_allows_the_same_calls(real: redis.Redis) -> None:
     real.flushall()
-    real.function_load(functions.source(), replace=True)
+    real.function_load(function_library(), replace=True)
     sim = SimRedis(lambda: time.time() * 1000)
     sim.function_load("")
     ours, theirs = Side(lambda n, a, m: perform(sim, n, a, m)), Side(lambda n, a, m: getattr(real, n)(*a, **m))
@@ -316,7 +316,7 @@ def test_a_full_redis_refuses_and_allows_the_same_calls(real: redis.Redis) -> No
         fcall("foray_register", ["{s}:e"], "b", b"x", 60000),
         fcall("foray_report", ["{s}:m", "{s}:z"], b"x", 60000, "5", "p"),
         fcall("foray_view", [LEASE, "{s}:view"], "2", "you", b"b", 60000),
-        call("function_load", functions.source(), replace=True),
+        call("function_load", function_library(), replace=True),
         call("xgroup_create", TASKS, "other", id="0"),
         call("xtrim", "{s}:none", maxlen=0, approximate=False),
         fcall("foray_census", [TRAJ, TOKENS]),

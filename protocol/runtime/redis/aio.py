@@ -22,7 +22,7 @@ from protocol.keys import Keys
 from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.client import close_async, connect_async
 from protocol.runtime.redis.errors import RedisFull, RedisRefused, RedisUnavailable, translate_errors
-from protocol.runtime.redis.memory_policy import SETTING
+from protocol.runtime.redis.server import SETTING
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -31,6 +31,7 @@ from protocol.keys import TASK_GROUP, Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.client import connect
+from protocol.runtime.redis.server import function_library
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.dispatch.leases import Lease, Tasks
@@ -206,7 +207,7 @@ def test_nobody_in_a_run_may_touch_the_server_or_another_run(
     ):
         refused(client, *command)
     if role != "learner":
-        refused(client, "FUNCTION", "LOAD", "REPLACE", functions.source())
+        refused(client, "FUNCTION", "LOAD", "REPLACE", function_library())
 
 
 def test_a_rollout_server_cannot_reach_what_is_the_learners(

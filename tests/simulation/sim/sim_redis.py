@@ -14,7 +14,7 @@ from redis import exceptions
 from sim.streams import LAST, Fields, Group, Id, Pending, Stream, id_of, text_of
 from sim.values import Values, key_fault, name_of, raw, size_of
 
-from protocol import functions
+from protocol.runtime.redis.server import function_library
 
 DENIED_WHEN_FULL = frozenset(
     ["xadd", "set", "hset", "hincrby", "zadd", "sadd", "xgroup_create", "function_load", "hsetnx"]
@@ -316,7 +316,7 @@ class SimRedis(Values):
         return b"foray"
 
     def function_list(self, library: str = "*", withcode: bool = False) -> list[Any]:
-        code = functions.source().encode()
+        code = function_library().encode()
         return [[b"library_name", library.encode(), b"library_code", code]] if self.functions else []
 
     def fcall(self, function: str, numkeys: int, *keys_and_args: Any) -> Any:

@@ -1,6 +1,8 @@
-"""What a Redis does when it is full. A run needs one that refuses writes and evicts nothing."""
+"""What a run needs of a Redis server: its functions, and that it evicts nothing when it is full."""
 
 from __future__ import annotations
+
+from importlib.resources import files
 
 from protocol.errors import UserError
 from protocol.runtime.redis.url import cli, redacted
@@ -9,11 +11,16 @@ SETTING = "maxmemory-policy"
 SAFE = "noeviction"
 
 
+def function_library() -> str:
+    """Return the Lua library of Foray, for FUNCTION LOAD REPLACE."""
+    return (files("protocol") / "functions.lua").read_text()
+
+
 def eviction_refusal(policy: str, url: str) -> UserError | None:
-    """The error for the Redis at `url` when its `maxmemory-policy` evicts keys, None when it does not."""
+    """Return the error for the Redis at `url` if its `maxmemory-policy` evicts keys."""
     if policy == SAFE:
         return None
-    lost = "leases and registrations" if policy.startswith("volatile") else "work in flight, streams and books"
+    lost = "leases and registrations" if policy.startswith("volatile") else "work in flight, streams and counts"
     return UserError(
         f"the Redis at {redacted(url)} evicts keys: {SETTING} is {policy}",
         why=f"when it is full it would throw away {lost}",
@@ -22,5 +29,5 @@ def eviction_refusal(policy: str, url: str) -> UserError | None:
 
 
 def unknown_policy(url: str) -> str:
-    """What to log where the user of `url` may ask Redis neither INFO nor CONFIG GET."""
+    """Return what to log where the user of `url` may ask Redis neither INFO nor CONFIG GET."""
     return f"cannot read {SETTING} of the Redis at {redacted(url)}: this user lacks INFO; it must be {SAFE}"
