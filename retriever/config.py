@@ -1,87 +1,18 @@
-"""Settings of the retriever: section `retriever` of the tree. Imports nothing heavy."""
+"""Settings of the retriever: section `retriever` of the tree. Fields only; imports nothing heavy."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, Self
 
-from pydantic import Field
-
-from protocol.settings import Settings
-from retriever.encoder.config import Compute, EncoderSettings, HashedEncoderSettings
-
-if TYPE_CHECKING:
-    from retriever.rerank.base import Reranker
-from typing import Self
-
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from protocol.search import MAX_TOPK
+from protocol.settings import Settings
+from retriever.backends.memory.config import SearchMemorySettings
 from retriever.backends.web.config import OnlineSettings
 from retriever.index.config import Bm25Settings, IndexSettings
-
-# Settings of the memory of earlier searches: section `retriever.memory` of the tree. Imports nothing heavy.
-
-
-class SearchMemorySettings(Settings):
-    """What a run remembers of its earlier searches, as one more back-end before the real one (docs/retrieval.md)."""
-
-    encoder: EncoderSettings = Field(default_factory=HashedEncoderSettings)
-    """What makes queries comparable. Independent of the index's encoder."""
-    reuse_above: float | None = Field(default=0.95, ge=-1, le=1)
-    """A search is answered by the most similar earlier one, without asking anybody, from this cosine on, provided that
-    as many hits were asked for then. null: never."""
-    fuse: int = Field(default=0, ge=0, le=100)
-    """So many of the most similar earlier searches have their passages fused into an answer, by reciprocal ranks."""
-    fuse_above: float = Field(default=0.6, ge=-1, le=1)
-    """Earlier searches below this cosine are not fused."""
-    fuse_weight: float = Field(default=0.5, gt=0, le=1)
-    """Weight of an earlier search's ranks; the new search's own weigh 1."""
-    max_entries: int = Field(default=4096, ge=1, le=1_000_000)
-    """Searches remembered of one run; the least recently used goes first."""
-    max_runs: int = Field(default=64, ge=1)
-    """Runs remembered; the least recently used goes first, whole."""
-    max_mb: float = Field(default=256.0, gt=0)
-    """Memory for all runs (MiB): passages and vectors."""
-    directory: Path | None = None
-    """Where it survives a restart. Replicas may share it: each has a memory of its own in it. null: nowhere."""
-
-
-# Settings of the rerankers: a stage after the index. The union below is the registry; imports nothing heavy.
-
-
-class CrossEncoderSettings(Compute):
-    """Every candidate is read together with its query by a classification model (ms-marco-MiniLM, bge-reranker).
-
-    Far dearer than a vector index: queries times `candidates` forward passes.
-    """
-
-    type: Literal["cross_encoder"] = "cross_encoder"
-    model: Path = Path("reranker")
-    """Folder of an AutoModelForSequenceClassification with one label, or with two of which the second is `relevant`."""
-    candidates: int = Field(default=50, ge=1)
-    """Hits of the index that are scored again, best first; the others keep their order behind them. The index is asked
-    for as many, or for `topk` where that is more."""
-    max_tokens: int = Field(default=512, ge=8)
-    """Query and document together are cut to so many tokens (the longer of the two first), special ones included."""
-
-    def identity(self) -> dict[str, Any]:
-        """What decides scores and so answers, as JSON-compatible values; part of the service's fingerprint. Not the
-        place of the folder, device, dtype or batch."""
-        from retriever.encoder.folder import fingerprint
-
-        deciding = self.model_dump(mode="json", include={"type", "candidates", "max_tokens"})
-        return deciding | {"model": fingerprint(self.model)}
-
-    def build(self) -> Reranker:
-        """Load the model. To be called in the thread that will use it. UserError where it cannot be."""
-        from retriever.rerank.cross_encoder import CrossEncoder
-
-        return CrossEncoder(self)
-
-
-RerankSettings = CrossEncoderSettings
-"""Union of the rerankers (one member so far)."""
+from retriever.rerank.config import RerankSettings
 
 
 class RetrieverSettings(Settings):
@@ -90,7 +21,7 @@ class RetrieverSettings(Settings):
     host: str = "127.0.0.1"
     """Address to listen on. Any but loopback needs a token: FORAY_NODE_TOKEN in the environment (SECURITY.md)."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0: a free port, told by the log line and by `--port-file`."""
+    """0: a free port, named by the log line and by `--port-file`."""
     corpus: Path = Path("corpus.jsonl")
     """One JSON object a line with at least `id` and `contents` (Search-R1's and FlashRAG's corpus format). May be left
     out where `index_dir` is given: a built index knows its corpus."""
@@ -99,7 +30,7 @@ class RetrieverSettings(Settings):
     index: IndexSettings = Field(default_factory=Bm25Settings)
     """Which index, and how it was (or will be) built. May be left out where `index_dir` names a built one."""
     rerank: RerankSettings | None = None
-    """A model that reads the index's best hits again, together with the query, and orders them anew. null: none."""
+    """A model that reads the index's best hits again, together with the query, and reorders them. null: none."""
     fields: tuple[str, ...] | None = None
     """What documents carry beside `id` and `contents` (`url`, `source`, ..). null: all that the corpus has."""
     online: OnlineSettings | None = None

@@ -22,14 +22,14 @@ PROVIDER = {
     "pages": "Pages fetched for the hits of the online engine.",
     "pages_failed": "Pages that could not be fetched.",
 }
-"""Of each total of an online engine (`retriever.online.backend`)."""
+"""Of each total of an online engine (`retriever.backends.web.backend`)."""
 
 # else each series comes a second time, with the time of its creation
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class _Provider(Collector):
-    """Totals that are read when somebody asks."""
+    """Totals that are read when metrics are scraped."""
 
     def __init__(self, name: str, totals: Callable[[], Mapping[str, float]]) -> None:
         self._name, self._totals = name, totals
@@ -65,7 +65,7 @@ class Metrics:
         self.searched = counter("searched", "Queries that the back-end answered.")
         self.calls = counter("index_calls", "Calls of the back-end.")
         self.rejected = counter("rejected", "Requests refused because the queue was full.")
-        self.waited = counter("waited", "Requests that waited for room in the queue (overload: wait).")
+        self.waited = counter("waited", "Requests that waited for admission to the queue (overload: wait).")
         self.dropped = counter("dropped", "Queries dropped before the search because their clients had gone.")
         self.embedded = counter("embedded_texts", "Texts that /v1/embeddings turned into vectors.")
         self.remembered = counter("memory_entries_added", "Searches that a run's memory took in.")

@@ -21,62 +21,18 @@ from protocol.runtime.http.auth import read_access
 from protocol.runtime.http.server import announce, listening
 from protocol.runtime.lifecycle import shutdown_on_signals
 from retriever.api.app import create_app
-from retriever.api.base import Embedding, Service, Text
-from retriever.backends.base import Embedder, Fault
-from retriever.backends.factory import Opened, open_backend
+from retriever.api.base import AppState, EmbeddingInput, EmbeddingService
+from retriever.backends.base import Embedder, QueryFailure
+from retriever.backends.factory import OpenBackend, open_backend
 from retriever.config import RetrieverSettings
-from retriever.serving.admission import Room
-from retriever.serving.batcher import Batcher
-from retriever.serving.cache import AnswerCache
-from retriever.serving.service import Searches
-
-# An open backend put behind the handlers: the searches' queue, the embeddings' queue, and the one bound on both.
-
-Vector = npt.NDArray[np.float32]
-
-
-def attach(service: Service, opened: Opened) -> dict[str, Coroutine[Any, Any, None]]:
-    """Make the service ready. Returns the loops that must run from now on, by name."""
-    settings, metrics = service.settings, service.metrics
-    patience_s = settings.overload_wait_s if settings.overload == "wait" else 0.0
-    room = Room(settings.queue_limit, metrics, lanes=opened.lanes, patience_s=patience_s)
-    service.backend, service.num_passages = opened.backend, opened.num_passages
-    searches = service.searches = Searches(
-        opened.backend,
-        by_run=opened.by_run,
-        window_s=settings.window_ms / 1000,
-        max_batch=opened.max_batch,
-        lanes=opened.lanes,
-        cache=AnswerCache(int(settings.cache_mb * 2**20)),
-        room=room,
-        metrics=metrics,
-    )
-    loops = {"searches": searches.run()}
-    if opened.embedder is not None:
-        texts = _texts_before(opened.embedder, service, room)
-        service.embedding = Embedding(opened.embedder.model, texts)
-        loops["embeddings"] = texts.run()
-    return loops
-
-
-def _texts_before(embedder: Embedder, service: Service, room: Room) -> Batcher[Text, Vector]:
-    async def embed(texts: Sequence[Text]) -> Sequence[Vector | Fault]:
-        vectors = await embedder.embed([item.text for item in texts], texts[0].kind)
-        service.metrics.embedded.inc(len(vectors))
-        return vectors
-
-    return Batcher(
-        embed,
-        group=lambda item: item.kind,
-        window_s=service.settings.window_ms / 1000,
-        max_batch=service.settings.embed_batch,
-        lanes=1,
-        room=room,
-        metrics=service.metrics,
-    )
-
+from retriever.serving.admission import QueueLimit
+from retriever.serving.batcher import DynamicBatcher
+from retriever.serving.service import QueryService, ResultCache
 
 log = logging.getLogger("retriever")
+
+
+Vector = npt.NDArray[np.float32]
 
 SHUTDOWN_S = 5.0
 """Longest wait for requests in flight at the end."""
@@ -98,7 +54,7 @@ async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -
 async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
     """A service that answers on the yielded port while the block runs."""
     access = read_access(os.environ)
-    service = Service(settings)
+    service = AppState(settings)
     async with listening(
         create_app(service, access),
         settings.host,
@@ -122,6 +78,56 @@ async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
                         task.cancel()
         finally:
             await opened.backend.close()
+
+
+def attach(service: AppState, opened: OpenBackend) -> dict[str, Coroutine[Any, Any, None]]:
+    """Make the service ready. Returns the loops that must run from now on, by name.
+
+    Searches and embeddings have a queue each, under one limit.
+    """
+    settings, metrics = service.settings, service.metrics
+    queue_limit = QueueLimit(
+        settings.queue_limit,
+        metrics,
+        max_concurrent_batches=opened.max_concurrent_batches,
+        max_wait_s=settings.overload_wait_s if settings.overload == "wait" else 0.0,
+    )
+    service.backend, service.num_passages = opened.backend, opened.num_passages
+    searches = service.searches = QueryService(
+        opened.backend,
+        per_run=opened.per_run,
+        window_s=settings.window_ms / 1000,
+        max_batch=opened.max_batch,
+        max_concurrent_batches=opened.max_concurrent_batches,
+        cache=ResultCache(int(settings.cache_mb * 2**20)),
+        queue_limit=queue_limit,
+        metrics=metrics,
+    )
+    loops = {"searches": searches.run()}
+    if opened.embedder is not None:
+        texts = _embedding_batcher(opened.embedder, service, queue_limit)
+        service.embedding = EmbeddingService(opened.embedder.model, texts)
+        loops["embeddings"] = texts.run()
+    return loops
+
+
+def _embedding_batcher(
+    embedder: Embedder, service: AppState, queue_limit: QueueLimit
+) -> DynamicBatcher[EmbeddingInput, Vector]:
+    async def embed(texts: Sequence[EmbeddingInput]) -> Sequence[Vector | QueryFailure]:
+        vectors = await embedder.embed([item.text for item in texts], texts[0].kind)
+        service.metrics.embedded.inc(len(vectors))
+        return vectors
+
+    return DynamicBatcher(
+        embed,
+        group=lambda item: item.kind,
+        window_s=service.settings.window_ms / 1000,
+        max_batch=service.settings.embed_batch,
+        max_concurrent_batches=1,
+        queue_limit=queue_limit,
+        metrics=service.metrics,
+    )
 
 
 def _allow_many_connections() -> None:

@@ -35,7 +35,7 @@ def index_of(bench: RetrieverBench, directory: Path, say: Say) -> RetrieverSetti
 
 def synthetic_index(passages: int, directory: Path, say: Say) -> RetrieverSettings:
     """Settings that serve a new faiss_flat index over so many seeded passages."""
-    from retriever.build.build import build_index
+    from retriever.indexing.build import build_index
 
     build_index(f"synthetic:{passages}", directory, FaissFlatSettings(), progress=say)
     return served(directory)

@@ -25,6 +25,7 @@ from benchmarks.base import Say
 from benchmarks.retriever.bench import RetrieverBench
 from benchmarks.retriever.index import distinct_queries, synthetic_index
 from protocol.errors import ForayError, UserError
+from retriever.index import open_index
 from retriever.index.base import NO_ROW
 from retriever.index.config import IndexSettings
 
@@ -155,8 +156,8 @@ def _child(spec: Path) -> dict[str, Any]:
 
 def measure(row: IndexRun) -> dict[str, float]:
     """Build one index and search all questions in batches, then some of them one by one."""
-    from retriever.build.build import build_index
     from retriever.corpus.corpus import Corpus
+    from retriever.indexing.build import build_index
 
     settings: IndexSettings = TypeAdapter(IndexSettings).validate_python(row.index)
     directory = Path(row.directory)
@@ -165,7 +166,7 @@ def measure(row: IndexRun) -> dict[str, float]:
     figures = {"build_s": time.perf_counter() - begun, "build_cpu_s": time.process_time() - cpu}
     figures["disk_mib"] = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()) / 2**20
     queries = [query for query, _ in json.loads(Path(row.questions).read_text())]
-    index = settings.open(directory, threads=1)
+    index = open_index(settings, directory, threads=1)
     index.search(queries[:1], DEPTH)
     found: list[list[int]] = []
     for batch, count in ((64, len(queries)), (1, min(SINGLES, len(queries)))):

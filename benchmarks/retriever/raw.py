@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from retriever.config import RetrieverSettings
+from retriever.index import open_index
 
 WARM_UP = 32
 BLAS_FROM = 4
@@ -57,7 +58,7 @@ def passes(raw: Raw) -> list[dict[str, Any]]:
 
     settings = RetrieverSettings.model_validate(raw.settings)
     queries = json.loads(Path(raw.queries).read_text())[: raw.count]
-    index = settings.index.open(settings.index_path, threads=settings.threads)
+    index = open_index(settings.index, settings.index_path, threads=settings.threads)
     assert index.encoder is not None, "an index of vectors is what FAISS is compared on"
     encoder, vectors = index.encoder, store.open_vectors(settings.index_path)
     faiss.omp_set_num_threads(settings.threads)

@@ -38,7 +38,7 @@ def subcommands() -> dict[str, str]:
 
 def configure(parser: argparse.ArgumentParser, action: str) -> None:
     """Arguments of `foray index ACTION`."""
-    from retriever.build.cli import add_build_arguments, add_corpus_arguments
+    from retriever.indexing.cli import add_build_arguments, add_corpus_arguments
 
     parser.set_defaults(out=None, index=None)
     parser.add_argument("--config", type=Path, help="take everything from this run's section `retriever`")
@@ -82,7 +82,7 @@ def _of_config(args: argparse.Namespace, overrides: list[str]) -> RetrieverSetti
 
 
 def _build(args: argparse.Namespace) -> int:
-    from retriever.build.cli import build, index_settings
+    from retriever.indexing.cli import build, index_settings
 
     if args.config is not None:
         settings = _of_config(args, args.rest)
@@ -97,10 +97,10 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    from retriever.build.cli import index_settings
-    from retriever.build.estimate import Facts
-    from retriever.build.input import read_input
-    from retriever.build.plan import constants, dim_of, make_plan, plan_build
+    from retriever.indexing.cli import index_settings
+    from retriever.indexing.estimate import CorpusStats
+    from retriever.indexing.input import read_input
+    from retriever.indexing.plan import constants, dim_of, make_plan, plan_build
 
     if args.config is not None:
         settings = _of_config(args, args.rest)
@@ -113,7 +113,7 @@ def _estimate(args: argparse.Namespace) -> int:
             raise UserError(
                 "the width of the vectors is not known without the model", todo="give --dim, e.g. --dim 768"
             )
-        plan = make_plan(index, Facts(args.passages, exact=True, converted=False), dim, args.encode_rate)
+        plan = make_plan(index, CorpusStats(args.passages, exact=True, converted=False), dim, args.encode_rate)
     elif corpus is None:
         raise UserError("it is not said of what", todo="give --corpus FILE, --passages N or --config FILE")
     else:
@@ -150,7 +150,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"directory": str(directory), **manifest.model_dump(), "bytes": manifest.index_bytes}))
         return 0
-    from retriever.build.progress import amount
+    from retriever.indexing.progress import amount
 
     print(f"{directory}: {manifest.type} over {manifest.passages:,} passages, {amount(manifest.index_bytes)}")
     print(f"  fingerprint  {manifest.fingerprint} (format {manifest.format})")
@@ -164,8 +164,8 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from retriever.build.progress import BuildProgress, to_stderr
-    from retriever.build.verify import verify_index
+    from retriever.indexing.progress import BuildProgress, to_stderr
+    from retriever.indexing.verify import verify_index
 
     directory, corpus = _place(args)
     _nothing_else(args)
@@ -188,12 +188,13 @@ def _changes(args: argparse.Namespace) -> dict[str, object]:
 def _search(args: argparse.Namespace) -> int:
     from retriever.corpus.corpus import Corpus
     from retriever.corpus.manifest import corpus_of, settings_of
+    from retriever.index import open_index
 
     directory, configured = _place(args)
     if not args.rest or args.k < 1:
         raise UserError("nothing to search for", todo='foray index search DIR "QUERY" -k 3')
     corpus = Corpus(corpus_of(directory, configured), directory)
-    hits = settings_of(directory, _changes(args)).open(directory, threads=0).search(args.rest, args.k)
+    hits = open_index(settings_of(directory, _changes(args)), directory, threads=0).search(args.rest, args.k)
     for query, rows, scores in zip(args.rest, hits.rows.tolist(), hits.scores.tolist(), strict=True):
         found = [(corpus.passage(row), score) for row, score in zip(rows, scores, strict=True) if row >= 0]
         if args.json:

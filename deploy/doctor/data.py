@@ -91,8 +91,8 @@ def _damage(shard: Path) -> str:
 
 def _corpus(config: RunConfig) -> Finding:
     """The first passages, read by the reader that the index builder uses."""
-    from retriever.build.input import first_passages, refuse_large
     from retriever.corpus.manifest import corpus_of
+    from retriever.indexing.input import first_passages, refuse_large
 
     settings = config.retriever
     built = settings.index_path.exists() or settings.needed_corpus is None

@@ -1,0 +1,1 @@
+"""The HTTP interface: routes, and one module for each dialect of clients."""

@@ -1,4 +1,4 @@
-"""The HTTP face: the dialects' routes, `GET /passages/{id}`, and what operators ask for."""
+"""The HTTP application: the dialects' routes, `GET /passages/{id}`, and the operators' endpoints."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from aiohttp import web
 from protocol.runtime.http.auth import Access, Role, Verdict
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
 from protocol.search import MAX_QUERY_CHARS
-from retriever.api import flashrag as app_flashrag
-from retriever.api import openai as app_openai
-from retriever.api import search_r1 as app_search_r1
-from retriever.api.base import NOT_OPEN, SERVICE, Refusal, Service, refusal_of
+from retriever.api import flashrag, openai, search_r1
+from retriever.api.base import NOT_OPEN, SERVICE, ApiError, AppState, api_error
 from retriever.api.openapi import openapi
 from retriever.backends.base import Backend
 from retriever.backends.index import document_json
-from retriever.backends.web.provider import Failed
+from retriever.backends.web.provider import WebSearchError
 
 _CLIENT_GONE = 499
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Shape = Callable[[Refusal], dict[str, Any]]
+Shape = Callable[[ApiError], dict[str, Any]]
 
 
 ROUTE_ROLES: Mapping[str, Role] = {
@@ -34,18 +32,18 @@ ROUTE_ROLES: Mapping[str, Role] = {
 """Routes that say how the service is. All others return passages or cost compute, or a provider's money: node."""
 
 
-def create_app(service: Service, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
-    """The aiohttp application. Run it with `handler_cancellation=True`, so that abandoned requests are dropped."""
+def create_app(service: AppState, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
+    """Build the aiohttp application. Run it with `handler_cancellation=True`: abandoned requests are dropped."""
     limit = int(service.settings.max_body_mb * 2**20)
     auth = auth_middleware(access, ROUTE_ROLES, default="node", refuse=_unauthorized)
     app = web.Application(middlewares=[auth, _errors_as_json], client_max_size=limit, handler_args=SERVER_OPTIONS)
     app[SERVICE] = service
     post, get, metrics = app.router.add_post, app.router.add_get, service.metrics
-    post("/retrieve", _counted(metrics, "/retrieve", app_search_r1.retrieve))
-    post("/search", _counted(metrics, "/search", app_flashrag.search, _fastapi_shape))
-    post("/batch_search", _counted(metrics, "/batch_search", app_flashrag.batch_search, _fastapi_shape))
-    post("/v1/embeddings", _counted(metrics, "/v1/embeddings", app_openai.embeddings, _openai_shape))
-    get("/v1/models", _counted(metrics, "/v1/models", app_openai.models, _openai_shape))
+    post("/retrieve", _counted(metrics, "/retrieve", search_r1.retrieve))
+    post("/search", _counted(metrics, "/search", flashrag.search, _fastapi_shape))
+    post("/batch_search", _counted(metrics, "/batch_search", flashrag.batch_search, _fastapi_shape))
+    post("/v1/embeddings", _counted(metrics, "/v1/embeddings", openai.embeddings, _openai_shape))
+    get("/v1/models", _counted(metrics, "/v1/models", openai.models, _openai_shape))
     passages = _counted(metrics, "/passages", _passage)
     get("/passages", passages)
     get("/passages/{id:.+}", passages)
@@ -64,21 +62,21 @@ def _unauthorized(request: web.Request, verdict: Verdict) -> web.Response:
     return web.json_response({"error": error if openai else verdict.message}, status=verdict.status)
 
 
-def _our_shape(refusal: Refusal) -> dict[str, Any]:
-    return {"error": refusal.message} | ({"cause": refusal.cause} if refusal.cause else {})
+def _default_shape(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message} | ({"cause": error.cause} if error.cause else {})
 
 
-def _fastapi_shape(refusal: Refusal) -> dict[str, Any]:
-    return _our_shape(refusal) | {"detail": refusal.message}
+def _fastapi_shape(error: ApiError) -> dict[str, Any]:
+    return _default_shape(error) | {"detail": error.message}
 
 
-def _openai_shape(refusal: Refusal) -> dict[str, Any]:
-    kind = "invalid_request_error" if refusal.status < 429 else "server_error"
-    return {"error": {"message": refusal.message, "type": kind, "param": None, "code": refusal.cause or None}}
+def _openai_shape(error: ApiError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status < 429 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.cause or None}}
 
 
-def _counted(metrics: Any, route: str, handler: Handler, shape: Shape = _our_shape) -> Handler:
-    """The handler with its refusals as answers in the dialect's shape, and every answer counted."""
+def _counted(metrics: Any, route: str, handler: Handler, shape: Shape = _default_shape) -> Handler:
+    """Wrap a handler: errors become responses in the dialect's shape, and every response is counted."""
 
     async def counted(request: web.Request) -> web.StreamResponse:
         status = 500
@@ -86,12 +84,12 @@ def _counted(metrics: Any, route: str, handler: Handler, shape: Shape = _our_sha
             response = await handler(request)
             status = response.status
             return response
-        except Refusal as refusal:
-            status = refusal.status
-            return web.json_response(shape(refusal), status=status, headers=refusal.headers())
+        except ApiError as error:
+            status = error.status
+            return web.json_response(shape(error), status=status, headers=error.headers())
         except web.HTTPException as error:
             status = error.status
-            return web.json_response(shape(Refusal(status, error.reason)), status=status)
+            return web.json_response(shape(ApiError(status, error.reason)), status=status)
         except asyncio.CancelledError:
             status = _CLIENT_GONE
             raise
@@ -115,13 +113,13 @@ async def _passage(request: web.Request) -> web.Response:
     backend = _open_backend(request)
     wanted = request.match_info.get("id") or request.query.get("id")
     if not wanted:
-        raise Refusal(400, "which passage? GET /passages/ID or /passages?id=ID")
+        raise ApiError(400, "which passage? GET /passages/ID or /passages?id=ID")
     try:
         passage = await backend.find(wanted)
-    except Failed as failure:
-        raise refusal_of(failure.fault) from None
+    except WebSearchError as failure:
+        raise api_error(failure.failure) from None
     if passage is None:
-        raise Refusal(404, "no passage has this id")
+        raise ApiError(404, "no passage has this id")
     return web.Response(body=document_json(passage), content_type="application/json")
 
 
@@ -156,5 +154,5 @@ async def _info(request: web.Request) -> web.Response:
 def _open_backend(request: web.Request) -> Backend:
     backend = request.app[SERVICE].backend
     if backend is None:
-        raise Refusal(503, NOT_OPEN, retry_s=1)
+        raise ApiError(503, NOT_OPEN, retry_after_s=1)
     return backend

@@ -18,8 +18,8 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.search import Queries, Query
-from retriever.api.base import SERVICE, Refusal, answers_of, reading
-from retriever.serving.cache import Answer
+from retriever.api.base import SERVICE, ApiError, request_body, search_results
+from retriever.backends.base import QueryResult
 
 
 class _Request(BaseModel):
@@ -43,27 +43,27 @@ class ManyQueries(_Request):
 
 async def search(request: web.Request) -> web.Response:
     """`POST /search`."""
-    async with reading(OneQuery, request) as body:
+    async with request_body(OneQuery, request) as body:
         if not body.query.strip():
-            raise Refusal(400, "Query content cannot be empty")
-        (answer,) = await answers_of(request.app[SERVICE], [body.query], body.top_n)
+            raise ApiError(400, "Query content cannot be empty")
+        (answer,) = await search_results(request.app[SERVICE], [body.query], body.top_n)
     return _json(render_one(answer, scores=body.return_score))
 
 
 async def batch_search(request: web.Request) -> web.Response:
     """`POST /batch_search`."""
-    async with reading(ManyQueries, request) as body:
-        answers = await answers_of(request.app[SERVICE], body.query, body.top_n)
+    async with request_body(ManyQueries, request) as body:
+        answers = await search_results(request.app[SERVICE], body.query, body.top_n)
     return _json(render_many(answers, scores=body.return_score))
 
 
-def render_one(answer: Answer, *, scores: bool) -> bytes:
+def render_one(answer: QueryResult, *, scores: bool) -> bytes:
     """Body of the answer to `/search`."""
     documents = b"[%b]" % b",".join(answer.documents)
     return b"[%b,%b]" % (documents, _numbers(answer.scores)) if scores else documents
 
 
-def render_many(answers: Sequence[Answer], *, scores: bool) -> bytes:
+def render_many(answers: Sequence[QueryResult], *, scores: bool) -> bytes:
     """Body of the answer to `/batch_search`."""
     documents = b"[%b]" % b",".join(render_one(answer, scores=False) for answer in answers)
     if not scores:

@@ -3,8 +3,8 @@
     {"input": "text" | ["text", ..], "model": "..", "encoding_format": "float" | "base64", "input_type": "passage"}
     -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [..]}], "model", "usage"}
 
-`input_type` is ours: encoders of the E5 family put another prefix before a query than before a passage. Texts wait in
-the searches' queue and are bounded with them. Errors have OpenAI's shape: {"error": {"message", "type", "code"}}.
+`input_type` is Foray's own: encoders of the E5 family put another prefix before a query than before a passage. Texts
+and searches share one queue limit. Errors have OpenAI's shape: {"error": {"message", "type", "code"}}.
 """
 
 from __future__ import annotations
@@ -20,10 +20,20 @@ import numpy.typing as npt
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from retriever.api.base import NOT_OPEN, SERVICE, Embedding, Refusal, Service, Text, overloaded, reading, refusal_of
-from retriever.backends.base import Fault, Kind
+from retriever.api.base import (
+    NOT_OPEN,
+    SERVICE,
+    ApiError,
+    AppState,
+    EmbeddingInput,
+    EmbeddingService,
+    api_error,
+    overloaded,
+    request_body,
+)
+from retriever.backends.base import Kind, QueryFailure
 from retriever.serving.admission import Overloaded
-from retriever.serving.batcher import Stopped
+from retriever.serving.batcher import ServiceStopped
 
 MAX_CHARS, MAX_TEXTS = 32768, 4096
 """Longest text (an encoder cuts by tokens long before), and most texts of a request."""
@@ -34,7 +44,7 @@ _OFF_LOOP = 16
 
 
 def _as_list(texts: object) -> object:
-    """One text is a list of one: so a fault in a list is told as such, and not as one of a union's."""
+    """Make one text a list of one, so that validation errors are those of a list and not of a union."""
     return [texts] if isinstance(texts, str) else texts
 
 
@@ -53,23 +63,23 @@ class EmbeddingRequest(BaseModel):
 async def embeddings(request: web.Request) -> web.Response:
     """`POST /v1/embeddings`."""
     service = request.app[SERVICE]
-    async with reading(EmbeddingRequest, request) as body:
+    async with request_body(EmbeddingRequest, request) as body:
         embedding = _embedding(service)
-        keys = [Text(body.input_type, text) for text in body.input]
+        keys = [EmbeddingInput(body.input_type, text) for text in body.input]
         try:
-            found = await embedding.texts.ask(keys)
+            found = await embedding.texts.submit(keys)
         except Overloaded as error:
             raise overloaded(service, error) from None
-        except Stopped as error:
-            raise Refusal(503, str(error), retry_s=1) from None
+        except ServiceStopped as error:
+            raise ApiError(503, str(error), retry_after_s=1) from None
     vectors = []
     for key in keys:
         outcome = found[key]
-        if isinstance(outcome, Fault):
-            raise refusal_of(outcome)
+        if isinstance(outcome, QueryFailure):
+            raise api_error(outcome)
         vectors.append(outcome)
     if body.dimensions is not None and body.dimensions != len(vectors[0]):
-        raise Refusal(400, f"dimensions: this encoder has {len(vectors[0])}")
+        raise ApiError(400, f"dimensions: this encoder has {len(vectors[0])}")
     rendering = (vectors, body, body.model or embedding.model)
     rendered = await asyncio.to_thread(render, *rendering) if len(vectors) > _OFF_LOOP else render(*rendering)
     return web.Response(body=rendered, content_type="application/json")
@@ -82,11 +92,11 @@ async def models(request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [entry]})
 
 
-def _embedding(service: Service) -> Embedding:
+def _embedding(service: AppState) -> EmbeddingService:
     if not service.ready:
-        raise Refusal(503, NOT_OPEN, retry_s=1)
+        raise ApiError(503, NOT_OPEN, retry_after_s=1)
     if service.embedding is None:
-        raise Refusal(404, "what is served here has no encoder", cause="model_not_found")
+        raise ApiError(404, "what is served here has no encoder", cause="model_not_found")
     return service.embedding
 
 

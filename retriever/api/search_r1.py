@@ -1,8 +1,8 @@
 """Search-R1's dialect: `POST /retrieve {"queries", "topk", "return_scores"}`, see `protocol.search`.
 
 Search-R1's own server answers `return_scores: false` wrongly (its loop unpacks a list of documents as if it were a
-pair); here all three forms are right. `partial` and `run` are ours. SkyRL's and rLLM's clients send other names here,
-and rLLM's reads `results`: [{"id", "content", "score"}, ..].
+pair); here all three forms are right. `partial` and `run` are Foray's extensions. SkyRL's and rLLM's
+clients send other names here, and rLLM's reads `results`: [{"id", "content", "score"}, ..].
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from typing import Any
 from aiohttp import web
 
 from protocol.search import SearchRequest
-from retriever.api.base import SERVICE, answers_of, outcomes_of, reading
-from retriever.backends.base import Fault
-from retriever.serving.cache import Answer
+from retriever.api.base import SERVICE, request_body, search_outcomes, search_results
+from retriever.backends.base import QueryFailure, QueryResult
 
-_NOTHING = Answer((), ())
+_NO_HITS = QueryResult((), ())
 
 
 async def retrieve(request: web.Request) -> web.Response:
     """`POST /retrieve`."""
     service = request.app[SERVICE]
-    async with reading(SearchRequest, request) as body:
+    async with request_body(SearchRequest, request) as body:
         k = body.topk or service.settings.topk
         if not body.partial:
-            answers = await answers_of(service, body.queries, k, body.run)
+            answers = await search_results(service, body.queries, k, body.run)
             return _json(render(answers, scores=body.return_scores, results=body.results))
-        outcomes = await outcomes_of(service, body.queries, k, body.run)
-    answers = [_NOTHING if isinstance(outcome, Fault) else outcome for outcome in outcomes]
-    errors = [outcome.cause if isinstance(outcome, Fault) else None for outcome in outcomes]
-    told = errors if any(errors) else None
-    return _json(render(answers, scores=body.return_scores, errors=told, results=body.results))
+        outcomes = await search_outcomes(service, body.queries, k, body.run)
+    answers = [_NO_HITS if isinstance(outcome, QueryFailure) else outcome for outcome in outcomes]
+    errors = [outcome.cause if isinstance(outcome, QueryFailure) else None for outcome in outcomes]
+    some_failed = errors if any(errors) else None
+    return _json(render(answers, scores=body.return_scores, errors=some_failed, results=body.results))
 
 
 def render(
-    answers: Sequence[Answer],
+    answers: Sequence[QueryResult],
     *,
     scores: bool,
     errors: Sequence[str | None] | None = None,
@@ -52,11 +51,11 @@ def render(
     result = b"],[".join(lists)
     body = b'{"result":[[%b]]' % result if lists else b'{"result":[]'
     if results:
-        body += b',"results":%b' % json.dumps(_for_rllm(answers[0] if answers else _NOTHING)).encode()
+        body += b',"results":%b' % json.dumps(_for_rllm(answers[0] if answers else _NO_HITS)).encode()
     return body + (b',"errors":%b}' % json.dumps(errors).encode() if errors else b"}")
 
 
-def _for_rllm(answer: Answer) -> list[dict[str, Any]]:
+def _for_rllm(answer: QueryResult) -> list[dict[str, Any]]:
     """One object a hit: the document's fields, its `contents` as `content`, and `score`."""
     hits = [json.loads(document) | {"score": score} for document, score in zip(*answer, strict=True)]
     return [hit | {"content": hit.pop("contents")} for hit in hits]

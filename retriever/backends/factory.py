@@ -1,37 +1,38 @@
-"""From settings to the backend that answers: which one, what is put before it, and how many calls it takes at once."""
+"""From settings to the back-end that answers: an index or an online engine, perhaps with a memory before it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from retriever.backends.base import Backend, Embedder
-from retriever.backends.index import open_index
+from retriever.backends.index import open_index_backend
 from retriever.backends.memory.backend import open_memory
+from retriever.backends.web.backend import open_online
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
 
 
 @dataclass(frozen=True)
-class Opened:
-    """An open backend.
+class OpenBackend:
+    """A back-end that is ready for queries.
 
-    embedder   its encoder, for `/v1/embeddings`, where it has one
-    lanes      calls of `search` at once
-    max_batch  most queries in one of them
-    by_run     whether an answer depends on the run that asks
-    num_passages  how many there are; None: nobody knows (an online engine)
+    embedder                its encoder, for `/v1/embeddings`, if it has one
+    max_concurrent_batches  calls of `search` at once
+    max_batch               most queries in one of them
+    per_run                 whether a result depends on the run that asks
+    num_passages            size of the corpus; None: not known (an online engine)
     """
 
     backend: Backend
     embedder: Embedder | None
-    lanes: int
+    max_concurrent_batches: int
     max_batch: int
-    by_run: bool
+    per_run: bool
     num_passages: int | None = None
 
 
-async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> Opened:
-    """The backend of these settings. UserError for all that a person must mend."""
+async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> OpenBackend:
+    """Open the back-end of these settings. UserError if a setting, the corpus or the index needs a change."""
     opened = await _open_source(settings, metrics)
     if settings.memory is None:
         return opened
@@ -40,17 +41,21 @@ async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> Opened:
     except BaseException:
         await opened.backend.close()
         raise
-    return replace(opened, backend=memory, by_run=True)
+    return replace(opened, backend=memory, per_run=True)
 
 
-async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> Opened:
+async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> OpenBackend:
     if settings.online is not None:
-        online = settings.online.build()
+        online = open_online(settings.online)
         metrics.add_provider(settings.online.type, online.counters)
-        # twice as many as may be asked at once: some of them wait for pages, or for their turn
-        return Opened(online, None, lanes=2 * settings.online.concurrency, max_batch=1, by_run=False)
-    index = await open_index(settings)
+        # twice as many as may be asked at once: some of them wait for pages, or for the rate limit
+        return OpenBackend(
+            online, None, max_concurrent_batches=2 * settings.online.concurrency, max_batch=1, per_run=False
+        )
+    index = await open_index_backend(settings)
     passages = index.searcher.num_passages
     metrics.passages.set(passages)
-    embedder = index if index.searcher.embeds else None
-    return Opened(index, embedder, lanes=1, max_batch=settings.max_batch, by_run=False, num_passages=passages)
+    embedder = index if index.searcher.has_encoder else None
+    return OpenBackend(
+        index, embedder, max_concurrent_batches=1, max_batch=settings.max_batch, per_run=False, num_passages=passages
+    )

@@ -1,4 +1,6 @@
-"""An index over a corpus as a backend: one owner thread for index, encoder and reranker, which none of them shares.
+"""An index over a corpus as a back-end: one thread owns index, encoder and reranker.
+
+    IndexBackend (event loop) --> owner thread: Searcher --> Index --> RerankStage --> documents of the Corpus
 
 The thread that searches also opens: FAISS keeps its number of threads by thread.
 """
@@ -19,38 +21,236 @@ import numpy.typing as npt
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from retriever.backends.base import Fault, Kind
-from retriever.build.build import build_index
-from retriever.build.input import refuse_large
-from retriever.config import RerankSettings, RetrieverSettings
+from retriever.backends.base import Kind, QueryFailure, QueryResult
+from retriever.config import RetrieverSettings
 from retriever.corpus.corpus import Corpus
 from retriever.corpus.formats.base import MAX_FIELDS
 from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
+from retriever.encoder import encoder_identity
 from retriever.encoder.base import EncoderUnavailable
 from retriever.encoder.config import EncoderSettings
+from retriever.index import index_identity, open_index, search_time
 from retriever.index.base import NO_ROW, Index
 from retriever.index.config import IndexSettings
+from retriever.indexing.build import build_index
+from retriever.indexing.input import refuse_large
+from retriever.rerank import build_reranker, reranker_identity
 from retriever.rerank.base import Reranker, order
-from retriever.serving.cache import Answer
+from retriever.rerank.config import RerankSettings
 
-# The reranker as a stage between the index and the answer. Belongs to the owner thread.
-
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 Ranked = tuple[list[int], list[float]]
 """Rows of one query, best first, and their scores."""
 
 
-class Reranking:
-    """Made by `open_reranking`.
+class IndexBackend:
+    """An index as `Backend`, and as `Embedder` if it has an encoder. Made by `open_index_backend`."""
 
-    candidates  hits of the index that are scored again; those behind them keep their order behind them
-    identity    of what decides the scores
+    def __init__(self, searcher: Searcher, owner: ThreadPoolExecutor) -> None:
+        self.searcher, self._owner = searcher, owner
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Backend`."""
+        return self.searcher.fingerprint
+
+    @property
+    def model(self) -> str:
+        """See `Embedder`."""
+        return self.searcher.model
+
+    async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
+        """See `Backend`. One call of the index; when it fails, one call a query, so that only those fail that must."""
+        return await self._one_by_one(lambda some: self.searcher.search(some, k), queries)
+
+    async def embed(self, texts: Sequence[str], kind: Kind) -> list[npt.NDArray[np.float32] | QueryFailure]:
+        """See `Embedder`."""
+        return await self._one_by_one(lambda some: list(self.searcher.embed(some, kind)), texts)
+
+    async def _one_by_one(
+        self, work: Callable[[Sequence[str]], list[T]], texts: Sequence[str]
+    ) -> list[T | QueryFailure]:
+        try:
+            return [*await asyncio.get_running_loop().run_in_executor(self._owner, work, texts)]
+        except EncoderUnavailable as error:
+            if error.for_all or len(texts) == 1:
+                log.warning("no vectors for %d texts: %s", len(texts), error)
+                return [QueryFailure(error.cause, error.detail)] * len(texts)
+            return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
+        except Exception as error:
+            if len(texts) > 1:
+                log.warning("a batch of %d failed (%r): trying its members one by one", len(texts), error)
+                return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
+            log.exception("the index failed on %r", texts[0])
+            return [QueryFailure("index", f"{type(error).__name__}: {error}")]
+
+    async def find(self, passage_id: str) -> Passage | None:
+        """See `Backend`. Reads the memory map, perhaps from a slow disk: not in the event loop, nor in the owner."""
+        return await asyncio.to_thread(self.searcher.find, passage_id)
+
+    def info(self) -> dict[str, Any]:
+        """See `Backend`."""
+        return self.searcher.info()
+
+    async def close(self) -> None:
+        """See `Backend`. Waits for the call that runs."""
+        await asyncio.to_thread(self._owner.shutdown)
+
+
+async def open_index_backend(settings: RetrieverSettings) -> IndexBackend:
+    """Open the index of `settings` in its owner thread. UserError if settings, corpus or index need a change."""
+    owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="owner")
+    try:
+        searcher = await asyncio.get_running_loop().run_in_executor(owner, open_searcher, settings)
+    except BaseException:
+        owner.shutdown(wait=False)
+        raise
+    return IndexBackend(searcher, owner)
+
+
+class Searcher:
+    """An opened index with its corpus: queries in, documents out. Made by `open_searcher`.
+
+    Belongs to one thread, the owner, except `find`.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        corpus: Corpus,
+        manifest: Manifest,
+        settings: IndexSettings,
+        reranking: RerankStage | None,
+        fields: Collection[str] | None = None,
+    ) -> None:
+        """`fields`: what documents carry beside id and contents; None: all that the corpus has."""
+        self._fields = fields
+        self._index, self._corpus, self._manifest, self._reranking = index, corpus, manifest, reranking
+        self._encoder = _encoder_of(settings)
+        self._search_time = search_time(settings)
+        rerank = None if reranking is None else reranking.identity
+        chosen = None if fields is None else sorted(fields)
+        decides = json.dumps([manifest.fingerprint, self._search_time, rerank, chosen], sort_keys=True)
+        self.fingerprint = hashlib.sha256(decides.encode()).hexdigest()[:16]
+        """Hash of all that decides a result: index, search settings, reranker, fields that are sent."""
+
+    @property
+    def num_passages(self) -> int:
+        """Size of the corpus."""
+        return self._index.ntotal
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the index has an encoder."""
+        return self._index.encoder is not None
+
+    @property
+    def model(self) -> str:
+        """The encoder's name: its model's, or that of its folder, or its type."""
+        if self._encoder is None:
+            return "none"
+        model = getattr(self._encoder, "model", self._encoder.type)
+        return model.name if isinstance(model, Path) else str(model)
+
+    def info(self) -> dict[str, Any]:
+        """Its part of the body of `/info`."""
+        return {
+            "fingerprint": self.fingerprint,
+            "index_fingerprint": self._manifest.fingerprint,
+            "type": self._manifest.type,
+            "index": self._manifest.index,
+            "search_time": self._search_time,
+            "encoder": None if self._encoder is None else encoder_identity(self._encoder),
+            "rerank": None if self._reranking is None else self._reranking.identity,
+            "passages": self.num_passages,
+            "fields": self._sent_fields(),
+            "corpus_sha256": self._manifest.corpus_sha256,
+            "index_bytes": self._manifest.index_bytes,
+        }
+
+    def _sent_fields(self) -> list[str] | None:
+        """Names of the fields of documents beside id and contents, None where that is not known."""
+        known, chosen = self._manifest.fields, self._fields
+        if known is None or chosen is None:
+            given = known if chosen is None else chosen
+            return None if given is None else list(given)
+        return [name for name in known if name in chosen]
+
+    def search(self, queries: Sequence[str], k: int) -> list[QueryResult]:
+        """The best documents of every query, best first: min(k, num_passages), fewer where an approximate index finds
+        fewer."""
+        hits = self._index.search(queries, k if self._reranking is None else max(k, self._reranking.candidates))
+        ranked = list(map(_found, hits.rows.tolist(), hits.scores.tolist()))
+        if self._reranking is not None:
+            ranked = self._reranking.apply(queries, ranked, lambda row: self._corpus.passage(row).contents)
+        return [QueryResult(tuple(map(self._document, rows[:k])), tuple(scores[:k])) for rows, scores in ranked]
+
+    def embed(self, texts: Sequence[str], kind: Kind) -> npt.NDArray[np.float32]:
+        """float32 [len(texts), dim]. Only where `has_encoder`."""
+        encoder = self._index.encoder
+        assert encoder is not None
+        return encoder.encode_queries(texts) if kind == "query" else encoder.encode_passages(texts)
+
+    def find(self, passage_id: str) -> Passage | None:
+        """The passage with this id, or None. Any thread."""
+        passage = self._corpus.find(passage_id)
+        return None if passage is None else self._with_sent_fields(passage)
+
+    def _document(self, row: int) -> bytes:
+        return document_json(self._with_sent_fields(self._corpus.passage(row)))
+
+    def _with_sent_fields(self, passage: Passage) -> Passage:
+        further = passage.model_extra
+        if self._fields is None or not further:
+            return passage
+        kept = {name: value for name, value in further.items() if name in self._fields}
+        return Passage(id=passage.id, contents=passage.contents, **kept)
+
+
+def open_searcher(settings: RetrieverSettings) -> Searcher:
+    """Open the index, building it first when it is missing and the corpus is small.
+
+    To be called in the thread that will search. UserError if a setting, the corpus or the index needs a change.
+    """
+    directory = settings.index_path
+    if not directory.exists() and settings.given_corpus is not None:
+        _build_if_small(settings)
+    manifest = read_manifest(directory)
+    chosen = settings.given_index or settings_of(directory)
+    corpus = corpus_of(directory, settings.given_corpus)
+    check_manifest(manifest, directory, index_identity(chosen), corpus, verify_corpus=settings.verify_corpus)
+    index = open_index(chosen, directory, threads=settings.threads)
+    passages = Corpus(corpus, directory)
+    if not index.ntotal == len(passages) == manifest.passages:
+        raise UserError(
+            f"{directory} is inconsistent",
+            why=f"{index.ntotal} rows in the index, {len(passages)} offsets, {manifest.passages} in the manifest",
+            todo="build the index again, with --overwrite",
+        )
+    _check_fields(manifest, settings.fields or ())
+    reranking = None if settings.rerank is None else open_rerank_stage(settings.rerank)
+    return Searcher(index, passages, manifest, chosen, reranking, settings.fields)
+
+
+def document_json(passage: Passage) -> bytes:
+    """A passage as it is sent."""
+    further = passage.model_extra or {}
+    return json.dumps({"id": passage.id, "contents": passage.contents, **further}, ensure_ascii=False).encode()
+
+
+class RerankStage:
+    """The reranker between the index and the result. Belongs to the owner thread; made by `open_rerank_stage`.
+
+    candidates  hits of the index that are scored again; the others keep their order after them
+    identity    what decides the scores
     """
 
     def __init__(self, reranker: Reranker, candidates: int, identity: dict[str, Any]) -> None:
         self._reranker, self.candidates, self.identity = reranker, candidates, identity
 
     def apply(self, queries: Sequence[str], ranked: Sequence[Ranked], text: Callable[[int], str]) -> list[Ranked]:
-        """The hits of each query in their new order; `text` gives a row's contents.
+        """Return the hits of each query in their new order; `text` returns a row's contents.
 
         Scores are the reranker's, in one call for all queries. What was not scored again gets the lowest of them less
         its distance, so that scores fall with the rank throughout.
@@ -67,111 +267,9 @@ class Reranking:
         return results
 
 
-def open_reranking(settings: RerankSettings) -> Reranking:
+def open_rerank_stage(settings: RerankSettings) -> RerankStage:
     """Load the model. To be called in the thread that will use it. UserError where it cannot be."""
-    return Reranking(settings.build(), settings.candidates, settings.identity())
-
-
-# An opened index with its corpus: queries in, documents out. Used by one thread, the owner, except `find`.
-
-log = logging.getLogger(__name__)
-
-
-class Searcher:
-    """Made by `open_searcher`."""
-
-    def __init__(
-        self,
-        index: Index,
-        corpus: Corpus,
-        manifest: Manifest,
-        settings: IndexSettings,
-        reranking: Reranking | None,
-        fields: Collection[str] | None = None,
-    ) -> None:
-        """`fields`: what documents carry beside id and contents, None: all that the corpus has."""
-        self._fields = fields
-        self._index, self._corpus, self._manifest, self._reranking = index, corpus, manifest, reranking
-        self._encoder = _encoder_of(settings)
-        self._search_time = settings.search_time()
-        rerank = None if reranking is None else reranking.identity
-        chosen = None if fields is None else sorted(fields)
-        decides = json.dumps([manifest.fingerprint, self._search_time, rerank, chosen], sort_keys=True)
-        self.fingerprint = hashlib.sha256(decides.encode()).hexdigest()[:16]
-        """Of all that decides an answer: what the index holds, how it is searched, what orders the hits anew, which
-        fields are sent."""
-
-    @property
-    def num_passages(self) -> int:
-        """Size of the corpus."""
-        return self._index.ntotal
-
-    @property
-    def embeds(self) -> bool:
-        """Whether the index has an encoder."""
-        return self._index.encoder is not None
-
-    @property
-    def model(self) -> str:
-        """The encoder's name for people: its model's, or that of its folder, else its type."""
-        if self._encoder is None:
-            return "none"
-        model = getattr(self._encoder, "model", self._encoder.type)
-        return model.name if isinstance(model, Path) else str(model)
-
-    def info(self) -> dict[str, Any]:
-        """Its part of the body of `/info`."""
-        return {
-            "fingerprint": self.fingerprint,
-            "index_fingerprint": self._manifest.fingerprint,
-            "type": self._manifest.type,
-            "index": self._manifest.index,
-            "search_time": self._search_time,
-            "encoder": None if self._encoder is None else self._encoder.identity(),
-            "rerank": None if self._reranking is None else self._reranking.identity,
-            "passages": self.num_passages,
-            "fields": self._sent(),
-            "corpus_sha256": self._manifest.corpus_sha256,
-            "index_bytes": self._manifest.index_bytes,
-        }
-
-    def _sent(self) -> list[str] | None:
-        """Names of the fields of documents beside id and contents, None where that is not known."""
-        known, chosen = self._manifest.fields, self._fields
-        if known is None or chosen is None:
-            given = known if chosen is None else chosen
-            return None if given is None else list(given)
-        return [name for name in known if name in chosen]
-
-    def search(self, queries: Sequence[str], k: int) -> list[Answer]:
-        """The best documents of every query, best first: min(k, num_passages), fewer where an approximate index finds
-        fewer."""
-        hits = self._index.search(queries, k if self._reranking is None else max(k, self._reranking.candidates))
-        ranked = list(map(_found, hits.rows.tolist(), hits.scores.tolist()))
-        if self._reranking is not None:
-            ranked = self._reranking.apply(queries, ranked, lambda row: self._corpus.passage(row).contents)
-        return [Answer(tuple(map(self._document, rows[:k])), tuple(scores[:k])) for rows, scores in ranked]
-
-    def embed(self, texts: Sequence[str], kind: Kind) -> npt.NDArray[np.float32]:
-        """float32 [len(texts), dim]. Only where `embeds`."""
-        encoder = self._index.encoder
-        assert encoder is not None
-        return encoder.encode_queries(texts) if kind == "query" else encoder.encode_passages(texts)
-
-    def find(self, passage_id: str) -> Passage | None:
-        """The passage with this id, or None. Any thread."""
-        passage = self._corpus.find(passage_id)
-        return None if passage is None else self._chosen(passage)
-
-    def _document(self, row: int) -> bytes:
-        return document_json(self._chosen(self._corpus.passage(row)))
-
-    def _chosen(self, passage: Passage) -> Passage:
-        further = passage.model_extra
-        if self._fields is None or not further:
-            return passage
-        kept = {name: value for name, value in further.items() if name in self._fields}
-        return Passage(id=passage.id, contents=passage.contents, **kept)
+    return RerankStage(build_reranker(settings), settings.candidates, reranker_identity(settings))
 
 
 def _found(rows: list[int], scores: list[float]) -> Ranked:
@@ -188,39 +286,8 @@ def _encoder_of(settings: IndexSettings) -> EncoderSettings | None:
     return None
 
 
-def document_json(passage: Passage) -> bytes:
-    """A passage as it is sent."""
-    further = passage.model_extra or {}
-    return json.dumps({"id": passage.id, "contents": passage.contents, **further}, ensure_ascii=False).encode()
-
-
-def open_searcher(settings: RetrieverSettings) -> Searcher:
-    """Open the index, building it first when it is missing and the corpus is small.
-
-    To be called in the thread that will search. UserError for all that a person must mend.
-    """
-    directory = settings.index_path
-    if not directory.exists() and settings.given_corpus is not None:
-        _build_if_small(settings)
-    manifest = read_manifest(directory)
-    chosen = settings.given_index or settings_of(directory)
-    corpus = corpus_of(directory, settings.given_corpus)
-    check_manifest(manifest, directory, chosen.identity(), corpus, verify_corpus=settings.verify_corpus)
-    index = chosen.open(directory, threads=settings.threads)
-    passages = Corpus(corpus, directory)
-    if not index.ntotal == len(passages) == manifest.passages:
-        raise UserError(
-            f"{directory} is inconsistent",
-            why=f"{index.ntotal} rows in the index, {len(passages)} offsets, {manifest.passages} in the manifest",
-            todo="build the index again, with --overwrite",
-        )
-    _check_fields(manifest, settings.fields or ())
-    reranking = None if settings.rerank is None else open_reranking(settings.rerank)
-    return Searcher(index, passages, manifest, chosen, reranking, settings.fields)
-
-
 def _check_fields(manifest: Manifest, fields: Collection[str]) -> None:
-    """UserError for a field that no document has: it would be missing without a word."""
+    """Raise UserError for a field that no document has: it would be missing silently."""
     known = manifest.fields
     if known is None or len(known) >= MAX_FIELDS:
         return  # an older index, or one whose corpus may have more than are listed
@@ -241,70 +308,3 @@ def _build_if_small(settings: RetrieverSettings) -> None:
     except UserError:
         if not directory.exists():
             raise
-        # another replica was faster; whether its index fits is checked like any other
-
-
-T = TypeVar("T")
-
-
-class IndexBackend:
-    """Made by `open_index`. As `backend.Backend`, and as `backend.Embedder` where the index has an encoder."""
-
-    def __init__(self, searcher: Searcher, owner: ThreadPoolExecutor) -> None:
-        self.searcher, self._owner = searcher, owner
-
-    @property
-    def fingerprint(self) -> str:
-        """See `Backend`."""
-        return self.searcher.fingerprint
-
-    @property
-    def model(self) -> str:
-        """See `Embedder`."""
-        return self.searcher.model
-
-    async def search(self, queries: Sequence[str], k: int, run: str) -> list[Answer | Fault]:
-        """See `Backend`. One call of the index; when it fails, one call a query, so that only those fail that must."""
-        return await self._one_by_one(lambda some: self.searcher.search(some, k), queries)
-
-    async def embed(self, texts: Sequence[str], kind: Kind) -> list[npt.NDArray[np.float32] | Fault]:
-        """See `Embedder`."""
-        return await self._one_by_one(lambda some: list(self.searcher.embed(some, kind)), texts)
-
-    async def _one_by_one(self, work: Callable[[Sequence[str]], list[T]], texts: Sequence[str]) -> list[T | Fault]:
-        try:
-            return [*await asyncio.get_running_loop().run_in_executor(self._owner, work, texts)]
-        except EncoderUnavailable as error:
-            if error.for_all or len(texts) == 1:
-                log.warning("no vectors for %d texts: %s", len(texts), error)
-                return [Fault(error.cause, error.detail)] * len(texts)
-            return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
-        except Exception as error:
-            if len(texts) > 1:
-                log.warning("a batch of %d failed (%r): trying its members one by one", len(texts), error)
-                return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
-            log.exception("the index failed on %r", texts[0])
-            return [Fault("index", f"{type(error).__name__}: {error}")]
-
-    async def find(self, passage_id: str) -> Passage | None:
-        """See `Backend`. Reads the memory map, perhaps from a slow disk: not in the event loop, nor in the owner."""
-        return await asyncio.to_thread(self.searcher.find, passage_id)
-
-    def info(self) -> dict[str, Any]:
-        """See `Backend`."""
-        return self.searcher.info()
-
-    async def close(self) -> None:
-        """See `Backend`. Waits for the call that runs."""
-        await asyncio.to_thread(self._owner.shutdown)
-
-
-async def open_index(settings: RetrieverSettings) -> IndexBackend:
-    """The index of `settings`, opened by its owner. UserError for all that a person must mend."""
-    owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="owner")
-    try:
-        searcher = await asyncio.get_running_loop().run_in_executor(owner, open_searcher, settings)
-    except BaseException:
-        owner.shutdown(wait=False)
-        raise
-    return IndexBackend(searcher, owner)

@@ -23,63 +23,6 @@ from protocol.errors import UserError
 from protocol.search import Passage
 from retriever.corpus.formats.base import MAX_FIELDS, cleaned, fields_of
 
-# One-dimensional arrays written to disk item by item, in numpy's format, without holding them in memory.
-
-_CODES = {"int64": "q", "uint64": "Q"}
-_BUFFER_ITEMS = 1 << 16
-
-
-class ColumnWriter:
-    """`with ColumnWriter(path, np.int64) as column: column.append(3)`. Until it is closed the file is not readable."""
-
-    def __init__(self, path: Path, dtype: type[np.int64] | type[np.uint64]) -> None:
-        self._dtype = np.dtype(dtype)
-        self._buffer = array(_CODES[self._dtype.name])
-        self._count = 0
-        self._file = path.open("w+b")
-        self._data_at = self._write_header()
-
-    def _write_header(self) -> int:
-        # numpy pads headers, so that a longer shape takes the same room: that is what `close` relies on
-        header: dict[str, Any] = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._count,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-        return self._file.tell()
-
-    def append(self, value: int) -> None:
-        """One more item."""
-        self._buffer.append(value)
-        if len(self._buffer) >= _BUFFER_ITEMS:
-            self._flush()
-
-    def extend(self, values: npt.NDArray[Any]) -> None:
-        """More items at once."""
-        self._flush()
-        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
-        self._count += len(values)
-
-    def _flush(self) -> None:
-        self._file.write(self._buffer.tobytes())
-        self._count += len(self._buffer)
-        del self._buffer[:]
-
-    def close(self) -> None:
-        """Write what is left, and how many items there are."""
-        self._flush()
-        self._file.seek(0)
-        if self._write_header() != self._data_at:
-            raise RuntimeError("this numpy does not pad headers of arrays")
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
-
-
 _OFFSETS, _HASHES, _ROWS = "offsets.npy", "id_hashes.npy", "id_rows.npy"
 SCAN_FILES = (_OFFSETS, _HASHES, _ROWS)
 """What `scan_corpus` writes."""
@@ -88,58 +31,46 @@ _OWN = frozenset({"id", "contents"})
 _BOM = b"\xef\xbb\xbf"
 _SORT_ROWS = 1 << 21
 """Ids that are sorted at once: 64 MiB of memory."""
+_CODES = {"int64": "q", "uint64": "Q"}
+_BUFFER_ITEMS = 1 << 16
 
 
-def parse_line(line: bytes) -> Passage:
-    """One line as a passage with its further fields (`formats.base.fields_of`). Raises ValueError that says what is
-    wrong. Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
-    """
-    passage_id, contents, record = _read(line)
-    return Passage(id=passage_id, contents=contents, **fields_of(record, _OWN))
+class Corpus:
+    """Rows and ids to passages. Safe for any number of threads."""
 
+    def __init__(self, path: Path, directory: Path) -> None:
+        """`directory` holds what `scan_corpus` wrote for exactly this file."""
+        with open_corpus(path).open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._offsets = open_offsets(directory)
+        self._hashes = np.load(directory / _HASHES, mmap_mode="r")
+        self._rows = np.load(directory / _ROWS, mmap_mode="r")
 
-def _read(line: bytes) -> tuple[str, str, dict[str, Any]]:
-    """Id, contents, and the whole record."""
-    try:
-        record = json.loads(line.removeprefix(_BOM))
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} where an object is needed")
-    missing = [key for key in ("id", "contents") if key not in record]
-    if missing:
-        raise ValueError(f"no {' and no '.join(missing)}; it has {sorted(record)}")
-    passage_id, contents = record["id"], record["contents"]
-    if not isinstance(contents, str) or not isinstance(passage_id, str | int):
-        raise ValueError("`contents` must be a string, `id` a string or an integer")
-    return cleaned(str(passage_id)), cleaned(contents), record
+    def __len__(self) -> int:
+        return len(self._offsets)
 
+    def passage(self, row: int) -> Passage:
+        """The passage of a row in [0, len). IndexError outside: -1 is not the last passage here."""
+        if not 0 <= row < len(self._offsets):
+            raise IndexError(f"row {row} of a corpus of {len(self._offsets)}")
+        start = int(self._offsets[row])
+        end = self._map.find(b"\n", start)
+        return parse_line(self._map[start : end if end >= 0 else len(self._map)])
 
-def _id_hash(passage_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(passage_id.encode(), digest_size=8).digest(), "little")
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def open_corpus(path: Path) -> Path:
-    """`path` itself, or UserError when it cannot be read."""
-    try:
-        with path.open("rb"):
-            return path
-    except OSError as error:
-        raise UserError(
-            f"cannot read the corpus {path}",
-            why=error.strerror or str(error),
-            todo='give retriever.corpus (or --corpus) a file of {"id", "contents"} lines',
-        ) from None
+    def find(self, passage_id: str) -> Passage | None:
+        """The first passage with this id, or None."""
+        wanted = np.uint64(_id_hash(cleaned(passage_id)))
+        place = int(np.searchsorted(self._hashes, wanted))
+        while place < len(self._hashes) and self._hashes[place] == wanted:
+            passage = self.passage(int(self._rows[place]))
+            if passage.id == passage_id:
+                return passage
+            place += 1
+        return None
 
 
 @dataclass(frozen=True)
-class Scan:
+class CorpusScan:
     """What one pass over a corpus file found. `sha256` is in hexadecimal; `fields` are the names of further fields, in
     the order of their appearance, as far as their number is bounded."""
 
@@ -149,7 +80,7 @@ class Scan:
     fields: tuple[str, ...] = ()
 
 
-def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None] | None = None) -> Scan:
+def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None] | None = None) -> CorpusScan:
     """Read a corpus once and write offsets and ids into `directory`. Memory does not grow with the corpus.
 
     `progress` is called with (bytes, passages) read so far, after every passage. Blank lines do not count; UserError
@@ -178,7 +109,7 @@ def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None
                 progress(end, passages)
     _sort_ids(np.load(unsorted, mmap_mode="r"), directory)
     unsorted.unlink()
-    return Scan(passages, end, digest.hexdigest(), tuple(fields)[:MAX_FIELDS])
+    return CorpusScan(passages, end, digest.hexdigest(), tuple(fields)[:MAX_FIELDS])
 
 
 def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
@@ -188,6 +119,113 @@ def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _checked(line, number, path)[1]
+
+
+def open_offsets(directory: Path) -> npt.NDArray[Any]:
+    """int64 [n]: where the line of each row starts. A memory map."""
+    return np.asarray(np.load(directory / _OFFSETS, mmap_mode="r"))
+
+
+def parse_line(line: bytes) -> Passage:
+    """One line as a passage with its further fields (`formats.base.fields_of`). Raises ValueError that says what is
+    wrong. Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
+    """
+    passage_id, contents, record = _read(line)
+    return Passage(id=passage_id, contents=contents, **fields_of(record, _OWN))
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_corpus(path: Path) -> Path:
+    """`path` itself, or UserError when it cannot be read."""
+    try:
+        with path.open("rb"):
+            return path
+    except OSError as error:
+        raise UserError(
+            f"cannot read the corpus {path}",
+            why=error.strerror or str(error),
+            todo='give retriever.corpus (or --corpus) a file of {"id", "contents"} lines',
+        ) from None
+
+
+class ColumnWriter:
+    """Write a one-dimensional array item by item in numpy's format, without holding it in memory.
+
+    `with ColumnWriter(path, np.int64) as column: column.append(3)`. The file is readable once it is closed.
+    """
+
+    def __init__(self, path: Path, dtype: type[np.int64] | type[np.uint64]) -> None:
+        self._dtype = np.dtype(dtype)
+        self._buffer = array(_CODES[self._dtype.name])
+        self._count = 0
+        self._file = path.open("w+b")
+        self._data_at = self._write_header()
+
+    def _write_header(self) -> int:
+        # numpy pads headers, so that a longer shape takes the same space: that is what `close` relies on
+        header: dict[str, Any] = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._count,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        return self._file.tell()
+
+    def append(self, value: int) -> None:
+        """Write one item."""
+        self._buffer.append(value)
+        if len(self._buffer) >= _BUFFER_ITEMS:
+            self._flush()
+
+    def extend(self, values: npt.NDArray[Any]) -> None:
+        """Write several items."""
+        self._flush()
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+        self._count += len(values)
+
+    def _flush(self) -> None:
+        self._file.write(self._buffer.tobytes())
+        self._count += len(self._buffer)
+        del self._buffer[:]
+
+    def close(self) -> None:
+        """Write what is buffered, and the number of items into the header."""
+        self._flush()
+        self._file.seek(0)
+        if self._write_header() != self._data_at:
+            raise RuntimeError("this numpy does not pad headers of arrays")
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def _read(line: bytes) -> tuple[str, str, dict[str, Any]]:
+    """Id, contents, and the whole record."""
+    try:
+        record = json.loads(line.removeprefix(_BOM))
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__} where an object is needed")
+    missing = [key for key in ("id", "contents") if key not in record]
+    if missing:
+        raise ValueError(f"no {' and no '.join(missing)}; it has {sorted(record)}")
+    passage_id, contents = record["id"], record["contents"]
+    if not isinstance(contents, str) or not isinstance(passage_id, str | int):
+        raise ValueError("`contents` must be a string, `id` a string or an integer")
+    return cleaned(str(passage_id)), cleaned(contents), record
+
+
+def _id_hash(passage_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(passage_id.encode(), digest_size=8).digest(), "little")
 
 
 def _checked(line: bytes, number: int, path: Path) -> tuple[str, str, dict[str, Any]]:
@@ -219,42 +257,3 @@ def _rows_with(hashes: npt.NDArray[np.uint64], prefix: int, bits: int) -> npt.ND
         block = hashes[start : start + _SORT_ROWS]
         found.append(np.flatnonzero((block >> shift) == prefix).astype(np.int64) + start)
     return np.concatenate(found)
-
-
-class Corpus:
-    """Rows and ids to passages. Safe for any number of threads."""
-
-    def __init__(self, path: Path, directory: Path) -> None:
-        """`directory` holds what `scan_corpus` wrote for exactly this file."""
-        with open_corpus(path).open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._offsets = offsets_of(directory)
-        self._hashes = np.load(directory / _HASHES, mmap_mode="r")
-        self._rows = np.load(directory / _ROWS, mmap_mode="r")
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def passage(self, row: int) -> Passage:
-        """The passage of a row in [0, len). IndexError outside: -1 is not the last passage here."""
-        if not 0 <= row < len(self._offsets):
-            raise IndexError(f"row {row} of a corpus of {len(self._offsets)}")
-        start = int(self._offsets[row])
-        end = self._map.find(b"\n", start)
-        return parse_line(self._map[start : end if end >= 0 else len(self._map)])
-
-    def find(self, passage_id: str) -> Passage | None:
-        """The first passage with this id, or None."""
-        wanted = np.uint64(_id_hash(cleaned(passage_id)))
-        place = int(np.searchsorted(self._hashes, wanted))
-        while place < len(self._hashes) and self._hashes[place] == wanted:
-            passage = self.passage(int(self._rows[place]))
-            if passage.id == passage_id:
-                return passage
-            place += 1
-        return None
-
-
-def offsets_of(directory: Path) -> npt.NDArray[Any]:
-    """int64 [n]: where the line of each row starts. A memory map."""
-    return np.asarray(np.load(directory / _OFFSETS, mmap_mode="r"))

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from protocol.errors import UserError
-from retriever.build.input import spec_of
-from retriever.corpus.corpus import Scan, file_sha256, open_corpus
+from retriever.corpus.corpus import CorpusScan, file_sha256, open_corpus
+from retriever.corpus.formats.synthetic import corpus_spec
+from retriever.index import index_identity
 from retriever.index.config import IndexSettings
 
 MANIFEST = "manifest.json"
@@ -32,7 +33,7 @@ class Manifest(BaseModel):
     index: dict[str, Any]
     """The index's identity: settings that decide its content, type and encoder included."""
     settings: dict[str, Any]
-    """All settings of the index at the build, for opening it when nobody gives any."""
+    """All settings of the index at the build, for opening it without settings."""
     passages: int
     corpus: str
     """Where the corpus is: a name in the index directory, or the absolute path at the build."""
@@ -59,12 +60,18 @@ class Manifest(BaseModel):
 
 
 def make_manifest(
-    directory: Path, *, index: IndexSettings, scan: Scan, corpus: str, source: dict[str, Any], files: Sequence[str]
+    directory: Path,
+    *,
+    index: IndexSettings,
+    scan: CorpusScan,
+    corpus: str,
+    source: dict[str, Any],
+    files: Sequence[str],
 ) -> Manifest:
     """The manifest of the files now in `directory`."""
     identity = {
         "format": FORMAT,
-        "index": index.identity(),
+        "index": index_identity(index),
         "passages": scan.passages,
         "corpus_sha256": scan.sha256,
     }
@@ -91,7 +98,7 @@ def corpus_of(directory: Path, configured: Path | None) -> Path:
     directory is meant. UserError when there is no such file.
     """
     manifest = read_manifest(directory)
-    if configured is not None and spec_of(configured) != manifest.source.get("spec"):
+    if configured is not None and corpus_spec(configured) != manifest.source.get("spec"):
         return configured
     corpus = directory / manifest.corpus  # an absolute path stays what it is
     if not corpus.is_file():
@@ -129,7 +136,7 @@ def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a built index. UserError where it is missing or not one of ours."""
+    """The manifest of a built index. UserError if it is missing or damaged."""
     path = directory / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())

@@ -1,1 +1,43 @@
 """Encoders: text to vectors, one file each, all behind `base.Encoder`."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from retriever.encoder.config import (
+    EncoderBase,
+    EncoderSettings,
+    HashedEncoderSettings,
+    OpenAIEncoderSettings,
+    TransformerEncoderSettings,
+)
+
+if TYPE_CHECKING:
+    from retriever.encoder.base import Encoder
+
+REGISTRY: dict[type[EncoderBase], str] = {
+    HashedEncoderSettings: "retriever.encoder.hashed:HashedEncoder",
+    TransformerEncoderSettings: "retriever.encoder.transformer:TransformerEncoder",
+    OpenAIEncoderSettings: "retriever.encoder.openai:OpenAIEncoder",
+}
+"""Settings class to encoder class, which is imported when it is needed: only a transformer imports torch."""
+
+
+def build_encoder(settings: EncoderSettings) -> Encoder:
+    """Load the encoder of `settings`, in the thread that will use it. UserError if it cannot be loaded."""
+    encoder: Encoder = resolve_name(REGISTRY[type(settings)])(settings)
+    return encoder
+
+
+def encoder_identity(settings: EncoderSettings) -> dict[str, Any]:
+    """Return what decides a vector, as JSON-compatible values: model, prefixes, pooling, length.
+
+    The manifest of an index holds it, and serving refuses an index whose passages were encoded otherwise. UserError if
+    the model's folder is missing or unclear.
+    """
+    if isinstance(settings, TransformerEncoderSettings):
+        from retriever.encoder.folder import transformer_identity
+
+        return transformer_identity(settings)
+    return settings.model_dump(mode="json", exclude=set(settings.PLACEMENT))

@@ -28,7 +28,7 @@ class Encoder(Protocol):
     def normalized(self) -> bool:
         """Rows have length 1 (or 0, for a text with nothing in it). False: any length, as DPR and Contriever want it.
 
-        Whoever bounds the rounding of inner products must then multiply by the lengths of query and passage.
+        A bound on the rounding of inner products must then include the lengths of query and passage.
         """
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
@@ -46,7 +46,7 @@ class EncoderUnavailable(ForayError):
     """The embedding service did not give vectors: unreachable, refused, or its answer is not one.
 
     cause    a short word for counters
-    for_all  it was asked again and again: no text would fare better alone. False: perhaps one text is to blame.
+    for_all  all attempts failed whatever the texts were. False: perhaps one text of the batch is the cause.
     """
 
     def __init__(self, cause: str, detail: str, *, for_all: bool = False) -> None:

@@ -1,19 +1,13 @@
-"""Settings of the encoders. The union below is the registry: a new encoder is one file and one line here.
-
-Every member has a lazy `build`, so that torch is imported only where a model needs it.
-"""
+"""Settings of the encoders: fields only. `retriever.encoder.REGISTRY` maps each class to its implementation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from protocol.settings import Settings
-
-if TYPE_CHECKING:
-    from retriever.encoder.base import Encoder
 
 FamilyName = Literal[
     "auto",
@@ -30,18 +24,14 @@ FamilyName = Literal[
     "gte",
     "plain",
 ]
-"""Rows of `encoder.table`."""
+"""Rows of `encoder.families`."""
 
 
 class EncoderBase(Settings):
-    """What every encoder's settings can do."""
+    """Base of the encoders' settings."""
 
-    def identity(self) -> dict[str, Any]:
-        """What decides a vector, as JSON-compatible values: model, prefixes, pooling, length; not device or batch size.
-
-        The manifest of an index holds it, and serving refuses an index whose passages were encoded otherwise.
-        """
-        return self.model_dump(mode="json")
+    PLACEMENT: ClassVar[frozenset[str]] = frozenset()
+    """Fields that decide where and how fast vectors are made, not what they are (`encoder_identity` omits them)."""
 
 
 class HashedEncoderSettings(EncoderBase):
@@ -53,15 +43,11 @@ class HashedEncoderSettings(EncoderBase):
     ngram: int = Field(default=4, ge=2, le=8)
     """Length of the character n-grams (within words, which are padded with one `#` on each side)."""
 
-    def build(self) -> Encoder:
-        """The encoder."""
-        from retriever.encoder.hashed import HashedEncoder
 
-        return HashedEncoder(self)
-
-
-class Compute(Settings):
+class ComputeSettings(Settings):
     """Where and how a model runs: speed and last bits, never what a vector means."""
+
+    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"device", "dtype", "batch_tokens", "threads"})
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto (a GPU where there is one), cpu, cuda or cuda:N."""
@@ -73,11 +59,11 @@ class Compute(Settings):
     """Threads of torch, for the whole process; 0: torch's own choice. Take 1 where others share the machine."""
 
 
-class TransformerEncoderSettings(Compute, EncoderBase):
+class TransformerEncoderSettings(ComputeSettings, EncoderBase):
     """A transformer from a folder: e5, bge, contriever, DPR, gte, any sentence-transformers or AutoModel layout.
 
     Prefixes, pooling, normalisation and lengths: what is set here, else what the folder says about itself, else the row
-    of the model's family in `encoder.table`. Nothing is downloaded, and code that comes with a model is not run.
+    of the model's family in `encoder.families`. Nothing is downloaded, and code that comes with a model is not run.
     """
 
     type: Literal["transformer"] = "transformer"
@@ -96,37 +82,17 @@ class TransformerEncoderSettings(Compute, EncoderBase):
     normalize: bool | None = None
     """Whether vectors are scaled to length 1. false is refused where the folder says that they are."""
     max_query_tokens: int | None = Field(default=None, ge=4)
-    """Queries are cut to so many tokens, prefix and special tokens included."""
+    """Queries are cut to this many tokens, prefix and special tokens included."""
     max_passage_tokens: int | None = Field(default=None, ge=4)
-    """Passages are cut to so many tokens, prefix and special tokens included."""
-
-    def identity(self) -> dict[str, Any]:
-        """Fingerprints of the models and the resolved recipe. UserError where the folder is missing or unclear.
-
-        Not the place of the folder, and not device, dtype or batch: an index that a GPU built in float16 is meant to be
-        served by a CPU in float32. Measured on MiniLM over 16,793 passages, queries in float16 keep 99.9 % of float32's
-        ten best hits (vectors move by 1.2e-3), in bfloat16 99.3 % (9e-3).
-        """
-        from dataclasses import asdict
-
-        from retriever.encoder.folder import fingerprint, resolve
-
-        recipe = asdict(resolve(self)[0])
-        recipe.pop("family")  # a name for the rest
-        models = {"model": fingerprint(self.model)}
-        if self.query_model is not None:
-            models["query_model"] = fingerprint(self.query_model)
-        return {"type": self.type, **models, **recipe}
-
-    def build(self) -> Encoder:
-        """Load the model. To be called in the thread that will use it. UserError where it cannot be."""
-        from retriever.encoder.transformer import TransformerEncoder
-
-        return TransformerEncoder(self)
+    """Passages are cut to this many tokens, prefix and special tokens included."""
 
 
 class OpenAIEncoderSettings(EncoderBase):
-    """Vectors by a service that speaks OpenAI's `POST /v1/embeddings`: TEI, infinity, vLLM, SGLang, OpenAI, ours."""
+    """Vectors by a service that speaks OpenAI's `POST /v1/embeddings`: TEI, infinity, vLLM, SGLang, OpenAI, Foray."""
+
+    PLACEMENT: ClassVar[frozenset[str]] = frozenset(
+        {"url", "send_dimensions", "batch", "timeout_s", "retries", "backoff_s", "api_key_variable"}
+    )
 
     type: Literal["openai"] = "openai"
     url: str = Field(default="http://127.0.0.1:8080/v1", pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
@@ -144,7 +110,7 @@ class OpenAIEncoderSettings(EncoderBase):
     normalize: bool = True
     """Scale vectors to length 1, whatever length the service gives them."""
     max_chars: int = Field(default=8192, ge=16)
-    """Texts are cut to so many characters, prefix included: services refuse what is too long for their model."""
+    """Texts are cut to this many characters, prefix included: services refuse what is too long for their model."""
     batch: int = Field(default=64, ge=1, le=2048)
     """Most texts in one request."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -156,17 +122,6 @@ class OpenAIEncoderSettings(EncoderBase):
     A longer Retry-After of the service is obeyed, up to 60 s."""
     api_key_variable: str = Field(default="", pattern=r"^([A-Z_][A-Z0-9_]*)?$")
     """NAME of the environment variable that holds the key (sent as a bearer token). Empty: no key."""
-
-    def identity(self) -> dict[str, Any]:
-        """The named model, prefixes, width, cut and normalisation; not where the service is or how it is asked."""
-        deciding = {"type", "model", "dim", "query_prefix", "passage_prefix", "normalize", "max_chars"}
-        return self.model_dump(mode="json", include=deciding)
-
-    def build(self) -> Encoder:
-        """The client; connects with the first text. UserError where the key is missing."""
-        from retriever.encoder.openai import OpenAIEncoder
-
-        return OpenAIEncoder(self)
 
 
 EncoderSettings = Annotated[

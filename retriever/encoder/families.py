@@ -1,8 +1,9 @@
 """What each family of models expects: the one table of prefixes, pooling, normalisation and lengths.
 
-A model's folder that says so itself (`folder.Folder`) comes before its row here; an explicit setting comes before both.
-The family is found by a pattern of whole words in the model's name: Search-R1's server looks for the substring "e5" and
-its index builder for the exact name "e5", so that an index of "e5-large" was built without the prefix it is asked with.
+A model's folder that says so itself (`folder.ModelFolder`) comes before its row here; an explicit setting comes before
+both. The family is found by a pattern of whole words in the model's name: Search-R1's server looks for the substring
+"e5" and its index builder for the exact name "e5", so that an index of "e5-large" was built without the prefix it is
+asked with.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Pooling = Literal["mean", "cls", "last", "pooler", "max"]
 
 
 @dataclass(frozen=True)
-class Family:
+class EncoderFamily:
     """One row. Lengths in tokens, special ones and the prefix included."""
 
     name: str
@@ -41,36 +42,37 @@ def _word(inside: str) -> str:
 
 FAMILIES = (
     # the first pattern that fits wins: special rows stand before general ones
-    Family("e5_mistral", _word("e5-mistral"), _ASK, "", "last", True, 512, 512,
+    EncoderFamily("e5_mistral", _word("e5-mistral"), _ASK, "", "last", True, 512, 512,
            "Wang et al. 2024, arXiv 2401.00368, and the model card of intfloat/e5-mistral-7b-instruct"),
-    Family("e5_instruct", _START + r"e5[^/]*-instruct", _ASK, "", "mean", True, 512, 512,
+    EncoderFamily("e5_instruct", _START + r"e5[^/]*-instruct", _ASK, "", "mean", True, 512, 512,
            "model card of intfloat/multilingual-e5-large-instruct"),
-    Family("e5", _word("e5"), "query: ", "passage: ", "mean", True, 256, 256,
+    EncoderFamily("e5", _word("e5"), "query: ", "passage: ", "mean", True, 256, 256,
            "Wang et al. 2022, arXiv 2212.03533, section 3; lengths of Search-R1's server"),
-    Family("bge_m3", _word("bge-m3"), "", "", "cls", True, 512, 512,
+    EncoderFamily("bge_m3", _word("bge-m3"), "", "", "cls", True, 512, 512,
            "model card of BAAI/bge-m3: no instruction, dense vectors from the first token"),
-    Family("bge_zh", _START + r"bge-[^/]*zh", "为这个句子生成表示以用于检索相关文章：", "", "cls", True, 512, 512,
-           "model card of BAAI/bge-large-zh-v1.5"),
-    Family("bge", _START + r"bge-(?:small|base|large)", "Represent this sentence for searching relevant passages: ", "",
+    EncoderFamily("bge_zh", _START + r"bge-[^/]*zh", "为这个句子生成表示以用于检索相关文章：", "", "cls", True,
+           512, 512, "model card of BAAI/bge-large-zh-v1.5"),
+    EncoderFamily("bge", _START + r"bge-(?:small|base|large)",
+           "Represent this sentence for searching relevant passages: ", "",
            "cls", True, 512, 512, "model card of BAAI/bge-large-en-v1.5 (Xiao et al. 2023, arXiv 2309.07597)"),
-    Family("contriever", _word("m?contriever"), "", "", "mean", False, 512, 512,
+    EncoderFamily("contriever", _word("m?contriever"), "", "", "mean", False, 512, 512,
            "Izacard et al. 2022, arXiv 2112.09118, appendix A, and `mean_pooling` of its repository"),
-    Family("dpr", _word("dpr"), "", "", "pooler", False, 256, 256,
+    EncoderFamily("dpr", _word("dpr"), "", "", "pooler", False, 256, 256,
            "Karpukhin et al. 2020, arXiv 2004.04906, section 3; `sequence_length: 256` of its repository, which gives "
            "title and text as a pair: here as in Search-R1 they are one text"),
-    Family("gte_qwen", _START + r"gte-qwen", _ASK, "", "last", True, 512, 512,
+    EncoderFamily("gte_qwen", _START + r"gte-qwen", _ASK, "", "last", True, 512, 512,
            "model card of Alibaba-NLP/gte-Qwen2-1.5B-instruct"),
-    Family("gte_cls", _START + r"gte-[^/]*(?:v1\.5|modernbert|multilingual)", "", "", "cls", True, 512, 512,
+    EncoderFamily("gte_cls", _START + r"gte-[^/]*(?:v1\.5|modernbert|multilingual)", "", "", "cls", True, 512, 512,
            "model cards of Alibaba-NLP/gte-base-en-v1.5, gte-modernbert-base and gte-multilingual-base"),
-    Family("gte", _START + r"gte-(?:tiny|small|base|large)", "", "", "mean", True, 512, 512,
+    EncoderFamily("gte", _START + r"gte-(?:tiny|small|base|large)", "", "", "mean", True, 512, 512,
            "Li et al. 2023, arXiv 2308.03281, section 3, and the model card of thenlper/gte-base"),
-    Family("plain", r"(?!)", "", "", "mean", True, 512, 512,
+    EncoderFamily("plain", r"(?!)", "", "", "mean", True, 512, 512,
            "what sentence-transformers makes of a model that says nothing: mean of the tokens, cosine similarity"),
 )  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def family_of(name: str) -> Family | None:
+def family_of(name: str) -> EncoderFamily | None:
     """The family that a model's name tells, None for an unknown one. `name` is a folder's or a hub's name."""
     lower = name.lower().replace("_", "-")
     return next((family for family in FAMILIES if re.search(family.pattern, lower)), None)

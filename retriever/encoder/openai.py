@@ -28,7 +28,7 @@ from retriever.encoder.config import OpenAIEncoderSettings
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
 MAX_BACKOFF_S, MAX_RETRY_AFTER_S = 30.0, 60.0
 NUMBER_BYTES, SLACK_BYTES = 40, 64 * 1024
-"""A float as text has up to 25 characters; an answer may have so many bytes a number, and slack for names."""
+"""A float as text has up to 25 characters; an answer may have NUMBER_BYTES a number, and SLACK_BYTES for names."""
 
 
 class OpenAIEncoder:
@@ -42,7 +42,7 @@ class OpenAIEncoder:
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | _authorization(settings)
 
     def __del__(self) -> None:
-        # encoders have no end of their own: they go with the index that owns them
+        # an encoder is not closed: it goes with the index that owns it
         self._close()
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
@@ -81,13 +81,13 @@ class OpenAIEncoder:
             except (OSError, http.client.HTTPException) as error:
                 self._close()
                 cause = "timeout" if isinstance(error, TimeoutError) else "unreachable"
-                told = str(error) or type(error).__name__
-                failure = EncoderUnavailable(cause, f"{settings.url}: {told}", for_all=True)
+                message = str(error) or type(error).__name__
+                failure = EncoderUnavailable(cause, f"{settings.url}: {message}", for_all=True)
             else:
                 if status == 200:
                     return self._parse(answer, len(texts))
-                told, again = answer[:200].decode(errors="replace"), status in RETRIED
-                failure = EncoderUnavailable(f"http_{status}", f"{settings.url}: {told}", for_all=again)
+                message, again = answer[:200].decode(errors="replace"), status in RETRIED
+                failure = EncoderUnavailable(f"http_{status}", f"{settings.url}: {message}", for_all=again)
                 if not again:
                     raise failure
                 wait = max(wait, retry_after)
@@ -97,7 +97,7 @@ class OpenAIEncoder:
         raise AssertionError("the last attempt returns or raises")
 
     def _request(self, body: bytes, count: int) -> tuple[int, float, bytes]:
-        """(status, seconds that Retry-After asks for, body). A kept connection that has died is opened anew."""
+        """(status, seconds that Retry-After asks for, body). A kept connection that has died is opened again."""
         for fresh in (self._connection is None, True):
             connection = self._connection or self._connect()
             try:
@@ -140,7 +140,7 @@ class OpenAIEncoder:
             self._connection = None
 
     def _parse(self, answer: bytes, count: int) -> Vectors:
-        """Rows in the order of the request; their order in the answer is told by `index`."""
+        """Rows in the order of the request; `index` gives their order in the answer."""
         try:
             data = json.loads(answer)["data"]
             order = sorted(range(len(data)), key=lambda i: data[i]["index"])

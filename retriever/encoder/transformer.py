@@ -4,7 +4,9 @@
 
 What happens at each step is the `recipe`; passages and queries differ in prefix and length, and for DPR in the model.
 
-A vector depends on its text alone up to float noise. Padding depends on the text alone (`batches`), so in float32 with
+A vector depends on its text alone up to float noise. A text is padded to its own length rounded up to
+a multiple of 8 (what tensor cores like), at least 16 (smaller matrices are multiplied in another way), and only texts
+with the same padded length share a batch. So padding depends on the text alone (`batches`), and in float32 with
 one CPU thread vectors are equal to the bit, whatever the batch; with several threads or on a GPU the last bits can move
 with the number of rows (measured with 2 threads: at most 2e-7 a coordinate). Ranks of passages whose scores are that
 near may then change places between a fresh answer and a cached one; nothing else does.
@@ -28,222 +30,16 @@ from transformers.utils import logging as transformers_logging
 from protocol.errors import UserError
 from protocol.runtime.torch_safety import refuse_pickled
 from retriever.encoder.base import HALF, Vectors, check_finite
-from retriever.encoder.config import Compute, TransformerEncoderSettings
+from retriever.encoder.config import ComputeSettings, TransformerEncoderSettings
 from retriever.encoder.families import Pooling
-from retriever.encoder.folder import Folder, Recipe, resolve
-
-# Length bucketing: which texts share a forward pass, and how far they are padded.
-#
-# A text is padded to its own length rounded up to a multiple of 8 (what tensor cores like), at least 16, and only texts
-# with the same padded length share a batch: the padding of a text then depends on nothing but the text. Measured on a
-# 6-layer MiniLM in float32 with one thread, vectors are then the same to the bit whatever else is in the batch (matrices
-# of fewer than 16 rows are multiplied in another way). With several threads or on a GPU the work may be cut otherwise for
-# another number of rows, and the last bits move (at most 2e-7 with 2 threads).
-
-MULTIPLE, LEAST = 8, 16
-
-
-def padded_length(length: int, limit: int) -> int:
-    """The next multiple of MULTIPLE, LEAST at least, but not beyond `limit` (the model may have no positions there)."""
-    return min(max(-(-length // MULTIPLE) * MULTIPLE, LEAST), max(limit, length))
-
-
-def batches(lengths: Sequence[int], limit: int, budget: int) -> Iterator[tuple[list[int], int]]:
-    """(positions in `lengths`, padded length) of every batch, longest first, so that memory runs out early or never.
-
-    limit   longest input in tokens
-    budget  most padded tokens in a batch; a single text may be longer
-    """
-    buckets: dict[int, list[int]] = {}
-    for position, length in enumerate(lengths):
-        buckets.setdefault(padded_length(length, limit), []).append(position)
-    for padded in sorted(buckets, reverse=True):
-        rows = max(1, budget // padded)
-        members = buckets[padded]
-        for start in range(0, len(members), rows):
-            yield members[start : start + rows], padded
-
-
-# Tokens through a model in length buckets; encoder and reranker share it.
-
-
-def forward(
-    model: Any, tokens: Mapping[str, Sequence[Sequence[int]]], pad_id: int | None, limit: int, budget: int
-) -> Iterator[tuple[list[int], Any, torch.Tensor]]:
-    """(positions, the model's output, mask int64 [n, length]) of every batch; to be used under `inference_mode`.
-
-    tokens  what a tokenizer gave for the texts, unpadded: input_ids and perhaps token_type_ids. A text without a token
-            is in no batch.
-    limit   longest text in tokens;  budget  most padded tokens in a batch
-    """
-    ids = tokens["input_ids"]
-    full = [position for position, row in enumerate(ids) if len(row)]
-    for chosen, length in batches([len(ids[position]) for position in full], limit, budget):
-        positions = [full[i] for i in chosen]
-        mask = torch.zeros((len(positions), length), dtype=torch.int64)
-        for row, position in enumerate(positions):
-            mask[row, : len(ids[position])] = 1
-        mask = mask.to(model.device)
-        inputs = {"input_ids": _padded(ids, positions, length, pad_id or 0), "attention_mask": mask}
-        if "token_type_ids" in tokens:
-            inputs["token_type_ids"] = _padded(tokens["token_type_ids"], positions, length, 0)
-        output = model(**{name: value.to(model.device) for name, value in inputs.items()})
-        yield positions, output, mask
-
-
-def _padded(rows: Sequence[Sequence[int]], positions: list[int], length: int, value: int) -> torch.Tensor:
-    """int64 [len(positions), length], padded on the right."""
-    return torch.tensor([[*rows[i], *[value] * (length - len(rows[i]))] for i in positions], dtype=torch.int64)
-
-
-# A model and its tokenizer from a folder: device and number type chosen, nothing missing, nothing downloaded.
-#
-# transformers only warns where weights are missing, and fills them with random numbers: a DPR context encoder that is
-# loaded as a question encoder "works", with random vectors. Here that is refused. Code that comes with a model is never
-# run.
+from retriever.encoder.folder import ModelFolder, Recipe, resolve
 
 log = logging.getLogger(__name__)
-
+MULTIPLE, LEAST = 8, 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _WIDE = ("t5", "mt5", "umt5")
 """Trained in bfloat16, with activations that float16 has no numbers for."""
-
-
-def choose_device(asked: str) -> torch.device:
-    """`auto` is a GPU where there is one. UserError for a device that this machine or this torch does not have."""
-    if asked == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"there is no device {asked!r} here",
-            why=str(error).splitlines()[0],
-            todo="set device to auto, cpu or cuda:0",
-        ) from None
-    return device
-
-
-def choose_dtype(asked: str, device: torch.device, config: Any) -> torch.dtype:
-    """`auto` is float32 on a CPU. On a GPU float16, whose vectors are eight times finer than bfloat16's, except for
-    models that were trained in bfloat16: they may overflow in float16."""
-    if asked != "auto":
-        return DTYPES[asked]
-    if device.type != "cuda":
-        return torch.float32
-    wide = config.model_type in _WIDE or getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16")
-    return torch.bfloat16 if wide else torch.float16
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer."""
-    with _said_in_words(folder, "tokenizer"), quiet():
-        return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
-
-
-def load_model(folder: Path, compute: Compute, kind: str | None = None, unused: tuple[str, ...] = ()) -> Any:
-    """The folder's model in evaluation mode, on its device.
-
-    kind    class of transformers, e.g. AutoModelForSequenceClassification; None: what the folder says it is
-    unused  parts of parameter names that may be missing since nothing reads them
-    """
-    if compute.threads:
-        torch.set_num_threads(compute.threads)
-    device = choose_device(compute.device)
-    with _said_in_words(folder, "model"), quiet():
-        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
-        chosen = getattr(transformers, kind or _class_of(config))
-        dtype = choose_dtype(compute.dtype, device, config)
-        refuse_pickled(folder)
-        model, told = chosen.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, use_safetensors=True, **_LOCAL
-        )
-    missing = [name for name in told["missing_keys"] if not any(part in name for part in unused)]
-    missing += [str(entry[0]) for entry in told["mismatched_keys"]]
-    if missing:
-        raise UserError(
-            f"the weights in {folder} are not those of a {type(model).__name__}",
-            why=f"{len(missing)} tensors are missing or of another shape, e.g. {sorted(missing)[0]}",
-            todo="give the folder of the right model",
-        )
-    log.info("%s from %s on %s in %s", type(model).__name__, folder.name, device, str(dtype).removeprefix("torch."))
-    # decoders would keep keys and values that nobody reads
-    model.config.use_cache = False
-    return model.to(device).eval()
-
-
-def _class_of(config: Any) -> str:
-    """AutoModel, except where that takes the wrong half: of DPR's two encoders, and of T5."""
-    named = (config.architectures or [""])[0]
-    if named.startswith("DPR") and named.endswith("Encoder"):
-        return str(named)
-    return "AutoModelForTextEncoding" if config.model_type in _WIDE else "AutoModel"
-
-
-@contextmanager
-def _said_in_words(folder: Path, what: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(
-            f"cannot load the {what} in {folder}",
-            why=" ".join(str(error).split())[:300] or type(error).__name__,
-            todo="the folder must hold config.json, a tokenizer and weights that this version of transformers knows",
-        ) from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars and no load report while the block runs: what matters in it is checked here."""
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-# Token vectors to one text vector. Sums run in float32 whatever the model computes in.
-
-
-def pool(mode: Pooling, output: Any, mask: torch.Tensor) -> torch.Tensor:
-    """float32 [n, hidden] from a model's output and the mask [n, length] of its tokens.
-
-    Texts start at position 0 (padding is on the right) and have at least one token. ValueError where the model has no
-    `pooler_output` but it is asked for.
-    """
-    if mode == "pooler":
-        pooled = getattr(output, "pooler_output", None)
-        if pooled is None:
-            raise ValueError("the model gives no pooler_output")
-        return torch.as_tensor(pooled).float()
-    states: torch.Tensor = output.last_hidden_state.float()
-    if mode == "cls":
-        return states[:, 0]
-    if mode == "last":
-        return states[torch.arange(len(states), device=states.device), mask.sum(dim=1) - 1]
-    inside = mask.unsqueeze(-1).bool()
-    if mode == "max":
-        return states.masked_fill(~inside, float("-inf")).amax(dim=1)
-    return states.masked_fill(~inside, 0.0).sum(dim=1) / mask.sum(dim=1, keepdim=True)
-
-
-class Dense(torch.nn.Module):
-    """One Dense step of sentence-transformers: linear, then an activation out of torch.nn."""
-
-    def __init__(self, linear: torch.nn.Linear, activation: torch.nn.Module) -> None:
-        super().__init__()
-        self.linear, self.activation = linear, activation
-
-    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """float32 [n, in] to [n, out]."""
-        result: torch.Tensor = self.activation(self.linear(vectors))
-        return result
 
 
 class TransformerEncoder:
@@ -273,7 +69,7 @@ class TransformerEncoder:
 class _Tower:
     """One model with its tokenizer."""
 
-    def __init__(self, folder: Folder, recipe: Recipe, settings: TransformerEncoderSettings) -> None:
+    def __init__(self, folder: ModelFolder, recipe: Recipe, settings: TransformerEncoderSettings) -> None:
         self._pooling, self._normalize, self._budget = recipe.pooling, recipe.normalize, settings.batch_tokens
         self._lower_case = folder.lower_case
         self._tokenizer = load_tokenizer(folder.path)
@@ -319,6 +115,41 @@ class _Tower:
         raise UserError(f"the tokenizer in {self._name} gives no token for the text 'a'")
 
 
+def pool(mode: Pooling, output: Any, mask: torch.Tensor) -> torch.Tensor:
+    """Pool token vectors to float32 [n, hidden], from a model's output and the mask [n, length] of its tokens.
+
+    Texts start at position 0 (padding is on the right) and have at least one token. ValueError where the model has no
+    `pooler_output` but it is asked for.
+    """
+    if mode == "pooler":
+        pooled = getattr(output, "pooler_output", None)
+        if pooled is None:
+            raise ValueError("the model gives no pooler_output")
+        return torch.as_tensor(pooled).float()
+    states: torch.Tensor = output.last_hidden_state.float()
+    if mode == "cls":
+        return states[:, 0]
+    if mode == "last":
+        return states[torch.arange(len(states), device=states.device), mask.sum(dim=1) - 1]
+    inside = mask.unsqueeze(-1).bool()
+    if mode == "max":
+        return states.masked_fill(~inside, float("-inf")).amax(dim=1)
+    return states.masked_fill(~inside, 0.0).sum(dim=1) / mask.sum(dim=1, keepdim=True)
+
+
+class Dense(torch.nn.Module):
+    """One Dense step of sentence-transformers: linear, then an activation out of torch.nn."""
+
+    def __init__(self, linear: torch.nn.Linear, activation: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear, self.activation = linear, activation
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """float32 [n, in] to [n, out]."""
+        result: torch.Tensor = self.activation(self.linear(vectors))
+        return result
+
+
 def _dense(folder: Path) -> Dense:
     """A Dense step of sentence-transformers: config.json and model.safetensors."""
     refuse_pickled(folder)
@@ -333,8 +164,159 @@ def _dense(folder: Path) -> Dense:
             or said.get("use_residual")
             or said.get("module_input_name", "sentence_embedding") != ("sentence_embedding")
         ):
-            raise ValueError(f"its configuration is not one of ours: {said}")
+            raise ValueError(f"its configuration is not supported: {said}")
         linear.load_state_dict({key.removeprefix("linear."): value.float() for key, value in state.items()})
         return Dense(linear, activation()).eval()
     except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise UserError(f"cannot load the Dense step in {folder}", why=str(error).splitlines()[0]) from error
+
+
+def forward(
+    model: Any, tokens: Mapping[str, Sequence[Sequence[int]]], pad_id: int | None, limit: int, budget: int
+) -> Iterator[tuple[list[int], Any, torch.Tensor]]:
+    """(positions, the model's output, mask int64 [n, length]) of every batch; to be used under `inference_mode`.
+
+    tokens  what a tokenizer gave for the texts, unpadded: input_ids and perhaps token_type_ids. A text without a token
+            is in no batch.
+    limit   longest text in tokens;  budget  most padded tokens in a batch
+    """
+    ids = tokens["input_ids"]
+    full = [position for position, row in enumerate(ids) if len(row)]
+    for chosen, length in batches([len(ids[position]) for position in full], limit, budget):
+        positions = [full[i] for i in chosen]
+        mask = torch.zeros((len(positions), length), dtype=torch.int64)
+        for row, position in enumerate(positions):
+            mask[row, : len(ids[position])] = 1
+        mask = mask.to(model.device)
+        inputs = {"input_ids": _padded(ids, positions, length, pad_id or 0), "attention_mask": mask}
+        if "token_type_ids" in tokens:
+            inputs["token_type_ids"] = _padded(tokens["token_type_ids"], positions, length, 0)
+        output = model(**{name: value.to(model.device) for name, value in inputs.items()})
+        yield positions, output, mask
+
+
+def _padded(rows: Sequence[Sequence[int]], positions: list[int], length: int, value: int) -> torch.Tensor:
+    """int64 [len(positions), length], padded on the right."""
+    return torch.tensor([[*rows[i], *[value] * (length - len(rows[i]))] for i in positions], dtype=torch.int64)
+
+
+def batches(lengths: Sequence[int], limit: int, budget: int) -> Iterator[tuple[list[int], int]]:
+    """(positions in `lengths`, padded length) of every batch, longest first, so that memory runs out early or never.
+
+    limit   longest input in tokens
+    budget  most padded tokens in a batch; a single text may be longer
+    """
+    buckets: dict[int, list[int]] = {}
+    for position, length in enumerate(lengths):
+        buckets.setdefault(padded_length(length, limit), []).append(position)
+    for padded in sorted(buckets, reverse=True):
+        rows = max(1, budget // padded)
+        members = buckets[padded]
+        for start in range(0, len(members), rows):
+            yield members[start : start + rows], padded
+
+
+def padded_length(length: int, limit: int) -> int:
+    """The next multiple of MULTIPLE, LEAST at least, but not beyond `limit` (the model may have no positions there)."""
+    return min(max(-(-length // MULTIPLE) * MULTIPLE, LEAST), max(limit, length))
+
+
+def load_model(folder: Path, compute: ComputeSettings, kind: str | None = None, unused: tuple[str, ...] = ()) -> Any:
+    """Load the folder's model in evaluation mode onto its device. Nothing is downloaded, no code of it is run.
+
+    transformers only warns if weights are missing, and fills them with random numbers: a DPR context encoder that is
+    loaded as a question encoder "works", with random vectors. Here that is a UserError.
+
+    kind    class of transformers, e.g. AutoModelForSequenceClassification; None: what the folder says it is
+    unused  parts of parameter names that may be missing since nothing reads them
+    """
+    if compute.threads:
+        torch.set_num_threads(compute.threads)
+    device = choose_device(compute.device)
+    with _as_user_error(folder, "model"), quiet():
+        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        chosen = getattr(transformers, kind or _class_of(config))
+        dtype = choose_dtype(compute.dtype, device, config)
+        refuse_pickled(folder)
+        model, loading_info = chosen.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, use_safetensors=True, **_LOCAL
+        )
+    missing = [name for name in loading_info["missing_keys"] if not any(part in name for part in unused)]
+    missing += [str(entry[0]) for entry in loading_info["mismatched_keys"]]
+    if missing:
+        raise UserError(
+            f"the weights in {folder} are not those of a {type(model).__name__}",
+            why=f"{len(missing)} tensors are missing or of another shape, e.g. {sorted(missing)[0]}",
+            todo="give the folder of the right model",
+        )
+    log.info("%s from %s on %s in %s", type(model).__name__, folder.name, device, str(dtype).removeprefix("torch."))
+    # decoders would keep keys and values that nothing reads
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer."""
+    with _as_user_error(folder, "tokenizer"), quiet():
+        return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
+
+
+def choose_device(asked: str) -> torch.device:
+    """`auto` is a GPU where there is one. UserError for a device that this machine or this torch does not have."""
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"there is no device {asked!r} here",
+            why=str(error).splitlines()[0],
+            todo="set device to auto, cpu or cuda:0",
+        ) from None
+    return device
+
+
+def choose_dtype(asked: str, device: torch.device, config: Any) -> torch.dtype:
+    """`auto` is float32 on a CPU. On a GPU float16, whose vectors are eight times finer than bfloat16's, except for
+    models that were trained in bfloat16: they may overflow in float16."""
+    if asked != "auto":
+        return DTYPES[asked]
+    if device.type != "cuda":
+        return torch.float32
+    wide = config.model_type in _WIDE or getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16")
+    return torch.bfloat16 if wide else torch.float16
+
+
+def _class_of(config: Any) -> str:
+    """AutoModel, except where that takes the wrong half: of DPR's two encoders, and of T5."""
+    named = (config.architectures or [""])[0]
+    if named.startswith("DPR") and named.endswith("Encoder"):
+        return str(named)
+    return "AutoModelForTextEncoding" if config.model_type in _WIDE else "AutoModel"
+
+
+@contextmanager
+def _as_user_error(folder: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(
+            f"cannot load the {what} in {folder}",
+            why=" ".join(str(error).split())[:300] or type(error).__name__,
+            todo="the folder must hold config.json, a tokenizer and weights that this version of transformers knows",
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no load report while the block runs: what matters in it is checked here."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

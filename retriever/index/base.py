@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ class Hits(NamedTuple):
     scores: Scores
 
 
-class Source(Protocol):
+class PassageSource(Protocol):
     """The passages that an index is built from. Streams as often as asked; holds none of them in memory."""
 
     @property
@@ -61,6 +61,17 @@ class Index(Protocol):
 
     def search(self, queries: Sequence[str], k: int) -> Hits:
         """The best min(k, ntotal) rows of every query, k >= 1, best first, in the order of the module's docstring."""
+
+
+class BuildableIndex(Index, Protocol):
+    """What a class in `retriever.index.REGISTRY` has besides."""
+
+    def __init__(self, settings: Any, directory: Path, *, threads: int) -> None:
+        """Open what `build` wrote into `directory`. `threads`: of one FAISS search; 0: all."""
+
+    @staticmethod
+    def build(settings: Any, source: PassageSource, directory: Path) -> None:
+        """Build the index into `directory`, which exists."""
 
 
 class VectorIndex(Protocol):

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from bm25s.stopwords import STOPWORDS_EN
 
-from retriever.index.base import Hits, Scores, Source, top_rows
+from retriever.index.base import Hits, PassageSource, Scores, top_rows
 from retriever.index.config import Bm25Settings
 from retriever.index.porter import stem
 
@@ -75,7 +75,7 @@ def _lucene() -> re.Pattern[str]:
     return re.compile(rf"[{_SINGLE}]|{run}(?:{link}{run})*")
 
 
-class Terms:
+class TextAnalyzer:
     """Text to terms, in order, repetitions kept."""
 
     def __init__(self, settings: Bm25Settings) -> None:
@@ -100,24 +100,6 @@ def lucene_length(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     _, exponent = np.frexp(rest.astype(np.float64))
     shift = np.maximum(exponent.astype(np.int64) - 4, 0)
     return np.where(lengths < _EXACT, lengths, _EXACT + ((rest >> shift) << shift))
-
-
-def build(settings: Bm25Settings, source: Source, directory: Path) -> None:
-    """Index the texts and save. Memory: 4 bytes a word of the corpus, and several times the index while sorting it."""
-    terms = Terms(settings)
-    vocabulary: dict[str, int] = {}
-    rows = []
-    for text in source.texts():
-        ids = [vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)]
-        rows.append(np.array(ids, dtype=np.int32))
-    # a corpus without a single word must still give a well-formed index
-    vocabulary = vocabulary or {"": 0}
-    model = bm25s.BM25(k1=settings.k1, b=settings.b, method="lucene", backend="numpy", csc_backend="numpy")
-    with np.errstate(invalid="ignore"):  # the mean length of blank passages alone is 0
-        model.index((rows, vocabulary), create_empty_token=False, show_progress=False)
-    if settings.tokens == "lucene" and settings.k1 * settings.b:
-        _use_lucene_lengths(model, np.array([len(row) for row in rows], dtype=np.int64))
-    model.save(directory, show_progress=False)
 
 
 def _use_lucene_lengths(model: bm25s.BM25, lengths: npt.NDArray[np.int64]) -> None:
@@ -145,13 +127,35 @@ class Bm25Index:
 
     encoder = None
 
-    def __init__(self, settings: Bm25Settings, directory: Path) -> None:
+    def __init__(self, settings: Bm25Settings, directory: Path, *, threads: int = 1) -> None:
+        """`threads` is not used: scoring is single-threaded."""
         self._model = bm25s.BM25.load(directory, mmap=True, show_progress=False)
         for name in ("data", "indices", "indptr"):
-            # plain views of the maps: numpy's memmap class makes every slice dearer (a sixth of a query)
+            # plain views of the maps: numpy's memmap class makes every slice slower (a sixth of a query)
             self._model.scores[name] = np.asarray(self._model.scores[name])
         self._vocabulary: dict[str, int] = self._model.vocab_dict
-        self._terms = Terms(settings)
+        self._terms = TextAnalyzer(settings)
+
+    @staticmethod
+    def build(settings: Bm25Settings, source: PassageSource, directory: Path) -> None:
+        """Index the texts and save.
+
+        Memory: 4 bytes a word of the corpus, and several times the index while sorting it.
+        """
+        terms = TextAnalyzer(settings)
+        vocabulary: dict[str, int] = {}
+        rows = []
+        for text in source.texts():
+            ids = [vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)]
+            rows.append(np.array(ids, dtype=np.int32))
+        # a corpus without a single word must still give a well-formed index
+        vocabulary = vocabulary or {"": 0}
+        model = bm25s.BM25(k1=settings.k1, b=settings.b, method="lucene", backend="numpy", csc_backend="numpy")
+        with np.errstate(invalid="ignore"):  # the mean length of blank passages alone is 0
+            model.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+        if settings.tokens == "lucene" and settings.k1 * settings.b:
+            _use_lucene_lengths(model, np.array([len(row) for row in rows], dtype=np.int64))
+        model.save(directory, show_progress=False)
 
     @property
     def ntotal(self) -> int:

@@ -1,46 +1,26 @@
-"""Settings of the indexes. The unions below are the registry: a new index is one file and one line here.
-
-Every member has a lazy `build` and `open`, so that neither faiss nor bm25s is imported unless chosen. What decides the
-content of an index is its identity: the manifest of a built index holds it, and serving refuses an index that was
-built with another.
-"""
+"""Settings of the indexes: fields only. `retriever.index.REGISTRY` maps each class to its implementation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from protocol.settings import Settings
 from retriever.encoder.config import EncoderSettings, HashedEncoderSettings
 
-if TYPE_CHECKING:
-    from retriever.index.base import Index, Source
-from typing import TYPE_CHECKING, Annotated, Self
-
-from pydantic import field_validator, model_validator
-
-# What the settings of every index have in common: which of their fields decide what.
-
 
 class IndexBase(Settings):
-    """What every index's settings can do."""
+    """Base of the indexes' settings: which of their fields decide what."""
 
     SEARCH_TIME: ClassVar[frozenset[str]] = frozenset()
     """Fields that decide how a built index is searched and not what it holds: changing one needs no new build."""
     PLACEMENT: ClassVar[frozenset[str]] = frozenset()
     """Fields that decide where and with how much work, and neither what the index holds nor which hits a query gets."""
-
-    def identity(self) -> dict[str, Any]:
-        """What decides the content of a built index, as JSON-compatible values."""
-        content: dict[str, Any] = self.model_dump(mode="json", exclude=set(self.SEARCH_TIME | self.PLACEMENT))
-        encoder = getattr(self, "encoder", None)
-        return content if encoder is None else content | {"encoder": encoder.identity()}
-
-    def search_time(self) -> dict[str, Any]:
-        """Values of SEARCH_TIME: together with the identity they decide which hits a query gets."""
-        return self.model_dump(mode="json", include=set(self.SEARCH_TIME))
+    ADDED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are newer than the index format: their defaults are not part of the identity, so that indexes built
+    before them still fit."""
 
 
 class DenseBase(IndexBase):
@@ -53,21 +33,13 @@ class DenseBase(IndexBase):
 
 
 class FileBase(DenseBase):
-    """An index over vectors that may come as a file which somebody else built."""
+    """An index over vectors that may come as a file built elsewhere."""
 
     PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file"})
 
     file: Path | None = None
     """A FAISS file to serve as it is, e.g. Search-R1's e5_Flat.index: one row a passage of the corpus, in its order,
-    encoded by `encoder`. It stays where it is and is memory-mapped. None: vectors are built from the corpus."""
-
-    def identity(self) -> dict[str, Any]:
-        """With a file, the file is the content: settings of the build say nothing then. UserError if it is missing."""
-        if self.file is None:
-            return super().identity()
-        from retriever.index.store import file_digest
-
-        return {"type": self.model_dump()["type"], "encoder": self.encoder.identity(), "file": file_digest(self.file)}
+    encoded by `encoder`. It is memory-mapped in place. None: vectors are built from the corpus."""
 
 
 class ApproximateBase(FileBase):
@@ -77,26 +49,10 @@ class ApproximateBase(FileBase):
     """Corpora of fewer passages get no approximate index: scanning them is as fast, and exact."""
 
 
-# Settings of the FAISS indexes. FAISS is imported by `build` and `open`.
-
-
 class FaissFlatSettings(FileBase):
     """Exact inner product by FAISS on CPUs, straight from the memory-mapped vectors."""
 
     type: Literal["faiss_flat"] = "faiss_flat"
-
-    def build(self, source: Source, directory: Path) -> None:
-        """Encode the texts of `source` into `directory`, which exists; with `file`, only see that it fits."""
-        from retriever.index.faiss_flat import build
-
-        build(self, source, directory)
-
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """The index that `build` wrote; to be called, and searched, in the thread that will own it."""
-        from retriever.index.dense import DenseIndex
-        from retriever.index.faiss_flat import open_flat
-
-        return DenseIndex(self.encoder.build(), open_flat(self, directory, threads=threads))
 
 
 class FaissGpuSettings(FileBase):
@@ -115,19 +71,6 @@ class FaissGpuSettings(FileBase):
     spare: int = Field(default=64, ge=0)
     """Candidates beyond k that the GPUs are asked for, since float16 (relative error 2**-11) may misplace the k-th."""
 
-    def build(self, source: Source, directory: Path) -> None:
-        """Encode the texts of `source` into `directory`, which exists; needs no GPU unless the encoder does."""
-        from retriever.index.faiss_flat import build
-
-        build(self, source, directory)
-
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """Copies the vectors to the GPUs. UserError where there are none, or where they do not fit."""
-        from retriever.index.dense import DenseIndex
-        from retriever.index.faiss_gpu import open_gpu
-
-        return DenseIndex(self.encoder.build(), open_gpu(self, directory))
-
 
 class FaissHnswSettings(ApproximateBase):
     """A navigable graph (Malkov and Yashunin 2018, arXiv 1603.09320): the fastest on CPUs, all vectors in memory."""
@@ -144,19 +87,6 @@ class FaissHnswSettings(ApproximateBase):
     """Length of the candidate list of a search (raised to k where that is more)."""
     build_threads: int = Field(default=0, ge=0)
     """Threads of the build; 0: OMP_NUM_THREADS, or one a core. Only 1 makes the same graph every time."""
-
-    def build(self, source: Source, directory: Path) -> None:
-        """Encode the texts of `source` and link them. Memory: all vectors and links."""
-        from retriever.index.faiss_hnsw import build
-
-        build(self, source, directory)
-
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """The index that `build` wrote, memory-mapped; to be called, and searched, in the thread that will own it."""
-        from retriever.index.dense import DenseIndex
-        from retriever.index.faiss_hnsw import open_hnsw
-
-        return DenseIndex(self.encoder.build(), open_hnsw(self, directory, threads=threads))
 
 
 class IvfBase(ApproximateBase):
@@ -184,19 +114,6 @@ class FaissIvfSettings(IvfBase):
 
     type: Literal["faiss_ivf"] = "faiss_ivf"
 
-    def build(self, source: Source, directory: Path) -> None:
-        """Encode, train and fill the lists, on the CPU. Memory: the training sample and one block of vectors."""
-        from retriever.index.faiss_ivf import build
-
-        build(self, source, directory)
-
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """The index that `build` wrote, memory-mapped; to be called, and searched, in the thread that will own it."""
-        from retriever.index.dense import DenseIndex
-        from retriever.index.faiss_ivf import open_ivf
-
-        return DenseIndex(self.encoder.build(), open_ivf(self, directory, threads=threads))
-
 
 class FaissIvfPqSettings(IvfBase):
     """The same with product-quantised vectors (Jegou et al. 2011, doi 10.1109/TPAMI.2010.57): `pq_parts` bytes each.
@@ -214,35 +131,7 @@ class FaissIvfPqSettings(IvfBase):
     opq: bool = False
     """Train a rotation first (Ge et al. 2013, OPQ): better codes, minutes more of training."""
     refine: int = Field(default=16, ge=1)
-    """Candidates a hit that are scored again exactly; 1 only orders the k best codes anew."""
-
-    def build(self, source: Source, directory: Path) -> None:
-        """Encode, train and fill the lists, on the CPU. Memory: the training sample and one block of vectors."""
-        from retriever.index.faiss_ivf import build
-
-        build(self, source, directory)
-
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """The index that `build` wrote, memory-mapped; to be called, and searched, in the thread that will own it."""
-        from retriever.index.dense import DenseIndex
-        from retriever.index.faiss_ivf import open_ivf
-
-        return DenseIndex(self.encoder.build(), open_ivf(self, directory, threads=threads))
-
-
-__all__ = [
-    "Bm25Settings",
-    "FaissFlatSettings",
-    "FaissGpuSettings",
-    "FaissHnswSettings",
-    "FaissIvfPqSettings",
-    "FaissIvfSettings",
-    "HybridSettings",
-    "IndexBase",
-    "IndexSettings",
-    "MemberSettings",
-    "MemorySettings",
-]
+    """Candidates a hit that are scored again exactly; 1 only reorders the k best codes."""
 
 
 class Bm25Settings(IndexBase):
@@ -250,6 +139,8 @@ class Bm25Settings(IndexBase):
 
     For the scores of pyserini and Anserini: k1=0.9 b=0.4 tokens=lucene stopwords=lucene stemming=porter.
     """
+
+    ADDED: ClassVar[frozenset[str]] = frozenset({"tokens", "stemming"})
 
     type: Literal["bm25"] = "bm25"
     k1: float = Field(default=1.5, ge=0)
@@ -265,42 +156,14 @@ class Bm25Settings(IndexBase):
     stemming: Literal["none", "porter"] = "none"
     """`porter`: words are indexed and searched by their English stems (Porter 1980)."""
 
-    def identity(self) -> dict[str, Any]:
-        """Without `tokens` and `stemming` where they are the default: indexes from before them fit as they are."""
-        added = {
-            name for name in ("tokens", "stemming") if getattr(self, name) == type(self).model_fields[name].default
-        }
-        return {name: value for name, value in super().identity().items() if name not in added}
 
-    def build(self, source: Source, directory: Path) -> None:
-        """Index the texts of `source` into `directory`, which exists."""
-        from retriever.index.bm25 import build
-
-        build(self, source, directory)
-
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """The index that `build` wrote. `threads` is not used: scoring is single-threaded."""
-        from retriever.index.bm25 import Bm25Index
-
-        return Bm25Index(self, directory)
-
-
-class MemorySettings(DenseBase):
+class MemoryIndexSettings(DenseBase):
     """Exact inner product by numpy: the oracle for the other dense indexes, and enough for small corpora."""
 
     type: Literal["memory"] = "memory"
 
-    def build(self, source: Source, directory: Path) -> None:
-        """Encode the texts of `source` and write the vectors into `directory`, which exists."""
-        source.vectors(self.encoder, self.dtype, directory)
 
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """The index that `build` wrote. `threads` is not used: numpy's BLAS takes OMP_NUM_THREADS."""
-        from retriever.index.dense import DenseIndex
-        from retriever.index.exact import MemoryVectors
-
-        return DenseIndex(self.encoder.build(), MemoryVectors(directory))
-
+IvfSettings = FaissIvfSettings | FaissIvfPqSettings
 
 Single = (
     Bm25Settings
@@ -309,7 +172,7 @@ Single = (
     | FaissHnswSettings
     | FaissIvfSettings
     | FaissIvfPqSettings
-    | MemorySettings
+    | MemoryIndexSettings
 )
 
 MemberSettings = Annotated[Single, Field(discriminator="type")]
@@ -323,7 +186,7 @@ class HybridSettings(IndexBase):
 
     type: Literal["hybrid"] = "hybrid"
     members: tuple[MemberSettings, ...] = Field(default=(Bm25Settings(), FaissFlatSettings()), min_length=1)
-    """The indexes. Each is built into a subfolder of its own."""
+    """The indexes. Each is built into its own subfolder."""
     weights: tuple[float, ...] = ()
     """One a member, in their order: a hit of rank r there adds weight / (60 + r). Empty: all 1."""
     candidates: int = Field(default=100, ge=1)
@@ -345,26 +208,6 @@ class HybridSettings(IndexBase):
         if any(weight <= 0 for weight in self.weights):
             raise ValueError("a weight must be above 0: leave the member out instead")
         return self
-
-    def identity(self) -> dict[str, Any]:
-        """The members' identities, in order."""
-        return {"type": self.type, "members": [member.identity() for member in self.members]}
-
-    def search_time(self) -> dict[str, Any]:
-        """Its own and the members'."""
-        return super().search_time() | {"members": [member.search_time() for member in self.members]}
-
-    def build(self, source: Source, directory: Path) -> None:
-        """Every member into its subfolder, one after the other."""
-        from retriever.index.hybrid import build
-
-        build(self, source, directory)
-
-    def open(self, directory: Path, *, threads: int) -> Index:
-        """All members, opened in this thread, which searches them one after the other."""
-        from retriever.index.hybrid import HybridIndex
-
-        return HybridIndex(self, directory, threads=threads)
 
 
 IndexSettings = Annotated[Single | HybridSettings, Field(discriminator="type")]

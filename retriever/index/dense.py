@@ -17,51 +17,8 @@ from retriever.encoder.base import Encoder, Vectors
 from retriever.index import store
 from retriever.index.base import NO_ROW, Hits, Rows, Scores, VectorIndex, top_rows
 
-# Vectors of any length before an index that is exact for lengths of at most 1 (DPR's and Contriever's are longer).
-#
-# The bound on rounding errors (`dense.tolerance`) grows with the lengths of both vectors. So every query is divided by a
-# power of two, such that its product with the longest passage stays within 1, and its scores are multiplied by it again:
-# both are exact in binary, so rows, order and scores are those of the vectors as they are.
-
-
-@runtime_checkable
-class Measured(VectorIndex, Protocol):
-    """An index whose exactness needs lengths of at most 1."""
-
-    def longest(self) -> float:
-        """Length of its longest vector. Reads all of them."""
-
-
-def longest(vectors: npt.NDArray[Any]) -> float:
-    """Length of the longest row of vectors [ntotal, dim], read block by block."""
-    return max(
-        (float(np.sqrt(np.einsum("nd,nd->n", block, block).max())) for _, block in store.blocks(vectors)), default=0
-    )
-
-
-class AnyLength:
-    """See the module's docstring. Reads all vectors of `inner` once, when it is made."""
-
-    def __init__(self, inner: Measured) -> None:
-        self._inner, self._longest = inner, inner.longest()
-
-    @property
-    def ntotal(self) -> int:
-        """Number of vectors."""
-        return self._inner.ntotal
-
-    def search(self, queries: Vectors, k: int) -> Hits:
-        """See `base.VectorIndex`; queries of any length."""
-        products = np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True) * self._longest
-        # 1 for a blank query, and for what is short enough as it is
-        scales = np.exp2(np.ceil(np.log2(np.maximum(products, 1.0)))).astype(np.float32)
-        hits = self._inner.search(queries / scales, k)
-        return Hits(hits.rows, hits.scores * scales)
-
-
-Stored = npt.NDArray[Any]
+StoredVectors = npt.NDArray[Any]
 """Vectors [ntotal, dim] as they are stored: float32 or float16, aligned or not."""
-
 _QUERIES = 128
 """Most queries scored against one block of vectors at once."""
 _DOUBLES = 1 << 20
@@ -75,7 +32,9 @@ class DenseIndex:
 
     def __init__(self, encoder: Encoder, vectors: VectorIndex) -> None:
         self.encoder = encoder
-        self._vectors = AnyLength(vectors) if isinstance(vectors, Measured) and not encoder.normalized else vectors
+        self._vectors = (
+            QueryRescaler(vectors) if isinstance(vectors, UnitLengthIndex) and not encoder.normalized else vectors
+        )
 
     @property
     def ntotal(self) -> int:
@@ -87,48 +46,7 @@ class DenseIndex:
         return self._vectors.search(self.encoder.encode_queries(queries), k)
 
 
-def tolerance(dim: int) -> float:
-    """Bound on the difference of two float32 inner products of vectors of length <= 1, whatever their summation order.
-
-    One dot product summed in 8 or more lanes is off by at most (dim / 8 + 8) * 2**-24 (Higham, Accuracy and Stability
-    of Numerical Algorithms, section 3.1); two of them together stay below dim * 2**-24 for dim >= 22.
-    """
-    return max(dim, 32) * 2.0**-24
-
-
-def rescore(vectors: Stored, queries: Vectors, rows: Rows) -> Scores:
-    """Inner products [n, c] of queries [n, dim] with `vectors[rows]`, rows [n, c], summed in float64.
-
-    The same bits for a pair, always: a pair is summed by itself, whatever the shapes. In bounded memory.
-    """
-    n, c = rows.shape
-    dim = vectors.shape[1]
-    scores = np.empty((n, c), dtype=np.float32)
-    width = max(1, min(c, _DOUBLES // dim))
-    height = max(1, _DOUBLES // (dim * width))
-    for i in range(0, n, height):
-        for j in range(0, c, width):
-            products = vectors[rows[i : i + height, j : j + width]].astype(np.float64)
-            products *= queries[i : i + height, None, :]
-            scores[i : i + height, j : j + width] = products.sum(axis=2)
-    scores += 0.0  # -0.0 becomes 0.0
-    return scores
-
-
-def in_order(rows: Rows, scores: Scores, k: int) -> Hits:
-    """The first k of candidates [n, c], c >= k, by (score descending, row ascending), NO_ROW last."""
-    scores = np.where(rows == NO_ROW, np.float32(-np.inf), scores)
-    order = np.lexsort((rows, -scores), axis=1)[:, :k]
-    return Hits(np.take_along_axis(rows, order, axis=1), np.take_along_axis(scores, order, axis=1))
-
-
-def rank(vectors: Stored, queries: Vectors, rows: Rows, k: int) -> Hits:
-    """The k best of the candidate rows [n, c >= k], which may hold NO_ROW, scored again."""
-    rows = rows.astype(np.int64, copy=False)
-    return in_order(rows, rescore(vectors, queries, np.maximum(rows, 0)), k)
-
-
-def exact_search(vectors: Stored, queries: Vectors, k: int) -> Hits:
+def exact_search(vectors: StoredVectors, queries: Vectors, k: int) -> Hits:
     """Exact search by numpy over vectors [ntotal, dim] for queries [n, dim], block by block in bounded memory."""
     k = min(k, len(vectors))
     hits = Hits(np.empty((len(queries), k), dtype=np.int64), np.empty((len(queries), k), dtype=np.float32))
@@ -138,7 +56,7 @@ def exact_search(vectors: Stored, queries: Vectors, k: int) -> Hits:
     return hits
 
 
-def _exact(vectors: Stored, queries: Vectors, k: int) -> Hits:
+def _exact(vectors: StoredVectors, queries: Vectors, k: int) -> Hits:
     margin = np.float32(tolerance(vectors.shape[1]))
     best = Hits(np.full((len(queries), k), NO_ROW), np.full((len(queries), k), -np.inf, dtype=np.float32))
     # a blank query ties with everything, and every passage would be scored again
@@ -163,7 +81,11 @@ def _exact(vectors: Stored, queries: Vectors, k: int) -> Hits:
 
 
 def search_candidates(
-    rough_search: Callable[[Vectors, int], tuple[Scores, Rows]], vectors: Stored, queries: Vectors, k: int, spare: int
+    rough_search: Callable[[Vectors, int], tuple[Scores, Rows]],
+    vectors: StoredVectors,
+    queries: Vectors,
+    k: int,
+    spare: int,
 ) -> Hits:
     """Exact search from a rough one that returns (scores, rows) [n, c], best first, for c candidates.
 
@@ -192,17 +114,17 @@ def search_candidates(
     return hits
 
 
-# A rough search that may miss, with its candidates scored again: what graphs, inverted lists and GPUs share.
-
-
 class ApproximateVectors:
-    """See `base.VectorIndex`. Fewer than k passages found: the rest is NO_ROW."""
+    """An approximate search whose candidates are scored again: what graphs, inverted lists and GPUs share.
+
+    See `base.VectorIndex`. Fewer than k passages found: the rest is NO_ROW.
+    """
 
     def __init__(
         self,
         rough_search: Callable[[Vectors, int], tuple[Scores, Rows]],
         ntotal: int,
-        vectors: Stored | None,
+        vectors: StoredVectors | None,
         candidates: Callable[[int], int],
     ) -> None:
         """`rough_search` gives (scores, rows) [n, c], rows distinct or NO_ROW; `candidates` maps k to c >= k.
@@ -224,5 +146,87 @@ class ApproximateVectors:
             return Hits(np.empty((0, k), dtype=np.int64), np.empty((0, k), dtype=np.float32))
         scores, rows = self._rough(np.ascontiguousarray(queries), min(self._ntotal, self._candidates(k)))
         if self._vectors is None:
-            return in_order(rows, scores, k)
+            return sort_hits(rows, scores, k)
         return rank(self._vectors, queries, rows, k)
+
+
+@runtime_checkable
+class UnitLengthIndex(VectorIndex, Protocol):
+    """An index whose exactness needs lengths of at most 1."""
+
+    def longest(self) -> float:
+        """Length of its longest vector. Reads all of them."""
+
+
+class QueryRescaler:
+    """Vectors of any length before an index that is exact for lengths of at most 1 (DPR's and Contriever's are longer).
+
+    The bound on rounding errors (`tolerance`) grows with the lengths of both vectors. So every query is divided by a
+    power of two, such that its product with the longest passage stays within 1, and its scores are multiplied by it
+    again: both are exact in binary, so rows, order and scores are those of the original vectors.
+    """
+
+    def __init__(self, inner: UnitLengthIndex) -> None:
+        """Reads all vectors of `inner` once."""
+        self._inner, self._longest = inner, inner.longest()
+
+    @property
+    def ntotal(self) -> int:
+        """Number of vectors."""
+        return self._inner.ntotal
+
+    def search(self, queries: Vectors, k: int) -> Hits:
+        """See `base.VectorIndex`; queries of any length."""
+        products = np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True) * self._longest
+        # 1 for a blank query, and for what is short enough as it is
+        scales = np.exp2(np.ceil(np.log2(np.maximum(products, 1.0)))).astype(np.float32)
+        hits = self._inner.search(queries / scales, k)
+        return Hits(hits.rows, hits.scores * scales)
+
+
+def longest(vectors: npt.NDArray[Any]) -> float:
+    """Length of the longest row of vectors [ntotal, dim], read block by block."""
+    return max(
+        (float(np.sqrt(np.einsum("nd,nd->n", block, block).max())) for _, block in store.blocks(vectors)), default=0
+    )
+
+
+def tolerance(dim: int) -> float:
+    """Bound on the difference of two float32 inner products of vectors of length <= 1, whatever their summation order.
+
+    One dot product summed in 8 or more lanes is off by at most (dim / 8 + 8) * 2**-24 (Higham, Accuracy and Stability
+    of Numerical Algorithms, section 3.1); two of them together stay below dim * 2**-24 for dim >= 22.
+    """
+    return max(dim, 32) * 2.0**-24
+
+
+def rank(vectors: StoredVectors, queries: Vectors, rows: Rows, k: int) -> Hits:
+    """The k best of the candidate rows [n, c >= k], which may hold NO_ROW, scored again."""
+    rows = rows.astype(np.int64, copy=False)
+    return sort_hits(rows, rescore(vectors, queries, np.maximum(rows, 0)), k)
+
+
+def rescore(vectors: StoredVectors, queries: Vectors, rows: Rows) -> Scores:
+    """Inner products [n, c] of queries [n, dim] with `vectors[rows]`, rows [n, c], summed in float64.
+
+    The same bits for a pair, always: a pair is summed by itself, whatever the shapes. In bounded memory.
+    """
+    n, c = rows.shape
+    dim = vectors.shape[1]
+    scores = np.empty((n, c), dtype=np.float32)
+    width = max(1, min(c, _DOUBLES // dim))
+    height = max(1, _DOUBLES // (dim * width))
+    for i in range(0, n, height):
+        for j in range(0, c, width):
+            products = vectors[rows[i : i + height, j : j + width]].astype(np.float64)
+            products *= queries[i : i + height, None, :]
+            scores[i : i + height, j : j + width] = products.sum(axis=2)
+    scores += 0.0  # -0.0 becomes 0.0
+    return scores
+
+
+def sort_hits(rows: Rows, scores: Scores, k: int) -> Hits:
+    """The first k of candidates [n, c], c >= k, by (score descending, row ascending), NO_ROW last."""
+    scores = np.where(rows == NO_ROW, np.float32(-np.inf), scores)
+    order = np.lexsort((rows, -scores), axis=1)[:, :k]
+    return Hits(np.take_along_axis(rows, order, axis=1), np.take_along_axis(scores, order, axis=1))

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from retriever.encoder import build_encoder
 from retriever.encoder.base import Vectors
 from retriever.index import store
-from retriever.index.base import Hits
-from retriever.index.dense import Stored, exact_search, longest
+from retriever.index.base import Hits, PassageSource
+from retriever.index.config import MemoryIndexSettings
+from retriever.index.dense import DenseIndex, StoredVectors, exact_search, longest
 
 
-class MemoryVectors:
+class ExactIndex(DenseIndex):
+    """An encoder before an exact search by numpy."""
+
+    def __init__(self, settings: MemoryIndexSettings, directory: Path, *, threads: int) -> None:
+        """`threads` is not used: numpy's BLAS takes OMP_NUM_THREADS."""
+        super().__init__(build_encoder(settings.encoder), ExactVectors(directory))
+
+    @staticmethod
+    def build(settings: MemoryIndexSettings, source: PassageSource, directory: Path) -> None:
+        """Encode the texts of `source` and write the vectors into `directory`."""
+        source.vectors(settings.encoder, settings.dtype, directory)
+
+
+class ExactVectors:
     """The vectors of one directory, memory-mapped."""
 
     def __init__(self, directory: Path) -> None:
-        self._vectors: Stored = store.open_vectors(directory)
+        self._vectors: StoredVectors = store.open_vectors(directory)
 
     @property
     def ntotal(self) -> int:
@@ -22,7 +37,7 @@ class MemoryVectors:
         return len(self._vectors)
 
     def longest(self) -> float:
-        """See `lengths.Measured`."""
+        """See `dense.UnitLengthIndex`."""
         return longest(self._vectors)
 
     def search(self, queries: Vectors, k: int) -> Hits:

@@ -1,6 +1,7 @@
 """Exact inner product by FAISS on CPUs, straight from the memory map: nothing is copied, replicas share the pages.
 
-The map is that of our own `vectors.npy`, or of a FAISS file that somebody else built.
+The map is that of `vectors.npy`, or of a FAISS file built elsewhere, which is refused unless
+it ranks by inner product and its rows are 0 .. ntotal-1.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import faiss
 import numpy as np
 
 from protocol.errors import UserError
+from retriever.encoder import build_encoder
 from retriever.encoder.base import Vectors
 from retriever.index import store
-from retriever.index.base import Hits, Rows, Scores, Source
+from retriever.index.base import Hits, PassageSource, Rows, Scores
 from retriever.index.config import DenseBase, FileBase
-from retriever.index.dense import Stored, longest, search_candidates
+from retriever.index.dense import DenseIndex, StoredVectors, longest, search_candidates
 
-# FAISS files, ours and those of others: opened through a memory map, with their vectors as a view where they hold any.
-#
-# A file is refused, in words, unless it ranks by inner product and its rows are 0 .. ntotal-1.
-
+SPARE = 8
+"""Candidates beyond k that FAISS is asked for."""
+# FAISS scans vector by vector for batches below this many queries, and its default (128000 distances, in effect batches
+# of up to about 128) is 16 times slower at 64 queries than its BLAS path (measured, 100k x 768).
+_BLAS_FROM = 4
+_WIDENED_BYTES = 8 << 20
+"""Float32 vectors made of float16 ones at a time: few enough for the cache, many enough for a matrix product."""
 _READ = """
 import os, resource, sys
 import faiss
@@ -39,26 +44,72 @@ faiss.read_index(path, faiss.IO_FLAG_MMAP_IFC)
 _ALL_THREADS: int = faiss.omp_get_max_threads()
 
 
-def use_threads(threads: int) -> None:
-    """Threads of every FAISS call that this thread makes from now on; 0: OMP_NUM_THREADS, or one a core."""
-    faiss.omp_set_num_threads(threads or _ALL_THREADS)
+class FaissFlatIndex(DenseIndex):
+    """An encoder before a flat index of FAISS."""
+
+    def __init__(self, settings: FileBase, directory: Path, *, threads: int) -> None:
+        super().__init__(build_encoder(settings.encoder), open_flat(settings, directory, threads=threads))
+
+    @staticmethod
+    def build(settings: FileBase, source: PassageSource, directory: Path) -> None:
+        """Vectors from the corpus, or a look at the file that has them."""
+        if settings.file is None:
+            source.vectors(settings.encoder, settings.dtype, directory)
+            return
+        check_readable(settings.file)
+        check_fits(settings.file, open_flat_file(settings.file).shape, settings, source)
 
 
-def check_survives(path: Path) -> None:
-    """UserError where FAISS dies of a file: it believes what it maps, so a download that was cut short would end this
-    process, and a damaged length would take all memory.
+class FaissFlatVectors:
+    """Over vectors [ntotal, dim], C order. The thread count belongs to the thread that opens it."""
 
-    Read once in a process of its own (a quarter of a second), before somebody else's file is taken for an index.
-    """
-    # not in the working directory: what lies there must not be imported
-    done = subprocess.run([sys.executable, "-I", "-c", _READ, str(path.absolute())], capture_output=True, cwd="/")
-    if done.returncode:
-        told = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+    def __init__(self, vectors: StoredVectors, *, threads: int) -> None:
+        faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
+        use_threads(threads)
+        self._vectors = vectors
+
+    @property
+    def ntotal(self) -> int:
+        """Number of vectors."""
+        return len(self._vectors)
+
+    def longest(self) -> float:
+        """See `dense.UnitLengthIndex`."""
+        return longest(self._vectors)
+
+    def search(self, queries: Vectors, k: int) -> Hits:
+        """See `base.VectorIndex`."""
+        return search_candidates(self._rough, self._vectors, np.ascontiguousarray(queries), k, SPARE)
+
+    def _rough(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
+        """Best first. float16 vectors are widened block by block."""
+        if self._vectors.dtype == np.float32:
+            scores, rows = faiss.knn(queries, self._vectors, count, metric=faiss.METRIC_INNER_PRODUCT)
+            return scores, rows
+        heap = faiss.ResultHeap(len(queries), count, keep_max=True)
+        for first, block in store.blocks(self._vectors, block_bytes=_WIDENED_BYTES):
+            scores, rows = faiss.knn(queries, block, min(count, len(block)), metric=faiss.METRIC_INNER_PRODUCT)
+            heap.add_result(scores, rows + first)
+        heap.finalize()
+        return heap.D, heap.I
+
+
+def open_flat(settings: FileBase, directory: Path, *, threads: int) -> FaissFlatVectors:
+    """Over the file of the settings, or what `build` wrote."""
+    vectors = store.open_vectors(directory) if settings.file is None else open_flat_file(settings.file)
+    return FaissFlatVectors(vectors, threads=threads)
+
+
+def open_flat_file(path: Path) -> StoredVectors:
+    """The vectors in a file, memory-mapped."""
+    index = open_file(path, (faiss.IndexFlat, faiss.IndexScalarQuantizer), "a flat index")
+    vectors = stored_vectors(index)
+    if vectors is None:
         raise UserError(
-            f"cannot read {path} as a FAISS index",
-            why=told if done.returncode > 0 else f"FAISS dies of it (signal {-done.returncode}): it is cut short",
-            todo="give index.file a file that faiss.write_index wrote, and compare its size with that of its source",
+            f"{path} holds vectors that are quantised further than float16",
+            todo="build it as a Flat or SQfp16 index",
         )
+    return vectors
 
 
 def open_file(path: Path, kind: type[Any] | tuple[type[Any], ...], wanted: str) -> Any:
@@ -86,10 +137,51 @@ def open_file(path: Path, kind: type[Any] | tuple[type[Any], ...], wanted: str) 
     return index
 
 
-def check_fits(path: Path, shape: tuple[int, int], settings: DenseBase, source: Source) -> None:
+def stored_vectors(index: Any) -> StoredVectors | None:
+    """The vectors inside an opened index as a view [ntotal, d] that keeps it open, None where it has none whole.
+
+    float32, or float16 for a float16 scalar quantiser. In a file they begin at an odd offset: FAISS does not mind
+    (measured: 200k x 384, the same time), numpy's matrix product would copy all (see `store.blocks`).
+    """
+    holder = faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
+    if isinstance(holder, faiss.IndexFlat):
+        numbers: StoredVectors = faiss.rev_swig_ptr(holder.get_xb(), holder.ntotal * holder.d)
+    elif isinstance(holder, faiss.IndexScalarQuantizer) and holder.sq.qtype == faiss.ScalarQuantizer.QT_fp16:
+        numbers = faiss.rev_swig_ptr(holder.codes.data(), holder.ntotal * holder.code_size).view(np.float16)
+    else:
+        return None
+    return np.asarray(_OwnedArray(numbers.reshape(holder.ntotal, holder.d), index))
+
+
+class _OwnedArray:
+    """An array over memory that `owner` frees: numpy arrays made of this one hold on to it."""
+
+    def __init__(self, array: StoredVectors, owner: Any) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._owner = owner
+
+
+def check_readable(path: Path) -> None:
+    """Raise UserError if FAISS crashes on a file: it trusts what it maps, so a truncated download would end this
+    process, and a damaged length would take all memory.
+
+    The file is read once in a child process (a quarter of a second) before it is taken for an index.
+    """
+    # not in the working directory: what lies there must not be imported
+    done = subprocess.run([sys.executable, "-I", "-c", _READ, str(path.absolute())], capture_output=True, cwd="/")
+    if done.returncode:
+        message = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        raise UserError(
+            f"cannot read {path} as a FAISS index",
+            why=message if done.returncode > 0 else f"FAISS dies of it (signal {-done.returncode}): it is cut short",
+            todo="give index.file a file that faiss.write_index wrote, and compare its size with that of its source",
+        )
+
+
+def check_fits(path: Path, shape: tuple[int, int], settings: DenseBase, source: PassageSource) -> None:
     """UserError unless the file's vectors [ntotal, dim] are one a passage, as wide as the encoder's."""
     ntotal, width = shape
-    dim = settings.encoder.build().dim
+    dim = build_encoder(settings.encoder).dim
     if ntotal != source.num_passages:
         raise UserError(
             f"{path} does not belong to this corpus",
@@ -104,97 +196,6 @@ def check_fits(path: Path, shape: tuple[int, int], settings: DenseBase, source: 
         )
 
 
-def stored_vectors(index: Any) -> Stored | None:
-    """The vectors inside an opened index as a view [ntotal, d] that keeps it open, None where it has none whole.
-
-    float32, or float16 for a float16 scalar quantiser. In a file they begin at an odd offset: FAISS does not mind
-    (measured: 200k x 384, the same time), numpy's matrix product would copy all (see `store.blocks`).
-    """
-    holder = faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
-    if isinstance(holder, faiss.IndexFlat):
-        numbers: Stored = faiss.rev_swig_ptr(holder.get_xb(), holder.ntotal * holder.d)
-    elif isinstance(holder, faiss.IndexScalarQuantizer) and holder.sq.qtype == faiss.ScalarQuantizer.QT_fp16:
-        numbers = faiss.rev_swig_ptr(holder.codes.data(), holder.ntotal * holder.code_size).view(np.float16)
-    else:
-        return None
-    return np.asarray(_Kept(numbers.reshape(holder.ntotal, holder.d), index))
-
-
-class _Kept:
-    """An array over memory that `owner` frees: numpy arrays made of this one hold on to it."""
-
-    def __init__(self, array: Stored, owner: Any) -> None:
-        self.__array_interface__ = array.__array_interface__
-        self._owner = owner
-
-
-SPARE = 8
-"""Candidates beyond k that FAISS is asked for."""
-
-# FAISS scans vector by vector for batches below this many queries, and its default (128000 distances, in effect batches
-# of up to about 128) is 16 times slower at 64 queries than its BLAS path (measured, 100k x 768).
-_BLAS_FROM = 4
-
-_WIDENED_BYTES = 8 << 20
-"""Float32 vectors made of float16 ones at a time: few enough for the cache, many enough for a matrix product."""
-
-
-def build(settings: FileBase, source: Source, directory: Path) -> None:
-    """Vectors from the corpus, or a look at the file that has them."""
-    if settings.file is None:
-        source.vectors(settings.encoder, settings.dtype, directory)
-        return
-    check_survives(settings.file)
-    check_fits(settings.file, open_flat_file(settings.file).shape, settings, source)
-
-
-def open_flat_file(path: Path) -> Stored:
-    """The vectors in a file, memory-mapped."""
-    index = open_file(path, (faiss.IndexFlat, faiss.IndexScalarQuantizer), "a flat index")
-    vectors = stored_vectors(index)
-    if vectors is None:
-        raise UserError(
-            f"{path} holds vectors that are quantised further than float16",
-            todo="build it as a Flat or SQfp16 index",
-        )
-    return vectors
-
-
-def open_flat(settings: FileBase, directory: Path, *, threads: int) -> FaissFlatVectors:
-    """Over the file of the settings, or what `build` wrote."""
-    vectors = store.open_vectors(directory) if settings.file is None else open_flat_file(settings.file)
-    return FaissFlatVectors(vectors, threads=threads)
-
-
-class FaissFlatVectors:
-    """Over vectors [ntotal, dim], C order. The thread count belongs to the thread that opens it."""
-
-    def __init__(self, vectors: Stored, *, threads: int) -> None:
-        faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
-        use_threads(threads)
-        self._vectors = vectors
-
-    @property
-    def ntotal(self) -> int:
-        """Number of vectors."""
-        return len(self._vectors)
-
-    def longest(self) -> float:
-        """See `lengths.Measured`."""
-        return longest(self._vectors)
-
-    def search(self, queries: Vectors, k: int) -> Hits:
-        """See `base.VectorIndex`."""
-        return search_candidates(self._rough, self._vectors, np.ascontiguousarray(queries), k, SPARE)
-
-    def _rough(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        """Best first. float16 vectors are widened block by block."""
-        if self._vectors.dtype == np.float32:
-            scores, rows = faiss.knn(queries, self._vectors, count, metric=faiss.METRIC_INNER_PRODUCT)
-            return scores, rows
-        heap = faiss.ResultHeap(len(queries), count, keep_max=True)
-        for first, block in store.blocks(self._vectors, block_bytes=_WIDENED_BYTES):
-            scores, rows = faiss.knn(queries, block, min(count, len(block)), metric=faiss.METRIC_INNER_PRODUCT)
-            heap.add_result(scores, rows + first)
-        heap.finalize()
-        return heap.D, heap.I
+def use_threads(threads: int) -> None:
+    """Threads of every FAISS call that this thread makes from now on; 0: OMP_NUM_THREADS, or one a core."""
+    faiss.omp_set_num_threads(threads or _ALL_THREADS)

@@ -1,4 +1,4 @@
-"""FAISS on GPUs: a flat index in shares, and inverted lists in shares.
+"""FAISS on GPUs: a flat index in shards, and inverted lists in shards.
 
 The FAISS wheel for GPUs has the names used here; the one for CPUs has not, which `visible_devices` says first. A GPU
 index is not safe for several threads: like every index it belongs to the thread that opened it, and FAISS itself
@@ -16,27 +16,142 @@ import faiss
 import numpy as np
 
 from protocol.errors import UserError
+from retriever.encoder import build_encoder
 from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Rows, Scores
-from retriever.index.config import FaissGpuSettings
-from retriever.index.dense import ApproximateVectors, Stored
-from retriever.index.faiss_flat import open_flat_file
-from retriever.index.faiss_ivf import IvfSettings
-
-# Which rows of a flat index go to which GPU, and whether they fit. Pure: needs neither FAISS nor a GPU.
+from retriever.index.config import FaissGpuSettings, IvfSettings
+from retriever.index.dense import ApproximateVectors, DenseIndex, StoredVectors
+from retriever.index.faiss_flat import FaissFlatIndex, open_flat_file
 
 NORM_BYTES = 4
 """FAISS keeps a float32 norm beside every vector."""
+_PIECE_BYTES = 2 << 30
+"""Float32 vectors that are widened on the host at a time, where they are stored as float16."""
+_MAX_HITS = 2048
+"""Most hits of one FAISS search on a GPU."""
+_Shards: Any = faiss.IndexShards
 
 
-class Share(NamedTuple):
+class FaissGpuIndex(DenseIndex):
+    """An encoder before a flat index in shards on GPUs. Building needs no GPU unless the encoder does."""
+
+    def __init__(self, settings: FaissGpuSettings, directory: Path, *, threads: int) -> None:
+        """Copy the vectors to the GPUs. UserError if there are none, or if they do not fit."""
+        super().__init__(build_encoder(settings.encoder), open_gpu(settings, directory))
+
+    build = staticmethod(FaissFlatIndex.build)
+
+
+def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
+    """Copy the vectors of `settings.file`, or those that were built, to the GPUs."""
+    devices = visible_devices(settings.devices)
+    vectors = store.open_vectors(directory) if settings.file is None else open_flat_file(settings.file)
+    known = {device: free for device in devices if (free := free_bytes(device)) is not None}
+    shards = plan_shards(
+        *vectors.shape,
+        itemsize=2 if settings.precision == "float16" else 4,
+        devices=devices,
+        temp_bytes=int(settings.temp_mb * 2**20),
+        free_bytes=known,
+    )
+    flat = GpuFlat(settings, vectors, shards)
+    return ApproximateVectors(flat.search, len(vectors), vectors, lambda k: max(k, min(k + settings.spare, _MAX_HITS)))
+
+
+class GpuFlat:
+    """A tree of shards: devices, searched in parallel, and on each its pieces, searched one after the other.
+
+    A GpuIndexFlat is filled by a single `add`: FAISS reserves exactly what that brings and copies it page by page,
+    whereas a second one would need memory for old and new at once. float32 vectors go straight from the memory map, one
+    piece a device.
+    """
+
+    def __init__(self, settings: FaissGpuSettings, vectors: StoredVectors, shards: Sequence[GpuShard]) -> None:
+        dim = vectors.shape[1]
+        self._kept: list[Any] = []  # FAISS's shards do not own their parts
+        self._shards = _Shards(dim, True, True)  # threads; ids count on from shard to shard
+        for share in shards:
+            memory = resources(settings.temp_mb)
+            pieces = _Shards(dim, False, True)
+            self._kept += [memory, pieces]
+            config = faiss.GpuIndexFlatConfig()
+            config.device, config.useFloat16 = share.device, settings.precision == "float16"
+            for block in _pieces(vectors, share):
+                piece = faiss.GpuIndexFlatIP(memory, dim, config)
+                _on_gpu(share.device, piece.add, block)
+                pieces.add_shard(piece)
+                self._kept.append(piece)
+            self._shards.add_shard(pieces)
+
+    def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
+        """Best first, by products of float16 or float32 numbers."""
+        scores, rows = self._shards.search(queries, count)
+        return scores, rows
+
+
+class GpuInvertedLists:
+    """An inverted file whose lists are spread over GPUs."""
+
+    def __init__(self, index: Any, settings: IvfSettings) -> None:
+        """`index` is the opened file; its lists are copied."""
+        devices = visible_devices(settings.devices)
+        self._kept = [resources(settings.temp_mb) for _ in devices]
+        options = faiss.GpuMultipleClonerOptions()
+        options.shard = len(devices) > 1
+        copy = faiss.index_cpu_to_gpu_multiple_py
+        self._index = _on_gpu(devices[0], copy, self._kept, index, options, list(devices))
+        nlist = faiss.extract_index_ivf(index).nlist
+        faiss.GpuParameterSpace().set_index_parameter(self._index, "nprobe", min(settings.nprobe, nlist, _MAX_HITS))
+
+    def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
+        """Best first; NO_ROW where the lists hold fewer."""
+        scores, rows = self._index.search(queries, min(count, _MAX_HITS))
+        return scores, rows
+
+
+class GpuShard(NamedTuple):
     """Rows start .. stop-1 go to `device`, where they take `num_bytes` with FAISS's scratch memory."""
 
     device: int
     start: int
     stop: int
     num_bytes: int
+
+
+def plan_shards(
+    ntotal: int,
+    dim: int,
+    *,
+    itemsize: int,
+    devices: Sequence[int],
+    temp_bytes: int,
+    free_bytes: Mapping[int, int],
+) -> list[GpuShard]:
+    """Even, contiguous shards in the order of `devices`. UserError names every device whose share does not fit.
+
+    Args:
+        itemsize: bytes of a number on the GPU.
+        free_bytes: what each device has left; devices that are not in it are not checked.
+    """
+    row_bytes = dim * itemsize + NORM_BYTES
+    bounds = [ntotal * i // len(devices) for i in range(len(devices) + 1)]
+    shards = [
+        GpuShard(device, start, stop, (stop - start) * row_bytes + temp_bytes)
+        for device, start, stop in zip(devices, bounds, bounds[1:], strict=False)
+    ]
+    short = [share for share in shards if share.num_bytes > free_bytes.get(share.device, share.num_bytes)]
+    if short:
+        raise UserError(
+            f"{ntotal:,} vectors of {dim} numbers do not fit on GPU {', '.join(str(share.device) for share in short)}",
+            why="; ".join(
+                f"GPU {share.device} needs {_gib(share.num_bytes)} and has {_gib(free_bytes[share.device])} free"
+                for share in short
+            ),
+            todo="name more GPUs in index.devices, set index.precision=float16, free their memory, "
+            "or take faiss_ivfpq, which needs a tenth",
+        )
+    return [share for share in shards if share.stop > share.start]
 
 
 def choose_devices(asked: Sequence[int], *, supported: bool, visible: int) -> tuple[int, ...]:
@@ -59,55 +174,9 @@ def choose_devices(asked: Sequence[int], *, supported: bool, visible: int) -> tu
         raise UserError(
             f"there is no GPU {', '.join(map(str, wrong))}",
             why=f"{visible} visible, counted from 0",
-            todo="mend index.devices",
+            todo="correct index.devices",
         )
     return devices
-
-
-def plan(
-    ntotal: int,
-    dim: int,
-    *,
-    itemsize: int,
-    devices: Sequence[int],
-    temp_bytes: int,
-    free_bytes: Mapping[int, int],
-) -> list[Share]:
-    """Even, contiguous shares in the order of `devices`. UserError names every device whose share does not fit.
-
-    Args:
-        itemsize: bytes of a number on the GPU.
-        free_bytes: what each device has left; devices that are not in it are not checked.
-    """
-    row_bytes = dim * itemsize + NORM_BYTES
-    bounds = [ntotal * i // len(devices) for i in range(len(devices) + 1)]
-    shares = [
-        Share(device, start, stop, (stop - start) * row_bytes + temp_bytes)
-        for device, start, stop in zip(devices, bounds, bounds[1:], strict=False)
-    ]
-    short = [share for share in shares if share.num_bytes > free_bytes.get(share.device, share.num_bytes)]
-    if short:
-        raise UserError(
-            f"{ntotal:,} vectors of {dim} numbers do not fit on GPU {', '.join(str(share.device) for share in short)}",
-            why="; ".join(
-                f"GPU {share.device} needs {_gib(share.num_bytes)} and has {_gib(free_bytes[share.device])} free"
-                for share in short
-            ),
-            todo="name more GPUs in index.devices, set index.precision=float16, free their memory, "
-            "or take faiss_ivfpq, which needs a tenth",
-        )
-    return [share for share in shares if share.stop > share.start]
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
-_PIECE_BYTES = 2 << 30
-"""Float32 vectors that are widened on the host at a time, where they are stored as float16."""
-_Shards: Any = faiss.IndexShards
-_MOST = 2048
-"""Most hits of one FAISS search on a GPU."""
 
 
 def visible_devices(asked: Sequence[int]) -> tuple[int, ...]:
@@ -117,7 +186,7 @@ def visible_devices(asked: Sequence[int]) -> tuple[int, ...]:
 
 
 def free_bytes(device: int) -> int | None:
-    """Free memory of a GPU, by CUDA's driver library, since FAISS does not tell. None where that has no answer."""
+    """Return the free memory of a GPU by CUDA's driver library (FAISS does not report it). None without the library."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -141,54 +210,11 @@ def resources(temp_mb: float) -> Any:
     return made
 
 
-def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
-    """Copy the vectors of `settings.file`, or those that were built, to the GPUs."""
-    devices = visible_devices(settings.devices)
-    vectors = store.open_vectors(directory) if settings.file is None else open_flat_file(settings.file)
-    known = {device: free for device in devices if (free := free_bytes(device)) is not None}
-    shares = plan(
-        *vectors.shape,
-        itemsize=2 if settings.precision == "float16" else 4,
-        devices=devices,
-        temp_bytes=int(settings.temp_mb * 2**20),
-        free_bytes=known,
-    )
-    flat = GpuFlat(settings, vectors, shares)
-    return ApproximateVectors(flat.search, len(vectors), vectors, lambda k: max(k, min(k + settings.spare, _MOST)))
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
-class GpuFlat:
-    """A tree of shards: devices, searched in parallel, and on each its pieces, searched one after the other.
-
-    A GpuIndexFlat is filled by a single `add`: FAISS reserves exactly what that brings and copies it page by page,
-    whereas a second one would need room for old and new at once. float32 vectors go straight from the memory map, one
-    piece a device.
-    """
-
-    def __init__(self, settings: FaissGpuSettings, vectors: Stored, shares: Sequence[Share]) -> None:
-        dim = vectors.shape[1]
-        self._kept: list[Any] = []  # FAISS's shards do not own their parts
-        self._shards = _Shards(dim, True, True)  # threads; ids count on from shard to shard
-        for share in shares:
-            memory = resources(settings.temp_mb)
-            pieces = _Shards(dim, False, True)
-            self._kept += [memory, pieces]
-            config = faiss.GpuIndexFlatConfig()
-            config.device, config.useFloat16 = share.device, settings.precision == "float16"
-            for block in _pieces(vectors, share):
-                piece = faiss.GpuIndexFlatIP(memory, dim, config)
-                _on_gpu(share.device, piece.add, block)
-                pieces.add_shard(piece)
-                self._kept.append(piece)
-            self._shards.add_shard(pieces)
-
-    def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        """Best first, by products of float16 or float32 numbers."""
-        scores, rows = self._shards.search(queries, count)
-        return scores, rows
-
-
-def _pieces(vectors: Stored, share: Share) -> Any:
+def _pieces(vectors: StoredVectors, share: GpuShard) -> Any:
     if vectors.dtype == np.float32:
         yield vectors[share.start : share.stop]
         return
@@ -206,23 +232,3 @@ def _on_gpu(device: int, call: Any, *args: Any) -> Any:
             why=str(error).strip().rpartition("\n")[2][:300],
             todo="free its memory, name other GPUs in index.devices, or lower index.temp_mb",
         ) from None
-
-
-class GpuLists:
-    """An inverted file whose lists are spread over GPUs."""
-
-    def __init__(self, index: Any, settings: IvfSettings) -> None:
-        """`index` is the opened file; its lists are copied."""
-        devices = visible_devices(settings.devices)
-        self._kept = [resources(settings.temp_mb) for _ in devices]
-        options = faiss.GpuMultipleClonerOptions()
-        options.shard = len(devices) > 1
-        copy = faiss.index_cpu_to_gpu_multiple_py
-        self._index = _on_gpu(devices[0], copy, self._kept, index, options, list(devices))
-        nlist = faiss.extract_index_ivf(index).nlist
-        faiss.GpuParameterSpace().set_index_parameter(self._index, "nprobe", min(settings.nprobe, nlist, _MOST))
-
-    def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        """Best first; NO_ROW where the lists hold fewer."""
-        scores, rows = self._index.search(queries, min(count, _MOST))
-        return scores, rows

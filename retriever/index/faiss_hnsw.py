@@ -9,22 +9,22 @@ from typing import Any
 
 import faiss
 
+from retriever.encoder import build_encoder
 from retriever.encoder.base import Vectors
 from retriever.index import store
-from retriever.index.base import Rows, Scores, Source, VectorIndex
+from retriever.index.base import PassageSource, Rows, Scores, VectorIndex
 from retriever.index.config import FaissHnswSettings
-from retriever.index.dense import ApproximateVectors, Stored
+from retriever.index.dense import ApproximateVectors, DenseIndex, StoredVectors
 from retriever.index.faiss_flat import (
     FaissFlatVectors,
     check_fits,
-    check_survives,
+    check_readable,
     open_file,
     stored_vectors,
     use_threads,
 )
 
 log = logging.getLogger(__name__)
-
 FILE = "index.faiss"
 _Parameters: Any = getattr(faiss, "SearchParametersHNSW")  # noqa: B009 -- FAISS's type stubs do not know it
 SPARE = 8
@@ -32,40 +32,33 @@ SPARE = 8
 _ADD_BYTES = 256 << 20
 
 
-def build(settings: FaissHnswSettings, source: Source, directory: Path) -> None:
-    """Encode and link, or look at the file that is there already. Below `exact_below` the vectors are all there is."""
-    if settings.file is not None:
-        check_survives(settings.file)
-        index = open_file(settings.file, faiss.IndexHNSW, "a graph (HNSW)")
-        check_fits(settings.file, (index.ntotal, index.d), settings, source)
-        return
-    source.vectors(settings.encoder, settings.dtype, directory)
-    vectors = store.open_vectors(directory)
-    if len(vectors) < settings.exact_below:
-        return
-    path = directory / FILE
-    faiss.write_index(graph(settings, vectors), str(path))
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    # the graph's file holds the vectors too: once it is safe, the others are only disk
-    (directory / store.FILE).unlink()
+class FaissHnswIndex(DenseIndex):
+    """An encoder before a graph."""
 
+    def __init__(self, settings: FaissHnswSettings, directory: Path, *, threads: int) -> None:
+        super().__init__(build_encoder(settings.encoder), open_hnsw(settings, directory, threads=threads))
 
-def graph(settings: FaissHnswSettings, vectors: Stored) -> Any:
-    """The linked vectors."""
-    use_threads(settings.build_threads)
-    dim = vectors.shape[1]
-    index: Any
-    if vectors.dtype == "float16":
-        half: Any = faiss.ScalarQuantizer.QT_fp16
-        index = faiss.IndexHNSWSQ(dim, half, settings.m, faiss.METRIC_INNER_PRODUCT)
-    else:
-        index = faiss.IndexHNSWFlat(dim, settings.m, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = settings.ef_construction
-    for first, block in store.blocks(vectors, block_bytes=_ADD_BYTES):
-        index.add(block)
-        log.info("%d of %d passages are in the graph", first + len(block), len(vectors))
-    return index
+    @staticmethod
+    def build(settings: FaissHnswSettings, source: PassageSource, directory: Path) -> None:
+        """Encode and link, or check the file that is there already. Below `exact_below` only vectors are written.
+
+        Memory: all vectors and links.
+        """
+        if settings.file is not None:
+            check_readable(settings.file)
+            index = open_file(settings.file, faiss.IndexHNSW, "a graph (HNSW)")
+            check_fits(settings.file, (index.ntotal, index.d), settings, source)
+            return
+        source.vectors(settings.encoder, settings.dtype, directory)
+        vectors = store.open_vectors(directory)
+        if len(vectors) < settings.exact_below:
+            return
+        path = directory / FILE
+        faiss.write_index(graph(settings, vectors), str(path))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        # the graph's file holds the vectors too: once it is safe, the others are only disk
+        (directory / store.FILE).unlink()
 
 
 def open_hnsw(settings: FaissHnswSettings, directory: Path, *, threads: int) -> VectorIndex:
@@ -82,3 +75,20 @@ def open_hnsw(settings: FaissHnswSettings, directory: Path, *, threads: int) -> 
         return scores, rows
 
     return ApproximateVectors(rough, index.ntotal, stored_vectors(index), lambda k: k + SPARE)
+
+
+def graph(settings: FaissHnswSettings, vectors: StoredVectors) -> Any:
+    """The linked vectors."""
+    use_threads(settings.build_threads)
+    dim = vectors.shape[1]
+    index: Any
+    if vectors.dtype == "float16":
+        half: Any = faiss.ScalarQuantizer.QT_fp16
+        index = faiss.IndexHNSWSQ(dim, half, settings.m, faiss.METRIC_INNER_PRODUCT)
+    else:
+        index = faiss.IndexHNSWFlat(dim, settings.m, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = settings.ef_construction
+    for first, block in store.blocks(vectors, block_bytes=_ADD_BYTES):
+        index.add(block)
+        log.info("%d of %d passages are in the graph", first + len(block), len(vectors))
+    return index

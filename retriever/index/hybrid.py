@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from retriever.encoder.base import Encoder
-from retriever.index.base import NO_ROW, Hits, Index, Rows, Scores, Source, top_rows
+from retriever.index import open_index, write_index
+from retriever.index.base import NO_ROW, Hits, Index, PassageSource, Rows, Scores, top_rows
 from retriever.index.config import HybridSettings
 
 RANK_CONSTANT = 60
@@ -24,24 +25,24 @@ def folder(directory: Path, position: int, kind: str) -> Path:
     return directory / f"{position}-{kind}"
 
 
-def build(settings: HybridSettings, source: Source, directory: Path) -> None:
-    """Every member into its folder. An interrupted build goes on where it stopped, as far as the members do."""
-    for position, member in enumerate(settings.members):
-        place = folder(directory, position, member.type)
-        place.mkdir(exist_ok=True)
-        member.build(source, place)
-
-
 class HybridIndex:
     """The opened members."""
 
     def __init__(self, settings: HybridSettings, directory: Path, *, threads: int) -> None:
         self._members: list[Index] = [
-            member.open(folder(directory, position, member.type), threads=threads)
+            open_index(member, folder(directory, position, member.type), threads=threads)
             for position, member in enumerate(settings.members)
         ]
         self._weights = settings.weights or (1.0,) * len(self._members)
         self._candidates = settings.candidates
+
+    @staticmethod
+    def build(settings: HybridSettings, source: PassageSource, directory: Path) -> None:
+        """Every member into its folder. An interrupted build goes on where it stopped, as far as the members do."""
+        for position, member in enumerate(settings.members):
+            place = folder(directory, position, member.type)
+            place.mkdir(exist_ok=True)
+            write_index(member, source, place)
 
     @property
     def ntotal(self) -> int:

@@ -19,9 +19,10 @@ from protocol.errors import UserError
 from retriever.encoder.base import Vectors
 
 FILE = "vectors.npy"
-
 BLOCK_BYTES = 32 << 20
 """Size of a block of float32 vectors where a caller names none."""
+DIGEST_BLOCK = 4096
+DIGEST_BLOCKS = 64
 
 
 def create(directory: Path, ntotal: int, dim: int, dtype: str) -> npt.NDArray[Any]:
@@ -35,7 +36,7 @@ def create(directory: Path, ntotal: int, dim: int, dtype: str) -> npt.NDArray[An
 
 
 def open_vectors(directory: Path) -> npt.NDArray[Any]:
-    """The matrix, read-only; plain view of the map (numpy's memmap class makes every slice dearer)."""
+    """The matrix, read-only; plain view of the map (numpy's memmap class makes every slice slower)."""
     return np.asarray(np.load(directory / FILE, mmap_mode="r"))
 
 
@@ -60,14 +61,8 @@ def blocks(
         yield first, block
 
 
-# Which file it is, without reading tens of GB: its size and a hash over blocks spread through it.
-
-BLOCK = 4096
-BLOCKS = 64
-
-
 def file_digest(path: Path) -> dict[str, Any]:
-    """`bytes` (size) and `sha256_of_blocks` (16 hexadecimal digits): the same wherever the file lies.
+    """Identify a file of tens of GB: `bytes` (size) and `sha256_of_blocks` (16 hexadecimal digits).
 
     Reads the head, the tail and what is evenly between, 256 KiB in all. UserError when it cannot be read.
     """
@@ -75,9 +70,9 @@ def file_digest(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with path.open("rb") as file:
-            for i in range(BLOCKS):
-                file.seek(max(0, size - BLOCK) * i // (BLOCKS - 1))
-                digest.update(file.read(BLOCK))
+            for i in range(DIGEST_BLOCKS):
+                file.seek(max(0, size - DIGEST_BLOCK) * i // (DIGEST_BLOCKS - 1))
+                digest.update(file.read(DIGEST_BLOCK))
     except OSError as error:
         raise UserError(
             f"cannot read the index file {path}",

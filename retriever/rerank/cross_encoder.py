@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from protocol.errors import UserError
-from retriever.config import CrossEncoderSettings
 from retriever.encoder.base import HALF, check_finite
 from retriever.encoder.folder import read_folder
 from retriever.encoder.transformer import forward, load_model, load_tokenizer
 from retriever.rerank.base import Scores
+from retriever.rerank.config import CrossEncoderSettings
 
 _CHUNK = 4096
 """Pairs that are tokenised at once: the ids of a whole burst with 50 candidates a query would take gigabytes."""

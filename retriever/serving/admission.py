@@ -1,7 +1,7 @@
-"""How much may be queued, and how long it will take: the bound behind 429, and the Retry-After that goes with it.
+"""Admission control: how many queries may be queued, and the Retry-After of those that are refused.
 
-With `patience_s` a request that finds no room waits for it, first come first served: clients of others do not try
-again after 429, and one refusal fails their batch.
+With `max_wait_s` a request waits for its turn, first come first served: many clients do not try again after 429, and
+one refusal fails their batch.
 """
 
 from __future__ import annotations
@@ -13,96 +13,106 @@ from collections import deque
 from protocol.errors import ForayError
 from retriever.metrics import Metrics
 
-MAX_WAIT_S = 30
-"""Longest Retry-After (s): speeds change, and a client that is told minutes gives up."""
+MAX_RETRY_AFTER_S = 30
+"""Longest Retry-After (s): speeds change, and a client that is asked to wait for minutes gives up."""
 
-MOST_WAITING = 1024
-"""Requests that wait for room at once; further ones are refused."""
+MAX_WAITING = 1024
+"""Requests that wait for admission at once; further ones are refused."""
 
-_FRESH = 0.3
-"""Weight of the newest batch in the speed."""
+_NEWEST_WEIGHT = 0.3
+"""Weight of the newest batch in the moving average of the speed."""
 
 
 class Overloaded(ForayError):
-    """The queue is full: try again in `wait_s` seconds. `status` is 429, or 503 after a wait: the one that others'
-    clients try again after."""
+    """The queue is full: try again in `retry_after_s` seconds.
 
-    def __init__(self, what: str, wait_s: int, status: int) -> None:
-        super().__init__(what)
-        self.wait_s, self.status = wait_s, status
+    `status` is 429, or 503 after a wait, because clients that wait try again after 503 only.
+    """
+
+    def __init__(self, message: str, retry_after_s: int, status: int) -> None:
+        super().__init__(message)
+        self.retry_after_s, self.status = retry_after_s, status
 
 
-class Room:
-    """One bound over everything that waits for the back-end or is in it: queries and texts to embed."""
+class QueueLimit:
+    """One bound over all queries and texts that wait for the back-end or are being processed by it.
 
-    def __init__(self, limit: int, metrics: Metrics, *, lanes: int = 1, patience_s: float = 0.0) -> None:
-        """`patience_s`: how long a request waits for room before it is refused."""
-        self._limit, self._metrics, self._lanes, self._patience_s = limit, metrics, lanes, patience_s
-        self._taken = 0
+    max_concurrent_batches  batches that the back-end processes at once: the speed that Retry-After is computed from
+    max_wait_s              longest wait for admission before a request is refused; 0: refuse at once
+    """
+
+    def __init__(
+        self, limit: int, metrics: Metrics, *, max_concurrent_batches: int = 1, max_wait_s: float = 0.0
+    ) -> None:
+        self._limit, self._metrics = limit, metrics
+        self._max_concurrent_batches, self._max_wait_s = max_concurrent_batches, max_wait_s
+        self._used = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._seconds_each: float | None = None
 
-    def enter(self, count: int) -> bool:
-        """Take places, or none where they are not free or others wait for some. An empty service takes a request of
-        any size: refusing it would be for ever."""
+    def try_acquire(self, count: int) -> bool:
+        """Admit `count` queries if they fit and no request waits. An empty service admits a request of any size:
+        refused now, it would be refused always."""
         if self._waiting or not self._fits(count):
             return False
-        self._take(count)
+        self._add(count)
         return True
 
-    async def wait(self, count: int) -> None:
-        """Take places as soon as they are free and earlier requests have theirs. Raises Overloaded when that is not
-        within `patience_s`, and takes none."""
-        if not self._patience_s or len(self._waiting) >= MOST_WAITING:
+    async def acquire(self, count: int) -> None:
+        """Admit `count` queries as soon as they fit and earlier requests are admitted.
+
+        Raises Overloaded, and admits none, if that takes longer than `max_wait_s`.
+        """
+        if not self._max_wait_s or len(self._waiting) >= MAX_WAITING:
             raise self._overloaded()
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (count, turn)
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (count, admitted)
         self._waiting.append(entry)
         self._metrics.waited.inc()
         try:
-            async with asyncio.timeout(self._patience_s):
-                await turn
+            async with asyncio.timeout(self._max_wait_s):
+                await admitted
         except BaseException as error:
             if entry in self._waiting:
                 self._waiting.remove(entry)
                 self._admit()  # it may have been a large one that held up smaller ones
-            elif turn.done() and not turn.cancelled():
-                self.leave(count)  # its places came together with its end
+            elif admitted.done() and not admitted.cancelled():
+                self.release(count)  # admitted and cancelled in the same turn of the loop
             if isinstance(error, TimeoutError):
                 raise self._overloaded() from None
             raise
 
-    def leave(self, count: int) -> None:
-        """Give places back."""
-        self._take(-count)
+    def release(self, count: int) -> None:
+        """Free the places of `count` queries."""
+        self._add(-count)
         self._admit()
 
-    def _fits(self, count: int) -> bool:
-        return not self._taken or self._taken + count <= self._limit
+    def record_batch(self, count: int, seconds: float) -> None:
+        """Update the speed: one batch of `count` took `seconds`."""
+        each = seconds / count
+        before = self._seconds_each
+        self._seconds_each = each if before is None else before + _NEWEST_WEIGHT * (each - before)
 
-    def _take(self, count: int) -> None:
-        self._taken += count
-        self._metrics.queue.set(self._taken)
+    def retry_after_s(self) -> int:
+        """Return the seconds until what is queued now will be done: whole, from 1 to MAX_RETRY_AFTER_S."""
+        seconds = self._used * (self._seconds_each or 0.0) / self._max_concurrent_batches
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(seconds)))
+
+    def _fits(self, count: int) -> bool:
+        return not self._used or self._used + count <= self._limit
+
+    def _add(self, count: int) -> None:
+        self._used += count
+        self._metrics.queue.set(self._used)
 
     def _admit(self) -> None:
         while self._waiting and self._fits(self._waiting[0][0]):
-            count, turn = self._waiting.popleft()
-            if not turn.done():
-                self._take(count)
-                turn.set_result(None)
+            count, admitted = self._waiting.popleft()
+            if not admitted.done():
+                self._add(count)
+                admitted.set_result(None)
 
     def _overloaded(self) -> Overloaded:
-        waited = f" after {self._patience_s:g} s" if self._patience_s else ""
-        what = f"{self._taken} queries are queued{waited}, the limit is {self._limit}"
-        return Overloaded(what, self.wait_s(), 503 if self._patience_s else 429)
-
-    def note_speed(self, count: int, seconds: float) -> None:
-        """One lane did `count` in so many seconds."""
-        each = seconds / count
-        before = self._seconds_each
-        self._seconds_each = each if before is None else before + _FRESH * (each - before)
-
-    def wait_s(self) -> int:
-        """Seconds until what is queued now will be done at the recent speed: whole, at least 1, at most MAX_WAIT_S."""
-        seconds = self._taken * (self._seconds_each or 0.0) / self._lanes
-        return max(1, min(MAX_WAIT_S, math.ceil(seconds)))
+        waited = f" after {self._max_wait_s:g} s" if self._max_wait_s else ""
+        message = f"{self._used} queries are queued{waited}, the limit is {self._limit}"
+        return Overloaded(message, self.retry_after_s(), 503 if self._max_wait_s else 429)

@@ -1,11 +1,11 @@
-"""Many requests, few calls: dynamic batching across requests, for searches and for embeddings alike.
+"""Dynamic batching across requests, for searches and for embeddings: many requests, few calls of the back-end.
 
-    handlers --ask()--> waiting --run()--> call(batch), `lanes` at once --> tickets' outcomes --> handlers
-                 |  join of equal keys         one batch, one group at a time
+    handlers --submit()--> waiting --run()--> call(batch), at most `max_concurrent_batches` --> outcomes --> handlers
+                 |  equal keys join           one batch, one group at a time
 
-One batch of 512 costs a dense index about as much as a few single queries, and neither FAISS on GPUs nor an encoder
-may be entered by two threads: with one lane, requests meet here and one call at a time is made. A back-end that only
-waits for somebody else takes many lanes, so that a slow answer holds up nobody.
+One batch of 512 costs a dense index about as much as a few single queries, and neither FAISS on GPUs nor an encoder may
+be entered by two threads: with one concurrent batch, requests meet here and one call at a time is made. A back-end that
+only waits for another service takes many, so that a slow answer holds up no other.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from protocol.errors import ForayError
-from retriever.backends.base import Fault
+from retriever.backends.base import QueryFailure
 from retriever.metrics import Metrics
-from retriever.serving.admission import Room
+from retriever.serving.admission import QueueLimit
 
 log = logging.getLogger(__name__)
 
-LINGER = 0.1
-"""Share of a call's time for which the next batch waits for those whom that call has answered. Clients that ask again
-at once would else form two halves that take turns, and batches of half the size cost a flat index a tenth more."""
+REBATCH_DELAY = 0.1
+"""Share of a call's time for which the next batch waits for the clients that the call has answered. Clients that ask
+again at once would otherwise form two halves that take turns, and batches of half the size cost a flat index a tenth
+more."""
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-class Stopped(ForayError):
+class ServiceStopped(ForayError):
     """The service is going down (503)."""
 
 
-_STOPPED = Fault("stopped", "the service is going down")
+_STOPPED_FAILURE = QueryFailure("stopped", "the service is going down")
 
 
-class _Wish:
-    """One request's wait for some tickets."""
+class _Waiter:
+    """One request's wait for `left` outcomes."""
 
     __slots__ = ("future", "left")
 
@@ -49,115 +50,118 @@ class _Wish:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class _Ticket(Generic[Key, Value]):
-    """One distinct key on its way through the back-end. `wishes` are those of the requests that want it."""
+class _Pending(Generic[Key, Value]):
+    """One distinct key that is waiting or being processed, and the requests that wait for it."""
 
-    __slots__ = ("arrived", "key", "outcome", "wishes")
+    __slots__ = ("arrived", "key", "outcome", "waiters")
 
     def __init__(self, key: Key, now: float) -> None:
         self.key, self.arrived = key, now
-        self.outcome: Value | Fault = _STOPPED
-        self.wishes: set[_Wish] = set()
+        self.outcome: Value | QueryFailure = _STOPPED_FAILURE
+        self.waiters: set[_Waiter] = set()
 
-    def resolve(self, outcome: Value | Fault) -> None:
-        """Note the outcome, and wake the requests that waited for this ticket last."""
+    def resolve(self, outcome: Value | QueryFailure) -> None:
+        """Set the outcome, and wake the requests for which it was the last one."""
         self.outcome = outcome
-        for wish in self.wishes:
-            wish.left -= 1
-            if not wish.left and not wish.future.done():
-                wish.future.set_result(None)
-        self.wishes.clear()
+        for waiter in self.waiters:
+            waiter.left -= 1
+            if not waiter.left and not waiter.future.done():
+                waiter.future.set_result(None)
+        self.waiters.clear()
 
 
-class Batcher(Generic[Key, Value]):
-    """Belongs to one event loop. `ask` is for any number of tasks, `run` for one."""
+class DynamicBatcher(Generic[Key, Value]):
+    """Belongs to one event loop. Any number of tasks call `submit`, one calls `run`.
+
+    call       returns one outcome a key, in order, for keys of one `group`
+    on_result  is called once with every result that is not a failure
+    """
 
     def __init__(
         self,
-        call: Callable[[Sequence[Key]], Awaitable[Sequence[Value | Fault]]],
+        call: Callable[[Sequence[Key]], Awaitable[Sequence[Value | QueryFailure]]],
         *,
         group: Callable[[Key], Hashable],
         window_s: float,
         max_batch: int,
-        lanes: int,
-        room: Room,
+        max_concurrent_batches: int,
+        queue_limit: QueueLimit,
         metrics: Metrics,
-        keep: Callable[[Key, Value], None] | None = None,
+        on_result: Callable[[Key, Value], None] | None = None,
     ) -> None:
-        """`call` gives one outcome a key, in order, for keys of one `group`. `keep` is told every answer, once."""
-        self._call, self._group, self._keep = call, group, keep
+        self._call, self._group, self._on_result = call, group, on_result
         self._window_s, self._max_batch = window_s, max_batch
-        self._room, self._metrics = room, metrics
-        self._waiting: dict[Key, _Ticket[Key, Value]] = {}
-        self._flying: dict[Key, _Ticket[Key, Value]] = {}
+        self._queue_limit, self._metrics = queue_limit, metrics
+        self._waiting: dict[Key, _Pending[Key, Value]] = {}
+        self._in_flight: dict[Key, _Pending[Key, Value]] = {}
         self._arrived, self._full = asyncio.Event(), asyncio.Event()
         self._wanted = max_batch
-        """Waiting tickets at which `_full` is set."""
-        self._lanes = asyncio.Semaphore(lanes)
-        self._linger = LINGER if lanes == 1 else 0.0
-        self._returning, self._linger_until = 0, 0.0
+        """Number of waiting keys at which `_full` is set."""
+        self._slots = asyncio.Semaphore(max_concurrent_batches)
+        self._rebatch_delay = REBATCH_DELAY if max_concurrent_batches == 1 else 0.0
+        self._returning, self._rebatch_until = 0, 0.0
         self._stopped = False
 
-    async def ask(self, keys: Sequence[Key]) -> dict[Key, Value | Fault]:
-        """One outcome a distinct key.
+    async def submit(self, keys: Sequence[Key]) -> dict[Key, Value | QueryFailure]:
+        """Return one outcome a distinct key.
 
-        Raises Overloaded (nothing was queued) or Stopped. When cancelled, its keys are dropped unless another request
-        waits for the same ones or the back-end has them already.
+        Raises Overloaded (nothing was queued) or ServiceStopped. When cancelled, its keys are dropped unless another
+        request waits for the same ones or the back-end has them already.
         """
         if self._stopped:
-            raise Stopped(_STOPPED.detail)
+            raise ServiceStopped(_STOPPED_FAILURE.detail)
         distinct = list(dict.fromkeys(keys))
-        tickets, fresh = self._known(distinct)
-        if fresh and not self._room.enter(len(fresh)):
-            await self._room.wait(len(distinct))
-            # the queue was another one then: some keys may have been asked for meanwhile, others answered
-            tickets, fresh = self._known(distinct)
+        joined, new = self._join(distinct)
+        if new and not self._queue_limit.try_acquire(len(new)):
+            await self._queue_limit.acquire(len(distinct))
+            # meanwhile some keys may have been submitted by others, and others answered
+            joined, new = self._join(distinct)
             if self._stopped:
-                self._room.leave(len(distinct))
-                raise Stopped(_STOPPED.detail)
-            self._room.leave(len(distinct) - len(fresh))
-        if fresh:
+                self._queue_limit.release(len(distinct))
+                raise ServiceStopped(_STOPPED_FAILURE.detail)
+            self._queue_limit.release(len(distinct) - len(new))
+        if new:
             now = time.monotonic()
-            for key in fresh:
-                ticket = self._waiting[key] = _Ticket(key, now)
-                tickets.append(ticket)
+            for key in new:
+                pending = self._waiting[key] = _Pending(key, now)
+                joined.append(pending)
             self._arrived.set()
             if len(self._waiting) >= self._wanted:
                 self._full.set()
-        if len(keys) > len(fresh):
-            self._metrics.shared.inc(len(keys) - len(fresh))
-        if tickets:
-            await self._wait_for(tickets)
-        outcomes = {ticket.key: ticket.outcome for ticket in tickets}
-        if any(outcome is _STOPPED for outcome in outcomes.values()):
-            raise Stopped(_STOPPED.detail)
+        if len(keys) > len(new):
+            self._metrics.shared.inc(len(keys) - len(new))
+        if joined:
+            await self._wait_for(joined)
+        outcomes = {pending.key: pending.outcome for pending in joined}
+        if any(outcome is _STOPPED_FAILURE for outcome in outcomes.values()):
+            raise ServiceStopped(_STOPPED_FAILURE.detail)
         return outcomes
 
-    def _known(self, keys: Sequence[Key]) -> tuple[list[_Ticket[Key, Value]], list[Key]]:
-        """(tickets of the keys that are on their way, the other keys)."""
-        found = [(key, self._waiting.get(key) or self._flying.get(key)) for key in keys]
-        return [ticket for _, ticket in found if ticket], [key for key, ticket in found if not ticket]
+    def _join(self, keys: Sequence[Key]) -> tuple[list[_Pending[Key, Value]], list[Key]]:
+        """Return (what is pending of these keys, the other keys)."""
+        found = [(key, self._waiting.get(key) or self._in_flight.get(key)) for key in keys]
+        return [pending for _, pending in found if pending], [key for key, pending in found if not pending]
 
-    async def _wait_for(self, tickets: Sequence[_Ticket[Key, Value]]) -> None:
-        wish = _Wish(len(tickets))
-        for ticket in tickets:
-            ticket.wishes.add(wish)
+    async def _wait_for(self, keys: Sequence[_Pending[Key, Value]]) -> None:
+        waiter = _Waiter(len(keys))
+        for pending in keys:
+            pending.waiters.add(waiter)
         try:
-            await wish.future
+            await waiter.future
         except asyncio.CancelledError:
-            for ticket in tickets:
-                ticket.wishes.discard(wish)
-                if not ticket.wishes and self._waiting.get(ticket.key) is ticket:
-                    del self._waiting[ticket.key]
-                    self._room.leave(1)
+            for pending in keys:
+                pending.waiters.discard(waiter)
+                if not pending.waiters and self._waiting.get(pending.key) is pending:
+                    del self._waiting[pending.key]
+                    self._queue_limit.release(1)
                     self._metrics.dropped.inc()
             raise
 
     async def run(self) -> None:
-        """Consumes waiting tickets, produces their outcomes. Waits for a first ticket, then until the oldest is
-        `window_s` old or `max_batch` are there, then for a free lane, then a little for those whom the last call has
-        answered; unblocked by `ask` and by the end of a batch. Ends by cancellation, which fails all that are left with
-        Stopped.
+        """Consume waiting keys and produce their outcomes, until cancelled; all that are left fail as stopped.
+
+        Waits for a first key, then until the oldest is `window_s` old or `max_batch` are there, then for a free slot,
+        then a little for the clients that the last call has answered. Unblocked by `submit` and by the end of a batch.
         """
         try:
             async with asyncio.TaskGroup() as batches:
@@ -168,23 +172,23 @@ class Batcher(Generic[Key, Value]):
                         continue
                     oldest = next(iter(self._waiting.values()))
                     await self._gather(self._max_batch, oldest.arrived + self._window_s)
-                    await self._lanes.acquire()
-                    await self._gather(self._returning, self._linger_until)
+                    await self._slots.acquire()
+                    await self._gather(self._returning, self._rebatch_until)
                     if batch := self._take():
-                        batches.create_task(self._fly(batch))
+                        batches.create_task(self._dispatch(batch))
                     else:
-                        self._lanes.release()  # all that waited have left
+                        self._slots.release()  # all that waited were cancelled
         finally:
             self._stopped = True
-            left = [*self._waiting.values(), *self._flying.values()]
+            left = [*self._waiting.values(), *self._in_flight.values()]
             self._waiting.clear()
-            self._flying.clear()
-            self._room.leave(len(left))
-            for ticket in left:
-                ticket.resolve(_STOPPED)
+            self._in_flight.clear()
+            self._queue_limit.release(len(left))
+            for pending in left:
+                pending.resolve(_STOPPED_FAILURE)
 
     async def _gather(self, count: int, until: float) -> None:
-        """Wait until `count` tickets (or a full batch) are waiting, or the clock says `until`."""
+        """Wait until `count` keys (or a full batch) are waiting, or the clock says `until`."""
         self._wanted = min(count, self._max_batch)
         left = until - time.monotonic()
         if left <= 0 or len(self._waiting) >= self._wanted:
@@ -196,46 +200,46 @@ class Batcher(Generic[Key, Value]):
         except TimeoutError:
             pass  # the time is over
 
-    def _take(self) -> list[_Ticket[Key, Value]]:
+    def _take(self) -> list[_Pending[Key, Value]]:
         batch = list(islice(self._waiting.values(), self._max_batch))
         now = time.monotonic()
-        for ticket in batch:
-            del self._waiting[ticket.key]
-            self._flying[ticket.key] = ticket
-            self._metrics.queue_seconds.observe(now - ticket.arrived)
+        for pending in batch:
+            del self._waiting[pending.key]
+            self._in_flight[pending.key] = pending
+            self._metrics.queue_seconds.observe(now - pending.arrived)
         return batch
 
-    async def _fly(self, batch: Sequence[_Ticket[Key, Value]]) -> None:
+    async def _dispatch(self, batch: Sequence[_Pending[Key, Value]]) -> None:
         start = time.monotonic()
-        groups: dict[Hashable, list[_Ticket[Key, Value]]] = {}
-        for ticket in batch:
-            groups.setdefault(self._group(ticket.key), []).append(ticket)
+        groups: dict[Hashable, list[_Pending[Key, Value]]] = {}
+        for pending in batch:
+            groups.setdefault(self._group(pending.key), []).append(pending)
         try:
             for group in groups.values():
-                await self._fly_group(group)
+                await self._dispatch_group(group)
         finally:
             end = time.monotonic()
             self._returning = len(self._waiting) + len(batch)
-            self._linger_until = end + self._linger * (end - start)
-            self._lanes.release()
-        self._room.note_speed(len(batch), end - start)
+            self._rebatch_until = end + self._rebatch_delay * (end - start)
+            self._slots.release()
+        self._queue_limit.record_batch(len(batch), end - start)
 
-    async def _fly_group(self, group: Sequence[_Ticket[Key, Value]]) -> None:
-        keys = [ticket.key for ticket in group]
+    async def _dispatch_group(self, group: Sequence[_Pending[Key, Value]]) -> None:
+        keys = [pending.key for pending in group]
         try:
             outcomes = await self._call(keys)
             if len(outcomes) != len(keys):
                 raise RuntimeError(f"{len(outcomes)} outcomes for {len(keys)} keys")
         except Exception as error:
-            # back-ends give a Fault for what can go wrong: this is a bug in one, which must not end the service
+            # back-ends return a QueryFailure for what can go wrong: this is a bug, which must not end the service
             log.exception("a batch of %d failed", len(keys))
-            outcomes = [Fault("internal", f"{type(error).__name__}: {error}")] * len(keys)
-        for ticket, outcome in zip(group, outcomes, strict=True):
-            # popped before anyone is woken: who asks again must not join a ticket that is over
-            self._flying.pop(ticket.key, None)
-            if isinstance(outcome, Fault):
+            outcomes = [QueryFailure("internal", f"{type(error).__name__}: {error}")] * len(keys)
+        for pending, outcome in zip(group, outcomes, strict=True):
+            # removed before any request wakes: one that asks again must not join a key that is done
+            self._in_flight.pop(pending.key, None)
+            if isinstance(outcome, QueryFailure):
                 self._metrics.failed(outcome.cause)
-            elif self._keep is not None:
-                self._keep(ticket.key, outcome)
-            ticket.resolve(outcome)
-        self._room.leave(len(group))
+            elif self._on_result is not None:
+                self._on_result(pending.key, outcome)
+            pending.resolve(outcome)
+        self._queue_limit.release(len(group))

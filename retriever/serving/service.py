@@ -1,72 +1,77 @@
-"""What every dialect's handler asks: queries in any spelling to answers, through cache and batcher.
+"""What every dialect's handler calls: queries in any spelling to results, through cache and batcher.
 
-handler --search()--> cache (LRU, by bytes) --> Batcher (joins equal queries, bounds, batches) --> Backend.search
+handler --search()--> ResultCache --> DynamicBatcher (joins equal queries, bounds, batches) --> Backend.search
 """
 
 from __future__ import annotations
 
 import time
 import unicodedata
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from retriever.backends.base import Backend, Fault
+from retriever.backends.base import Backend, QueryFailure, QueryResult
 from retriever.metrics import Metrics
-from retriever.serving.admission import Room
-from retriever.serving.batcher import Batcher
-from retriever.serving.cache import Answer, AnswerCache, Key
+from retriever.serving.admission import QueueLimit
+from retriever.serving.batcher import DynamicBatcher
 
-EMPTY = Answer((), ())
-"""The answer to a blank query."""
+# Roughly what CPython adds to a result: key, tuples, floats, one bytes header a document.
+_OVERHEAD_ENTRY, _OVERHEAD_HIT = 400, 90
+
+
+EMPTY = QueryResult((), ())
+"""The result of a blank query."""
 
 
 def normalise(query: str) -> str:
-    """What is searched and cached: Unicode NFC, runs of white space as one blank, none at the ends."""
+    """Return what is searched and cached: Unicode NFC, white space collapsed to one blank, none at the ends."""
     return " ".join(unicodedata.normalize("NFC", query).split())
 
 
-class Searches:
+class QueryService:
     """Belongs to one event loop. `search` is for any number of tasks, `run` for one."""
 
     def __init__(
         self,
         backend: Backend,
         *,
-        by_run: bool,
+        per_run: bool,
         window_s: float,
         max_batch: int,
-        lanes: int,
-        cache: AnswerCache,
-        room: Room,
+        max_concurrent_batches: int,
+        cache: ResultCache,
+        queue_limit: QueueLimit,
         metrics: Metrics,
     ) -> None:
-        """`by_run`: answers depend on the run that asks, else they are shared by all."""
-        self._backend, self._by_run, self.room = backend, by_run, room
+        """`per_run`: results depend on the run that asks; otherwise all runs share them."""
+        self._backend, self._per_run, self.queue_limit = backend, per_run, queue_limit
         self._fingerprint = backend.fingerprint
         self._cache, self._metrics = cache, metrics
-        self._batcher: Batcher[Key, Answer] = Batcher(
+        self._batcher: DynamicBatcher[CacheKey, QueryResult] = DynamicBatcher(
             self._call,
             group=lambda key: (key.k, key.run),
             window_s=window_s,
             max_batch=max_batch,
-            lanes=lanes,
-            room=room,
+            max_concurrent_batches=max_concurrent_batches,
+            queue_limit=queue_limit,
             metrics=metrics,
-            keep=self._remember,
+            on_result=self._store,
         )
 
-    async def search(self, queries: Sequence[str], k: int, run: str = "") -> list[Answer | Fault]:
-        """One outcome a query, in order; a blank query has no hits. Raises room.Overloaded or batcher.Stopped."""
-        run = run if self._by_run else ""
-        keys = [Key(normalise(query), k, self._fingerprint, run) for query in queries]
-        known: dict[Key, Answer | Fault] = {}
-        unknown: list[Key] = []
+    async def search(self, queries: Sequence[str], k: int, run: str = "") -> list[QueryResult | QueryFailure]:
+        """Return one outcome a query, in order; a blank query has no hits. Raises Overloaded or ServiceStopped."""
+        run = run if self._per_run else ""
+        keys = [CacheKey(normalise(query), k, self._fingerprint, run) for query in queries]
+        known: dict[CacheKey, QueryResult | QueryFailure] = {}
+        unknown: list[CacheKey] = []
         blank = 0
         for key in keys:
             if not key.query:
                 blank += 1
                 known[key] = EMPTY
-            elif (answer := self._cache.get(key)) is not None:
-                known[key] = answer
+            elif (result := self._cache.get(key)) is not None:
+                known[key] = result
             else:
                 unknown.append(key)
         metrics = self._metrics
@@ -76,14 +81,14 @@ class Searches:
         if cached := len(keys) - blank - len(unknown):
             metrics.cached.inc(cached)
         if unknown:
-            known.update(await self._batcher.ask(unknown))
+            known.update(await self._batcher.submit(unknown))
         return [known[key] for key in keys]
 
     async def run(self) -> None:
-        """See Batcher.run."""
+        """See DynamicBatcher.run."""
         await self._batcher.run()
 
-    async def _call(self, keys: Sequence[Key]) -> Sequence[Answer | Fault]:
+    async def _call(self, keys: Sequence[CacheKey]) -> Sequence[QueryResult | QueryFailure]:
         # one search for the largest k, cut, would do for exact indexes; approximate ones have no such prefix property
         start = time.perf_counter()
         outcomes = await self._backend.search([key.query for key in keys], keys[0].k, keys[0].run)
@@ -92,7 +97,51 @@ class Searches:
         self._metrics.search_seconds.observe(time.perf_counter() - start)
         return outcomes
 
-    def _remember(self, key: Key, answer: Answer) -> None:
+    def _store(self, key: CacheKey, result: QueryResult) -> None:
         self._metrics.searched.inc()
-        self._cache.put(key, answer)
+        self._cache.put(key, result)
         self._metrics.cache_bytes.set(self._cache.num_bytes)
+
+
+class CacheKey(NamedTuple):
+    """What decides a result: the normalised query, the number of hits, the back-end's fingerprint, and the run if it
+    has a memory ("" otherwise)."""
+
+    query: str
+    k: int
+    fingerprint: str
+    run: str = ""
+
+
+class ResultCache:
+    """LRU map from CacheKey to QueryResult that holds at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self.num_bytes = max_bytes, 0
+        self._results: OrderedDict[CacheKey, QueryResult] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def get(self, key: CacheKey) -> QueryResult | None:
+        """Return the result, which becomes the most recently used, or None."""
+        result = self._results.get(key)
+        if result is not None:
+            self._results.move_to_end(key)
+        return result
+
+    def put(self, key: CacheKey, result: QueryResult) -> None:
+        """Store a result and evict the oldest. One that is larger than the whole cache is not stored."""
+        size = _size(key, result)
+        if size > self._max_bytes:
+            return
+        old = self._results.pop(key, None)
+        self.num_bytes += size - (_size(key, old) if old is not None else 0)
+        self._results[key] = result
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= _size(*self._results.popitem(last=False))
+
+
+def _size(key: CacheKey, result: QueryResult) -> int:
+    text = 4 * len(key.query) + sum(map(len, result.documents))
+    return text + _OVERHEAD_ENTRY + _OVERHEAD_HIT * len(result.documents)

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from retriever.encoder import build_encoder, encoder_identity
 from retriever.encoder.base import Encoder
 from retriever.encoder.config import (
     EncoderSettings,
@@ -42,7 +43,7 @@ class _Embeddings(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    encoder = HashedEncoderSettings(dim=64).build()
+    encoder = build_encoder(HashedEncoderSettings(dim=64))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -98,7 +99,7 @@ def _model(folder: Path, **fields: Any) -> TransformerEncoderSettings:
 
 @pytest.fixture(scope="module")
 def built(settings: dict[str, EncoderSettings]) -> dict[str, Encoder]:
-    return {kind: chosen.build() for kind, chosen in settings.items()}
+    return {kind: build_encoder(chosen) for kind, chosen in settings.items()}
 
 
 @pytest.fixture(params=NOISE)
@@ -152,7 +153,7 @@ def test_a_vector_does_not_depend_on_its_batch_or_place(encoder: Encoder, kind: 
 
 
 def test_equal_settings_build_equal_encoders(settings: dict[str, EncoderSettings], encoder: Encoder, kind: str) -> None:
-    again = settings[kind].build()
+    again = build_encoder(settings[kind])
     assert again.encode_queries(TEXTS).tobytes() == encoder.encode_queries(TEXTS).tobytes()
     assert again.encode_passages(TEXTS).tobytes() == encoder.encode_passages(TEXTS).tobytes()
 
@@ -164,7 +165,7 @@ def test_queries_and_passages_differ_where_the_family_tells_them_apart(encoder: 
 
 
 def test_identity_is_plain_json_and_tells_where_nothing_is(settings: dict[str, EncoderSettings], kind: str) -> None:
-    identity = settings[kind].identity()
+    identity = encoder_identity(settings[kind])
     text = json.dumps(identity)
     assert json.loads(text) == identity
     assert identity["type"] == settings[kind].type
@@ -172,4 +173,4 @@ def test_identity_is_plain_json_and_tells_where_nothing_is(settings: dict[str, E
 
 
 def test_every_kind_has_its_own_identity(settings: dict[str, EncoderSettings]) -> None:
-    assert len({json.dumps(chosen.identity(), sort_keys=True) for chosen in settings.values()}) == len(settings)
+    assert len({json.dumps(encoder_identity(chosen), sort_keys=True) for chosen in settings.values()}) == len(settings)

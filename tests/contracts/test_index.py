@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from retriever.encoder.config import HashedEncoderSettings
+from retriever.index import index_identity, open_index, search_time, write_index
 from retriever.index.base import NO_ROW, Hits, Index
 from retriever.index.bm25 import Bm25Index
 from retriever.index.config import (
@@ -23,7 +24,7 @@ from retriever.index.config import (
     HybridSettings,
     IndexBase,
     IndexSettings,
-    MemorySettings,
+    MemoryIndexSettings,
 )
 from retriever.index.hybrid import HybridIndex
 from tests.support.small_retriever import TextSource
@@ -41,7 +42,7 @@ ROUGH: dict[str, IndexBase] = {
 MEMBERS: dict[str, IndexBase] = {
     **{member.model_fields["type"].default: member() for member in get_args(get_args(IndexSettings)[0])},
     "flat16": FaissFlatSettings(dtype="float16"),
-    "memory16": MemorySettings(dtype="float16"),
+    "memory16": MemoryIndexSettings(dtype="float16"),
 }
 FUSED = HybridSettings(members=(Bm25Settings(), ROUGH["hnsw"], ROUGH["ivfpq"]), weights=(1, 2, 0.5), candidates=20)
 
@@ -66,8 +67,8 @@ def made(settings: Any, texts: list[str], directory: Path) -> Index:
     if isinstance(settings, FaissGpuSettings) and not faiss.get_num_gpus():
         pytest.skip("no GPU, or a FAISS without GPU support")
     directory.mkdir()
-    settings.build(TextSource(texts), directory)
-    opened: Index = settings.open(directory, threads=1)
+    write_index(settings, TextSource(texts), directory)
+    opened: Index = open_index(settings, directory, threads=1)
     return opened
 
 
@@ -183,9 +184,9 @@ PASSAGES, ASKED = grouped(600, 12, 0), grouped(40, 6, 1)
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hits]:
     """All passages in order for every query, by the oracle, with vectors of either kind."""
     return {
-        dtype: made(MemorySettings(dtype=dtype, **SMALL), PASSAGES, tmp_path_factory.mktemp("exact") / "index").search(
-            ASKED, len(PASSAGES)
-        )
+        dtype: made(
+            MemoryIndexSettings(dtype=dtype, **SMALL), PASSAGES, tmp_path_factory.mktemp("exact") / "index"
+        ).search(ASKED, len(PASSAGES))
         for dtype in ("float32", "float16")
     }
 
@@ -277,9 +278,9 @@ WIDER = {
 def test_a_wider_search_needs_no_new_build_and_finds_them_all(built: Built, name: str, exact: dict[str, Hits]) -> None:
     settings, directory, _ = built(name)
     wider = settings.model_copy(update=WIDER[name])
-    assert wider.identity() == settings.identity()
-    assert wider.search_time() != settings.search_time()
-    hits, best = wider.open(directory, threads=1).search(ASKED, 10), exact[settings.dtype]
+    assert index_identity(wider) == index_identity(settings)
+    assert search_time(wider) != search_time(settings)
+    hits, best = open_index(wider, directory, threads=1).search(ASKED, 10), exact[settings.dtype]
     if isinstance(settings, FaissHnswSettings):  # a graph may have passages that no path leads to
         assert share_found(hits, best) > 0.97
     else:

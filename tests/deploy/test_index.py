@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from retriever.build import plan as estimate_plan
+from retriever.indexing import plan as indexing_plan
 
 
 @pytest.fixture(autouse=True)
 def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate_plan, "PROBE_S", 0.02)
+    monkeypatch.setattr(indexing_plan, "PROBE_S", 0.02)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_corpus_is_sampled_for_a_plan(tmp_path: Path, capsys: pytest.CaptureFi
 def test_what_is_too_large_is_refused_unless_forced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(estimate_plan, "memory_available", lambda: 1000)
+    monkeypatch.setattr(indexing_plan, "memory_available", lambda: 1000)
     build = ["index", "build", "--corpus", "synthetic:50", "--out", str(tmp_path / "index")]
     assert main(build) == 2
     assert "not enough memory" in capsys.readouterr().err

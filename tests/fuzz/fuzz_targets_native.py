@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fuzz_targets import Decoder, scratch
 
 from protocol.errors import UserError
-from retriever.corpus.formats.base import Records
+from retriever.corpus.formats.base import RecordReader
 from retriever.index.faiss_flat import open_file, stored_vectors
 
 REFUSED = 3
@@ -29,7 +29,7 @@ def _faiss(path: Path) -> Callable[[bytes], object]:
     def read(raw: bytes) -> object:
         path.unlink(missing_ok=True)  # a map of the file before may still be open
         path.write_bytes(raw)
-        # what `check_survives` does in a process of its own is done in a fork here: hundreds of times as fast
+        # what `check_readable` does in a process of its own is done in a fork here: hundreds of times as fast
         child = os.fork()
         if not child:
             held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -47,7 +47,7 @@ def _faiss(path: Path) -> Callable[[bytes], object]:
 
 
 class Dies(Exception):
-    """FAISS died of the file: what `check_survives` finds out before the retriever reads it."""
+    """FAISS died of the file: what `check_readable` finds out before the retriever reads it."""
 
 
 def _ending(work: Callable[[], object]) -> int:
@@ -64,7 +64,7 @@ def _ending(work: Callable[[], object]) -> int:
 def _parquet(path: Path) -> Callable[[bytes], object]:
     def read(raw: bytes) -> object:
         path.write_bytes(raw)
-        return list(Records(path))
+        return list(RecordReader(path))
 
     return read
 

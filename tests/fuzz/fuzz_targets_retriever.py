@@ -16,26 +16,27 @@ from pydantic import TypeAdapter
 from protocol.errors import UserError
 from retriever.api.flashrag import ManyQueries
 from retriever.api.openai import EmbeddingRequest
-from retriever.backends.memory.journal import Entry, Journal
-from retriever.backends.memory.store import Remembered
+from retriever.backends.base import QueryResult
+from retriever.backends.memory.config import SearchMemorySettings
+from retriever.backends.memory.journal import MemoryEntry, MemoryJournal
+from retriever.backends.memory.store import SearchMemory
 from retriever.backends.web.backend import hits_of
 from retriever.backends.web.client import _parse, _retry_after_s
 from retriever.backends.web.config import OnlineSettings
 from retriever.backends.web.pages import _recorded, decode, page_of_html, page_of_plain
-from retriever.backends.web.provider import Ask, Failed, Found
+from retriever.backends.web.provider import ProviderHit, ProviderRequest, WebSearchError
+from retriever.backends.web.providers import build_provider
 from retriever.backends.web.recordings import Recordings
-from retriever.build.input import documents, read_input
-from retriever.build.workdir import JOURNAL
-from retriever.build.workdir import Journal as BuildJournal
-from retriever.config import SearchMemorySettings
-from retriever.corpus.corpus import Scan, parse_line, read_texts, scan_corpus
+from retriever.corpus.corpus import CorpusScan, parse_line, read_texts, scan_corpus
 from retriever.corpus.manifest import MANIFEST, check_manifest, corpus_of, make_manifest, read_manifest, settings_of
 from retriever.encoder.base import EncoderUnavailable, NotFinite
 from retriever.encoder.config import OpenAIEncoderSettings
 from retriever.encoder.openai import OpenAIEncoder
+from retriever.index import index_identity
 from retriever.index.config import Bm25Settings
+from retriever.indexing.input import documents, read_input
+from retriever.indexing.workdir import JOURNAL, BuildJournal
 from retriever.metrics import Metrics
-from retriever.serving.cache import Answer
 from tests.support.web_search import SHAPES, FakeProvider
 
 CHARSETS = (
@@ -58,16 +59,19 @@ def _provider(kind: str) -> Decoder:
     given |= {"cx": "c"} if kind == "google_cse" else {}
     given |= {"extra_snippets": True} if kind == "brave" else {}
     settings: Any = TypeAdapter(OnlineSettings).validate_python(given)
-    provider = settings.provider()
+    provider = build_provider(settings)
 
     def read(raw: bytes) -> object:
-        hits = hits_of(provider.read(_parse(raw.decode("utf-8", "replace"))))
+        hits = hits_of(provider.parse(_parse(raw.decode("utf-8", "replace"))))
         return [hit.passage.model_dump_json().encode() for hit in hits]
 
-    boxes = [Found("Box", "An &amp; answer", "https://example.org/b", True), Found("Panel", "Text", "", True)]
-    pages = [Found(f"Page <strong>{i}</strong>", "Text &#233;", f"https://example.org/{i}") for i in range(3)]
+    boxes = [
+        ProviderHit("Box", "An &amp; answer", "https://example.org/b", True),
+        ProviderHit("Panel", "Text", "", True),
+    ]
+    pages = [ProviderHit(f"Page <strong>{i}</strong>", "Text &#233;", f"https://example.org/{i}") for i in range(3)]
     reply = SHAPES[kind](FakeProvider(kind, boxes + pages), "q", 10)
-    return Decoder(f"online.{kind}", read, (Failed,), (json.dumps(reply).encode(),), "json")
+    return Decoder(f"online.{kind}", read, (WebSearchError,), (json.dumps(reply).encode(),), "json")
 
 
 def _page(raw: bytes) -> object:
@@ -124,7 +128,7 @@ def _manifest(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
     corpus.write_bytes(b'{"id": "a", "contents": "b"}\n')
     index = Bm25Settings()
     source = {"spec": str(corpus), "format": "contents", "words": 0}
-    scan = Scan(1, corpus.stat().st_size, "0" * 64)
+    scan = CorpusScan(1, corpus.stat().st_size, "0" * 64)
     made = make_manifest(folder, index=index, scan=scan, corpus="corpus.jsonl", source=source, files=["corpus.jsonl"])
     raw = made.model_dump_json().encode()
 
@@ -133,7 +137,7 @@ def _manifest(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
         manifest = read_manifest(folder)
         settings_of(folder)
         corpus_of(folder, None)
-        check_manifest(manifest, folder, index.identity(), corpus, verify_corpus=False)
+        check_manifest(manifest, folder, index_identity(index), corpus, verify_corpus=False)
         return manifest
 
     return raw, read
@@ -152,16 +156,16 @@ def _build_journal(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
         found = BuildJournal(folder)
         if found.input is None:
             return None
-        return Scan(**found.scan), found.index, [found.rows(name) for name in found.vector_files]
+        return CorpusScan(**found.scan), found.index, [found.rows(name) for name in found.vector_files]
 
     return (folder / JOURNAL).read_bytes(), read
 
 
 def _memory(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
-    journal = Journal(folder / "memory", "f", 3)
+    journal = MemoryJournal(folder / "memory", "f", 3)
     vector = np.asarray([1, 0, 0], np.float32)
     document = b'{"id":"d1","contents":"\\"T\\"\\ntext"}'
-    entries = [Entry(f"query {i}", 3, vector, Answer((document,), (0.5,))) for i in range(3)]
+    entries = [MemoryEntry(f"query {i}", 3, vector, QueryResult((document,), (0.5,))) for i in range(3)]
     journal.append("run", entries)
     (path,) = journal.directory.glob("*.jsonl")
 
@@ -169,7 +173,7 @@ def _memory(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
         for left in journal.directory.glob("*.jsonl"):
             left.unlink()
         path.write_bytes(raw)
-        found = Remembered(SearchMemorySettings(), 3, Metrics(), journal)
+        found = SearchMemory(SearchMemorySettings(), 3, Metrics(), journal)
         passage = found.find("d1")
         return found.num_bytes, passage, found.recall("run", vector[None], 3)
 
@@ -177,7 +181,7 @@ def _memory(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
 
 
 def _recording(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
-    recordings, ask = Recordings(folder / "recordings", "pages", writing=True), Ask("https://example.org/")
+    recordings, ask = Recordings(folder / "recordings", "pages", writing=True), ProviderRequest("https://example.org/")
     recordings.save(ask, {"title": "T", "text": "text"})
     path = recordings.path(ask)
 
@@ -214,8 +218,8 @@ def decoders() -> tuple[Decoder, ...]:
             (b"120", b"Wed, 21 Oct 2026 07:28:00 GMT"),
             "text",
         ),
-        Decoder("pages.html", _page, (Failed,), (page,), "text", share=1, cpu_s=3.0),
-        Decoder("pages.recording", read_recording, (Failed,), (recording,), "json", share=0.5),
+        Decoder("pages.html", _page, (WebSearchError,), (page,), "text", share=1, cpu_s=3.0),
+        Decoder("pages.recording", read_recording, (WebSearchError,), (recording,), "json", share=0.5),
         Decoder("encoder.openai", _encoder(), (EncoderUnavailable, NotFinite), (vectors,), "json", share=2),
         Decoder(
             "requests.embeddings",

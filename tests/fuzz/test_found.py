@@ -27,10 +27,10 @@ from protocol.runtime.http.auth import Access
 from protocol.runtime.http.server import SERVER_OPTIONS
 from protocol.runtime.log import without_trace_of_clients
 from retriever.api.app import create_app
-from retriever.api.base import Service
+from retriever.api.base import AppState
 from retriever.config import RetrieverSettings
-from retriever.corpus.formats.base import Records
-from retriever.index.faiss_flat import check_survives
+from retriever.corpus.formats.base import RecordReader
+from retriever.index.faiss_flat import check_readable
 from rollout_server.api import app as rollout_app
 from rollout_server.api.episodes import EpisodesRequest
 from rollout_server.cpu_engine.scheduler.engine import Engine
@@ -157,7 +157,7 @@ def _rollout() -> web.Application:
 
 
 def _retriever() -> web.Application:
-    return create_app(Service(RetrieverSettings()))
+    return create_app(AppState(RetrieverSettings()))
 
 
 def _engine() -> web.Application:
@@ -188,7 +188,7 @@ async def _pieces() -> AsyncIterator[bytes]:
 
 
 async def test_a_token_that_is_no_text_is_refused() -> None:
-    app = create_app(Service(RetrieverSettings()), Access({"node": "t-0123456789-abcdefghijklmnopqrstuvw"}))
+    app = create_app(AppState(RetrieverSettings()), Access({"node": "t-0123456789-abcdefghijklmnopqrstuvw"}))
     async with served(app) as url:
         host, _, port = url.removeprefix("http://").partition(":")
         import asyncio
@@ -233,8 +233,8 @@ def test_the_first_complete_action_is_the_one_that_the_plain_pattern_finds(piece
 def test_an_array_of_many_small_records_is_read_in_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "many.json"
     path.write_text("[" + ",".join('{"text":"a"}' for _ in range(60_000)) + "]")
-    assert spent(lambda: [None for _ in Records(path)]) < 5
-    assert sum(1 for _ in Records(path)) == 60_000
+    assert spent(lambda: [None for _ in RecordReader(path)]) < 5
+    assert sum(1 for _ in RecordReader(path)) == 60_000
 
 
 def test_a_question_may_hold_unicode_line_separators(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_faiss_file_that_kills_its_reader_is_refused_before_it_is_read(raw: by
     path = tmp_path / "a.faiss"
     path.write_bytes(raw)
     with pytest.raises(UserError, match=r"cannot read .* as a FAISS index"):
-        check_survives(path)
+        check_readable(path)
 
 
 def test_broken_http_is_one_line_of_the_log_and_our_own_errors_keep_their_traceback() -> None:

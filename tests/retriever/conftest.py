@@ -16,14 +16,14 @@ import pytest
 from aiohttp import web
 
 from retriever.api.app import create_app
-from retriever.api.base import Service
-from retriever.backends.factory import Opened
+from retriever.api.base import AppState
+from retriever.backends.base import QueryResult
+from retriever.backends.factory import OpenBackend
 from retriever.backends.index import IndexBackend, Searcher, open_searcher
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
 from retriever.server import attach
-from retriever.serving.cache import Answer
-from retriever.serving.service import Searches
+from retriever.serving.service import QueryService
 
 TITLES = ("Ada", "Brontë", "Curie", "東京", "Émile", "Fermat", "Gödel", "Hopper")
 
@@ -64,7 +64,7 @@ class Watched:
     poison: str = "\0"
     entered: int = 0
 
-    def search(self, queries: Sequence[str], k: int) -> list[Answer]:
+    def search(self, queries: Sequence[str], k: int) -> list[QueryResult]:
         """As Searcher.search; raises where the poison is among the queries."""
         self.entered += 1
         assert self.gate.wait(20)
@@ -83,7 +83,7 @@ class Bench:
     """Running searches over a real index, and the HTTP address of the service around them."""
 
     watched: Watched
-    searches: Searches
+    searches: QueryService
     metrics: Metrics
     url: str
 
@@ -109,14 +109,14 @@ def bench(settings: Callable[..., RetrieverSettings]) -> Callable[..., AbstractA
     @asynccontextmanager
     async def start(**fields: Any) -> AsyncIterator[Bench]:
         chosen = settings(**fields)
-        service = Service(chosen)
+        service = AppState(chosen)
         with ThreadPoolExecutor(1) as owner:
             loop = asyncio.get_running_loop()
             watched = Watched(await loop.run_in_executor(owner, open_searcher, chosen))
             watched.gate.set()
             index = IndexBackend(cast(Searcher, watched), owner)
-            embedder = index if watched.searcher.embeds else None
-            opened = Opened(index, embedder, lanes=1, max_batch=chosen.max_batch, by_run=False)
+            embedder = index if watched.searcher.has_encoder else None
+            opened = OpenBackend(index, embedder, max_concurrent_batches=1, max_batch=chosen.max_batch, per_run=False)
             loops = attach(service, opened)
             assert service.searches is not None
             runner = web.AppRunner(create_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1)

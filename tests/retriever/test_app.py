@@ -18,12 +18,12 @@ from pydantic import ValidationError
 
 from protocol.search import SearchRequest, SearchResponse
 from retriever.api.app import create_app
-from retriever.api.base import Service
+from retriever.api.base import AppState
 from retriever.api.flashrag import ManyQueries
 from retriever.api.search_r1 import render
+from retriever.backends.base import QueryResult
 from retriever.config import RetrieverSettings
 from retriever.server import running
-from retriever.serving.cache import Answer
 from tests.support.waiting import eventually
 
 Settings = Callable[..., RetrieverSettings]
@@ -243,7 +243,7 @@ async def test_requests_in_flight_are_answered_when_the_service_ends(settings: S
 
 
 async def test_before_the_index_is_open_the_service_is_healthy_and_not_ready(settings: Settings) -> None:
-    runner = web.AppRunner(create_app(Service(settings())), access_log=None)
+    runner = web.AppRunner(create_app(AppState(settings())), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -260,7 +260,7 @@ async def test_before_the_index_is_open_the_service_is_healthy_and_not_ready(set
 
 
 def test_rendered_bodies_are_the_json_that_they_should_be() -> None:
-    answers = [Answer((b'{"id":"a"}', b'{"id":"b"}'), (1.5, 1e-07)), Answer((), ())]
+    answers = [QueryResult((b'{"id":"a"}', b'{"id":"b"}'), (1.5, 1e-07)), QueryResult((), ())]
     assert json.loads(render(answers, scores=True)) == {
         "result": [[{"document": {"id": "a"}, "score": 1.5}, {"document": {"id": "b"}, "score": 1e-07}], []]
     }

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from retriever.backends.base import Fault
+from retriever.backends.base import QueryFailure, QueryResult
 from retriever.metrics import Metrics
-from retriever.serving.admission import Overloaded, Room
-from retriever.serving.batcher import Stopped
-from retriever.serving.cache import Answer
+from retriever.serving.admission import Overloaded, QueueLimit
+from retriever.serving.batcher import ServiceStopped
 from retriever.serving.service import EMPTY, normalise
 from tests.support.waiting import eventually
 
@@ -22,7 +21,7 @@ Bench = Any
 StartBench = Callable[..., AbstractAsyncContextManager[Bench]]
 
 
-def ids(answer: Answer) -> list[str]:
+def ids(answer: QueryResult) -> list[str]:
     return [json.loads(document)["id"] for document in answer.documents]
 
 
@@ -153,7 +152,7 @@ async def test_a_failing_query_fails_alone(bench: StartBench) -> None:
     async with bench(window_ms=20) as b:
         b.watched.poison = "number3"
         results = await asyncio.gather(*(b.searches.search([f"number{i}"], 1) for i in range(6)))
-        assert results[3] == [Fault("index", "ValueError: poisoned")]
+        assert results[3] == [QueryFailure("index", "ValueError: poisoned")]
         assert [ids(result[0]) for i, result in enumerate(results) if i != 3] == [[f"d{i}"] for i in (0, 1, 2, 4, 5)]
         assert b.count("failed_total", cause="index") == 1
         b.watched.poison = "none"
@@ -167,12 +166,12 @@ async def test_the_end_of_the_loop_fails_what_waits_and_what_comes_after(bench: 
         await eventually(lambda: b.watched.entered == 1, "one query is being searched")
         waiting = asyncio.create_task(b.searches.search(["number1"], 1))
         await eventually(lambda: b.count("queue") == 2, "another waits")
-        (loop,) = [task for task in asyncio.all_tasks() if "Searches.run" in repr(task.get_coro())]
+        (loop,) = [task for task in asyncio.all_tasks() if "QueryService.run" in repr(task.get_coro())]
         loop.cancel()
         for task in (flying, waiting):
-            with pytest.raises(Stopped):
+            with pytest.raises(ServiceStopped):
                 await task
-        with pytest.raises(Stopped):
+        with pytest.raises(ServiceStopped):
             await b.searches.search(["number2"], 1)
 
 
@@ -217,12 +216,12 @@ async def test_patience_ends_and_leaves_the_places_to_others(bench: StartBench) 
 
 
 async def test_places_that_come_with_a_cancellation_are_given_back() -> None:
-    room = Room(1, Metrics(), patience_s=60)
-    assert room.enter(1)
-    waiting = asyncio.create_task(room.wait(1))
+    queue_limit = QueueLimit(1, Metrics(), max_wait_s=60)
+    assert queue_limit.try_acquire(1)
+    waiting = asyncio.create_task(queue_limit.acquire(1))
     await asyncio.sleep(0)
-    room.leave(1)  # the place is the waiting request's now
+    queue_limit.release(1)  # the place is the waiting request's now
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert room.enter(1)
+    assert queue_limit.try_acquire(1)

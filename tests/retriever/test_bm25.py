@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from retriever.index import open_index, write_index
 from retriever.index.base import Index
-from retriever.index.bm25 import Terms
+from retriever.index.bm25 import TextAnalyzer
 from retriever.index.config import Bm25Settings
 from tests.support.small_retriever import TextSource
 
-words = Terms(Bm25Settings())
+words = TextAnalyzer(Bm25Settings())
 
 TEXTS = ["the cat sat on the mat", "the dog", "a cat and a cat and another dog", "birds of prey"]
 
 
 def open_over(settings: Bm25Settings, directory: Path) -> Index:
-    settings.build(TextSource(TEXTS), directory)
-    return settings.open(directory, threads=1)
+    write_index(settings, TextSource(TEXTS), directory)
+    return open_index(settings, directory, threads=1)
 
 
 def formula(query: str, k1: float, b: float) -> list[float]:

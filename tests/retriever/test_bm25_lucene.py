@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.index.bm25 import Terms, lucene_length
+from retriever.index import index_identity, open_index, write_index
+from retriever.index.bm25 import TextAnalyzer, lucene_length
 from retriever.index.config import Bm25Settings
 from retriever.index.porter import stem
 from tests.support.small_retriever import TextSource
@@ -22,8 +23,8 @@ PYSERINI = Bm25Settings(k1=0.9, b=0.4, tokens="lucene", stopwords="lucene", stem
 def scores_of(settings: Bm25Settings, query: str, directory: Path) -> list[float]:
     """A score for each passage."""
     if not list(directory.iterdir()):
-        settings.build(TextSource(GOLDEN["passages"]), directory)
-    hits = settings.open(directory, threads=1).search([query], len(GOLDEN["passages"]))
+        write_index(settings, TextSource(GOLDEN["passages"]), directory)
+    hits = open_index(settings, directory, threads=1).search([query], len(GOLDEN["passages"]))
     return [score for _, score in sorted(zip(hits.rows[0].tolist(), hits.scores[0].tolist(), strict=True))]
 
 
@@ -43,7 +44,7 @@ def test_scores_are_those_that_anserini_computed(directory: Path, golden: dict[s
 
 @pytest.mark.parametrize("query", [golden["query"] for golden in GOLDEN["queries"]])
 def test_scores_are_those_of_lucenes_formula_in_loops(directory: Path, query: str) -> None:
-    terms = Terms(PYSERINI)
+    terms = TextAnalyzer(PYSERINI)
     passages = [terms(text) for text in GOLDEN["passages"]]
     mean = sum(map(len, passages)) / len(passages)
     expected = []
@@ -88,7 +89,7 @@ def test_lengths_are_kept_in_one_byte() -> None:
     ],
 )
 def test_words_are_cut_as_lucene_does(text: str, expected: str) -> None:
-    assert Terms(Bm25Settings(tokens="lucene"))(text) == expected.split()
+    assert TextAnalyzer(Bm25Settings(tokens="lucene"))(text) == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -117,16 +118,16 @@ def test_stems_are_porters(words: str, stems: str) -> None:
 
 def test_stemming_joins_inflections_in_other_settings_too(tmp_path: Path) -> None:
     settings = Bm25Settings(stemming="porter")
-    settings.build(TextSource(["the runners were running", "a city"]), tmp_path)
-    index = settings.open(tmp_path, threads=1)
+    write_index(settings, TextSource(["the runners were running", "a city"]), tmp_path)
+    index = open_index(settings, tmp_path, threads=1)
     assert index.search(["run"], 1).scores[0, 0] > 0 and index.search(["cities"], 1).rows[0, 0] == 1
 
 
 def test_indexes_from_before_these_settings_fit_as_they_are() -> None:
     before = {"type": "bm25", "k1": 1.5, "b": 0.75, "stopwords": "none"}
-    assert Bm25Settings().identity() == before
-    assert Bm25Settings(stemming="porter").identity() == before | {"stemming": "porter"}
-    assert PYSERINI.identity().keys() - before.keys() == {"tokens", "stemming"}
+    assert index_identity(Bm25Settings()) == before
+    assert index_identity(Bm25Settings(stemming="porter")) == before | {"stemming": "porter"}
+    assert index_identity(PYSERINI).keys() - before.keys() == {"tokens", "stemming"}
 
 
 def test_lengths_without_effect_are_left_alone(tmp_path: Path) -> None:
@@ -139,5 +140,5 @@ def test_lengths_without_effect_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_corpus_without_a_term_is_indexed_in_silence(tmp_path: Path) -> None:
-    PYSERINI.build(TextSource(["the of", "and"]), tmp_path)
-    assert PYSERINI.open(tmp_path, threads=1).search(["the word"], 2).scores.tolist() == [[0.0, 0.0]]
+    write_index(PYSERINI, TextSource(["the of", "and"]), tmp_path)
+    assert open_index(PYSERINI, tmp_path, threads=1).search(["the word"], 2).scores.tolist() == [[0.0, 0.0]]

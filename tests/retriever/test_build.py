@@ -20,18 +20,18 @@ import pytest
 
 from protocol.errors import UserError
 from retriever.backends.index import open_searcher
-from retriever.build import build as build_source
-from retriever.build import input as build_corpus
-from retriever.build.build import build_index
-from retriever.build.cli import main
-from retriever.build.workdir import BuildSite
 from retriever.config import RetrieverSettings
 from retriever.corpus.manifest import MANIFEST, read_manifest
 from retriever.encoder.base import Vectors
-from retriever.encoder.config import HashedEncoderSettings
 from retriever.encoder.hashed import HashedEncoder
-from retriever.index.base import Source
-from retriever.index.config import Bm25Settings, MemorySettings
+from retriever.index import write_index
+from retriever.index.base import PassageSource
+from retriever.index.config import Bm25Settings, IndexSettings, MemoryIndexSettings
+from retriever.indexing import build as indexing_build
+from retriever.indexing import input as indexing_input
+from retriever.indexing.build import build_index
+from retriever.indexing.cli import main
+from retriever.indexing.workdir import BuildDirectory
 
 Settings = Callable[..., RetrieverSettings]
 
@@ -69,7 +69,7 @@ def test_a_build_that_fails_leaves_nothing(corpus: Path, tmp_path: Path) -> None
     corpus.write_text(corpus.read_text() + "not json\n")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match="line 41"):
-        build_index(corpus, tmp_path / "index", MemorySettings(), progress=quiet)
+        build_index(corpus, tmp_path / "index", MemoryIndexSettings(), progress=quiet)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -86,7 +86,7 @@ def test_a_failed_rebuild_leaves_the_old_index_in_service(corpus: Path, tmp_path
 @pytest.mark.slow
 def test_a_killed_build_goes_on_where_it_was_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     out, size = tmp_path / "index", 8000
-    often = "import retriever.build.build as s; s.JOURNAL_ROWS = 1; from retriever.build.cli import main; main()"
+    often = "import retriever.indexing.build as s; s.JOURNAL_ROWS = 1; from retriever.indexing.cli import main; main()"
     command = [sys.executable, "-c", often, "--corpus", f"synthetic:{size}", "--index", "memory"]
     command += ["--out", str(out), "encoder.type=hashed", "encoder.dim=32"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -104,7 +104,7 @@ def test_a_killed_build_goes_on_where_it_was_and_ends_with_the_same_bytes(tmp_pa
     rows = json.loads(journal.read_text())["vectors"]["vectors.npy"]["rows"]
     assert 0 < rows < size
     said: list[str] = []
-    settings = MemorySettings.model_validate({"encoder": {"type": "hashed", "dim": 32}})
+    settings = MemoryIndexSettings.model_validate({"encoder": {"type": "hashed", "dim": 32}})
     resumed = build_index(f"synthetic:{size}", out, settings, progress=said.append)
     assert f"going on at row {rows:,} of {size:,} of vectors.npy" in said
     whole = build_index(f"synthetic:{size}", tmp_path / "whole", settings, progress=quiet)
@@ -132,23 +132,23 @@ class Interrupting(HashedEncoder):
 @pytest.fixture
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus of 300 passages whose build into `tmp_path / "index"` ended after 128 vectors."""
-    monkeypatch.setattr(build_source, "JOURNAL_ROWS", 1)
-    monkeypatch.setattr(build_source, "ENCODE_CHUNK", 64)
+    monkeypatch.setattr(indexing_build, "JOURNAL_ROWS", 1)
+    monkeypatch.setattr(indexing_build, "ENCODE_CHUNK", 64)
     path = tmp_path / "corpus.jsonl"
-    build_corpus.write_corpus(build_corpus.read_input("synthetic:300"), path, lambda share, passages: None)
+    indexing_input.write_corpus(indexing_input.read_input("synthetic:300"), path, lambda share, passages: None)
     with monkeypatch.context() as patch:
-        patch.setattr(HashedEncoderSettings, "build", lambda self: Interrupting(self))
+        patch.setattr("retriever.indexing.build.build_encoder", Interrupting)
         with pytest.raises(Interrupted):
             build_index(path, tmp_path / "index", small_memory(), progress=quiet)
     assert not (tmp_path / "index").exists()
     return path
 
 
-def small_memory(**encoder: Any) -> MemorySettings:
-    return MemorySettings.model_validate({"encoder": {"type": "hashed", "dim": 16, **encoder}})
+def small_memory(**encoder: Any) -> MemoryIndexSettings:
+    return MemoryIndexSettings.model_validate({"encoder": {"type": "hashed", "dim": 16, **encoder}})
 
 
-def build_after(path: Path, out: Path, index: MemorySettings, **options: Any) -> str:
+def build_after(path: Path, out: Path, index: MemoryIndexSettings, **options: Any) -> str:
     """What a build says; its files must be those of a build that was never interrupted."""
     said: list[str] = []
     build_index(path, out, index, progress=said.append, **options)
@@ -166,7 +166,7 @@ def test_a_full_disk_is_said_in_words_and_what_was_done_is_kept(
 
     said: list[str] = []
     with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written") as caught:
-        patch.setattr(build_source, "_write", full)
+        patch.setattr(indexing_build, "_write", full)
         build_index(interrupted, tmp_path / "index", small_memory(), progress=said.append)
     assert "No space left" in caught.value.why and "same command" in caught.value.todo
     assert "what was done is kept" in said[-1]
@@ -219,7 +219,9 @@ def test_an_existing_index_is_replaced_only_when_asked(corpus: Path, tmp_path: P
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_of_builders_that_race_for_one_directory_one_builds_and_all_succeed(corpus: Path, tmp_path: Path) -> None:
+def test_of_builders_that_race_for_one_directory_one_builds_and_all_succeed(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting = threading.Barrier(4, timeout=20)
     built: list[int] = []
     said: list[str] = []
@@ -229,15 +231,19 @@ def test_of_builders_that_race_for_one_directory_one_builds_and_all_succeed(corp
         if "waiting for it" in line:
             waiting.wait()
 
-    class Slow(MemorySettings):
-        def build(self, source: Source, directory: Path) -> None:
-            built.append(1)
-            waiting.wait()  # until the other three have found the directory taken
-            super().build(source, directory)
+    def slow(settings: IndexSettings, source: PassageSource, directory: Path) -> None:
+        built.append(1)
+        waiting.wait()  # until the other three have found the directory taken
+        write_index(settings, source, directory)
 
+    monkeypatch.setattr("retriever.indexing.build.write_index", slow)
     manifests = []
     builds = [
-        threading.Thread(target=lambda: manifests.append(build_index(corpus, tmp_path / "index", Slow(), progress=say)))
+        threading.Thread(
+            target=lambda: manifests.append(
+                build_index(corpus, tmp_path / "index", MemoryIndexSettings(), progress=say)
+            )
+        )
         for _ in range(4)
     ]
     for thread in builds:
@@ -252,9 +258,9 @@ def test_of_builders_that_race_for_one_directory_one_builds_and_all_succeed(corp
 
 def test_a_builder_that_waited_for_another_index_is_told(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "index"
-    with BuildSite(out, quiet) as site, ThreadPoolExecutor(1) as other:
+    with BuildDirectory(out, quiet) as site, ThreadPoolExecutor(1) as other:
         said: queue.Queue[str] = queue.Queue()
-        waiting = other.submit(build_index, corpus, out, MemorySettings(), progress=said.put)
+        waiting = other.submit(build_index, corpus, out, MemoryIndexSettings(), progress=said.put)
         assert "waiting for it" in said.get(timeout=20)
         made = build_index(corpus, tmp_path / "made", Bm25Settings(), progress=quiet)
         for name in [MANIFEST, *made.files]:

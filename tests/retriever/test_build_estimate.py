@@ -9,13 +9,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from protocol.errors import UserError
-from retriever.build import plan as estimate_plan
-from retriever.build.build import build_index
-from retriever.build.estimate import STRUCTURES, Facts, estimate
-from retriever.build.input import CORPUS, CorpusInput, read_input, write_corpus
-from retriever.build.plan import make_plan, plan_build, refuse_if_too_large, sample
-from retriever.build.workdir import files_in
 from retriever.index.config import HybridSettings, IndexSettings
+from retriever.indexing import plan as indexing_plan
+from retriever.indexing.build import build_index
+from retriever.indexing.estimate import STRUCTURES, CorpusStats, estimate
+from retriever.indexing.input import CORPUS, CorpusInput, read_input, write_corpus
+from retriever.indexing.plan import make_plan, plan_build, refuse_if_too_large, sample
+from retriever.indexing.workdir import files_in
 
 PASSAGES, DIM = 600, 32
 HASHED = {"type": "hashed", "dim": DIM}
@@ -45,7 +45,7 @@ def synthetic() -> CorpusInput:
 
 
 @pytest.fixture(scope="module")
-def facts(synthetic: CorpusInput) -> Facts:
+def facts(synthetic: CorpusInput) -> CorpusStats:
     return sample(synthetic)[0]
 
 
@@ -59,7 +59,7 @@ def test_there_is_a_formula_for_every_index() -> None:
     "kind", [pytest.param(kind, marks=() if kind in ("faiss_ivfpq", "hybrid") else pytest.mark.slow) for kind in KINDS]
 )
 def test_disk_is_estimated_within_a_fifth(
-    kind: str, synthetic: CorpusInput, facts: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, synthetic: CorpusInput, facts: CorpusStats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, out = settings_for(kind), tmp_path / "index"
     build_index(synthetic.spec, out, settings, progress=lambda line: None)
@@ -82,7 +82,7 @@ def test_a_large_corpus_is_judged_by_its_first_passages(
     write_corpus(read_input("synthetic:4000"), path, lambda share, passages: None)
     if shape == "gzip":
         path.write_bytes(gzip.compress(path.read_bytes(), 1))
-    monkeypatch.setattr(estimate_plan, "SAMPLE", 300)
+    monkeypatch.setattr(indexing_plan, "SAMPLE", 300)
     facts, texts = sample(read_input(path))
     assert len(texts) == 300
     assert not facts.exact
@@ -94,7 +94,7 @@ def test_a_large_corpus_is_judged_by_its_first_passages(
 def test_a_plan_times_the_encoder_and_says_what_it_takes(
     synthetic: CorpusInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate_plan, "PROBE_S", 0.05)
+    monkeypatch.setattr(indexing_plan, "PROBE_S", 0.05)
     plan = plan_build(synthetic, settings_for("faiss_flat"))
     assert plan.encode_rate is not None
     assert plan.need.seconds["vectors"] == pytest.approx(PASSAGES / plan.encode_rate)
@@ -103,22 +103,24 @@ def test_a_plan_times_the_encoder_and_says_what_it_takes(
     assert "was not timed" in "\n".join(make_plan(settings_for("faiss_flat"), plan.facts, DIM, None).lines())
 
 
-def test_what_does_not_fit_is_refused_in_words(facts: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_in_words(
+    facts: CorpusStats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make_plan(settings_for("faiss_hnsw"), facts, DIM, 1000.0)
     refuse_if_too_large(plan, tmp_path / "deep" / "index")
-    huge = make_plan(settings_for("faiss_flat"), Facts(10**12), DIM, 1000.0)
+    huge = make_plan(settings_for("faiss_flat"), CorpusStats(10**12), DIM, 1000.0)
     with pytest.raises(UserError, match="not enough disk") as caught:
         refuse_if_too_large(huge, tmp_path / "index")
     assert "GB" in caught.value.why and "--force" in caught.value.todo
     refuse_if_too_large(huge, tmp_path / "index", have=10**18)  # it is there already
-    monkeypatch.setattr(estimate_plan, "memory_available", lambda: 1000)
+    monkeypatch.setattr(indexing_plan, "memory_available", lambda: 1000)
     with pytest.raises(UserError, match="not enough memory to build faiss_hnsw"):
         refuse_if_too_large(plan, tmp_path / "index")
 
 
 def test_the_plan_for_wikipedia_is_what_is_documented() -> None:
     """21 million passages of 768 dimensions: bytes that nobody can argue with."""
-    facts = Facts(21_000_000, exact=True)
+    facts = CorpusStats(21_000_000, exact=True)
     vectors = 21_000_000 * 768 * 2
     flat = TypeAdapter(IndexSettings).validate_python({"type": "faiss_flat", "dtype": "float16"})
     assert make_plan(flat, facts, 768, None).need.disk == vectors + 24 * 21_000_000

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from retriever.build import progress as build_progress
-from retriever.build.progress import BuildProgress, amount, duration, showing_index_log
+from retriever.indexing import progress as indexing_progress
+from retriever.indexing.progress import BuildProgress, amount, duration, showing_index_log
 
 
 class Clock:
@@ -23,13 +23,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(build_progress, "time", made)
+    monkeypatch.setattr(indexing_progress, "time", made)
     return made
 
 
 def test_a_line_now_and_then_says_rate_and_time_left(clock: Clock) -> None:
     said: list[str] = []
-    with BuildProgress(said.append) as progress, progress.passing("vectors") as report:
+    with BuildProgress(said.append) as progress, progress.track_pass("vectors") as report:
         for done in range(0, 101, 10):
             report(done / 100, done * 10)
             clock.now += 1.0
@@ -43,7 +43,7 @@ def test_a_line_now_and_then_says_rate_and_time_left(clock: Clock) -> None:
 
 def test_a_resumed_pass_counts_only_what_it_has_done_itself(clock: Clock) -> None:
     said: list[str] = []
-    with BuildProgress(said.append) as progress, progress.passing("vectors") as report:
+    with BuildProgress(said.append) as progress, progress.track_pass("vectors") as report:
         report(0.5, 500)
         clock.now += 10.0
         report(0.6, 600)
@@ -52,14 +52,14 @@ def test_a_resumed_pass_counts_only_what_it_has_done_itself(clock: Clock) -> Non
 
 def test_a_short_pass_says_nothing(clock: Clock) -> None:
     said: list[str] = []
-    with BuildProgress(said.append) as progress, progress.passing("scan") as report:
+    with BuildProgress(said.append) as progress, progress.track_pass("scan") as report:
         report(1.0, 10)
     assert said == []
 
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with BuildProgress(lambda line: None, bar=True) as progress:
-        with progress.passing("scan") as report:
+        with progress.track_pass("scan") as report:
             report(0.4, 400)
         progress.say("going on [at] row 7")
     shown = capsys.readouterr().err

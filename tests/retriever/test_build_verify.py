@@ -12,12 +12,12 @@ import pytest
 from pydantic import TypeAdapter
 
 from protocol.errors import UserError
-from retriever.build.build import build_index
-from retriever.build.progress import BuildProgress
-from retriever.build.verify import verify_index
 from retriever.corpus.corpus import file_sha256
 from retriever.corpus.manifest import MANIFEST
 from retriever.index.config import IndexSettings
+from retriever.indexing.build import build_index
+from retriever.indexing.progress import BuildProgress
+from retriever.indexing.verify import verify_index
 
 HASHED = {"type": "hashed", "dim": 32}
 

@@ -112,7 +112,7 @@ def test_ids_sorted_in_many_ranges_are_found_and_texts_are_read_from_any_row(
     corpus = scanned(path, tmp_path)
     assert [(tmp_path / name).read_bytes() for name in corpus_module.SCAN_FILES] == at_once
     assert all(corpus.find(f"d{i}") == Passage(id=f"d{i}", contents=f"text {i}") for i in range(900))
-    offset = int(corpus_module.offsets_of(tmp_path)[990])
+    offset = int(corpus_module.open_offsets(tmp_path)[990])
     assert list(read_texts(path, offset)) == [f"text {i}" for i in range(990, 1000)]
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from retriever.encoder.base import Vectors
 from retriever.encoder.config import HashedEncoderSettings
-from retriever.index import store
+from retriever.index import open_index, store, write_index
 from retriever.index.base import Rows, Scores, top_rows
-from retriever.index.config import FaissFlatSettings, MemorySettings
+from retriever.index.config import FaissFlatSettings, MemoryIndexSettings
 from retriever.index.dense import exact_search, search_candidates
-from retriever.index.exact import MemoryVectors
+from retriever.index.exact import ExactVectors
 from retriever.index.faiss_flat import FaissFlatVectors
 from tests.support.small_retriever import TextSource
 
@@ -45,7 +45,7 @@ def test_faiss_equals_the_oracle_exactly(tmp_path: Path, batch: int, dtype: str,
     vectors[1000:1050] = vectors[500]  # a tie that straddles FAISS's candidate list
     store.create(tmp_path, *vectors.shape, dtype)[:] = vectors
     queries = np.concatenate([vectors[500:501], np.zeros_like(vectors[:1]), unit(rng, 62)])[:batch]
-    ours, oracle = FaissFlatVectors(store.open_vectors(tmp_path), threads=1), MemoryVectors(tmp_path)
+    ours, oracle = FaissFlatVectors(store.open_vectors(tmp_path), threads=1), ExactVectors(tmp_path)
     for k in (1, 3, 10, 100):
         found, expected = ours.search(queries, k), oracle.search(queries, k)
         assert (found.rows == expected.rows).all()
@@ -108,9 +108,9 @@ def test_faiss_and_memory_agree_on_text(tmp_path: Path) -> None:
     texts = [f"passage {i} about topic{i % 7} and place{i % 11}" for i in range(500)]
     encoder = HashedEncoderSettings(dim=48)
     indexes = []
-    for settings in (FaissFlatSettings(encoder=encoder), MemorySettings(encoder=encoder)):
-        settings.build(TextSource(texts), tmp_path)
-        indexes.append(settings.open(tmp_path, threads=1))
+    for settings in (FaissFlatSettings(encoder=encoder), MemoryIndexSettings(encoder=encoder)):
+        write_index(settings, TextSource(texts), tmp_path)
+        indexes.append(open_index(settings, tmp_path, threads=1))
     queries = [f"topic{i} place{i}" for i in range(20)]
     first, second = (index.search(queries, 10) for index in indexes)
     assert (first.rows == second.rows).all()

@@ -18,16 +18,15 @@ from aiohttp.test_utils import TestServer
 from protocol.errors import UserError
 from protocol.search import Passage, SearchResponse
 from retriever.api.app import create_app
-from retriever.api.base import Service
-from retriever.backends.base import Fault
-from retriever.backends.factory import Opened
-from retriever.backends.index import Reranking, Searcher, document_json, open_searcher
-from retriever.build.build import build_index
+from retriever.api.base import AppState
+from retriever.backends.base import QueryFailure, QueryResult
+from retriever.backends.factory import OpenBackend
+from retriever.backends.index import RerankStage, Searcher, document_json, open_searcher
 from retriever.config import RetrieverSettings
 from retriever.index.base import NO_ROW, Hits
 from retriever.index.config import FaissHnswSettings
+from retriever.indexing.build import build_index
 from retriever.server import attach, running
-from retriever.serving.cache import Answer
 from tests.support.waiting import eventually
 
 Settings = Callable[..., RetrieverSettings]
@@ -40,23 +39,23 @@ class Scripted:
 
     fingerprint = "scripted"
 
-    def __init__(self, script: dict[str, Fault | asyncio.Event | Exception]) -> None:
+    def __init__(self, script: dict[str, QueryFailure | asyncio.Event | Exception]) -> None:
         self.script = script
         self.asked: list[tuple[list[str], str]] = []
 
-    async def search(self, queries: Sequence[str], k: int, run: str) -> list[Answer | Fault]:
+    async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
         self.asked.append((list(queries), run))
         return [await self._one(query) for query in queries]
 
-    async def _one(self, query: str) -> Answer | Fault:
+    async def _one(self, query: str) -> QueryResult | QueryFailure:
         part = self.script.get(query)
         if isinstance(part, Exception):
             raise part
-        if isinstance(part, Fault):
+        if isinstance(part, QueryFailure):
             return part
         if part is not None:
             await part.wait()
-        return Answer((document_json(Passage(id=query, contents=query)),), (1.0,))
+        return QueryResult((document_json(Passage(id=query, contents=query)),), (1.0,))
 
     async def find(self, passage_id: str) -> Passage | None:
         return None
@@ -69,11 +68,13 @@ class Scripted:
 
 @asynccontextmanager
 async def serving(
-    backend: Scripted, lanes: int = 1, max_batch: int = 512, **fields: Any
-) -> AsyncIterator[tuple[aiohttp.ClientSession, Service]]:
+    backend: Scripted, max_concurrent_batches: int = 1, max_batch: int = 512, **fields: Any
+) -> AsyncIterator[tuple[aiohttp.ClientSession, AppState]]:
     """A service over a scripted backend, and a session to it."""
-    service = Service(RetrieverSettings.model_validate({"window_ms": 0, **fields}))
-    opened = Opened(backend, None, lanes=lanes, max_batch=max_batch, by_run=True)
+    service = AppState(RetrieverSettings.model_validate({"window_ms": 0, **fields}))
+    opened = OpenBackend(
+        backend, None, max_concurrent_batches=max_concurrent_batches, max_batch=max_batch, per_run=True
+    )
     async with asyncio.TaskGroup() as tasks:
         loops = [tasks.create_task(loop) for loop in attach(service, opened).values()]
         runner = web.AppRunner(create_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1)
@@ -95,7 +96,7 @@ async def post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) 
 
 @pytest.mark.parametrize("scores", [True, False])
 async def test_a_partial_answer_names_the_cause_of_each_failed_query(scores: bool) -> None:
-    backend = Scripted({"bad": Fault("timeout", "10 s"), "worse": Fault("quota")})
+    backend = Scripted({"bad": QueryFailure("timeout", "10 s"), "worse": QueryFailure("quota")})
     async with serving(backend) as (session, service):
         body = {"queries": ["good", "bad", "", "worse", "fine"], "return_scores": scores, "partial": True}
         status, answer = await post(session, "/retrieve", body)
@@ -114,7 +115,7 @@ async def test_a_partial_answer_names_the_cause_of_each_failed_query(scores: boo
 
 
 async def test_without_partial_one_failure_fails_the_request_in_every_form() -> None:
-    backend = Scripted({"bad": Fault("timeout", "10 s"), "ours": Fault("index", "KeyError: 3")})
+    backend = Scripted({"bad": QueryFailure("timeout", "10 s"), "ours": QueryFailure("index", "KeyError: 3")})
     async with serving(backend) as (session, _):
         bodies: list[tuple[str, dict[str, Any]]] = [
             ("/retrieve", {"queries": ["good", "bad"]}),
@@ -138,7 +139,7 @@ async def test_a_backend_that_raises_ends_neither_the_service_nor_later_searches
 
 async def test_a_slow_answer_of_an_online_engine_holds_up_nobody() -> None:
     slow = asyncio.Event()
-    async with serving(Scripted({"slow": slow}), lanes=4, max_batch=1) as (session, service):
+    async with serving(Scripted({"slow": slow}), max_concurrent_batches=4, max_batch=1) as (session, service):
         held = asyncio.create_task(post(session, "/retrieve", {"queries": ["slow", "beside it"]}))
         await eventually(lambda: b"queue 1.0" in service.metrics.render(), "only the slow one is left")
         async with asyncio.timeout(5):
@@ -153,7 +154,7 @@ async def test_a_slow_answer_of_an_online_engine_holds_up_nobody() -> None:
 async def test_no_more_calls_are_made_at_once_than_there_are_lanes() -> None:
     slow = asyncio.Event()
     backend = Scripted({f"q{i}": slow for i in range(10)})
-    async with serving(backend, lanes=3, max_batch=1) as (session, _):
+    async with serving(backend, max_concurrent_batches=3, max_batch=1) as (session, _):
         held = asyncio.create_task(post(session, "/retrieve", {"queries": [f"q{i}" for i in range(10)]}))
         await eventually(lambda: len(backend.asked) == 3, "three lanes are busy")
         assert (await post(session, "/retrieve", {"queries": []})) == (200, {"result": []})
@@ -177,14 +178,13 @@ async def test_a_refused_client_is_told_to_come_back_when_the_queue_will_be_done
     async with serving(backend, queue_limit=20, max_batch=1) as (session, service):
         await post(session, "/retrieve", {"queries": ["quick"]})
         assert service.searches is not None
-        room = service.searches.room
-        room.note_speed(1, 0.001)
+        service.searches.queue_limit.record_batch(1, 0.001)
         held = asyncio.create_task(post(session, "/retrieve", {"queries": ["held", *(f"q{i}" for i in range(19))]}))
         await eventually(lambda: b"queue 20.0" in service.metrics.render(), "the queue is full")
         waits = []
         for seconds_each in (0.001, 0.4, 1e6):
             for _ in range(40):
-                room.note_speed(1, seconds_each)
+                service.searches.queue_limit.record_batch(1, seconds_each)
             async with session.post("/retrieve", json={"queries": ["more"]}) as response:
                 assert response.status == 429
                 waits.append(int(response.headers["Retry-After"]))
@@ -273,7 +273,7 @@ class ByLength:
 
 
 def test_reranking_orders_the_candidates_and_leaves_the_rest_behind_them() -> None:
-    stage = Reranking(ByLength(), candidates=3, identity={})
+    stage = RerankStage(ByLength(), candidates=3, identity={})
     texts = ["a", "ccc", "bb", "dddd", "ccc"]
     ranked = stage.apply(["q", "r"], [([0, 1, 2, 3], [9.0, 8, 7, 6]), ([], [])], lambda row: texts[row])
     assert ranked == [([1, 2, 0, 3], [3.0, 2.0, 1.0, 0.0]), ([], [])]
@@ -285,7 +285,7 @@ def test_the_index_is_asked_for_the_candidates_and_answers_are_cut_to_k(corpus: 
     settings = RetrieverSettings(corpus=corpus)
     plain = open_searcher(settings)
     reranked = Searcher(
-        plain._index, plain._corpus, plain._manifest, settings.index, Reranking(ByLength(), 20, {"a": "reranker"})
+        plain._index, plain._corpus, plain._manifest, settings.index, RerankStage(ByLength(), 20, {"a": "reranker"})
     )
     assert reranked.fingerprint != plain.fingerprint
     (answer,) = reranked.search(["number7 letter Curie"], 2)
@@ -300,7 +300,7 @@ def test_hits_that_are_none_are_left_out(corpus: Path, monkeypatch: pytest.Monke
     hits = Hits(np.asarray([[3, NO_ROW], [NO_ROW, NO_ROW]]), np.asarray([[2, -np.inf]] * 2, dtype=np.float32))
     monkeypatch.setattr(searcher._index, "search", lambda queries, k: hits)
     first, second = searcher.search(["a", "b"], 2)
-    assert (len(first.documents), first.scores, second) == (1, (2.0,), Answer((), ()))
+    assert (len(first.documents), first.scores, second) == (1, (2.0,), QueryResult((), ()))
 
 
 async def test_memory_for_bodies_and_answers_is_bounded(settings: Settings) -> None:

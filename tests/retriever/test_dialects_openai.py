@@ -14,6 +14,7 @@ import pytest
 
 from protocol.messages import Question, Status
 from retriever.config import RetrieverSettings
+from retriever.encoder import build_encoder
 from retriever.encoder.config import HashedEncoderSettings
 from retriever.server import running
 from rollout_server.rewards.base import Outcome
@@ -35,7 +36,7 @@ async def ask(port: int, body: Any, path: str = "/v1/embeddings") -> tuple[int, 
 
 
 def expected(texts: list[str]) -> Any:
-    return HashedEncoderSettings(dim=64).build().encode_passages(texts)
+    return build_encoder(HashedEncoderSettings(dim=64)).encode_passages(texts)
 
 
 async def test_texts_become_the_encoders_vectors_in_order_in_both_formats(settings: Settings) -> None:

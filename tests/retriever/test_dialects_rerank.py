@@ -8,7 +8,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from retriever.config import CrossEncoderSettings, RetrieverSettings
+from retriever.config import RetrieverSettings
+from retriever.rerank import build_reranker
+from retriever.rerank.config import CrossEncoderSettings
 from retriever.server import running
 from tests.support.encoders import tiny_model
 
@@ -36,7 +38,7 @@ async def test_hits_come_in_the_rerankers_order_with_its_scores(
                 info = await response.json()
     plain, reranked = found
     assert info["rerank"]["candidates"] == 10 and info["fingerprint"] != info["index_fingerprint"]
-    reranker = CrossEncoderSettings.model_validate(rerank).build()
+    reranker = build_reranker(CrossEncoderSettings.model_validate(rerank))
     for query, before, after in zip(queries, plain, reranked, strict=True):
         texts = [hit["document"]["contents"] for hit in before]
         (scores,) = reranker.scores([(query, texts)])

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import UserError
+from retriever.encoder import encoder_identity
 from retriever.encoder.config import TransformerEncoderSettings
 from retriever.encoder.folder import fingerprint
 from tests.support.encoders import sentence_transformers_layout, tiny_model
@@ -90,7 +91,7 @@ def test_a_folder_without_weights_or_with_broken_ones_is_refused(copy: Path) -> 
 
 def test_identity_holds_what_decides_vectors_and_not_where_or_how_they_are_computed(original: Path, copy: Path) -> None:
     def identity(model: Path, **fields: object) -> dict[str, object]:
-        return TransformerEncoderSettings.model_validate({"model": model, "family": "e5", **fields}).identity()
+        return encoder_identity(TransformerEncoderSettings.model_validate({"model": model, "family": "e5", **fields}))
 
     base = identity(original)
     assert identity(copy, device="cpu", dtype="bfloat16", batch_tokens=7, threads=3) == base

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from protocol.errors import UserError
-from retriever.backends.base import Fault
+from retriever.backends.base import QueryFailure, QueryResult
 from retriever.backends.index import IndexBackend
+from retriever.encoder import build_encoder, encoder_identity
 from retriever.encoder.base import Encoder, EncoderUnavailable, NotFinite
 from retriever.encoder.config import OpenAIEncoderSettings
-from retriever.serving.cache import Answer
 
 DIM = 4
 
@@ -84,7 +84,7 @@ def server() -> Iterator[Server]:
 def client(server: Server) -> Callable[..., Encoder]:
     def make(**fields: Any) -> Encoder:
         chosen = {"url": server.url, "dim": DIM, "retries": 2, "backoff_s": 0.001, "timeout_s": 5.0, **fields}
-        return OpenAIEncoderSettings.model_validate(chosen).build()
+        return build_encoder(OpenAIEncoderSettings.model_validate(chosen))
 
     return make
 
@@ -219,25 +219,25 @@ async def test_a_services_failure_is_a_named_fault_of_every_query_and_is_not_mul
 
         encoder = client(retries=1)
 
-        def search(self, queries: Sequence[str], k: int) -> list[Answer]:
+        def search(self, queries: Sequence[str], k: int) -> list[QueryResult]:
             self.encoder.encode_queries(queries)
-            return [Answer((), ()) for _ in queries]
+            return [QueryResult((), ()) for _ in queries]
 
     with ThreadPoolExecutor(1) as owner:
         backend = IndexBackend(Searching(), owner)  # type: ignore[arg-type]
         server.script = [(503, b"down", {})] * 2
         outcomes = await backend.search(["a", "b", "c"], 3, "")
-        assert [outcome.cause for outcome in outcomes if isinstance(outcome, Fault)] == ["http_503"] * 3
+        assert [outcome.cause for outcome in outcomes if isinstance(outcome, QueryFailure)] == ["http_503"] * 3
         assert len(server.asked) == 2
         # refused at once: perhaps because of one of them, so each is asked alone
         server.script = [(413, b"too long", {}), (200, None, {}), (413, b"too long", {})]
         outcomes = await backend.search(["a", "b", "c"], 3, "")
-        assert [isinstance(outcome, Fault) for outcome in outcomes] == [False, True, False]
+        assert [isinstance(outcome, QueryFailure) for outcome in outcomes] == [False, True, False]
 
 
 def test_identity_is_what_decides_vectors() -> None:
     base = OpenAIEncoderSettings()
     same = OpenAIEncoderSettings(url="https://elsewhere/v1", retries=0, api_key_variable="KEY", batch=3)
-    assert same.identity() == base.identity()
+    assert encoder_identity(same) == encoder_identity(base)
     for other in ({"model": "m"}, {"dim": 3}, {"query_prefix": "q"}, {"passage_prefix": "p"}, {"normalize": False}):
-        assert OpenAIEncoderSettings.model_validate(other).identity() != base.identity()
+        assert encoder_identity(OpenAIEncoderSettings.model_validate(other)) != encoder_identity(base)

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from protocol.errors import UserError
-from retriever.build.input import CORPUS, CorpusInput, documents, read_input, write_corpus
 from retriever.corpus.formats import FORMATS
 from retriever.corpus.formats.base import Document, content_id
 from retriever.corpus.formats.plain import split_contents
 from retriever.corpus.formats.synthetic import Synthetic
+from retriever.indexing.input import CORPUS, CorpusInput, documents, read_input, write_corpus
 
 PAGES = [("Ada", "Ada wrote\tthe first program."), ("東京", "日本の首都 \u2028 である。"), ("", "no title, 🦊")]
 CONTENTS = [f'"{title}"\n{text}' if title else text for title, text in PAGES]

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from protocol.errors import UserError
+from retriever.encoder import build_encoder, encoder_identity
 from retriever.encoder.base import Vectors
 from retriever.encoder.config import HashedEncoderSettings
+from retriever.index import index_identity, open_index, write_index
 from retriever.index.base import Index
 from retriever.index.config import (
     FaissFlatSettings,
     FaissHnswSettings,
     FaissIvfPqSettings,
     FaissIvfSettings,
-    MemorySettings,
+    MemoryIndexSettings,
 )
 from retriever.index.faiss_flat import open_flat_file
 from tests.support.small_retriever import TextSource
@@ -35,7 +37,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def vectors() -> Vectors:
-    return ENCODER.build().encode_passages(TEXTS)
+    return build_encoder(ENCODER).encode_passages(TEXTS)
 
 
 @pytest.fixture
@@ -55,20 +57,20 @@ def write(vectors: Vectors, tmp_path: Path) -> Write:
 
 def served(settings: Any, directory: Path) -> Index:
     directory.mkdir()
-    settings.build(TextSource(TEXTS), directory)
+    write_index(settings, TextSource(TEXTS), directory)
     assert list(directory.iterdir()) == []  # the file stays where it is, and nothing is copied
-    opened: Index = settings.open(directory, threads=1)
+    opened: Index = open_index(settings, directory, threads=1)
     return opened
 
 
 @pytest.mark.parametrize(("factory", "dtype"), [("Flat", "float32"), ("SQfp16", "float16")])
 def test_a_flat_file_gives_what_our_own_vectors_give(write: Write, tmp_path: Path, factory: str, dtype: Any) -> None:
-    ours = MemorySettings(encoder=ENCODER, dtype=dtype)
-    ours.build(TextSource(TEXTS), tmp_path)
+    ours = MemoryIndexSettings(encoder=ENCODER, dtype=dtype)
+    write_index(ours, TextSource(TEXTS), tmp_path)
     theirs = served(FaissFlatSettings(encoder=ENCODER, file=write(factory)), tmp_path / "index")
     for k in (1, 10, 900):
         for found, expected in zip(
-            theirs.search(QUERIES, k), ours.open(tmp_path, threads=1).search(QUERIES, k), strict=True
+            theirs.search(QUERIES, k), open_index(ours, tmp_path, threads=1).search(QUERIES, k), strict=True
         ):
             assert found.tobytes() == expected.tobytes()
 
@@ -86,9 +88,9 @@ def test_a_flat_file_is_not_read_but_mapped(write: Write, vectors: Vectors) -> N
 def test_a_tie_over_all_of_a_mapped_file_is_searched_without_copying_it(tmp_path: Path) -> None:
     path = tmp_path / "same.index"
     index = faiss.IndexFlatIP(64)
-    index.add(np.tile(ENCODER.build().encode_passages(["one and the same"]), (5000, 1)))
+    index.add(np.tile(build_encoder(ENCODER).encode_passages(["one and the same"]), (5000, 1)))
     faiss.write_index(index, str(path))
-    opened = FaissFlatSettings(encoder=ENCODER, file=path).open(tmp_path, threads=1)
+    opened = open_index(FaissFlatSettings(encoder=ENCODER, file=path), tmp_path, threads=1)
     assert opened.search(["the same", "???"], 3).rows.tolist() == [[0, 1, 2]] * 2
 
 
@@ -105,7 +107,7 @@ def test_a_tie_over_all_of_a_mapped_file_is_searched_without_copying_it(tmp_path
 )
 def test_graphs_and_lists_of_others_are_served(write: Write, tmp_path: Path, settings: Any, factory: str) -> None:
     index = served(settings(encoder=ENCODER, file=write(factory)), tmp_path / "index")
-    exact = FaissFlatSettings(encoder=ENCODER, file=write("Flat")).open(tmp_path, threads=1)
+    exact = open_index(FaissFlatSettings(encoder=ENCODER, file=write("Flat")), tmp_path, threads=1)
     found, best = index.search(QUERIES, 10), exact.search(QUERIES, 10)
     shares = [len(set(a) & set(b)) / 10 for a, b in zip(found.rows.tolist(), best.rows.tolist(), strict=True)]
     assert np.mean(shares) > (0.9 if "PQ" not in factory else 0.5)
@@ -139,16 +141,16 @@ def test_a_file_of_another_kind_is_refused(
     write: Write, tmp_path: Path, settings: Any, factory: str, metric: int, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        settings(encoder=ENCODER, file=write(factory, metric)).build(TextSource(TEXTS), tmp_path)
+        write_index(settings(encoder=ENCODER, file=write(factory, metric)), TextSource(TEXTS), tmp_path)
 
 
 def test_a_file_of_another_corpus_or_encoder_is_refused(write: Write, tmp_path: Path) -> None:
     path = write("Flat")
     with pytest.raises(UserError, match="does not belong to this corpus") as refused:
-        FaissFlatSettings(encoder=ENCODER, file=path).build(TextSource(TEXTS[1:]), tmp_path)
+        write_index(FaissFlatSettings(encoder=ENCODER, file=path), TextSource(TEXTS[1:]), tmp_path)
     assert "900 rows in the file, 899 passages" in refused.value.render()
     with pytest.raises(UserError, match="does not belong to this encoder") as refused:
-        FaissFlatSettings(file=path).build(TextSource(TEXTS), tmp_path)
+        write_index(FaissFlatSettings(file=path), TextSource(TEXTS), tmp_path)
     assert "64 numbers, the encoder's 384" in refused.value.render()
 
 
@@ -156,22 +158,22 @@ def test_what_is_no_index_is_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("not an index at all, only a text that is longer than any header")
     with pytest.raises(UserError, match="cannot read"):
-        FaissFlatSettings(encoder=ENCODER, file=path).build(TextSource(TEXTS), tmp_path)
+        write_index(FaissFlatSettings(encoder=ENCODER, file=path), TextSource(TEXTS), tmp_path)
     with pytest.raises(UserError, match="cannot read the index file"):
-        FaissFlatSettings(encoder=ENCODER, file=tmp_path / "absent.index").identity()
+        index_identity(FaissFlatSettings(encoder=ENCODER, file=tmp_path / "absent.index"))
 
 
 def test_a_files_identity_follows_its_content_and_not_its_place(write: Write, tmp_path: Path) -> None:
     path = write("Flat")
     moved = Path(shutil.copy(path, tmp_path / "elsewhere.index"))
     settings = FaissFlatSettings(encoder=ENCODER, file=path)
-    assert settings.model_copy(update={"file": moved}).identity() == settings.identity()
-    assert settings.identity()["encoder"] == ENCODER.identity()
+    assert index_identity(settings.model_copy(update={"file": moved})) == index_identity(settings)
+    assert index_identity(settings)["encoder"] == encoder_identity(ENCODER)
     content = bytearray(moved.read_bytes())
     content[-1] ^= 1
     moved.write_bytes(content)
-    assert settings.model_copy(update={"file": moved}).identity() != settings.identity()
-    assert FaissFlatSettings(encoder=ENCODER).identity() != settings.identity()
+    assert index_identity(settings.model_copy(update={"file": moved})) != index_identity(settings)
+    assert index_identity(FaissFlatSettings(encoder=ENCODER)) != index_identity(settings)
 
 
 def test_search_r1s_header_is_what_is_read(write: Write, vectors: Vectors, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from retriever.encoder.config import HashedEncoderSettings
+from retriever.index import index_identity, open_index, search_time, write_index
 from retriever.index.config import (
     Bm25Settings,
     FaissFlatSettings,
     FaissIvfPqSettings,
     HybridSettings,
     IndexSettings,
-    MemorySettings,
+    MemoryIndexSettings,
 )
 from retriever.index.hybrid import HybridIndex
 from tests.support.small_retriever import TextSource
@@ -25,8 +26,8 @@ TEXTS = ["alpha beta", "beta gamma", "gamma delta", "alpha alpha alpha", "unrela
 
 
 def opened(settings: HybridSettings, directory: Path, texts: list[str] = TEXTS) -> HybridIndex:
-    settings.build(TextSource(texts), directory)
-    index = settings.open(directory, threads=1)
+    write_index(settings, TextSource(texts), directory)
+    index = open_index(settings, directory, threads=1)
     assert isinstance(index, HybridIndex)
     return index
 
@@ -45,8 +46,8 @@ def test_scores_are_sums_of_reciprocal_ranks(tmp_path: Path, weights: tuple[floa
     members = (Bm25Settings(), FaissFlatSettings())
     index = opened(HybridSettings(members=members, weights=weights), tmp_path)
     hits = index.search(["beta gamma"], 6)
-    lexical = members[0].open(tmp_path / "0-bm25", threads=1).search(["beta gamma"], 6)
-    dense = members[1].open(tmp_path / "1-faiss_flat", threads=1).search(["beta gamma"], 6)
+    lexical = open_index(members[0], tmp_path / "0-bm25", threads=1).search(["beta gamma"], 6)
+    dense = open_index(members[1], tmp_path / "1-faiss_flat", threads=1).search(["beta gamma"], 6)
     matching = lexical.scores[0] > 0
     expected = by_hand(
         [
@@ -72,14 +73,14 @@ def test_a_passage_without_a_word_of_the_query_gets_nothing_from_the_lexical_mem
 
 def test_members_give_as_many_candidates_as_are_asked_for(tmp_path: Path) -> None:
     texts = [f"word{i} common" for i in range(30)]
-    index = opened(HybridSettings(members=(MemorySettings(),), candidates=4), tmp_path, texts)
+    index = opened(HybridSettings(members=(MemoryIndexSettings(),), candidates=4), tmp_path, texts)
     assert (index.search(["common"], 2).rows >= 0).all()
     assert (index.search(["common"], 9).rows >= 0).all()
 
 
 def test_the_encoder_is_that_of_the_first_dense_member(tmp_path: Path) -> None:
     small = HashedEncoderSettings(dim=16)
-    both = HybridSettings(members=(Bm25Settings(), MemorySettings(encoder=small), FaissFlatSettings()))
+    both = HybridSettings(members=(Bm25Settings(), MemoryIndexSettings(encoder=small), FaissFlatSettings()))
     encoder = opened(both, tmp_path).encoder
     assert encoder is not None
     assert encoder.dim == 16
@@ -104,14 +105,14 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, Any], says: str) -> No
 
 def test_the_identity_is_that_of_the_members_and_knobs_are_not_in_it() -> None:
     plain = HybridSettings(members=(Bm25Settings(), FaissIvfPqSettings()))
-    assert plain.identity()["members"] == [member.identity() for member in plain.members]
+    assert index_identity(plain)["members"] == [index_identity(member) for member in plain.members]
     tuned = HybridSettings(members=(Bm25Settings(), FaissIvfPqSettings(nprobe=3)), weights=(1, 3), candidates=7)
-    assert tuned.identity() == plain.identity()
-    assert tuned.search_time() != plain.search_time()
-    assert HybridSettings(members=(Bm25Settings(k1=1), FaissIvfPqSettings())).identity() != plain.identity()
+    assert index_identity(tuned) == index_identity(plain)
+    assert search_time(tuned) != search_time(plain)
+    assert index_identity(HybridSettings(members=(Bm25Settings(k1=1), FaissIvfPqSettings()))) != index_identity(plain)
 
 
 def test_it_is_read_from_a_tree() -> None:
     tree = {"type": "hybrid", "members": [{"type": "bm25", "b": 0.4}, {"type": "memory"}], "weights": [1, 2]}
     settings = TypeAdapter[Any](IndexSettings).validate_python(tree)
-    assert settings.members == (Bm25Settings(b=0.4), MemorySettings())
+    assert settings.members == (Bm25Settings(b=0.4), MemoryIndexSettings())

@@ -11,7 +11,8 @@ import pytest
 
 from protocol.errors import UserError
 from retriever.encoder.config import HashedEncoderSettings
-from retriever.index import faiss_ivf as faiss_ivf_lists
+from retriever.index import faiss_ivf as faiss_ivf
+from retriever.index import index_identity, write_index
 from retriever.index.config import FaissIvfPqSettings, FaissIvfSettings
 from retriever.index.faiss_ivf import auto_nlist, auto_parts, exact_instead, train, write_filled
 from tests.support.small_retriever import TextSource
@@ -36,7 +37,7 @@ def test_the_lists_hold_what_faiss_itself_would_put_there(
     expected: Any = faiss.clone_index(index)
     turned = vectors.astype(np.float32) if rotation is None else rotation.apply(vectors)
     expected.add(turned)
-    monkeypatch.setattr(faiss_ivf_lists, "_BLOCK_BYTES", 130 * 4 * DIM)  # eight blocks, the last one short
+    monkeypatch.setattr(faiss_ivf, "_BLOCK_BYTES", 130 * 4 * DIM)  # eight blocks, the last one short
     write_filled(index, rotation, vectors, tmp_path / "index")
     read: Any = faiss.read_index(str(tmp_path / "index"))
     assert read.ntotal == 1000
@@ -55,14 +56,14 @@ def test_a_file_of_lists_is_the_same_bytes_every_time(tmp_path: Path) -> None:
     built = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        settings.build(TextSource(texts), tmp_path / name)
+        write_index(settings, TextSource(texts), tmp_path / name)
         built.append((tmp_path / name / "index.faiss").read_bytes())
     assert built[0] == built[1]
-    assert settings.model_copy(update={"seed": 1}).identity() != settings.identity()
+    assert index_identity(settings.model_copy(update={"seed": 1})) != index_identity(settings)
 
 
 def test_a_small_corpus_has_no_lists_and_is_searched_exactly(tmp_path: Path) -> None:
-    FaissIvfSettings().build(TextSource(["one", "two"]), tmp_path)
+    write_index(FaissIvfSettings(), TextSource(["one", "two"]), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["vectors.npy"]
     assert exact_instead(FaissIvfSettings(), 9_999)
     assert not exact_instead(FaissIvfSettings(), 10_000)
@@ -81,5 +82,5 @@ def test_parts_divide_the_dimension(dim: int, parts: int) -> None:
 
 def test_parts_that_do_not_divide_the_dimension_are_refused_before_anything_is_encoded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pq_parts=7 does not divide the encoder's 384"):
-        FaissIvfPqSettings(pq_parts=7).build(TextSource(["x"]), tmp_path)
+        write_index(FaissIvfPqSettings(pq_parts=7), TextSource(["x"]), tmp_path)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import VectorIndex
 from retriever.index.dense import DenseIndex, exact_search, rescore
-from retriever.index.exact import MemoryVectors
+from retriever.index.exact import ExactVectors
 from retriever.index.faiss_flat import FaissFlatVectors
 
 DIM, LENGTH = 256, 30.0
@@ -44,7 +44,7 @@ def vectors(tmp_path: Path) -> Vectors:
 
 
 MAKE: dict[str, Callable[[Path, Vectors], VectorIndex]] = {
-    "memory": lambda directory, _: MemoryVectors(directory),
+    "memory": lambda directory, _: ExactVectors(directory),
     "faiss_flat": lambda _, vectors: FaissFlatVectors(vectors, threads=1),
 }
 

@@ -10,10 +10,10 @@ import pytest
 
 from protocol.errors import UserError
 from retriever.backends.index import open_searcher
-from retriever.build.build import build_index
 from retriever.config import RetrieverSettings
 from retriever.corpus.manifest import MANIFEST, corpus_of, read_manifest, settings_of
-from retriever.index.config import Bm25Settings, MemorySettings
+from retriever.index.config import Bm25Settings, MemoryIndexSettings
+from retriever.indexing.build import build_index
 
 
 def quiet(_line: str) -> None:
@@ -23,7 +23,7 @@ def quiet(_line: str) -> None:
 @pytest.fixture
 def converted(tmp_path: Path) -> Path:
     """An index of synthetic text: its corpus lies in it."""
-    settings = MemorySettings.model_validate({"encoder": {"type": "hashed", "dim": 16}})
+    settings = MemoryIndexSettings.model_validate({"encoder": {"type": "hashed", "dim": 16}})
     build_index("synthetic:30", tmp_path / "index", settings, progress=quiet)
     return tmp_path / "index"
 
@@ -71,7 +71,7 @@ def test_a_corpus_that_was_indexed_where_it_lies_is_found_there(corpus: Path, tm
 
 def test_the_settings_of_the_build_are_known_and_can_be_changed_in_part(converted: Path) -> None:
     built = settings_of(converted)
-    assert built == MemorySettings.model_validate({"encoder": {"type": "hashed", "dim": 16}})
+    assert built == MemoryIndexSettings.model_validate({"encoder": {"type": "hashed", "dim": 16}})
     changed = settings_of(converted, {"encoder": {"ngram": 3}})
     assert (changed.encoder.dim, changed.encoder.ngram) == (16, 3)  # type: ignore[union-attr]
     with pytest.raises(UserError, match="cannot be opened with the settings"):

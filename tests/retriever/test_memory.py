@@ -16,25 +16,24 @@ from hypothesis import strategies as st
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from retriever.backends.base import Fault
+from retriever.backends.base import QueryFailure, QueryResult
 from retriever.backends.memory.backend import RRF_K, MemoryBackend, fuse, open_memory
-from retriever.backends.memory.journal import Entry
+from retriever.backends.memory.config import SearchMemorySettings
+from retriever.backends.memory.journal import MemoryEntry
 from retriever.backends.memory.store import RunMemory
-from retriever.config import SearchMemorySettings
 from retriever.metrics import Metrics
-from retriever.serving.cache import Answer
 
 
 def document(name: str) -> bytes:
     return json.dumps({"id": name, "contents": f'"{name}"\ntext'}).encode()
 
 
-def answer(*names: str) -> Answer:
-    return Answer(tuple(map(document, names)), tuple(1.0 / (i + 1) for i in range(len(names))))
+def answer(*names: str) -> QueryResult:
+    return QueryResult(tuple(map(document, names)), tuple(1.0 / (i + 1) for i in range(len(names))))
 
 
-def ids(outcome: Answer | Fault) -> list[str]:
-    assert isinstance(outcome, Answer), outcome
+def ids(outcome: QueryResult | QueryFailure) -> list[str]:
+    assert isinstance(outcome, QueryResult), outcome
     return [json.loads(item)["id"] for item in outcome.documents]
 
 
@@ -48,10 +47,12 @@ class Counted:
         self.faults: set[str] = set()
         self.closed = 0
 
-    async def search(self, queries: Sequence[str], k: int, run: str) -> list[Answer | Fault]:
+    async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
         self.asked += queries
         return [
-            Fault("timeout") if q in self.faults else answer(*(f"{q}-{i}" for i in range(k if q != "nothing" else 0)))
+            QueryFailure("timeout")
+            if q in self.faults
+            else answer(*(f"{q}-{i}" for i in range(k if q != "nothing" else 0)))
             for q in queries
         ]
 
@@ -126,11 +127,11 @@ async def test_failures_and_empty_answers_are_never_remembered(start: Start) -> 
     async with start(reuse_above=0.8, fuse=3, fuse_above=0) as (memory, inner, metrics):
         inner.faults = {"capital of France"}
         good, bad = await memory.search(["capital of Spain", "capital of France"], 2, "run")
-        assert ids(good) and bad == Fault("timeout")
+        assert ids(good) and bad == QueryFailure("timeout")
         await memory.search(["nothing"], 2, "run")
         assert count(metrics, "memory_entries_added_total") == 1
         # what is remembered does not make a failure an answer
-        assert await memory.search(["capital of France"], 2, "run") == [Fault("timeout")]
+        assert await memory.search(["capital of France"], 2, "run") == [QueryFailure("timeout")]
         inner.faults = set()
         (now,) = await memory.search(["capital of France"], 2, "run")
         assert "capital of France-0" in ids(now)
@@ -147,7 +148,7 @@ async def test_passages_of_the_nearest_earlier_searches_are_fused_in(start: Star
             "capital city of France-1",
             "capital of France-1",
         ]
-        assert isinstance(found, Answer)
+        assert isinstance(found, QueryResult)
         assert found.scores[0] == pytest.approx(1 / (RRF_K + 1))
         assert count(metrics, "memory_fusions_total") == 1
         # the memory does not feed on itself: what was fused is not remembered as the search's own
@@ -174,7 +175,7 @@ async def test_the_same_history_gives_the_same_answers(start: Start) -> None:
     ]
     queries = [" ".join(rng.choice(words, 3)) for _ in range(150)]
 
-    async def history() -> list[list[Answer | Fault]]:
+    async def history() -> list[list[QueryResult | QueryFailure]]:
         async with start(reuse_above=0.9, fuse=3, fuse_above=0.2, max_entries=40) as (memory, _, _):
             return [await memory.search(queries[i : i + 3], 3, f"run{i % 2}") for i in range(0, 150, 3)]
 
@@ -281,7 +282,7 @@ async def test_a_memory_that_fails_costs_no_answer(start: Start, monkeypatch: py
 async def test_many_searches_at_once_are_all_answered(start: Start) -> None:
     async with start(fuse=2, fuse_above=0.1, max_entries=16) as (memory, _, _):
         found = await asyncio.gather(*(memory.search([f"alpha{i}", f"beta{i}"], 2, f"run{i % 3}") for i in range(60)))
-        assert all(isinstance(outcome, Answer) and outcome.documents for pair in found for outcome in pair)
+        assert all(isinstance(outcome, QueryResult) and outcome.documents for pair in found for outcome in pair)
 
 
 @given(
@@ -305,11 +306,11 @@ def test_fusion_is_the_sum_of_reciprocal_ranks(lists: list[list[str]], k: int, w
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4), st.booleans()), max_size=60))
 def test_a_runs_memory_is_an_lru_map_by_query(steps: list[tuple[int, int, bool]]) -> None:
-    memory, model = RunMemory(4, 5), dict[str, Entry]()
+    memory, model = RunMemory(4, 5), dict[str, MemoryEntry]()
     for name, k, popped in steps:
         vector = np.zeros(4, dtype=np.float32)
         vector[name % 4] = 1
-        entry = Entry(f"q{name}", k, vector, answer(f"{name}-{k}"))
+        entry = MemoryEntry(f"q{name}", k, vector, answer(f"{name}-{k}"))
         if popped and model:
             assert memory.pop_oldest() is model.pop(next(iter(model)))
             continue

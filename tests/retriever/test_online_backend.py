@@ -13,13 +13,12 @@ from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import UserError
-from retriever.backends.base import Fault
-from retriever.backends.web.backend import LONGEST_TEXT, OnlineBackend, hits_of
+from retriever.backends.base import QueryFailure, QueryResult
+from retriever.backends.web.backend import MAX_HIT_CHARS, OnlineBackend, hits_of, open_online
 from retriever.backends.web.client import Secret
 from retriever.backends.web.config import OnlineSettings, SearxngSettings, SerperSettings
-from retriever.backends.web.provider import Ask, Failed, Found
+from retriever.backends.web.provider import ProviderHit, ProviderRequest, WebSearchError
 from retriever.backends.web.recordings import Recordings
-from retriever.serving.cache import Answer
 from tests.support.web_search import FakeProvider, fake_provider
 
 Open = Callable[..., AbstractAsyncContextManager[OnlineBackend]]
@@ -52,10 +51,10 @@ async def world() -> AsyncIterator[Web]:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         fake.found = [
-            Found("Answer", "42", box=True),
-            Found("A", "snippet a", f"{found.url}/a"),
-            Found("Gone", "snippet gone", f"{found.url}/gone"),
-            Found("Evil", "snippet evil", "http://169.254.169.254/latest/meta-data/"),
+            ProviderHit("Answer", "42", box=True),
+            ProviderHit("A", "snippet a", f"{found.url}/a"),
+            ProviderHit("Gone", "snippet gone", f"{found.url}/gone"),
+            ProviderHit("Evil", "snippet evil", "http://169.254.169.254/latest/meta-data/"),
         ]
         yield found
         await runner.cleanup()
@@ -70,7 +69,7 @@ def opened(world: Web) -> Open:
         port = int(world.url.rpartition(":")[2])
         allowed = {"ports": [80, port], "allow_private": ["127.0.0.1/32"]} | (pages or {})
         given: dict[str, Any] = {"base_url": world.fake.url, "rate": 1000, "burst": 1000, "fetch_pages": True}
-        backend = SearxngSettings.model_validate(given | {"pages": allowed} | fields).build()
+        backend = open_online(SearxngSettings.model_validate(given | {"pages": allowed} | fields))
         try:
             yield backend
         finally:
@@ -79,13 +78,13 @@ def opened(world: Web) -> Open:
     return start
 
 
-def contents(answer: Answer | Fault) -> list[str]:
-    assert isinstance(answer, Answer), answer
+def contents(answer: QueryResult | QueryFailure) -> list[str]:
+    assert isinstance(answer, QueryResult), answer
     return [json.loads(document)["contents"] for document in answer.documents]
 
 
-def ids(answer: Answer | Fault) -> list[str]:
-    assert isinstance(answer, Answer), answer
+def ids(answer: QueryResult | QueryFailure) -> list[str]:
+    assert isinstance(answer, QueryResult), answer
     return [json.loads(document)["id"] for document in answer.documents]
 
 
@@ -103,9 +102,9 @@ async def test_a_found_page_is_fetched_by_its_id_and_only_then(opened: Open, wor
         snippet = await backend.find(box)
         assert snippet is not None and snippet.contents == SNIPPETS[0]
         for wanted, cause in ((gone, "http_410"), (evil, "refused")):
-            with pytest.raises(Failed) as raised:
+            with pytest.raises(WebSearchError) as raised:
                 await backend.find(wanted)
-            assert raised.value.fault.cause == cause
+            assert raised.value.failure.cause == cause
         assert await backend.find("url:0000000000000000") is None
         assert await backend.find(f"{world.url}/a") is None
         counters = backend.counters()
@@ -143,34 +142,45 @@ async def test_the_oldest_hits_are_forgotten(opened: Open, world: Web) -> None:
 
 
 def test_hits_are_one_a_page_without_empty_ones_and_of_bounded_length() -> None:
-    box = Found("T", "x", "https://a.example/", box=True)
-    found = [Found("", " "), box, Found("T", "x", "https://a.example/"), Found("U", "y", "https://a.example/")]
-    hits = hits_of([*found, Found("", "z" * 100_000, "https://b.example/"), Found("half \ud800", "\x00text", "")])
+    box = ProviderHit("T", "x", "https://a.example/", box=True)
+    found = [
+        ProviderHit("", " "),
+        box,
+        ProviderHit("T", "x", "https://a.example/"),
+        ProviderHit("U", "y", "https://a.example/"),
+    ]
+    hits = hits_of(
+        [*found, ProviderHit("", "z" * 100_000, "https://b.example/"), ProviderHit("half \ud800", "\x00text", "")]
+    )
     assert [hit.passage.contents[:12] for hit in hits] == ['"T"\nx', '"T"\nx', '""\nzzzzzzzzz', '"half ?"\ntex']
     assert len({hit.passage.id for hit in hits}) == 4
-    assert len(hits[2].passage.text) == LONGEST_TEXT
+    assert len(hits[2].passage.text) == MAX_HIT_CHARS
 
 
 def test_ids_are_the_same_in_every_process() -> None:
-    (hit,) = hits_of([Found("T", "x", "https://en.wikipedia.org/wiki/Zola")])
+    (hit,) = hits_of([ProviderHit("T", "x", "https://en.wikipedia.org/wiki/Zola")])
     assert hit.passage.id == "url:09dd04b4388bf9d3"
 
 
 def test_a_recording_is_whole_or_not_there_and_a_broken_one_is_garbage(tmp_path: Path) -> None:
     recordings = Recordings(tmp_path / "deep" / "er", "serper", writing=True)
-    ask = Ask("https://a.example/search", {"q": "é \ud800"}, {"num": 3})
-    with pytest.raises(Failed, match="not_recorded"):
+    ask = ProviderRequest("https://a.example/search", {"q": "é \ud800"}, {"num": 3})
+    with pytest.raises(WebSearchError, match="not_recorded"):
         recordings.load(ask)
     recordings.save(ask, {"organic": ["é \ud800"]})
     assert recordings.load(ask) == {"organic": ["é \ud800"]}
     assert [path.name for path in recordings.path(ask).parent.iterdir()] == [recordings.path(ask).name]
-    for other in (Ask(ask.url, {"q": "e"}, ask.body), Ask("https://b.example/", ask.params, ask.body), Ask(ask.url)):
-        with pytest.raises(Failed, match="not_recorded"):
+    for other in (
+        ProviderRequest(ask.url, {"q": "e"}, ask.body),
+        ProviderRequest("https://b.example/", ask.params, ask.body),
+        ProviderRequest(ask.url),
+    ):
+        with pytest.raises(WebSearchError, match="not_recorded"):
             recordings.load(other)
     whole = recordings.path(ask).read_text()
     for broken in ("", whole[: len(whole) // 2], "[]", "{}", whole.replace("a.example", "b.example")):
         recordings.path(ask).write_text(broken)
-        with pytest.raises(Failed, match="garbage"):
+        with pytest.raises(WebSearchError, match="garbage"):
             recordings.load(ask)
 
 
@@ -188,14 +198,14 @@ async def test_a_disk_that_takes_nothing_costs_the_recording_not_the_answer(
 
 def test_a_replay_without_its_directory_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
-        SerperSettings(record="replay", recordings=tmp_path / "nowhere").build()
+        open_online(SerperSettings(record="replay", recordings=tmp_path / "nowhere"))
 
 
 def test_a_secret_shows_in_no_form() -> None:
     secret = Secret('a/b+c="d\\e')
     assert "a/b" not in repr(secret) + str(secret) + repr(vars(secret).keys())
     texts = [secret.reveal(), "x=a%2Fb%2Bc%3D%22d%5Ce&y", json.dumps({"key": secret.reveal()})]
-    assert all("[key]" in secret.cut_from(text) and "b" not in secret.cut_from(text) for text in texts)
+    assert all("[key]" in secret.redact(text) and "b" not in secret.redact(text) for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retriever.backends.web.config import PageSettings
-from retriever.backends.web.pages import Pages
-from retriever.backends.web.provider import Failed
-from retriever.backends.web.ssrf import Guard, is_public
+from retriever.backends.web.pages import PageFetcher
+from retriever.backends.web.provider import WebSearchError
+from retriever.backends.web.ssrf import SsrfGuard, is_public
 
 HOSTILE_URLS = [
     "ftp://example.org/",
@@ -113,14 +113,14 @@ PUBLIC_URLS = [
 
 @pytest.mark.parametrize("url", HOSTILE_URLS)
 def test_hostile_addresses_are_refused(url: str) -> None:
-    with pytest.raises(Failed) as raised:
-        Guard(PageSettings()).url(url)
-    assert raised.value.fault.cause == "refused"
+    with pytest.raises(WebSearchError) as raised:
+        SsrfGuard(PageSettings()).url(url)
+    assert raised.value.failure.cause == "refused"
 
 
 @pytest.mark.parametrize("url", PUBLIC_URLS)
 def test_public_addresses_are_not(url: str) -> None:
-    assert Guard(PageSettings()).url(url).scheme in ("http", "https")
+    assert SsrfGuard(PageSettings()).url(url).scheme in ("http", "https")
 
 
 @given(st.ip_addresses())
@@ -143,11 +143,11 @@ def test_nothing_that_the_standard_library_calls_special_is_public(address: Any)
     ],
 )
 def test_an_allow_list_allows_a_host_and_what_is_below_it(url: str, allowed: bool) -> None:
-    guard = Guard(PageSettings(allow_hosts=("Wikipedia.org",)))
+    guard = SsrfGuard(PageSettings(allow_hosts=("Wikipedia.org",)))
     if allowed:
         assert guard.url(url)
     else:
-        with pytest.raises(Failed, match="refused"):
+        with pytest.raises(WebSearchError, match="refused"):
             guard.url(url)
 
 
@@ -155,15 +155,15 @@ def test_an_allow_list_allows_a_host_and_what_is_below_it(url: str, allowed: boo
     "addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["::ffff:8.8.8.8"], ["2606:4700::1111%eth0"], ["garbage"]]
 )
 def test_a_name_with_one_bad_address_is_refused_whole(addresses: list[str]) -> None:
-    with pytest.raises(Failed, match="refused"):
-        Guard(PageSettings()).addresses(addresses)
+    with pytest.raises(WebSearchError, match="refused"):
+        SsrfGuard(PageSettings()).addresses(addresses)
 
 
 def test_an_allowed_network_opens_itself_and_nothing_else() -> None:
-    guard = Guard(PageSettings(allow_private=(ipaddress.ip_network("10.1.2.0/24"),)))
+    guard = SsrfGuard(PageSettings(allow_private=(ipaddress.ip_network("10.1.2.0/24"),)))
     assert guard.address("10.1.2.3") == "10.1.2.3"
     for other in ("10.1.3.1", "127.0.0.1", "::ffff:10.1.2.3", "64:ff9b::a01:203"):
-        with pytest.raises(Failed, match="refused"):
+        with pytest.raises(WebSearchError, match="refused"):
             guard.address(other)
 
 
@@ -198,10 +198,10 @@ class Site:
         self.lookups.append(host)
         return self.answers.pop(0) if self.answers else ["127.0.0.1"]
 
-    def pages_of(self, **fields: Any) -> Pages:
+    def pages_of(self, **fields: Any) -> PageFetcher:
         """A reader that is allowed to come here, and to no other private place."""
         given: dict[str, Any] = {"ports": (self.port,), "allow_private": ("127.0.0.1/32",)}
-        return Pages(PageSettings.model_validate(given | fields), lookup=self.lookup)
+        return PageFetcher(PageSettings.model_validate(given | fields), lookup=self.lookup)
 
     def url(self, path: str = "/", host: str = "site.example") -> str:
         return f"http://{host}:{self.port}{path}"
@@ -220,10 +220,10 @@ async def site() -> AsyncIterator[Site]:
     await runner.cleanup()
 
 
-async def refused(pages: Pages, url: str) -> str:
-    with pytest.raises(Failed) as raised:
+async def refused(pages: PageFetcher, url: str) -> str:
+    with pytest.raises(WebSearchError) as raised:
         await pages.read(url)
-    return raised.value.fault.cause
+    return raised.value.failure.cause
 
 
 async def test_a_page_is_read_at_the_address_that_was_resolved_and_checked(site: Site) -> None:
@@ -250,10 +250,10 @@ async def test_a_rebinding_name_is_asked_once_and_only_its_first_answer_counts(s
 async def test_the_connector_goes_to_the_checked_address_whatever_the_url_says(site: Site) -> None:
     import aiohttp
 
-    guard = Guard(PageSettings.model_validate({"allow_private": ["127.0.0.0/8"]}))
+    guard = SsrfGuard(PageSettings.model_validate({"allow_private": ["127.0.0.0/8"]}))
     for host, url in [("a.example", site.url(host="b.example")), ("127.0.0.2", site.url(host="127.0.0.1"))]:
         async with aiohttp.ClientSession(connector=guard.connector(host, "127.0.0.2")) as session:
-            with pytest.raises((aiohttp.ClientConnectionError, Failed)):
+            with pytest.raises((aiohttp.ClientConnectionError, WebSearchError)):
                 await session.get(url)
     assert not site.paths
 
@@ -329,10 +329,10 @@ async def test_what_is_not_there_has_its_name(site: Site) -> None:
 
 
 async def test_a_name_that_does_not_resolve_is_unreachable() -> None:
-    assert await refused(Pages(PageSettings(timeout_s=5)), "http://nowhere.invalid/") == "unreachable"
+    assert await refused(PageFetcher(PageSettings(timeout_s=5)), "http://nowhere.invalid/") == "unreachable"
 
 
 async def test_the_systems_resolver_is_guarded_too(site: Site) -> None:
-    pages = Pages(PageSettings.model_validate({"ports": [site.port]}))
+    pages = PageFetcher(PageSettings.model_validate({"ports": [site.port]}))
     assert await refused(pages, f"http://localhost:{site.port}/") == "refused"
     assert not site.paths

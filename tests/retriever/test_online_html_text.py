@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retriever.backends.web.pages import decode, page_of_html, page_of_plain
-from retriever.backends.web.provider import Failed
+from retriever.backends.web.provider import WebSearchError
 
 PAGE = """<!DOCTYPE html><html><head><title>Émile &amp; co</title><style>p { color: red }</style>
 <script>if (a < b) { alert("</p>") }</script></head><body><header>Site</header><nav><ul><li>Home</li></ul></nav>
@@ -51,8 +51,8 @@ def test_pages_that_are_not_quite_html(html: str, text: str) -> None:
 def test_no_page_raises_anything_but_its_fault(html: str) -> None:
     try:
         page = page_of_html(html, 50)
-    except Failed as failure:
-        assert failure.fault.cause == "garbage"
+    except WebSearchError as failure:
+        assert failure.failure.cause == "garbage"
     else:
         assert len(page.text) <= 50
 
@@ -63,8 +63,8 @@ def test_a_page_of_unfinished_pieces_takes_no_quadratic_time(piece: str) -> None
     begin = time.process_time()
     try:
         page_of_html(html, 1000)
-    except Failed as failure:
-        assert failure.fault.cause == "garbage"
+    except WebSearchError as failure:
+        assert failure.failure.cause == "garbage"
     assert time.process_time() - begin < 3
 
 

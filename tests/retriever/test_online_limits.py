@@ -14,9 +14,9 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.backends.web.client import LONGEST_PAUSE_S, Budget, Secret, Sender, TokenBucket
+from retriever.backends.web.client import LONGEST_PAUSE_S, Budget, ProviderClient, Secret, TokenBucket
 from retriever.backends.web.config import SerperSettings
-from retriever.backends.web.provider import Ask, Failed, Found
+from retriever.backends.web.provider import ProviderHit, ProviderRequest, WebSearchError
 from retriever.backends.web.providers.google import Serper
 from tests.support.web_search import KEY, FakeProvider, fake_provider
 
@@ -38,20 +38,20 @@ class Clock:
 
 @pytest.fixture
 async def fake() -> AsyncIterator[FakeProvider]:
-    async with fake_provider("serper", [Found("T", "text", "https://example.org")]) as provider:
+    async with fake_provider("serper", [ProviderHit("T", "text", "https://example.org")]) as provider:
         yield provider
 
 
 @pytest.fixture
-async def sender(fake: FakeProvider) -> AsyncIterator[Callable[..., tuple[Sender, Clock]]]:
+async def sender(fake: FakeProvider) -> AsyncIterator[Callable[..., tuple[ProviderClient, Clock]]]:
     """A sender with the clock above; keyword arguments are settings."""
-    made: list[Sender] = []
+    made: list[ProviderClient] = []
 
-    def make(**fields: Any) -> tuple[Sender, Clock]:
+    def make(**fields: Any) -> tuple[ProviderClient, Clock]:
         clock = Clock()
         given: dict[str, Any] = {"base_url": fake.url, "rate": 1000, "burst": 1000, "backoff_s": 1.0, "attempts": 3}
         settings = SerperSettings(**(given | fields))
-        made.append(Sender(settings, Serper(settings), Secret(KEY), clock=clock, sleep=clock.sleep))
+        made.append(ProviderClient(settings, Serper(settings), Secret(KEY), clock=clock, sleep=clock.sleep))
         return made[-1], clock
 
     yield make
@@ -66,7 +66,7 @@ def test_no_window_of_time_sees_more_than_burst_and_rate_allow(rate: float, burs
     sent = []
     for gap in gaps:
         clock.now += gap
-        sent.append(clock.now + bucket.turn(1e9))
+        sent.append(clock.now + bucket.reserve(1e9))
     assert sent == sorted(sent)
     for first, last in itertools.combinations(range(len(sent)), 2):
         assert last - first + 1 <= burst + (sent[last] - sent[first]) * rate + 1e-6
@@ -74,17 +74,17 @@ def test_no_window_of_time_sees_more_than_burst_and_rate_allow(rate: float, burs
 
 def test_a_burst_leaves_at_once_and_the_rest_at_the_rate() -> None:
     bucket = TokenBucket(4.0, 3, Clock())
-    assert [bucket.turn(10) for _ in range(6)] == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75])
+    assert [bucket.reserve(10) for _ in range(6)] == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75])
 
 
 def test_a_turn_after_the_deadline_is_refused_and_not_used_up() -> None:
     bucket = TokenBucket(1.0, 1, Clock())
-    assert bucket.turn(0) == 0
+    assert bucket.reserve(0) == 0
     for _ in range(3):
-        with pytest.raises(Failed) as raised:
-            bucket.turn(0.5)
-        assert raised.value.fault.cause == "timeout"
-    assert bucket.turn(1) == pytest.approx(1)
+        with pytest.raises(WebSearchError) as raised:
+            bucket.reserve(0.5)
+        assert raised.value.failure.cause == "timeout"
+    assert bucket.reserve(1) == pytest.approx(1)
 
 
 def test_a_pause_holds_everybody_up_but_not_for_ever() -> None:
@@ -92,12 +92,12 @@ def test_a_pause_holds_everybody_up_but_not_for_ever() -> None:
     bucket = TokenBucket(10.0, 5, clock)
     bucket.pause(7)
     bucket.pause(2)
-    assert bucket.turn(10) == pytest.approx(7)
-    with pytest.raises(Failed) as raised:
-        bucket.turn(3)
-    assert raised.value.fault.cause == "http_429"
+    assert bucket.reserve(10) == pytest.approx(7)
+    with pytest.raises(WebSearchError) as raised:
+        bucket.reserve(3)
+    assert raised.value.failure.cause == "http_429"
     bucket.pause(1e12)
-    assert bucket.turn(1e13) <= LONGEST_PAUSE_S + 1
+    assert bucket.reserve(1e13) <= LONGEST_PAUSE_S + 1
 
 
 def test_a_days_budget_is_new_at_midnight_and_the_total_is_not() -> None:
@@ -106,13 +106,13 @@ def test_a_days_budget_is_new_at_midnight_and_the_total_is_not() -> None:
     day = Budget(SerperSettings(max_requests=2, budget_period="day", cost_per_request=0.25), clock)
     total = Budget(SerperSettings(max_requests=2), clock)
     for budget in (day, total):
-        budget.take()
-        budget.take()
-        with pytest.raises(Failed, match="quota"):
-            budget.take()
+        budget.spend()
+        budget.spend()
+        with pytest.raises(WebSearchError, match="quota"):
+            budget.spend()
     clock.now += 2
     assert (day.left, total.left) == (2, 0)
-    day.take()
+    day.spend()
     assert day.requests == 3 and day.cost == 0.75
 
 
@@ -136,79 +136,81 @@ def test_a_bound_in_money_without_a_price_is_refused() -> None:
 
 
 async def test_requests_are_sent_at_the_rate_whoever_asks(
-    sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider
+    sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider
 ) -> None:
     one, clock = sender(rate=2.0, burst=2, deadline_s=60, concurrency=1)
     begin = clock.now
-    await asyncio.gather(*(one.send(Ask(fake.url, body={"q": str(i)})) for i in range(8)))
+    await asyncio.gather(*(one.send(ProviderRequest(fake.url, body={"q": str(i)})) for i in range(8)))
     # 2 at once, then one each half second
     assert clock.now - begin == pytest.approx(3.0) and len(fake.seen) == 8
 
 
 @pytest.mark.parametrize(("header", "waited"), [("4", 4.0), ("0", 0.0), ("nonsense", 0.0), ("-3", 0.0)])
 async def test_retry_after_is_waited_for(
-    sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider, header: str, waited: float
+    sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider, header: str, waited: float
 ) -> None:
     one, clock = sender(backoff_s=0.0)
     fake.script.append(web.json_response({}, status=429, headers={"Retry-After": header}))
-    await one.send(Ask(fake.url, body={"q": "q"}))
+    await one.send(ProviderRequest(fake.url, body={"q": "q"}))
     assert sum(clock.sleeps) == waited and len(fake.seen) == 2
 
 
-async def test_retry_after_may_be_a_date(sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider) -> None:
+async def test_retry_after_may_be_a_date(
+    sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider
+) -> None:
     one, clock = sender(backoff_s=0.0)
     for seconds in (6, -600):
         date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
         fake.script.append(web.json_response({}, status=503, headers={"Retry-After": date}))
-        await one.send(Ask(fake.url, body={"q": "q"}))
+        await one.send(ProviderRequest(fake.url, body={"q": "q"}))
     # a date has whole seconds
     assert 3.5 <= sum(clock.sleeps) <= 6
 
 
 async def test_a_long_retry_after_ends_the_query_and_holds_up_the_next(
-    sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider
+    sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider
 ) -> None:
     one, clock = sender(max_retry_after_s=10.0, deadline_s=30)
     fake.script.append(web.json_response({}, status=429, headers={"Retry-After": "3600"}))
     for _ in range(2):
-        with pytest.raises(Failed) as raised:
-            await one.send(Ask(fake.url, body={"q": "q"}))
-        assert raised.value.fault.cause == "http_429"
+        with pytest.raises(WebSearchError) as raised:
+            await one.send(ProviderRequest(fake.url, body={"q": "q"}))
+        assert raised.value.failure.cause == "http_429"
     assert len(fake.seen) == 1 and not clock.sleeps
     clock.now += LONGEST_PAUSE_S
-    assert await one.send(Ask(fake.url, body={"q": "q"}))
+    assert await one.send(ProviderRequest(fake.url, body={"q": "q"}))
 
 
 async def test_pauses_grow_and_differ_by_chance(
-    sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider
+    sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider
 ) -> None:
     one, clock = sender(attempts=4, backoff_s=1.0)
     fake.script.extend([500] * 4)
-    with pytest.raises(Failed, match="http_500"):
-        await one.send(Ask(fake.url, body={"q": "q"}))
+    with pytest.raises(WebSearchError, match="http_500"):
+        await one.send(ProviderRequest(fake.url, body={"q": "q"}))
     assert len(clock.sleeps) == 3 and len(set(clock.sleeps)) == 3
     for attempt, pause in enumerate(clock.sleeps):
         assert 0.5 * 2**attempt <= pause <= 1.5 * 2**attempt
 
 
 async def test_no_attempt_begins_after_the_deadline(
-    sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider
+    sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider
 ) -> None:
     one, _ = sender(attempts=10, backoff_s=4.0, deadline_s=10.0)
     fake.script.extend([500] * 10)
-    with pytest.raises(Failed) as raised:
-        await one.send(Ask(fake.url, body={"q": "q"}))
-    assert raised.value.fault.cause == "http_500" and "no time" in raised.value.fault.detail
+    with pytest.raises(WebSearchError) as raised:
+        await one.send(ProviderRequest(fake.url, body={"q": "q"}))
+    assert raised.value.failure.cause == "http_500" and "no time" in raised.value.failure.detail
     assert len(fake.seen) <= 3
 
 
 async def test_a_hanging_provider_is_given_up_at_the_deadline(fake: FakeProvider) -> None:
     settings = SerperSettings(base_url=fake.url, deadline_s=0.1, timeout_s=60)
-    one = Sender(settings, Serper(settings), Secret(KEY))
+    one = ProviderClient(settings, Serper(settings), Secret(KEY))
     fake.script.append("hang")
-    with pytest.raises(Failed) as raised:
-        await one.send(Ask(fake.url, body={"q": "q"}))
-    assert raised.value.fault.cause == "timeout"
+    with pytest.raises(WebSearchError) as raised:
+        await one.send(ProviderRequest(fake.url, body={"q": "q"}))
+    assert raised.value.failure.cause == "timeout"
     await one.close()
 
 
@@ -217,32 +219,32 @@ async def test_a_hanging_provider_is_given_up_at_the_deadline(fake: FakeProvider
     [(400, {"message": "Not enough credits"}), (429, {"error": "NOT ENOUGH CREDITS"}), (402, {}), (432, {})],
 )
 async def test_an_account_without_credits_is_quota_and_not_asked_again(
-    sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider, status: int, body: dict[str, str]
+    sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider, status: int, body: dict[str, str]
 ) -> None:
     one, _ = sender()
     fake.script.append(web.json_response(body, status=status))
-    with pytest.raises(Failed) as raised:
-        await one.send(Ask(fake.url, body={"q": "q"}))
-    assert raised.value.fault.cause == "quota" and len(fake.seen) == 1
+    with pytest.raises(WebSearchError) as raised:
+        await one.send(ProviderRequest(fake.url, body={"q": "q"}))
+    assert raised.value.failure.cause == "quota" and len(fake.seen) == 1
 
 
 async def test_a_compressed_bomb_is_too_large_before_it_is_unpacked(
-    sender: Callable[..., tuple[Sender, Clock]], fake: FakeProvider
+    sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider
 ) -> None:
     one, _ = sender(max_reply_mb=1)
     bomb = web.Response(body=b'{"organic": "' + bytes(16 << 20) + b'"}', content_type="application/json")
     bomb.enable_compression(web.ContentCoding.gzip)
     fake.script.append(bomb)
-    with pytest.raises(Failed) as raised:
-        await one.send(Ask(fake.url, body={"q": "q"}))
-    assert raised.value.fault.cause == "too_large"
+    with pytest.raises(WebSearchError) as raised:
+        await one.send(ProviderRequest(fake.url, body={"q": "q"}))
+    assert raised.value.failure.cause == "too_large"
 
 
 async def test_a_proxys_password_shows_nowhere(fake: FakeProvider) -> None:
     settings = SerperSettings(base_url="http://provider.invalid/search", attempts=1)
     proxy = Secret("http://user:pass-word-1@127.0.0.1:9")
-    one = Sender(settings, Serper(settings), Secret(KEY), proxy)
-    with pytest.raises(Failed) as raised:
-        await one.send(Ask(settings.base_url, body={"q": "q"}))
-    assert raised.value.fault.cause == "unreachable" and "pass-word" not in repr(raised.value)
+    one = ProviderClient(settings, Serper(settings), Secret(KEY), proxy)
+    with pytest.raises(WebSearchError) as raised:
+        await one.send(ProviderRequest(settings.base_url, body={"q": "q"}))
+    assert raised.value.failure.cause == "unreachable" and "pass-word" not in repr(raised.value)
     await one.close()

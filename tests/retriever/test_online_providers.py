@@ -17,7 +17,7 @@ from retriever.backends.web.config import (
     SerperSettings,
     TavilySettings,
 )
-from retriever.backends.web.provider import Failed, Found, Provider
+from retriever.backends.web.provider import Provider, ProviderHit, WebSearchError
 from retriever.backends.web.providers.bing import Bing
 from retriever.backends.web.providers.brave import Brave
 from retriever.backends.web.providers.google import GoogleCse, SerpApi, Serper
@@ -36,7 +36,7 @@ PROVIDERS: dict[str, Provider] = {
 
 OK = {"search_metadata": {"status": "Success"}}
 
-CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
+CASES: list[tuple[str, dict[str, Any], list[ProviderHit]]] = [
     (
         "serpapi",
         OK
@@ -53,10 +53,10 @@ CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
             ],
         },
         [
-            Found("Answer", "3.14", box=True),
-            Found("Apple", "A company.", "https://en.wikipedia.org/wiki/Apple_Inc.", box=True),
-            Found("Coffee", "A drink.", "https://c.example/"),
-            Found("No snippet", "", "https://d.example/"),
+            ProviderHit("Answer", "3.14", box=True),
+            ProviderHit("Apple", "A company.", "https://en.wikipedia.org/wiki/Apple_Inc.", box=True),
+            ProviderHit("Coffee", "A drink.", "https://c.example/"),
+            ProviderHit("No snippet", "", "https://d.example/"),
         ],
     ),
     (
@@ -67,7 +67,7 @@ CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
                 {"title": "Zola", "answer": "1840", "snippet": "Born in 1840.", "link": "https://z.example/"}
             ]
         },
-        [Found("Zola", "1840\nBorn in 1840.", "https://z.example/", box=True)],
+        [ProviderHit("Zola", "1840\nBorn in 1840.", "https://z.example/", box=True)],
     ),
     ("serpapi", OK | {"error": "Google hasn't returned any results for this query."}, []),
     (
@@ -85,13 +85,13 @@ CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
             "peopleAlsoAsk": [{"question": "?", "snippet": "no hit"}],
         },
         [
-            Found(
+            ProviderHit(
                 "Apple",
                 "A company.\nCEO: Tim Cook\nFounded: 1976",
                 "https://en.wikipedia.org/wiki/Apple_Inc.",
                 box=True,
             ),
-            Found("Apple", "Discover.", "https://www.apple.com/"),
+            ProviderHit("Apple", "Discover.", "https://www.apple.com/"),
         ],
     ),
     (
@@ -100,7 +100,7 @@ CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
             "kind": "customsearch#search",
             "items": [{"title": "T", "link": "https://t.example/", "snippet": "one \ntwo\xa0three"}],
         },
-        [Found("T", "one two three", "https://t.example/")],
+        [ProviderHit("T", "one two three", "https://t.example/")],
     ),
     ("google_cse", {"kind": "customsearch#search", "searchInformation": {"totalResults": "0"}}, []),
     (
@@ -120,8 +120,8 @@ CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
             },
         },
         [
-            Found("Zola", "A writer.", "https://z.example/", box=True),
-            Found("A & B", "It's this <code>\nmore\n<last>", "https://b.example/"),
+            ProviderHit("Zola", "A writer.", "https://z.example/", box=True),
+            ProviderHit("A & B", "It's this <code>\nmore\n<last>", "https://b.example/"),
         ],
     ),
     ("brave", {"type": "search", "query": {"original": "x"}}, []),
@@ -134,7 +134,7 @@ CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
             "results": [{"title": "M", "url": "https://m.example/", "content": "Born 1987.", "score": 0.8}],
             "response_time": "1.67",
         },
-        [Found("Answer", "A footballer.", box=True), Found("M", "Born 1987.", "https://m.example/")],
+        [ProviderHit("Answer", "A footballer.", box=True), ProviderHit("M", "Born 1987.", "https://m.example/")],
     ),
     (
         "bing",
@@ -145,9 +145,9 @@ CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
             "webPages": {"value": [{"name": "N", "url": "https://n.example/", "snippet": "S"}]},
         },
         [
-            Found("Answer", "6 * 7 = 42", box=True),
-            Found("Space Needle", "A tower.", "https://s.example/", box=True),
-            Found("N", "S", "https://n.example/"),
+            ProviderHit("Answer", "6 * 7 = 42", box=True),
+            ProviderHit("Space Needle", "A tower.", "https://s.example/", box=True),
+            ProviderHit("N", "S", "https://n.example/"),
         ],
     ),
     ("bing", {"_type": "SearchResponse", "queryContext": {"originalQuery": "x"}}, []),
@@ -162,18 +162,18 @@ CASES: list[tuple[str, dict[str, Any], list[Found]]] = [
             "results": [{"title": "T", "url": "https://t.example/", "content": None}],
         },
         [
-            Found("Answer", "an old answer", box=True),
-            Found("Answer", "a new one", "https://n.example/", box=True),
-            Found("Zola", "A writer.", "https://w.example", box=True),
-            Found("T", "", "https://t.example/"),
+            ProviderHit("Answer", "an old answer", box=True),
+            ProviderHit("Answer", "a new one", "https://n.example/", box=True),
+            ProviderHit("Zola", "A writer.", "https://w.example", box=True),
+            ProviderHit("T", "", "https://t.example/"),
         ],
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "reply", "found"), CASES, ids=[f"{case[0]}{i}" for i, case in enumerate(CASES)])
-def test_a_documented_reply_is_read(name: str, reply: dict[str, Any], found: list[Found]) -> None:
-    assert PROVIDERS[name].read(reply) == found
+def test_a_documented_reply_is_read(name: str, reply: dict[str, Any], found: list[ProviderHit]) -> None:
+    assert PROVIDERS[name].parse(reply) == found
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_a_documented_reply_is_read(name: str, reply: dict[str, Any], found: lis
     ],
 )
 def test_a_failure_does_not_pass_for_an_empty_answer(name: str, reply: dict[str, Any]) -> None:
-    with pytest.raises(Failed, match="garbage"):
-        PROVIDERS[name].read(reply)
+    with pytest.raises(WebSearchError, match="garbage"):
+        PROVIDERS[name].parse(reply)
 
 
 NAMES = sorted(
@@ -207,18 +207,18 @@ JSON = st.recursive(
 @given(reply=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
 def test_no_reply_raises_anything_but_garbage(name: str, reply: dict[str, Any]) -> None:
     try:
-        found = PROVIDERS[name].read(reply)
-    except Failed as failure:
-        assert failure.fault.cause == "garbage"
+        found = PROVIDERS[name].parse(reply)
+    except WebSearchError as failure:
+        assert failure.failure.cause == "garbage"
     else:
         assert all(isinstance(part, str) for item in found for part in item[:3])
 
 
 def test_a_long_query_is_cut_where_brave_would_refuse_it() -> None:
-    asked = Brave(BraveSettings()).ask("word " * 60, 3).params["q"]
-    assert len(asked.split()) == 50 and len(Brave(BraveSettings()).ask("x" * 900, 3).params["q"]) == 400
+    asked = Brave(BraveSettings()).request("word " * 60, 3).params["q"]
+    assert len(asked.split()) == 50 and len(Brave(BraveSettings()).request("x" * 900, 3).params["q"]) == 400
 
 
 def test_a_bing_compatible_service_may_want_a_bearer_token() -> None:
     given = {"base_url": "https://b.example/v7.0/search", "key_header": "Authorization"}
-    assert Bing(BingSettings.model_validate(given)).key_place == ("header", "Authorization", "Bearer ")
+    assert Bing(BingSettings.model_validate(given)).key_location == ("header", "Authorization", "Bearer ")

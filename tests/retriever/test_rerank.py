@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from protocol.errors import UserError
-from retriever.config import CrossEncoderSettings
+from retriever.rerank import build_reranker, reranker_identity
 from retriever.rerank.base import Reranker, order
+from retriever.rerank.config import CrossEncoderSettings
 from tests.support.encoders import tiny_model
 
 PAIRS: list[tuple[str, list[str]]] = [
@@ -31,7 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def build(folder: Path, **fields: Any) -> Reranker:
     chosen = {"model": folder, "max_tokens": 48, "batch_tokens": 100, "device": "cpu", "threads": 1, **fields}
-    return CrossEncoderSettings.model_validate(chosen).build()
+    return build_reranker(CrossEncoderSettings.model_validate(chosen))
 
 
 def slowly(folder: Path, query: str, text: str) -> float:
@@ -78,7 +79,7 @@ def test_order_is_by_score_and_then_by_the_place_before() -> None:
 
 def test_identity_is_the_model_and_what_is_asked_of_it(folder: Path, tmp_path: Path) -> None:
     def identity(**fields: Any) -> dict[str, Any]:
-        return CrossEncoderSettings.model_validate({"model": folder, **fields}).identity()
+        return reranker_identity(CrossEncoderSettings.model_validate({"model": folder, **fields}))
 
     assert identity(device="cpu", batch_tokens=3) == identity()
     other = tiny_model(tmp_path / "reranker", "BertForSequenceClassification", seed=4)

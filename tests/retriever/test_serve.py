@@ -77,7 +77,7 @@ def test_mistakes_are_explained_without_a_traceback(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["retriever.cli", "retriever.build.cli"])
+@pytest.mark.parametrize("module", ["retriever.cli", "retriever.indexing.cli"])
 def test_help_and_mistakes_import_nothing_heavy(module: str) -> None:
     code = (
         f"import sys; from {module} import main\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from retriever.backends.web.provider import Found
+from retriever.backends.web.provider import ProviderHit
 
 KEY = "k3y/of+the=account-0123456789"
 """The key that is expected; some of its characters are escaped in an address, and differently in JSON."""
@@ -41,7 +41,7 @@ class FakeProvider:
     """
 
     kind: str
-    found: list[Found] = field(default_factory=list)
+    found: list[ProviderHit] = field(default_factory=list)
     script: deque[Any] = field(default_factory=deque)
     seen: list[Request] = field(default_factory=list)
     url: str = ""
@@ -88,7 +88,7 @@ class FakeProvider:
         text = json.dumps(SHAPES[self.kind](self, query, count or 10) | echoed)
         return web.Response(text=text.replace("/", "\\/"), content_type="application/json")
 
-    def boxes(self) -> list[Found]:
+    def boxes(self) -> list[ProviderHit]:
         """The answer boxes among `found`."""
         return [item for item in self.found if item.box]
 
@@ -99,7 +99,7 @@ class FakeProvider:
 
 
 @asynccontextmanager
-async def fake_provider(kind: str, found: list[Found]) -> AsyncIterator[FakeProvider]:
+async def fake_provider(kind: str, found: list[ProviderHit]) -> AsyncIterator[FakeProvider]:
     """A running provider of one kind; its `url` goes into `base_url`."""
     fake = FakeProvider(kind, found)
     app = web.Application()

@@ -1,8 +1,8 @@
-"""A memory of a run's earlier searches as one more backend, before the real one.
+"""A memory of a run's earlier searches as one more back-end, before the real one.
 
     search(query, run) --> encoder --> nearest earlier searches of the run
-        one at `reuse_above` or more, for k hits or more --> its answer; nobody is asked
-        else the real backend; its answer is remembered as it is --> fused with the `fuse` nearest ones' --> answer
+        one at `reuse_above` or more, for k hits or more --> its result, without a search
+        else the real backend; its result is remembered --> fused with those of the `fuse` nearest --> result
 
 Given the same history, the same answer: history is the order in which answers were remembered, which is the order of a
 batch's queries, and of the ends of batches. Queries of one batch know nothing of each other. A failure and an answer
@@ -24,65 +24,41 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.search import Passage
-from retriever.backends.base import Backend, Fault
-from retriever.backends.memory.journal import Entry, Journal, document_id
-from retriever.backends.memory.store import Recall, Remembered, unit_rows
-from retriever.config import SearchMemorySettings
+from retriever.backends.base import Backend, QueryFailure, QueryResult
+from retriever.backends.memory.config import SearchMemorySettings
+from retriever.backends.memory.journal import MemoryEntry, MemoryJournal, document_id
+from retriever.backends.memory.store import MemoryLookup, SearchMemory, unit_rows
+from retriever.encoder import build_encoder, encoder_identity
 from retriever.encoder.base import Encoder
 from retriever.metrics import Metrics
-from retriever.serving.cache import Answer
 
-# Reciprocal-rank fusion of a new answer with those of earlier searches. Pure.
-
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Vectors = npt.NDArray[np.float32]
 RRF_K = 60
 """The constant of Cormack, Clarke and Büttcher, Reciprocal Rank Fusion, SIGIR 2009."""
 
 
-def fuse(new: Answer, earlier: Sequence[Answer], k: int, weight: float) -> Answer:
-    """The k documents with the highest sums of w / (RRF_K + rank) over all lists; ranks count from 1.
-
-    w is 1 for the new answer and `weight` for each earlier one. A document is known by its id (or, without one, by its
-    bytes) and is sent as the first list that has it spells it. Ties go to the list that comes first, then to the rank.
-    The scores of the result are those sums.
-    """
-    totals: dict[str | bytes, float] = {}
-    documents: dict[str | bytes, bytes] = {}
-    for number, answer in enumerate([new, *earlier]):
-        for rank, document in enumerate(answer.documents, start=1):
-            name = document_id(document) or document
-            documents.setdefault(name, document)
-            totals[name] = totals.get(name, 0.0) + (weight if number else 1.0) / (RRF_K + rank)
-    # dicts keep the order of insertion and sorting is stable: that is the order of ties
-    best = sorted(totals, key=lambda name: -totals[name])[:k]
-    return Answer(tuple(documents[name] for name in best), tuple(totals[name] for name in best))
-
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Vectors = npt.NDArray[np.float32]
-
-
 class MemoryBackend:
-    """Made by `open_memory`. See the module's docstring; the thread owns encoder, entries and files."""
+    """See the module's docstring. The thread owns encoder, entries and files. Made by `open_memory`."""
 
     def __init__(
         self,
         inner: Backend,
         settings: SearchMemorySettings,
         encoder: Encoder,
-        remembered: Remembered,
+        remembered: SearchMemory,
         thread: ThreadPoolExecutor,
         metrics: Metrics,
     ) -> None:
         self._inner, self._settings, self._metrics = inner, settings, metrics
         self._encoder, self._remembered, self._thread = encoder, remembered, thread
         decides = settings.model_dump(mode="json", include={"reuse_above", "fuse", "fuse_above", "fuse_weight"})
-        self.fingerprint = _digest(inner.fingerprint, settings.encoder.identity(), decides)
+        self.fingerprint = _digest(inner.fingerprint, encoder_identity(settings.encoder), decides)
         """Of the real backend, of what makes queries comparable, and of what is made of it. Not of the history: the
         answers of one run are kept apart by the run's name."""
 
-    async def search(self, queries: Sequence[str], k: int, run: str) -> list[Answer | Fault]:
+    async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
         """See `Backend`."""
         if not run:
             return await self._inner.search(queries, k, run)
@@ -100,9 +76,9 @@ class MemoryBackend:
         await self._remember(
             run,
             [
-                Entry(queries[i], k, vectors[i].copy(), outcome)
+                MemoryEntry(queries[i], k, vectors[i].copy(), outcome)
                 for i, outcome in fresh.items()
-                if not isinstance(outcome, Fault) and outcome.documents
+                if not isinstance(outcome, QueryFailure) and outcome.documents
             ],
         )
         return [
@@ -110,7 +86,7 @@ class MemoryBackend:
             for i, recall in enumerate(recalls)
         ]
 
-    async def _remember(self, run: str, entries: list[Entry]) -> None:
+    async def _remember(self, run: str, entries: list[MemoryEntry]) -> None:
         try:
             if entries:
                 await self._in_thread(lambda: self._remembered.remember(run, entries))
@@ -118,14 +94,14 @@ class MemoryBackend:
             log.exception("%d searches are not remembered", len(entries))
             self._metrics.memory_errors.inc()
 
-    def _recall(self, queries: Sequence[str], k: int, run: str) -> tuple[Vectors, list[Recall]]:
+    def _recall(self, queries: Sequence[str], k: int, run: str) -> tuple[Vectors, list[MemoryLookup]]:
         vectors = unit_rows(self._encoder.encode_queries(queries))
         recalls = self._remembered.recall(run, vectors, k)
         self._metrics.recalled.inc(sum(recall.reuse is not None or bool(recall.near) for recall in recalls))
         return vectors, recalls
 
-    def _fused(self, answer: Answer | Fault, recall: Recall, k: int) -> Answer | Fault:
-        if isinstance(answer, Fault) or not recall.near:
+    def _fused(self, answer: QueryResult | QueryFailure, recall: MemoryLookup, k: int) -> QueryResult | QueryFailure:
+        if isinstance(answer, QueryFailure) or not recall.near:
             return answer
         self._metrics.fused.inc()
         return fuse(answer, recall.near, k, self._settings.fuse_weight)
@@ -138,7 +114,7 @@ class MemoryBackend:
     def info(self) -> dict[str, Any]:
         """See `Backend`."""
         memory = {
-            "encoder": self._settings.encoder.identity(),
+            "encoder": encoder_identity(self._settings.encoder),
             "reuse_above": self._settings.reuse_above,
             "fuse": self._settings.fuse,
             "runs": self._remembered.num_runs,
@@ -157,16 +133,16 @@ class MemoryBackend:
 
 
 async def open_memory(inner: Backend, settings: SearchMemorySettings, metrics: Metrics) -> MemoryBackend:
-    """A memory before `inner`, with what its directory holds. UserError for all that a person must mend."""
+    """Open a memory before `inner`, with what its directory holds. UserError if a setting needs a change."""
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memory")
 
-    def opened() -> tuple[Encoder, Remembered]:
-        encoder = settings.encoder.build()
+    def opened() -> tuple[Encoder, SearchMemory]:
+        encoder = build_encoder(settings.encoder)
         journal = None
         if settings.directory is not None:
-            fingerprint = _digest(inner.fingerprint, settings.encoder.identity())
-            journal = Journal(settings.directory, fingerprint, encoder.dim)
-        return encoder, Remembered(settings, encoder.dim, metrics, journal)
+            fingerprint = _digest(inner.fingerprint, encoder_identity(settings.encoder))
+            journal = MemoryJournal(settings.directory, fingerprint, encoder.dim)
+        return encoder, SearchMemory(settings, encoder.dim, metrics, journal)
 
     try:
         encoder, remembered = await asyncio.get_running_loop().run_in_executor(thread, opened)
@@ -176,6 +152,25 @@ async def open_memory(inner: Backend, settings: SearchMemorySettings, metrics: M
     if remembered.num_entries:
         log.info("the memory holds %d searches of %d runs", remembered.num_entries, remembered.num_runs)
     return MemoryBackend(inner, settings, encoder, remembered, thread, metrics)
+
+
+def fuse(new: QueryResult, earlier: Sequence[QueryResult], k: int, weight: float) -> QueryResult:
+    """Reciprocal-rank fusion: the k documents with the highest sums of w / (RRF_K + rank); ranks count from 1.
+
+    w is 1 for the new answer and `weight` for each earlier one. A document is known by its id (or, without one, by its
+    bytes) and is sent as the first list that has it spells it. Ties go to the list that comes first, then to the rank.
+    The scores of the result are those sums.
+    """
+    totals: dict[str | bytes, float] = {}
+    documents: dict[str | bytes, bytes] = {}
+    for number, answer in enumerate([new, *earlier]):
+        for rank, document in enumerate(answer.documents, start=1):
+            name = document_id(document) or document
+            documents.setdefault(name, document)
+            totals[name] = totals.get(name, 0.0) + (weight if number else 1.0) / (RRF_K + rank)
+    # dicts keep the order of insertion and sorting is stable: that is the order of ties
+    best = sorted(totals, key=lambda name: -totals[name])[:k]
+    return QueryResult(tuple(documents[name] for name in best), tuple(totals[name] for name in best))
 
 
 def _digest(*parts: Any) -> str:

@@ -5,8 +5,8 @@
     {"query": "..", "k": 3, "vector": base64 of float32, "documents": [".."], "scores": [..]}
 
 FINGERPRINT is that of the back-end and the encoder: what another index brought is never reused. A process holds the
-lock of its slot, so replicas that are given the same directory have a memory each, and find their own again or one
-that nobody else holds. A file holds what the memory holds and what it let go of since the file was last rewritten;
+lock of its slot, so replicas that are given the same directory have a memory each, and find their own again or a
+free one. A file holds what the memory holds and what it evicted since the file was last rewritten;
 a line that was cut off by a crash is dropped. How recently a search was used is not kept: it counts as of its writing.
 """
 
@@ -29,16 +29,19 @@ import numpy.typing as npt
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
 from protocol.search import Passage
-from retriever.serving.cache import Answer
+from retriever.backends.base import QueryResult
 
-# One remembered search, and the documents in it by their ids.
-
+log = logging.getLogger(__name__)
+FORMAT = 1
+SLOTS = 1024
+_SLACK = 64
+"""Lines beyond twice the entries at which a file is rewritten."""
 _OVERHEAD = 600
 """Roughly what CPython adds to an entry with a few documents (bytes)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class MemoryEntry:
     """A search that was answered.
 
     query   normalised
@@ -50,7 +53,7 @@ class Entry:
     query: str
     k: int
     vector: npt.NDArray[np.float32]
-    answer: Answer
+    answer: QueryResult
 
     @property
     def num_bytes(self) -> int:
@@ -59,28 +62,15 @@ class Entry:
         return _OVERHEAD + 4 * len(self.query) + 2 * self.vector.nbytes + sum(map(len, self.answer.documents))
 
 
-def document_id(document: bytes) -> str:
-    """The id of a document as it is sent."""
-    return str(json.loads(document).get("id", ""))
-
-
-log = logging.getLogger(__name__)
-
-FORMAT = 1
-SLOTS = 1024
-_SLACK = 64
-"""Lines beyond twice the entries at which a file is rewritten."""
-
-
-class Journal:
-    """Owned by the memory's thread. Raises OSError where the disk does."""
+class MemoryJournal:
+    """One file of JSON lines a run. Belongs to the memory's thread. Raises OSError."""
 
     def __init__(self, directory: Path, fingerprint: str, dim: int) -> None:
         """UserError when the directory cannot be written."""
         self._dim = dim
         self._lines: dict[str, int] = {}
         try:
-            self.directory, self._lock = _take_slot(directory, fingerprint)
+            self.directory, self._lock = _lock_slot(directory, fingerprint)
         except OSError as error:
             raise UserError(
                 f"cannot keep a memory in {directory}",
@@ -88,7 +78,7 @@ class Journal:
                 todo="give retriever.memory.directory a directory that can be written",
             ) from None
 
-    def load(self) -> Iterator[tuple[str, Entry]]:
+    def load(self) -> Iterator[tuple[str, MemoryEntry]]:
         """(run, entry) of all files, oldest file first, in the order of their writing. Mends what a crash tore
         and skips what is no entry, with a warning."""
         paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
@@ -109,7 +99,7 @@ class Journal:
                     continue
                 yield run, entry
 
-    def append(self, run: str, entries: Sequence[Entry]) -> None:
+    def append(self, run: str, entries: Sequence[MemoryEntry]) -> None:
         """Write behind what is there."""
         path = self._path(run)
         head = b"" if path.exists() else _head(run)
@@ -118,10 +108,10 @@ class Journal:
         self._lines[run] = self._lines.get(run, 0) + len(entries)
 
     def must_rewrite(self, run: str, alive: int) -> bool:
-        """Whether most of the run's file is of the past."""
+        """Whether most of the run's file is evicted entries."""
         return self._lines.get(run, 0) > 2 * alive + _SLACK
 
-    def rewrite(self, run: str, entries: Sequence[Entry]) -> None:
+    def rewrite(self, run: str, entries: Sequence[MemoryEntry]) -> None:
         """Put a file of these entries in the place of the run's."""
         path = self._path(run)
         atomic_write(path, (_head(run), *map(_line, entries)), durable=False)
@@ -133,7 +123,7 @@ class Journal:
         self._lines.pop(run, None)
 
     def close(self) -> None:
-        """Let go of the slot. Safe to call twice."""
+        """Release the slot. Safe to call twice."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -142,8 +132,13 @@ class Journal:
         return self.directory / f"{hashlib.sha256(run.encode('utf-8', 'replace')).hexdigest()[:32]}.jsonl"
 
 
-def _take_slot(directory: Path, fingerprint: str) -> tuple[Path, int]:
-    """The first slot that nobody holds, and the descriptor that holds it."""
+def document_id(document: bytes) -> str:
+    """The id of a document as it is sent."""
+    return str(json.loads(document).get("id", ""))
+
+
+def _lock_slot(directory: Path, fingerprint: str) -> tuple[Path, int]:
+    """Lock the first free slot. Returns its directory and the descriptor that holds the lock."""
     for slot in range(SLOTS):
         place = directory / f"{fingerprint}-{slot}"
         place.mkdir(parents=True, exist_ok=True)
@@ -175,7 +170,7 @@ def _head(run: str) -> bytes:
     return json.dumps({"run": run, "format": FORMAT}).encode() + b"\n"
 
 
-def _line(entry: Entry) -> bytes:
+def _line(entry: MemoryEntry) -> bytes:
     record = {
         "query": entry.query,
         "k": entry.k,
@@ -186,7 +181,7 @@ def _line(entry: Entry) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def _read(line: bytes, dim: int) -> Entry:
+def _read(line: bytes, dim: int) -> MemoryEntry:
     record: dict[str, Any] = json.loads(line)
     vector = np.frombuffer(base64.b64decode(record["vector"]), dtype="<f4").astype(np.float32)
     if vector.shape != (dim,):
@@ -197,4 +192,4 @@ def _read(line: bytes, dim: int) -> Entry:
     query, k, scores = record["query"], record["k"], tuple(map(float, record["scores"]))
     if not isinstance(query, str) or type(k) is not int or len(scores) != len(documents):
         raise ValueError("not a query, a number of hits and as many scores as documents")
-    return Entry(query, k, vector, Answer(documents, scores))
+    return MemoryEntry(query, k, vector, QueryResult(documents, scores))

@@ -1,4 +1,4 @@
-"""All runs' memories within their bounds, and on disk where that is wanted. Used by one thread."""
+"""The searches that are remembered of all runs, within bounds, and on disk if wanted. Used by one thread."""
 
 from __future__ import annotations
 
@@ -11,28 +11,164 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.search import Passage
-from retriever.backends.memory.journal import Entry, Journal, document_id
-from retriever.config import SearchMemorySettings
+from retriever.backends.base import QueryResult
+from retriever.backends.memory.config import SearchMemorySettings
+from retriever.backends.memory.journal import MemoryEntry, MemoryJournal, document_id
 from retriever.metrics import Metrics
-from retriever.serving.cache import Answer
 
-# One run's earlier searches: the vectors in one matrix, the rest in entries; least recently used out first.
-#
-# Pure: no threads, no files. Cosines are rounded before anything is decided by them, since matrix products differ in the
-# last bits with the shape of the matrix; of equal ones the older search wins.
-
+log = logging.getLogger(__name__)
 _DIGITS = 5
 _FIRST = 64
 """Rows of the first matrix; it doubles until it has `max_entries`."""
 
 
+class SearchMemory:
+    """The memories of all runs: the least recently used run, and then its oldest entries, go first."""
+
+    def __init__(
+        self, settings: SearchMemorySettings, dim: int, metrics: Metrics, journal: MemoryJournal | None
+    ) -> None:
+        """Loads what the journal holds."""
+        self._settings, self._dim, self._metrics = settings, dim, metrics
+        self._max_bytes = int(settings.max_mb * 2**20)
+        self._runs: OrderedDict[str, RunMemory] = OrderedDict()
+        self._documents: dict[str, list[bytes]] = {}
+        """Documents by id, once for every entry that holds one."""
+        self._journal = journal
+        for run, entry in journal.load() if journal is not None else ():
+            self._add(run, entry)
+
+    @property
+    def num_entries(self) -> int:
+        """Over all runs."""
+        return sum(map(len, list(self._runs.values())))  # a copy: other threads may ask
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that are remembered."""
+        return len(self._runs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Over all runs, about."""
+        return sum(run.num_bytes for run in self._runs.values())
+
+    def recall(self, run: str, vectors: npt.NDArray[np.float32], k: int) -> list[MemoryLookup]:
+        """One for each of vectors [n, dim]. What is found counts as used."""
+        memory = self._runs.get(run)
+        if memory is None:
+            return [MemoryLookup(None)] * len(vectors)
+        self._runs.move_to_end(run)
+        return [self._recall(memory, vector, k) for vector in vectors]
+
+    def _recall(self, memory: RunMemory, vector: npt.NDArray[np.float32], k: int) -> MemoryLookup:
+        settings = self._settings
+        if settings.reuse_above is not None:
+            # the nearest may have been asked for fewer hits
+            for _, entry in memory.nearest(vector, 8, settings.reuse_above):
+                if entry.k >= k:
+                    memory.touch(entry)
+                    return MemoryLookup(QueryResult(entry.answer.documents[:k], entry.answer.scores[:k]))
+        near = memory.nearest(vector, settings.fuse, settings.fuse_above)
+        for _, entry in near:
+            memory.touch(entry)
+        return MemoryLookup(None, tuple(entry.answer for _, entry in near))
+
+    def remember(self, run: str, entries: Sequence[MemoryEntry]) -> None:
+        """Add searches in this order, and evict what exceeds the bounds."""
+        for entry in entries:
+            self._add(run, entry)
+        self._metrics.remembered.inc(len(entries))
+        self._metrics.memory_bytes.set(self.num_bytes)
+        memory = self._runs.get(run)
+        if self._journal is None or memory is None:
+            return
+        try:
+            self._journal.append(run, entries)
+            if self._journal.must_rewrite(run, len(memory)):
+                self._journal.rewrite(run, memory.entries())
+        except OSError:
+            log.exception("the memory can no longer be written: it goes on without the disk")
+            self._journal.close()
+            self._journal = None
+
+    def find(self, passage_id: str) -> Passage | None:
+        """A document that some entry holds."""
+        copies = self._documents.get(passage_id)
+        return Passage.model_validate_json(copies[-1]) if copies else None
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _add(self, run: str, entry: MemoryEntry) -> None:
+        memory = self._runs.get(run)
+        if memory is None:
+            memory = self._runs[run] = RunMemory(self._dim, self._settings.max_entries)
+        self._runs.move_to_end(run)
+        before = len(memory)
+        gone = memory.add(entry)
+        if len(memory) > before or gone:
+            for document in entry.answer.documents:
+                self._documents.setdefault(document_id(document), []).append(document)
+        for old in gone:
+            self._drop_documents(old)
+        self._evict(run)
+
+    def _evict(self, run: str) -> None:
+        while len(self._runs) > self._settings.max_runs:
+            self._forget_run(next(iter(self._runs)))
+        while self.num_bytes > self._max_bytes:
+            oldest = next(iter(self._runs))
+            if oldest != run:
+                self._forget_run(oldest)
+            elif self._runs[run]:
+                self._drop_documents(self._runs[run].pop_oldest())
+            else:
+                return
+
+    def _forget_run(self, run: str) -> None:
+        for entry in self._runs.pop(run).entries():
+            self._drop_documents(entry)
+        if self._journal is not None:
+            self._journal.forget(run)
+
+    def _drop_documents(self, entry: MemoryEntry) -> None:
+        self._metrics.forgotten.inc()
+        for document in entry.answer.documents:
+            name = document_id(document)
+            copies = self._documents[name]
+            copies.remove(document)
+            if not copies:
+                del self._documents[name]
+
+
+@dataclass(frozen=True)
+class MemoryLookup:
+    """What a run knows about a query.
+
+    reuse  the answer, cut to k, of an earlier search that is near enough to stand for it
+    near   answers of the nearest earlier searches, best first, for fusion; empty where there is one to reuse
+    """
+
+    reuse: QueryResult | None
+    near: tuple[QueryResult, ...] = ()
+
+
 class RunMemory:
-    """Entries by the query's text (one a query: a later answer with as many hits or more takes its place)."""
+    """One run's earlier searches: vectors in one matrix, the rest in entries; least recently used out first. No I/O.
+
+    One entry a query: a later result with as many hits or more replaces it. Cosines are rounded before they are
+    compared, since matrix products differ in the last bits with the shape of the matrix; of equal ones the older search
+    wins.
+    """
 
     def __init__(self, dim: int, max_entries: int) -> None:
         self._dim, self._max_entries = dim, max_entries
         self._vectors = np.zeros((min(_FIRST, max_entries), dim), dtype=np.float32)
-        self._slots: list[Entry | None] = [None] * len(self._vectors)
+        self._slots: list[MemoryEntry | None] = [None] * len(self._vectors)
         self._order: dict[str, int] = {}
         """Slot of each query, least recently used first."""
         self._ages = np.zeros(len(self._vectors), dtype=np.int64)
@@ -42,11 +178,11 @@ class RunMemory:
     def __len__(self) -> int:
         return len(self._order)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[MemoryEntry]:
         """All of them, least recently used first."""
         return [entry for slot in self._order.values() if (entry := self._slots[slot]) is not None]
 
-    def nearest(self, vector: npt.NDArray[np.float32], count: int, above: float) -> list[tuple[float, Entry]]:
+    def nearest(self, vector: npt.NDArray[np.float32], count: int, above: float) -> list[tuple[float, MemoryEntry]]:
         """At most `count` entries with their cosines, best first, none below `above`. Changes nothing."""
         if not self._order or not count:
             return []
@@ -57,14 +193,14 @@ class RunMemory:
         found = [(float(cosines[i]), self._slots[slots[i]]) for i in order]
         return [(cosine, entry) for cosine, entry in found if entry is not None]
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: MemoryEntry) -> None:
         """Note that it was used."""
         if entry.query in self._order:
             self._order[entry.query] = self._order.pop(entry.query)
 
-    def add(self, entry: Entry) -> list[Entry]:
-        """Take an entry in, as the most recently used. Returns those that had to go."""
-        gone: list[Entry] = []
+    def add(self, entry: MemoryEntry) -> list[MemoryEntry]:
+        """Add an entry as the most recently used. Returns the evicted ones."""
+        gone: list[MemoryEntry] = []
         known = self._order.pop(entry.query, None)
         if known is not None:
             old = self._slots[known]
@@ -85,11 +221,11 @@ class RunMemory:
         self.num_bytes += entry.num_bytes
         return gone
 
-    def pop_oldest(self) -> Entry:
-        """Let go of the least recently used entry. There must be one."""
+    def pop_oldest(self) -> MemoryEntry:
+        """Evict the least recently used entry. There must be one."""
         return self._clear(self._order.pop(next(iter(self._order))))
 
-    def _clear(self, slot: int) -> Entry:
+    def _clear(self, slot: int) -> MemoryEntry:
         entry = self._slots[slot]
         assert entry is not None
         self._slots[slot] = None
@@ -112,139 +248,3 @@ def unit_rows(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: npt.NDArray[np.float32] = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
     return unit
-
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Recall:
-    """What a run knows about a query.
-
-    reuse  the answer, cut to k, of an earlier search that is near enough to stand for it
-    near   answers of the nearest earlier searches, best first, for fusion; empty where there is one to reuse
-    """
-
-    reuse: Answer | None
-    near: tuple[Answer, ...] = ()
-
-
-class Remembered:
-    """See the module's docstring."""
-
-    def __init__(self, settings: SearchMemorySettings, dim: int, metrics: Metrics, journal: Journal | None) -> None:
-        """Takes in what the journal holds."""
-        self._settings, self._dim, self._metrics = settings, dim, metrics
-        self._max_bytes = int(settings.max_mb * 2**20)
-        self._runs: OrderedDict[str, RunMemory] = OrderedDict()
-        self._documents: dict[str, list[bytes]] = {}
-        """Documents by id, once for every entry that holds one."""
-        self._journal = journal
-        for run, entry in journal.load() if journal is not None else ():
-            self._take_in(run, entry)
-
-    @property
-    def num_entries(self) -> int:
-        """Over all runs."""
-        return sum(map(len, list(self._runs.values())))  # a copy: other threads may ask
-
-    @property
-    def num_runs(self) -> int:
-        """Runs that are remembered."""
-        return len(self._runs)
-
-    @property
-    def num_bytes(self) -> int:
-        """Over all runs, about."""
-        return sum(run.num_bytes for run in self._runs.values())
-
-    def recall(self, run: str, vectors: npt.NDArray[np.float32], k: int) -> list[Recall]:
-        """One for each of vectors [n, dim]. What is found counts as used."""
-        memory = self._runs.get(run)
-        if memory is None:
-            return [Recall(None)] * len(vectors)
-        self._runs.move_to_end(run)
-        return [self._recall(memory, vector, k) for vector in vectors]
-
-    def _recall(self, memory: RunMemory, vector: npt.NDArray[np.float32], k: int) -> Recall:
-        settings = self._settings
-        if settings.reuse_above is not None:
-            # the nearest may have been asked for fewer hits
-            for _, entry in memory.nearest(vector, 8, settings.reuse_above):
-                if entry.k >= k:
-                    memory.touch(entry)
-                    return Recall(Answer(entry.answer.documents[:k], entry.answer.scores[:k]))
-        near = memory.nearest(vector, settings.fuse, settings.fuse_above)
-        for _, entry in near:
-            memory.touch(entry)
-        return Recall(None, tuple(entry.answer for _, entry in near))
-
-    def remember(self, run: str, entries: Sequence[Entry]) -> None:
-        """Take searches in, in this order, and let go of what is then too much."""
-        for entry in entries:
-            self._take_in(run, entry)
-        self._metrics.remembered.inc(len(entries))
-        self._metrics.memory_bytes.set(self.num_bytes)
-        memory = self._runs.get(run)
-        if self._journal is None or memory is None:
-            return
-        try:
-            self._journal.append(run, entries)
-            if self._journal.must_rewrite(run, len(memory)):
-                self._journal.rewrite(run, memory.entries())
-        except OSError:
-            log.exception("the memory can no longer be written: it goes on without the disk")
-            self._journal.close()
-            self._journal = None
-
-    def find(self, passage_id: str) -> Passage | None:
-        """A document that some entry holds."""
-        copies = self._documents.get(passage_id)
-        return Passage.model_validate_json(copies[-1]) if copies else None
-
-    def close(self) -> None:
-        """Let go of the disk."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-
-    def _take_in(self, run: str, entry: Entry) -> None:
-        memory = self._runs.get(run)
-        if memory is None:
-            memory = self._runs[run] = RunMemory(self._dim, self._settings.max_entries)
-        self._runs.move_to_end(run)
-        before = len(memory)
-        gone = memory.add(entry)
-        if len(memory) > before or gone:
-            for document in entry.answer.documents:
-                self._documents.setdefault(document_id(document), []).append(document)
-        for old in gone:
-            self._drop_documents(old)
-        self._keep_bounds(run)
-
-    def _keep_bounds(self, run: str) -> None:
-        while len(self._runs) > self._settings.max_runs:
-            self._forget_run(next(iter(self._runs)))
-        while self.num_bytes > self._max_bytes:
-            oldest = next(iter(self._runs))
-            if oldest != run:
-                self._forget_run(oldest)
-            elif self._runs[run]:
-                self._drop_documents(self._runs[run].pop_oldest())
-            else:
-                return
-
-    def _forget_run(self, run: str) -> None:
-        for entry in self._runs.pop(run).entries():
-            self._drop_documents(entry)
-        if self._journal is not None:
-            self._journal.forget(run)
-
-    def _drop_documents(self, entry: Entry) -> None:
-        self._metrics.forgotten.inc()
-        for document in entry.answer.documents:
-            name = document_id(document)
-            copies = self._documents[name]
-            copies.remove(document)
-            if not copies:
-                del self._documents[name]

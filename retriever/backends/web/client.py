@@ -1,8 +1,8 @@
-"""One request to a provider: its turn, its key, its attempts; and every way it can fail, by name.
+"""Requests to a provider: rate limit, budget, key, retries. Causes of failures:
 
     timeout  unreachable  auth  quota  http_NNN  too_large  garbage
 
-Nothing here shows an exception's own text: aiohttp's hold addresses, and some providers take the key in the address.
+No error carries an exception's own text: aiohttp's hold addresses, and some providers take the key in the address.
 """
 
 from __future__ import annotations
@@ -24,48 +24,201 @@ from yarl import URL
 
 from protocol.errors import UserError
 from retriever.backends.web.config import OnlineBase
-from retriever.backends.web.provider import Ask, Failed, Provider
-
-# What keeps an engine from being asked too fast, or for more than was meant to be spent. No I/O.
-#
-# Both belong to one event loop and are shared by all queries of a service.
+from retriever.backends.web.provider import Provider, ProviderRequest, WebSearchError
 
 LONGEST_PAUSE_S = 60.0
 """Most that one `Retry-After` holds up all other queries."""
+MIN_KEY_CHARS = 8
+"""Characters: what is shorter is no key, and could not be cut out of texts without harming them."""
+QUOTA_STATUS = frozenset({402, 432, 433})
+"""Payment required; Tavily's two for a plan's limit."""
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class RetryableError(WebSearchError):
+    """A failure after which another attempt may succeed, `after_s` seconds from now at the earliest."""
+
+    def __init__(self, cause: str, detail: str, after_s: float = 0.0) -> None:
+        super().__init__(cause, detail)
+        self.after_s = after_s
+
+
+class ProviderClient:
+    """Sends requests of one provider. Belongs to the event loop of its first request."""
+
+    def __init__(
+        self,
+        settings: OnlineBase,
+        provider: Provider,
+        key: Secret | None,
+        proxy: Secret | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._settings, self._provider, self._key, self._proxy = settings, provider, key, proxy
+        self._clock, self._sleep, self._random = clock, sleep, random.Random()
+        self._rate_limit = TokenBucket(settings.rate, settings.burst, clock)
+        self._semaphore = asyncio.Semaphore(settings.concurrency)
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+        self.budget = Budget(settings)
+        self.retries = 0
+        self.statuses: Counter[str] = Counter()
+
+    async def send(self, request: ProviderRequest) -> dict[str, Any]:
+        """Return the reply without the key in it. WebSearchError with the last attempt's cause if none came in time."""
+        end = self._clock() + self._settings.deadline_s
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                return await self._attempts(request, end)
+        except TimeoutError:
+            detail = f"no answer within {self._settings.deadline_s} s, attempts and pauses included"
+            raise WebSearchError("timeout", detail) from None
+
+    def redact(self, text: str) -> str:
+        """Return the text without key and proxy: for all that is logged, returned or recorded."""
+        for secret in (self._key, self._proxy):
+            text = text if secret is None else secret.redact(text)
+        return text
+
+    async def close(self) -> None:
+        """Close the connections; later requests fail. Safe to call twice."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    async def _attempts(self, request: ProviderRequest, end: float) -> dict[str, Any]:
+        settings = self._settings
+        for attempt in range(1, settings.attempts + 1):
+            try:
+                return await self._attempt(request, end)
+            except RetryableError as error:
+                pause = settings.backoff_s * 2 ** (attempt - 1) * self._random.uniform(0.5, 1.5)
+                pause = max(pause, error.after_s)
+                if error.after_s > 0:
+                    self._rate_limit.pause(error.after_s)
+                if attempt == settings.attempts or error.after_s > settings.max_retry_after_s:
+                    raise WebSearchError(error.failure.cause, error.failure.detail) from None
+                if self._clock() + pause >= end:
+                    raise WebSearchError(
+                        error.failure.cause, f"{error.failure.detail} (no time for another attempt)"
+                    ) from None
+            self.retries += 1
+            await self._sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(self, request: ProviderRequest, end: float) -> dict[str, Any]:
+        """Make one attempt. RetryableError if another may help, WebSearchError if none will."""
+        async with self._semaphore:
+            self.budget.check()
+            wait = self._rate_limit.reserve(max(0.0, end - self._clock()))
+            if wait > 0:
+                await self._sleep(wait)
+            self.budget.spend()
+            try:
+                async with asyncio.timeout(self._settings.timeout_s):
+                    status, headers, body = await self._exchange(request)
+            except TimeoutError:
+                raise RetryableError("timeout", f"no reply within {self._settings.timeout_s} s") from None
+            except aiohttp.ClientPayloadError:
+                raise RetryableError("unreachable", "the reply broke off") from None
+            except (aiohttp.ClientConnectionError, aiohttp.ClientHttpProxyError, OSError) as error:
+                raise RetryableError("unreachable", type(error).__name__) from None
+            except (aiohttp.ClientError, ValueError) as error:
+                raise WebSearchError("garbage", type(error).__name__) from None
+        self.statuses[str(status)] += 1
+        text = self.redact(body.decode("utf-8", "replace"))
+        if status != 200:
+            raise self._error_of(status, headers, text)
+        reply = _parse(text)
+        # a key whose characters were escaped (\u0041, \/) is a key again only now
+        return _parse(self.redact(json.dumps(reply, ensure_ascii=False))) if "\\" in text else reply
+
+    async def _exchange(self, request: ProviderRequest) -> tuple[int, Mapping[str, str], bytes]:
+        params = {name: value for name, value in request.params.items() if value}
+        headers: dict[str, str] = {}
+        if self._key is not None:
+            place = self._provider.key_location
+            holder = headers if place.where == "header" else params
+            holder[place.name] = place.prefix + self._key.reveal()
+        # a query is a model's text: half a surrogate pair cannot be written into an address
+        params = {name: value.encode("utf-8", "replace").decode() for name, value in params.items()}
+        url = URL(request.url).with_query(params) if params else URL(request.url)
+        method = "GET" if request.body is None else "POST"
+        proxy = self._proxy.reveal() if self._proxy is not None else None
+        # a redirect would carry the key to wherever it points
+        async with self._opened().request(
+            method, url, json=request.body, headers=headers, allow_redirects=False, proxy=proxy, middlewares=(_once(),)
+        ) as response:
+            return response.status, response.headers, await self._read(response)
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        limit = int(self._settings.max_reply_mb * 2**20)
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > limit:
+                raise WebSearchError("too_large", f"a reply of more than {self._settings.max_reply_mb} MiB")
+        return bytes(body)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise WebSearchError("unreachable", "this back-end is closed")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={"Accept": "application/json", "User-Agent": "foray"},
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
+                connector=aiohttp.TCPConnector(limit=0),
+            )
+        return self._session
+
+    def _error_of(self, status: int, headers: Mapping[str, str], text: str) -> WebSearchError:
+        detail = f"status {status}: {' '.join(text.split())[:200]}"
+        lowered = text[:4096].lower()
+        if status in QUOTA_STATUS or (400 <= status < 500 and any(w in lowered for w in self._provider.quota_words)):
+            return WebSearchError("quota", detail)
+        if status in (401, 403):
+            return WebSearchError("auth", detail)
+        if status == 429 or status >= 500:
+            return RetryableError(f"http_{status}", detail, _retry_after_s(headers.get("Retry-After", "")))
+        return WebSearchError(f"http_{status}", detail)
 
 
 class TokenBucket:
     """At most `rate` requests a second in the long run, at most `burst` at once.
 
-    Generic cell rate algorithm (ITU-T I.371): a caller is told at once when its turn is, first come first served, so
-    that nobody overtakes and nothing needs to be woken.
+    Generic cell rate algorithm (ITU-T I.371): a caller learns at once when it may send, first come first served, so
+    that there is no queue to wake. Belongs to one event loop, shared by all queries of a service.
     """
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval, self._slack, self._clock = 1 / rate, (burst - 1) / rate, clock
         self._due = self._paused_until = float("-inf")
 
-    def turn(self, longest_s: float) -> float:
-        """Seconds until the caller may send; the turn is taken. Failed, and none is taken, beyond `longest_s`."""
+    def reserve(self, longest_s: float) -> float:
+        """Reserve a request and return the seconds until it may be sent. WebSearchError beyond `longest_s`: none is
+        reserved then."""
         now = self._clock()
         due = max(self._due, now)
         start = max(due - self._slack, now, self._paused_until)
         if start - now > longest_s:
             if start == self._paused_until:
-                raise Failed("http_429", f"the provider asked for a pause, {start - now:.1f} s of it are left")
-            raise Failed("timeout", f"its turn at this rate is in {start - now:.1f} s, the deadline before")
+                raise WebSearchError("http_429", f"the provider asked for a pause, {start - now:.1f} s of it are left")
+            raise WebSearchError("timeout", f"its turn at this rate is in {start - now:.1f} s, the deadline before")
         self._due = max(due, start) + self._interval
         return start - now
 
     def pause(self, seconds: float) -> None:
-        """Nobody's turn comes within the next `seconds`, at most LONGEST_PAUSE_S."""
+        """Let no request be sent within the next `seconds`, at most LONGEST_PAUSE_S."""
         until = self._clock() + min(seconds, LONGEST_PAUSE_S)
         self._paused_until = max(self._paused_until, until)
 
 
 class Budget:
-    """Requests that may still be sent, and what all of them cost: an upper bound of the bill, as a request counts when
-    it is sent, whatever comes back."""
+    """Requests that may still be sent, and what all of them cost: an upper bound of the bill, since a request counts
+    when it is sent, whatever the response."""
 
     def __init__(self, settings: OnlineBase, clock: Callable[[], float] = time.time) -> None:
         self._price, self._daily, self._clock = settings.cost_per_request, settings.budget_period == "day", clock
@@ -89,13 +242,13 @@ class Budget:
         return None if self._bound is None else max(0, self._bound - self._used)
 
     def check(self) -> None:
-        """Raise Failed("quota") where nothing is left."""
+        """Raise WebSearchError("quota") if nothing is left."""
         if self.left == 0:
             period = "day" if self._daily else "process"
-            raise Failed("quota", f"the budget of this {period} is used up: {self._bound} requests")
+            raise WebSearchError("quota", f"the budget of this {period} is used up: {self._bound} requests")
 
-    def take(self) -> None:
-        """One request is sent now. Failed("quota") where nothing is left."""
+    def spend(self) -> None:
+        """Count one request. Raises WebSearchError("quota") if nothing is left."""
         self.check()
         self._used += 1
         self.requests += 1
@@ -104,14 +257,8 @@ class Budget:
         return datetime.fromtimestamp(self._clock(), UTC).date().isoformat()
 
 
-# A key from the environment. It has no repr, and is cut out of every text that could be shown or kept.
-
-SHORTEST = 8
-"""Characters: what is shorter is no key, and could not be cut out of texts without harming them."""
-
-
 class Secret:
-    """One key. `reveal` is called where it is sent, nowhere else."""
+    """A key from the environment, without a repr. Only what sends it calls `reveal`."""
 
     def __init__(self, value: str) -> None:
         self._value = value
@@ -125,15 +272,15 @@ class Secret:
         """The key itself."""
         return self._value
 
-    def cut_from(self, text: str) -> str:
-        """The text with `[key]` in place of the key, also where it is escaped as in an address or in JSON."""
+    def redact(self, text: str) -> str:
+        """Return the text with `[key]` in place of the key, also if it is escaped as in an address or in JSON."""
         for form in self._forms:
             text = text.replace(form, "[key]")
         return text
 
 
 def read_secret(variable: str, what: str = "the key of the online search engine") -> Secret:
-    """The key in an environment variable. UserError, without its value, where there is none or it cannot be one."""
+    """Read the key from an environment variable. UserError, without its value, if it is not set or cannot be one."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise UserError(
@@ -141,168 +288,13 @@ def read_secret(variable: str, what: str = "the key of the online search engine"
             why=f"it holds {what}",
             todo=f"export {variable}=..., or name another variable; retriever.online.record=replay needs none",
         )
-    if len(value) < SHORTEST or not value.isascii() or not value.isprintable() or " " in value:
+    if len(value) < MIN_KEY_CHARS or not value.isascii() or not value.isprintable() or " " in value:
         raise UserError(
             f"what the environment variable {variable} holds cannot be {what}",
-            why=f"that has {SHORTEST} or more printable ASCII characters and no blanks",
+            why=f"that has {MIN_KEY_CHARS} or more printable ASCII characters and no blanks",
             todo=f"export {variable} again, without quotes or line breaks in it",
         )
     return Secret(value)
-
-
-QUOTA_STATUS = frozenset({402, 432, 433})
-"""Payment required; Tavily's two for a plan's limit."""
-
-Sleep = Callable[[float], Awaitable[None]]
-
-
-class Sender:
-    """Sends requests of one provider. Belongs to the event loop of its first request."""
-
-    def __init__(
-        self,
-        settings: OnlineBase,
-        provider: Provider,
-        key: Secret | None,
-        proxy: Secret | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
-        self._settings, self._provider, self._key, self._proxy = settings, provider, key, proxy
-        self._clock, self._sleep, self._random = clock, sleep, random.Random()
-        self._turns = TokenBucket(settings.rate, settings.burst, clock)
-        self._places = asyncio.Semaphore(settings.concurrency)
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
-        self.budget = Budget(settings)
-        self.retries = 0
-        self.statuses: Counter[str] = Counter()
-
-    async def send(self, ask: Ask) -> dict[str, Any]:
-        """The reply, cleared of the key. Failed with the last attempt's cause where there is none in time."""
-        end = self._clock() + self._settings.deadline_s
-        try:
-            async with asyncio.timeout(self._settings.deadline_s):
-                return await self._attempts(ask, end)
-        except TimeoutError:
-            detail = f"no answer within {self._settings.deadline_s} s, attempts and pauses included"
-            raise Failed("timeout", detail) from None
-
-    def clear(self, text: str) -> str:
-        """The text without key and proxy: for whatever is shown or kept."""
-        for secret in (self._key, self._proxy):
-            text = text if secret is None else secret.cut_from(text)
-        return text
-
-    async def close(self) -> None:
-        """Close the connections; later requests fail. Safe to call twice."""
-        self._closed = True
-        if self._session is not None:
-            await self._session.close()
-
-    async def _attempts(self, ask: Ask, end: float) -> dict[str, Any]:
-        settings = self._settings
-        for attempt in range(1, settings.attempts + 1):
-            try:
-                return await self._one(ask, end)
-            except Again as again:
-                pause = settings.backoff_s * 2 ** (attempt - 1) * self._random.uniform(0.5, 1.5)
-                pause = max(pause, again.after_s)
-                if again.after_s > 0:
-                    self._turns.pause(again.after_s)
-                if attempt == settings.attempts or again.after_s > settings.max_retry_after_s:
-                    raise Failed(again.fault.cause, again.fault.detail) from None
-                if self._clock() + pause >= end:
-                    raise Failed(again.fault.cause, f"{again.fault.detail} (no time for another attempt)") from None
-            self.retries += 1
-            await self._sleep(pause)
-        raise AssertionError("the last attempt returns or raises")
-
-    async def _one(self, ask: Ask, end: float) -> dict[str, Any]:
-        """One attempt. Again where another may help, Failed where none will."""
-        async with self._places:
-            self.budget.check()
-            wait = self._turns.turn(max(0.0, end - self._clock()))
-            if wait > 0:
-                await self._sleep(wait)
-            self.budget.take()
-            try:
-                async with asyncio.timeout(self._settings.timeout_s):
-                    status, headers, body = await self._exchange(ask)
-            except TimeoutError:
-                raise Again("timeout", f"no reply within {self._settings.timeout_s} s") from None
-            except aiohttp.ClientPayloadError:
-                raise Again("unreachable", "the reply broke off") from None
-            except (aiohttp.ClientConnectionError, aiohttp.ClientHttpProxyError, OSError) as error:
-                raise Again("unreachable", type(error).__name__) from None
-            except (aiohttp.ClientError, ValueError) as error:
-                raise Failed("garbage", type(error).__name__) from None
-        self.statuses[str(status)] += 1
-        text = self.clear(body.decode("utf-8", "replace"))
-        if status != 200:
-            raise self._refusal(status, headers, text)
-        reply = _parse(text)
-        # a key whose characters were escaped (\u0041, \/) is a key again only now
-        return _parse(self.clear(json.dumps(reply, ensure_ascii=False))) if "\\" in text else reply
-
-    async def _exchange(self, ask: Ask) -> tuple[int, Mapping[str, str], bytes]:
-        params = {name: value for name, value in ask.params.items() if value}
-        headers: dict[str, str] = {}
-        if self._key is not None:
-            place = self._provider.key_place
-            holder = headers if place.where == "header" else params
-            holder[place.name] = place.prefix + self._key.reveal()
-        # a query is a model's text: half a surrogate pair cannot be written into an address
-        params = {name: value.encode("utf-8", "replace").decode() for name, value in params.items()}
-        url = URL(ask.url).with_query(params) if params else URL(ask.url)
-        method = "GET" if ask.body is None else "POST"
-        proxy = self._proxy.reveal() if self._proxy is not None else None
-        # a redirect would carry the key to wherever it points
-        async with self._opened().request(
-            method, url, json=ask.body, headers=headers, allow_redirects=False, proxy=proxy, middlewares=(_once(),)
-        ) as response:
-            return response.status, response.headers, await self._read(response)
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        limit = int(self._settings.max_reply_mb * 2**20)
-        body = bytearray()
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) > limit:
-                raise Failed("too_large", f"a reply of more than {self._settings.max_reply_mb} MiB")
-        return bytes(body)
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._closed:
-            raise Failed("unreachable", "this back-end is closed")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers={"Accept": "application/json", "User-Agent": "foray"},
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
-                connector=aiohttp.TCPConnector(limit=0),
-            )
-        return self._session
-
-    def _refusal(self, status: int, headers: Mapping[str, str], text: str) -> Failed:
-        detail = f"status {status}: {' '.join(text.split())[:200]}"
-        lowered = text[:4096].lower()
-        if status in QUOTA_STATUS or (400 <= status < 500 and any(w in lowered for w in self._provider.quota_words)):
-            return Failed("quota", detail)
-        if status in (401, 403):
-            return Failed("auth", detail)
-        if status == 429 or status >= 500:
-            return Again(f"http_{status}", detail, _retry_after_s(headers.get("Retry-After", "")))
-        return Failed(f"http_{status}", detail)
-
-
-class Again(Failed):
-    """A failure that another attempt may mend, `after_s` seconds from now at the earliest."""
-
-    def __init__(self, cause: str, detail: str, after_s: float = 0.0) -> None:
-        super().__init__(cause, detail)
-        self.after_s = after_s
 
 
 def _once() -> aiohttp.ClientMiddlewareType:
@@ -312,7 +304,7 @@ def _once() -> aiohttp.ClientMiddlewareType:
     async def middleware(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
         nonlocal sent
         if sent:
-            raise Again("unreachable", "the connection broke off")
+            raise RetryableError("unreachable", "the connection broke off")
         sent = True
         return await handler(request)
 
@@ -336,7 +328,7 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):
-        raise Failed("garbage", f"no JSON: {' '.join(text[:120].split())}") from None
+        raise WebSearchError("garbage", f"no JSON: {' '.join(text[:120].split())}") from None
     if not isinstance(reply, dict):
-        raise Failed("garbage", f"a JSON {type(reply).__name__}, not an object")
+        raise WebSearchError("garbage", f"a JSON {type(reply).__name__}, not an object")
     return reply

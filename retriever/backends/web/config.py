@@ -1,24 +1,18 @@
-"""Settings of the online engines. The union below is the registry: a new provider is one file and one line here.
+"""Settings of the online engines: fields only. `providers.REGISTRY` maps each class to its provider.
 
-Every member has a lazy `build`, so that aiohttp is imported only where an engine is asked. Keys never stand here: a
-setting holds the name of the environment variable that does.
+Keys never stand here: a setting holds the name of the environment variable that does.
 """
 
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, IPvAnyNetwork, field_validator, model_validator
 
 from protocol.settings import Settings
-
-if TYPE_CHECKING:
-    from retriever.backends.web.backend import OnlineBackend
-    from retriever.backends.web.provider import Provider
 
 
 class PageSettings(Settings):
@@ -145,23 +139,6 @@ class OnlineBase(Settings):
             raise ValueError("pages.in_results needs fetch_pages=true")
         return self
 
-    @abstractmethod
-    def provider(self) -> Provider:
-        """How it is asked and read."""
-
-    def build(self) -> OnlineBackend:
-        """The backend. UserError when `key_env` names a variable that is not set, or none where a key is needed."""
-        from retriever.backends.web.backend import open_online
-
-        return open_online(self, self.provider())
-
-    def identity(self) -> dict[str, Any]:
-        """What decides an answer, as JSON-compatible values: provider, address, region, language, pages."""
-        identity = self.model_dump(mode="json", exclude=set(self.OPERATION))
-        if not self.fetch_pages:
-            del identity["pages"]
-        return identity
-
 
 class SerpApiSettings(OnlineBase):
     """SerpApi: results of Google and other engines. One request brings the engine's first page."""
@@ -178,12 +155,6 @@ class SerpApiSettings(OnlineBase):
     language: str = "en"
     """Language of the results (`hl`)."""
 
-    def provider(self) -> Provider:
-        """How it is asked and read."""
-        from retriever.backends.web.providers.google import SerpApi
-
-        return SerpApi(self)
-
 
 class SerperSettings(OnlineBase):
     """Serper: results of Google."""
@@ -197,12 +168,6 @@ class SerperSettings(OnlineBase):
     """Country of the results (`gl`)."""
     language: str = "en"
     """Language of the results (`hl`)."""
-
-    def provider(self) -> Provider:
-        """How it is asked and read."""
-        from retriever.backends.web.providers.google import Serper
-
-        return Serper(self)
 
 
 class GoogleCseSettings(OnlineBase):
@@ -219,12 +184,6 @@ class GoogleCseSettings(OnlineBase):
     """Country of the user (`gl`)."""
     language: str = "en"
     """Language of the user's interface (`hl`)."""
-
-    def provider(self) -> Provider:
-        """How it is asked and read."""
-        from retriever.backends.web.providers.google import GoogleCse
-
-        return GoogleCse(self)
 
 
 class BraveSettings(OnlineBase):
@@ -244,12 +203,6 @@ class BraveSettings(OnlineBase):
     extra_snippets: bool = False
     """Ask for further excerpts of each page, and put them behind the first (some plans only)."""
 
-    def provider(self) -> Provider:
-        """How it is asked and read."""
-        from retriever.backends.web.providers.brave import Brave
-
-        return Brave(self)
-
 
 class TavilySettings(OnlineBase):
     """Tavily: at most 20 hits a request; its answer box is written by a model of Tavily's."""
@@ -264,12 +217,6 @@ class TavilySettings(OnlineBase):
     answers: bool = False
     """Ask for the answer that a model of Tavily's writes, and make it the first hit. Off: it would reason in place of
     the policy that is being trained."""
-
-    def provider(self) -> Provider:
-        """How it is asked and read."""
-        from retriever.backends.web.providers.tavily import Tavily
-
-        return Tavily(self)
 
 
 class BingSettings(OnlineBase):
@@ -286,12 +233,6 @@ class BingSettings(OnlineBase):
     """Header that carries the key; with `Authorization` it is sent as `Bearer KEY`."""
     market: str = "en-US"
     """Market of the results (`mkt`)."""
-
-    def provider(self) -> Provider:
-        """How it is asked and read."""
-        from retriever.backends.web.providers.bing import Bing
-
-        return Bing(self)
 
 
 class SearxngSettings(OnlineBase):
@@ -312,12 +253,6 @@ class SearxngSettings(OnlineBase):
     engines: tuple[str, ...] = ()
     """Engines that are asked. Empty: those of the categories."""
 
-    def provider(self) -> Provider:
-        """How it is asked and read."""
-        from retriever.backends.web.providers.searxng import Searxng
-
-        return Searxng(self)
-
 
 OnlineSettings = Annotated[
     SerpApiSettings
@@ -329,4 +264,4 @@ OnlineSettings = Annotated[
     | SearxngSettings,
     Field(discriminator="type"),
 ]
-"""Online engines: one file each in `retriever/online`, all behind `online.provider.Provider`."""
+"""Online engines: one class each in `providers`, all behind `provider.Provider`."""

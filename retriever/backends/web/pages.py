@@ -1,6 +1,6 @@
-"""Fetching the page behind a hit: guarded, capped in bytes and time, redirects by hand.
+"""Fetching the page behind a hit: guarded, capped in bytes and time, redirects checked one by one.
 
-    address --> Guard.url --> resolve once --> Guard.addresses --> connect to that one --> html or plain text --> Page
+    address --> SsrfGuard.url --> resolve once --> SsrfGuard.addresses --> connect to that one --> text --> WebPage
        ^                                                                  |
        +----------------------- redirect, checked as the first -----------+
 
@@ -22,9 +22,9 @@ import aiohttp
 from yarl import URL
 
 from retriever.backends.web.config import PageSettings
-from retriever.backends.web.provider import Ask, Failed
+from retriever.backends.web.provider import ProviderRequest, WebSearchError
 from retriever.backends.web.recordings import Recordings
-from retriever.backends.web.ssrf import Guard, Lookup
+from retriever.backends.web.ssrf import Lookup, SsrfGuard
 
 # The text of a page: title and body without scripts, styles and navigation. Standard library only.
 
@@ -50,14 +50,14 @@ _SECTION = re.compile(r"<!\[(?!CDATA\[)[^>]{0,200}>", re.IGNORECASE)
 """`<![if ..]>` and the like: some of them the parser does not survive."""
 
 
-class Page(NamedTuple):
+class WebPage(NamedTuple):
     """What is left of a page."""
 
     title: str
     text: str
 
 
-def page_of_html(content: str, max_chars: int) -> Page:
+def page_of_html(content: str, max_chars: int) -> WebPage:
     """Title and text, one block a line, blanks collapsed, the text cut after `max_chars` characters.
 
     Failed("garbage") where there is no reading it.
@@ -75,13 +75,13 @@ def page_of_html(content: str, max_chars: int) -> Page:
         elif len(reader.rawdata) <= _LEFTOVER:
             reader.close()
     except (AssertionError, ValueError):  # a character reference of thousands of digits is a ValueError
-        raise Failed("garbage", "HTML that cannot be parsed") from None
-    return Page(" ".join("".join(reader.title).split())[:500], _tidy("".join(reader.parts), max_chars))
+        raise WebSearchError("garbage", "HTML that cannot be parsed") from None
+    return WebPage(" ".join("".join(reader.title).split())[:500], _tidy("".join(reader.parts), max_chars))
 
 
-def page_of_plain(content: str, max_chars: int) -> Page:
+def page_of_plain(content: str, max_chars: int) -> WebPage:
     """A page that is text already."""
-    return Page("", _tidy(content, max_chars))
+    return WebPage("", _tidy(content, max_chars))
 
 
 def decode(content: bytes, charset: str | None) -> str:
@@ -167,7 +167,7 @@ async def resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
 
-class Pages:
+class PageFetcher:
     """Reads pages by their addresses, from recordings where there are some."""
 
     def __init__(
@@ -177,36 +177,36 @@ class Pages:
         record: Literal["off", "record", "replay", "auto"] = "off",
         lookup: Lookup = resolve,
     ) -> None:
-        self._settings, self._guard, self._lookup = settings, Guard(settings), lookup
+        self._settings, self._guard, self._lookup = settings, SsrfGuard(settings), lookup
         self._recordings, self._record = recordings, record
-        self._places = asyncio.Semaphore(settings.concurrency)
+        self._semaphore = asyncio.Semaphore(settings.concurrency)
 
-    async def read(self, url: str) -> Page:
+    async def read(self, url: str) -> WebPage:
         """The page's title and text. Failed where it cannot be had, or must not."""
-        recordings, ask = self._recordings, Ask(url)
+        recordings, request = self._recordings, ProviderRequest(url)
         if recordings is not None and self._record in ("replay", "auto"):
             try:
-                return _recorded(await asyncio.to_thread(recordings.load, ask))
-            except Failed as failure:
-                if self._record == "replay" or failure.fault.cause != "not_recorded":
+                return _recorded(await asyncio.to_thread(recordings.load, request))
+            except WebSearchError as error:
+                if self._record == "replay" or error.failure.cause != "not_recorded":
                     raise
         page = await self._fetched(url)
         if recordings is not None:
-            await asyncio.to_thread(recordings.save, ask, page._asdict())
+            await asyncio.to_thread(recordings.save, request, page._asdict())
         return page
 
-    async def _fetched(self, url: str) -> Page:
+    async def _fetched(self, url: str) -> WebPage:
         limit = self._settings.timeout_s
-        async with self._places:
+        async with self._semaphore:
             try:
                 async with asyncio.timeout(limit):
                     content, kind, charset = await self._follow(url)
             except TimeoutError:
-                raise Failed("timeout", f"no page within {limit} s") from None
+                raise WebSearchError("timeout", f"no page within {limit} s") from None
             # parsing takes longer than the event loop should stand still
             return await asyncio.to_thread(self._text, content, kind, charset)
 
-    def _text(self, content: bytes, kind: str, charset: str | None) -> Page:
+    def _text(self, content: bytes, kind: str, charset: str | None) -> WebPage:
         text = decode(content, charset)
         read = page_of_plain if kind == "text/plain" else page_of_html
         return read(text, self._settings.max_chars)
@@ -218,7 +218,7 @@ class Pages:
             if not isinstance(answer, URL):
                 return answer
             text = str(answer)
-        raise Failed("redirects", f"more than {self._settings.max_redirects} redirects")
+        raise WebSearchError("redirects", f"more than {self._settings.max_redirects} redirects")
 
     async def _hop(self, url: URL) -> URL | tuple[bytes, str, str | None]:
         """One request: where it is redirected to, or the content, its type and its charset."""
@@ -233,15 +233,15 @@ class Pages:
                 if response.status in _REDIRECTS and (target := response.headers.get("Location")):
                     return _joined(url, target)
                 if response.status != 200:
-                    raise Failed(f"http_{response.status}")
+                    raise WebSearchError(f"http_{response.status}")
                 kind = response.content_type
                 if kind not in _TYPES:
-                    raise Failed("content_type", kind[:80])
+                    raise WebSearchError("content_type", kind[:80])
                 return await self._capped(response), kind, response.charset
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, socket.gaierror, UnicodeError) as error:
-            raise Failed("unreachable", type(error).__name__) from None
+            raise WebSearchError("unreachable", type(error).__name__) from None
         except (aiohttp.ClientError, ValueError) as error:
-            raise Failed("garbage", type(error).__name__) from None
+            raise WebSearchError("garbage", type(error).__name__) from None
 
     async def _capped(self, response: aiohttp.ClientResponse) -> bytes:
         """At most `max_mb` of the content after decompression, which aiohttp does piece by piece."""
@@ -256,11 +256,11 @@ class Pages:
 def _joined(url: URL, target: str) -> URL:
     # the raw text is checked too: a parser may have mended what the guard would have refused
     if "\\" in target or not target.isprintable() or " " in target:
-        raise Failed("refused", "a redirect to something that is no address")
+        raise WebSearchError("refused", "a redirect to something that is no address")
     return url.join(URL(target))
 
 
-def _recorded(reply: Any) -> Page:
-    if not isinstance(reply, dict) or not all(isinstance(reply.get(name), str) for name in Page._fields):
-        raise Failed("garbage", "a recording that is no page")
-    return Page(reply["title"], reply["text"])
+def _recorded(reply: Any) -> WebPage:
+    if not isinstance(reply, dict) or not all(isinstance(reply.get(name), str) for name in WebPage._fields):
+        raise WebSearchError("garbage", "a recording that is no page")
+    return WebPage(reply["title"], reply["text"])

@@ -15,7 +15,7 @@ from typing import Any
 
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
-from retriever.backends.web.provider import Ask, Failed
+from retriever.backends.web.provider import ProviderRequest, WebSearchError
 
 log = logging.getLogger(__name__)
 
@@ -38,32 +38,32 @@ class Recordings:
                 todo="set retriever.online.recordings to a directory of recordings, or record=record to make one",
             ) from None
 
-    def path(self, ask: Ask) -> Path:
+    def path(self, request: ProviderRequest) -> Path:
         """Where the reply to a request is, or would be."""
-        line = json.dumps([self._provider, _plain(ask)], sort_keys=True, ensure_ascii=True)
+        line = json.dumps([self._provider, _plain(request)], sort_keys=True, ensure_ascii=True)
         return self._directory / f"{self._provider}-{hashlib.sha256(line.encode()).hexdigest()[:32]}.json"
 
-    def load(self, ask: Ask) -> Any:
-        """The reply. Failed("not_recorded") without one, Failed("garbage") for a file that is not one of these."""
-        path = self.path(ask)
+    def load(self, request: ProviderRequest) -> Any:
+        """Return the reply. Raises WebSearchError: "not_recorded" without one, "garbage" for a damaged file."""
+        path = self.path(request)
         try:
             content = json.loads(path.read_bytes())
-            if content["request"] != _plain(ask):
+            if content["request"] != _plain(request):
                 raise ValueError("of another request")
             return content["reply"]
         except FileNotFoundError:
-            raise Failed("not_recorded", path.name) from None
+            raise WebSearchError("not_recorded", path.name) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Failed("garbage", f"recording {path.name}: {type(error).__name__}") from None
+            raise WebSearchError("garbage", f"recording {path.name}: {type(error).__name__}") from None
 
-    def save(self, ask: Ask, reply: Any) -> bool:
+    def save(self, request: ProviderRequest, reply: Any) -> bool:
         """Keep a reply, in place of an older one; whether that went well.
 
         A disk that does not take it costs the recording, not the answer, which has been paid for: it is counted in
-        `unwritten` and told in the log.
+        `unwritten` and logged.
         """
-        path = self.path(ask)
-        content = {"provider": self._provider, "request": _plain(ask), "reply": reply}
+        path = self.path(request)
+        content = {"provider": self._provider, "request": _plain(request), "reply": reply}
         try:
             # ASCII: a reply may hold half a surrogate pair, which UTF-8 cannot
             text = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True)
@@ -75,6 +75,6 @@ class Recordings:
             return False
 
 
-def _plain(ask: Ask) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(ask)))
+def _plain(request: ProviderRequest) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(request)))
     return plain

@@ -22,7 +22,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from retriever.backends.web.config import PageSettings
-from retriever.backends.web.provider import Failed
+from retriever.backends.web.provider import WebSearchError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -45,14 +45,14 @@ _NAME = re.compile(r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0
 
 
 def is_public(address: Address) -> bool:
-    """Whether everybody can reach this address: no range of a special purpose, no IPv4 inside an IPv6 address."""
+    """Whether this address is public: no range of a special purpose, no IPv4 inside an IPv6 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return not any(address in net for net in _PRIVATE_4)
     return address in _PUBLIC_6 and not any(address in net for net in _PRIVATE_6)
 
 
-class Guard:
-    """The settings' rules. Every refusal is Failed("refused")."""
+class SsrfGuard:
+    """Applies the settings' rules. Every refusal is WebSearchError("refused")."""
 
     def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
@@ -61,19 +61,21 @@ class Guard:
     def url(self, text: str) -> URL:
         """The address, parsed once; what is checked here is what is connected to."""
         if len(text) > MAX_URL_CHARS or not text.isprintable() or any(c in text for c in "\\ \t"):
-            raise Failed("refused", "an address that is too long, or with blanks, backslashes or control characters")
+            raise WebSearchError(
+                "refused", "an address that is too long, or with blanks, backslashes or control characters"
+            )
         try:
             url = URL(text)
             host, port = (url.host or "").rstrip(".").lower(), url.port
         except ValueError:
-            raise Failed("refused", "no address") from None
+            raise WebSearchError("refused", "no address") from None
         if url.scheme not in ("http", "https"):
-            raise Failed("refused", "neither http nor https")
+            raise WebSearchError("refused", "neither http nor https")
         authority = text.split("://", 1)[-1].split("/", 1)[0].split("?", 1)[0].split("#", 1)[0]
         if url.user is not None or url.password is not None or "@" in authority:
-            raise Failed("refused", "an address with credentials")
+            raise WebSearchError("refused", "an address with credentials")
         if port not in self._settings.ports:
-            raise Failed("refused", f"port {port}")
+            raise WebSearchError("refused", f"port {port}")
         self._check_host(host, (url.raw_host or "").rstrip(".").lower())
         return url.with_fragment(None)
 
@@ -84,28 +86,28 @@ class Guard:
             self.address(literal)
         # `127.1`, `0x7f.0.0.1`, `2130706433`: forms of an IPv4 address that only some parsers take for one
         elif not _NAME.match(raw) or re.match(r"^(0x[0-9a-f]*|[0-9]+)$", raw.rpartition(".")[2]):
-            raise Failed("refused", "no host name")
+            raise WebSearchError("refused", "no host name")
         suffixes = self._settings.allow_hosts
         if suffixes and not any(raw == suffix or raw.endswith(f".{suffix}") for suffix in suffixes):
-            raise Failed("refused", f"host {raw} is not allowed")
+            raise WebSearchError("refused", f"host {raw} is not allowed")
 
     def address(self, text: str) -> str:
         """An address that may be connected to, in its normal form."""
         try:
             address = ipaddress.ip_address(text)
         except ValueError:
-            raise Failed("refused", "no IP address") from None
+            raise WebSearchError("refused", "no IP address") from None
         inside = any(address.version == net.version and address in net for net in self._allowed)
         scoped = isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None
         if scoped or not (inside or is_public(address)):
-            raise Failed("refused", "not a public address")
+            raise WebSearchError("refused", "not a public address")
         return str(address)
 
     def addresses(self, texts: Sequence[str]) -> str:
         """The first of a name's addresses. A name with one bad address is refused whole: it is a trick or a mistake."""
         checked = [self.address(text) for text in texts]
         if not checked:
-            raise Failed("unreachable", "the name has no address")
+            raise WebSearchError("unreachable", "the name has no address")
         return checked[0]
 
     def connector(self, host: str, address: str) -> aiohttp.TCPConnector:
@@ -118,16 +120,16 @@ class Guard:
         def make_socket(info: Any) -> socket.socket:
             family, kind, proto, _, target = info
             if self.address(str(target[0])) != address:
-                raise Failed("refused", "another address than the one that was checked")
+                raise WebSearchError("refused", "another address than the one that was checked")
             return socket.socket(family, kind, proto)
 
-        resolver = _Pinned(host, address)
+        resolver = _PinnedResolver(host, address)
         return aiohttp.TCPConnector(
             resolver=resolver, use_dns_cache=False, force_close=True, socket_factory=make_socket
         )
 
 
-class _Pinned(AbstractResolver):
+class _PinnedResolver(AbstractResolver):
     """A resolver that knows one name."""
 
     def __init__(self, host: str, address: str) -> None:
@@ -148,7 +150,7 @@ class _Pinned(AbstractResolver):
 
 
 def _literal(host: str) -> str | None:
-    """The host where it is an IP address in its usual form, None where it is a name (or pretends to be one)."""
+    """Return the host if it is an IP address in its usual form, None if it is a name (or pretends to be one)."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from protocol.errors import UserError
-from retriever.corpus.formats.base import Format, Record
+from retriever.corpus.formats.base import CorpusFormat, Record
 from retriever.corpus.formats.multihop import HOTPOTQA, MUSIQUE
 from retriever.corpus.formats.plain import CONTENTS, TITLE_TEXT
 
-# The formats. A new one is one file and one line here; of those that fit a record, the first is taken.
-
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, CorpusFormat] = {
     "contents": CONTENTS,
     "title_text": TITLE_TEXT,
     "hotpotqa": HOTPOTQA,
     "musique": MUSIQUE,
 }
+"""By name. A new format is one file and one line here; of those that fit a record, the first is taken."""
 
 
 def detect(record: Record, path: Path) -> str:
-    """Name of the format of a file's first record; UserError when none fits."""
+    """Return the name of the format of a file's first record. UserError if none fits."""
     for name, form in FORMATS.items():
         if form.fits(record):
             return name

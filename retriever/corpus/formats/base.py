@@ -1,4 +1,8 @@
-"""What a format promises: from one record of a file to the documents in it."""
+"""From files to records, and from a record to the documents in it.
+
+Files are JSON lines, one JSON array, either of them in gzip, parquet (row group by row group), or TSV with a header.
+The first bytes of a file tell which; TSV is known by its name.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,19 @@ import pyarrow.parquet as pq
 from protocol.errors import UserError
 
 Record = Mapping[str, Any]
+Where = tuple[int, Record]
+"""Number of the record (of the line, where records are lines), from 1; and the record."""
 MAX_FIELDS, MAX_NAME_CHARS, MAX_FIELD_CHARS = 32, 64, 4096
 """Bounds on what a passage carries beside its id and contents: fields, and characters of a name and of a text."""
 _NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+_ROWS = 1024
+_WANTED = {"id", "_id", "title", "text", "contents", "context", "question", "paragraphs"}
+"""Columns that some format reads."""
+_CHUNK = 1 << 20
+_MAX_RECORD = 1 << 26
+"""Characters of one record of a JSON array beyond which it is taken for damaged."""
+_BLANK = " \t\r\n"
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 
 class Document(NamedTuple):
@@ -44,10 +58,10 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
+class CorpusFormat:
     """One shape of records.
 
-    fits       whether a record has this shape: it decides when nobody says which format it is
+    fits       whether a record has this shape: decides if no format is given
     documents  the documents of one record; raises KeyError, TypeError or ValueError for a record of another shape
     """
 
@@ -56,110 +70,7 @@ class Format:
     documents: Callable[[Record], Iterator[Document]]
 
 
-def content_id(document: Document) -> str:
-    """16 hexadecimal digits that depend on title and text only, so that a passage has one name in every file."""
-    content = f"{document.title}\n{document.text}".encode("utf-8", "replace")
-    return hashlib.blake2b(content, digest_size=8, person=b"foray passage").hexdigest()
-
-
-def text_of(value: Any, name: str) -> str:
-    """`value` if it is text; TypeError that names the field otherwise."""
-    if not isinstance(value, str):
-        raise TypeError(f"`{name}` is a {type(value).__name__} and not text")
-    return value
-
-
-def fields_of(record: Record, without: Collection[str]) -> dict[str, Any]:
-    """The record's text, numbers, truth values and nulls, as clients of other servers read them. Lists, objects (a
-    vector!) and texts beyond MAX_FIELD_CHARS are left out, and so is what cannot be sent as JSON."""
-    found: dict[str, Any] = {}
-    for name, value in record.items():
-        if name in without or len(name) > MAX_NAME_CHARS or len(found) == MAX_FIELDS:
-            continue
-        if _is_scalar(value):
-            found[cleaned(name)] = cleaned(value) if isinstance(value, str) else value
-    return found
-
-
-def _is_scalar(value: Any) -> bool:
-    match value:
-        case None | bool():
-            return True
-        case str():
-            return len(value) <= MAX_FIELD_CHARS
-        case int() | float():
-            return abs(value) < 2**63  # neither NaN nor infinite, which JSON has no word for
-        case _:
-            return False
-
-
-def cleaned(text: str) -> str:
-    """Text with `?` for lone surrogates, which JSON can spell and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def id_of(record: Record) -> str:
-    """The record's id as text, "" when it has none."""
-    value = record.get("id", record.get("_id", ""))
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(f"`id` is a {type(value).__name__} and not a string or an integer")
-    return str(value)
-
-
-# Parquet, row group by row group.
-
-_ROWS = 1024
-_WANTED = {"id", "_id", "title", "text", "contents", "context", "question", "paragraphs"}
-"""Columns that some format reads."""
-
-
-def columns_of(path: Path) -> list[str]:
-    """Names of the columns of a file; OSError for one that is damaged."""
-    try:
-        return list(pq.read_schema(path).names)
-    except pa.ArrowInvalid as error:
-        raise OSError(str(error)) from None
-
-
-def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[tuple[int, Record]]:
-    """(number from 1, record) of every row. Holds one batch of rows; OSError for a file that is damaged."""
-    try:
-        with pq.ParquetFile(path) as file:
-            # of the others only what a passage can carry: dumps often hold vectors
-            columns = [
-                field.name for field in file.schema_arrow if field.name in _WANTED or _parquet_is_scalar(field.type)
-            ]
-            number, total = 0, max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=columns or None):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield number, record
-                progress(number / total)
-    except pa.ArrowInvalid as error:
-        raise OSError(str(error)) from None
-
-
-def _parquet_is_scalar(kind: Any) -> bool:
-    types = pa.types
-    tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
-    return any(test(kind) for test in tests)
-
-
-# Records out of files, one at a time: JSON lines, one JSON array, either of them in gzip, parquet, TSV with a header.
-#
-# What a file holds is told by its first bytes, not by its name (TSV has nothing to be told by but its name).
-
-_CHUNK = 1 << 20
-_MAX_RECORD = 1 << 26
-"""Characters of one record of a JSON array beyond which it is taken for damaged."""
-_BLANK = " \t\r\n"
-_BETWEEN = re.compile(r"[ \t\r\n,]*")
-
-Where = tuple[int, Record]
-"""Number of the record (of the line, where records are lines), from 1; and the record."""
-
-
-class Records:
+class RecordReader:
     """The records of one file. `fraction` tells how much of it has been read."""
 
     def __init__(self, path: Path) -> None:
@@ -171,8 +82,6 @@ class Records:
             with self.path.open("rb") as file:
                 magic = file.read(4)
                 if magic == b"PAR1":
-                    pass
-
                     yield from parquet_records(self.path, self._set_fraction)
                     return
                 file.seek(0)
@@ -233,7 +142,7 @@ class Records:
         return value
 
     def _bad(self, where: str, why: str) -> UserError:
-        return UserError(f"{where} of {self.path} is not a passage", why=why, todo="mend or remove it")
+        return UserError(f"{where} of {self.path} is not a passage", why=why, todo="correct or remove it")
 
     def _array(self, head: str, text: IO[str], tick: Callable[[], None]) -> Iterator[Where]:
         decoder, number = json.JSONDecoder(), 1
@@ -264,3 +173,85 @@ class Records:
             if None in row:
                 raise self._bad(f"line {number}", "it has more fields than the header")
             yield number, row
+
+
+def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[tuple[int, Record]]:
+    """(number from 1, record) of every row. Holds one batch of rows; OSError for a file that is damaged."""
+    try:
+        with pq.ParquetFile(path) as file:
+            # of the others only what a passage can carry: dumps often hold vectors
+            columns = [
+                field.name for field in file.schema_arrow if field.name in _WANTED or _is_scalar_column(field.type)
+            ]
+            number, total = 0, max(file.metadata.num_rows, 1)
+            for batch in file.iter_batches(batch_size=_ROWS, columns=columns or None):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+                progress(number / total)
+    except pa.ArrowInvalid as error:
+        raise OSError(str(error)) from None
+
+
+def columns_of(path: Path) -> list[str]:
+    """Names of the columns of a file; OSError for one that is damaged."""
+    try:
+        return list(pq.read_schema(path).names)
+    except pa.ArrowInvalid as error:
+        raise OSError(str(error)) from None
+
+
+def content_id(document: Document) -> str:
+    """16 hexadecimal digits that depend on title and text only, so that a passage has one name in every file."""
+    content = f"{document.title}\n{document.text}".encode("utf-8", "replace")
+    return hashlib.blake2b(content, digest_size=8, person=b"foray passage").hexdigest()
+
+
+def text_of(value: Any, name: str) -> str:
+    """`value` if it is text; TypeError that names the field otherwise."""
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` is a {type(value).__name__} and not text")
+    return value
+
+
+def fields_of(record: Record, without: Collection[str]) -> dict[str, Any]:
+    """The record's text, numbers, truth values and nulls, as clients of other servers read them. Lists, objects (a
+    vector!) and texts beyond MAX_FIELD_CHARS are left out, and so is what cannot be sent as JSON."""
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        if name in without or len(name) > MAX_NAME_CHARS or len(found) == MAX_FIELDS:
+            continue
+        if _is_scalar_value(value):
+            found[cleaned(name)] = cleaned(value) if isinstance(value, str) else value
+    return found
+
+
+def _is_scalar_value(value: Any) -> bool:
+    match value:
+        case None | bool():
+            return True
+        case str():
+            return len(value) <= MAX_FIELD_CHARS
+        case int() | float():
+            return abs(value) < 2**63  # neither NaN nor infinite, which JSON has no word for
+        case _:
+            return False
+
+
+def cleaned(text: str) -> str:
+    """Text with `?` for lone surrogates, which JSON can spell and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def id_of(record: Record) -> str:
+    """The record's id as text, "" when it has none."""
+    value = record.get("id", record.get("_id", ""))
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(f"`id` is a {type(value).__name__} and not a string or an integer")
+    return str(value)
+
+
+def _is_scalar_column(kind: Any) -> bool:
+    types = pa.types
+    tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
+    return any(test(kind) for test in tests)

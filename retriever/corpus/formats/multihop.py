@@ -1,7 +1,8 @@
-"""Questions of HotpotQA and 2WikiMultihopQA: the paragraphs of every question's `context`.
+"""Questions with their paragraphs: HotpotQA and 2WikiMultihopQA (`context`), MuSiQue (`paragraphs`).
 
 `context` is a list of [title, sentences] in the original files, and {"title": [..], "sentences": [[..], ..]} in the
 copies on the Hugging Face hub; 2Wiki's copy there writes the list as a JSON string.
+`paragraphs` is a list of {"title", "paragraph_text"}.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from retriever.corpus.formats.base import Document, Format, Record, text_of
+from retriever.corpus.formats.base import CorpusFormat, Document, Record, text_of
 
 
-def _documents(record: Record) -> Iterator[Document]:
+def _context_documents(record: Record) -> Iterator[Document]:
     context: Any = record["context"]
     if isinstance(context, str):
         context = json.loads(context)
@@ -25,14 +26,13 @@ def _documents(record: Record) -> Iterator[Document]:
         yield Document("", text_of(title, "context"), text)
 
 
-def _fits(record: Record) -> bool:
+def _has_context(record: Record) -> bool:
     return "context" in record and "question" in record
 
 
-HOTPOTQA = Format("questions with `context` paragraphs: HotpotQA, 2WikiMultihopQA", _fits, _documents)
-
-
-# Questions of MuSiQue: `paragraphs` of {"title", "paragraph_text"}.
+HOTPOTQA = CorpusFormat(
+    "questions with `context` paragraphs: HotpotQA, 2WikiMultihopQA", _has_context, _context_documents
+)
 
 
 def _musique_documents(record: Record) -> Iterator[Document]:
@@ -41,4 +41,6 @@ def _musique_documents(record: Record) -> Iterator[Document]:
         yield Document("", text_of(paragraph["title"], "title"), text)
 
 
-MUSIQUE = Format("questions with `paragraphs`: MuSiQue", lambda record: "paragraphs" in record, _musique_documents)
+MUSIQUE = CorpusFormat(
+    "questions with `paragraphs`: MuSiQue", lambda record: "paragraphs" in record, _musique_documents
+)

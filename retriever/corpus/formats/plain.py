@@ -1,12 +1,16 @@
-"""`{"id", "contents"}` with `"Title"`, newline, text in `contents`: Search-R1, FlashRAG, pyserini."""
+"""Records that are one document each.
+
+contents    `{"id", "contents"}` with `"Title"`, newline, text in `contents`: Search-R1, FlashRAG, pyserini
+title_text  `{"id", "title", "text"}`, the title may be missing: BEIR, DPR's table of Wikipedia passages, many dumps
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retriever.corpus.formats.base import Document, Format, Record, fields_of, id_of, text_of
+from retriever.corpus.formats.base import CorpusFormat, Document, Record, fields_of, id_of, text_of
 
-_NAMED = frozenset({"id", "_id", "contents"})
+_CONTENTS_KEYS = frozenset({"id", "_id", "contents"})
 
 
 def split_contents(contents: str) -> tuple[str, str]:
@@ -18,25 +22,25 @@ def split_contents(contents: str) -> tuple[str, str]:
     return "", contents
 
 
-def _documents(record: Record) -> Iterator[Document]:
+def _contents_documents(record: Record) -> Iterator[Document]:
     title, text = split_contents(text_of(record["contents"], "contents"))
-    yield Document(id_of(record), title, text, fields_of(record, _NAMED))
+    yield Document(id_of(record), title, text, fields_of(record, _CONTENTS_KEYS))
 
 
-CONTENTS = Format('{"id", "contents"}: Search-R1, FlashRAG', lambda record: "contents" in record, _documents)
+CONTENTS = CorpusFormat(
+    '{"id", "contents"}: Search-R1, FlashRAG', lambda record: "contents" in record, _contents_documents
+)
 
 
-# `{"id", "title", "text"}`: BEIR, DPR's table of Wikipedia passages, many dumps. The title may be missing.
-
-_title_text_NAMED = frozenset({"id", "_id", "title", "text", "contents"})
+_TITLE_TEXT_KEYS = frozenset({"id", "_id", "title", "text", "contents"})
 """`contents` holds title and text: a second copy would double the corpus."""
 
 
 def _title_text_documents(record: Record) -> Iterator[Document]:
     title = text_of(record.get("title") or "", "title")
-    yield Document(id_of(record), title, text_of(record["text"], "text"), fields_of(record, _title_text_NAMED))
+    yield Document(id_of(record), title, text_of(record["text"], "text"), fields_of(record, _TITLE_TEXT_KEYS))
 
 
-TITLE_TEXT = Format(
+TITLE_TEXT = CorpusFormat(
     '{"id", "title", "text"}: BEIR, DPR, FlashRAG', lambda record: "text" in record, _title_text_documents
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,11 @@ class Synthetic:
                 chosen = [forms[place] for place in places[: TITLE_WORDS + length]]
                 text = " ".join(chosen[TITLE_WORDS:])
                 yield Document(str(row), " ".join(chosen[:TITLE_WORDS]), text if text.endswith(".") else text + ".")
+
+
+def corpus_spec(corpus: Path | str) -> str:
+    """Return how a corpus is named in manifests: `synthetic:N:SEED`, or its absolute path. It need not exist."""
+    return str(Synthetic.parse(str(corpus)) if str(corpus).startswith(PREFIX) else Path(corpus).absolute())
 
 
 def _mix(values: Words) -> Words:

@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from retriever.backends.web.config import BingSettings
-from retriever.backends.web.provider import Ask, Failed, Found, KeyPlace, expect, inner, objects, text
+from retriever.backends.web.provider import (
+    KeyLocation,
+    ProviderHit,
+    ProviderRequest,
+    WebSearchError,
+    expect,
+    inner,
+    objects,
+    text,
+)
 
 
 class Bing:
@@ -21,34 +30,34 @@ class Bing:
         self._settings = settings
 
     @property
-    def key_place(self) -> KeyPlace:
+    def key_location(self) -> KeyLocation:
         """See `Provider`."""
         name = self._settings.key_header
-        return KeyPlace("header", name, "Bearer " if name.lower() == "authorization" else "")
+        return KeyLocation("header", name, "Bearer " if name.lower() == "authorization" else "")
 
-    def ask(self, query: str, k: int) -> Ask:
+    def request(self, query: str, k: int) -> ProviderRequest:
         """See `Provider`."""
         settings = self._settings
         params = {"q": query, "count": str(min(k, settings.MAX_HITS)), "mkt": settings.market}
-        return Ask(settings.base_url, params | {"textFormat": "Raw", "textDecorations": "false"})
+        return ProviderRequest(settings.base_url, params | {"textFormat": "Raw", "textDecorations": "false"})
 
-    def read(self, reply: dict[str, Any]) -> list[Found]:
+    def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
         """See `Provider`. `webPages` is absent where nothing was found."""
         expect(reply, "_type", "webPages", "queryContext")
         if reply.get("_type") == "ErrorResponse":
-            raise Failed("garbage", "an ErrorResponse with status 200")
+            raise WebSearchError("garbage", "an ErrorResponse with status 200")
         found = _boxes(reply) if self._settings.answers else []
         for item in objects(inner(reply, "webPages"), "value"):
-            found.append(Found(text(item, "name"), text(item, "snippet"), text(item, "url")))
+            found.append(ProviderHit(text(item, "name"), text(item, "snippet"), text(item, "url")))
         return found
 
 
-def _boxes(reply: dict[str, Any]) -> list[Found]:
+def _boxes(reply: dict[str, Any]) -> list[ProviderHit]:
     computed = inner(reply, "computation")
     found = []
     if value := text(computed, "value"):
-        found.append(Found("Answer", f"{text(computed, 'expression')} = {value}", box=True))
+        found.append(ProviderHit("Answer", f"{text(computed, 'expression')} = {value}", box=True))
     for item in objects(inner(reply, "entities"), "value"):
         if description := text(item, "description"):
-            found.append(Found(text(item, "name"), description, text(item, "url"), box=True))
+            found.append(ProviderHit(text(item, "name"), description, text(item, "url"), box=True))
     return found

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from retriever.backends.web.config import BraveSettings
-from retriever.backends.web.provider import Ask, Found, KeyPlace, expect, inner, objects, text
+from retriever.backends.web.provider import KeyLocation, ProviderHit, ProviderRequest, expect, inner, objects, text
 
 MAX_WORDS, MAX_CHARS = 50, 400
 """A longer query is refused (`q` in the reference), so what is beyond is left out."""
@@ -20,13 +20,13 @@ _MARKUP = re.compile(r"</?strong>")
 class Brave:
     """See `Provider`."""
 
-    key_place = KeyPlace("header", "X-Subscription-Token")
+    key_location = KeyLocation("header", "X-Subscription-Token")
     quota_words = ("quota_limited", "quota exceeded")
 
     def __init__(self, settings: BraveSettings) -> None:
         self._settings = settings
 
-    def ask(self, query: str, k: int) -> Ask:
+    def request(self, query: str, k: int) -> ProviderRequest:
         """See `Provider`."""
         settings = self._settings
         short = " ".join(query.split()[:MAX_WORDS])[:MAX_CHARS]
@@ -34,9 +34,9 @@ class Brave:
         params |= {"search_lang": settings.language, "text_decorations": "false"}
         params |= {"extra_snippets": "true"} if settings.extra_snippets else {}
         params |= {"result_filter": "web,infobox" if settings.answers else "web"}
-        return Ask(settings.base_url, params)
+        return ProviderRequest(settings.base_url, params)
 
-    def read(self, reply: dict[str, Any]) -> list[Found]:
+    def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
         """See `Provider`. `web` is absent where nothing was found."""
         expect(reply, "type", "web")
         found = _boxes(reply) if self._settings.answers else []
@@ -44,16 +44,16 @@ class Brave:
             extra = item.get("extra_snippets") if self._settings.extra_snippets else None
             more = [part for part in extra if isinstance(part, str)] if isinstance(extra, list) else []
             body = "\n".join(_plain(part) for part in (text(item, "description"), *more) if part)
-            found.append(Found(_plain(text(item, "title")), body, text(item, "url")))
+            found.append(ProviderHit(_plain(text(item, "title")), body, text(item, "url")))
         return found
 
 
-def _boxes(reply: dict[str, Any]) -> list[Found]:
+def _boxes(reply: dict[str, Any]) -> list[ProviderHit]:
     found = []
     for item in objects(inner(reply, "infobox"), "results"):
         if description := text(item, "long_desc", "description"):
             link = text(item, "website_url", "url")
-            found.append(Found(_plain(text(item, "title", "label")), _plain(description), link, box=True))
+            found.append(ProviderHit(_plain(text(item, "title", "label")), _plain(description), link, box=True))
     return found
 
 

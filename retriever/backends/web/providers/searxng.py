@@ -8,35 +8,35 @@ from __future__ import annotations
 from typing import Any
 
 from retriever.backends.web.config import SearxngSettings
-from retriever.backends.web.provider import Ask, Found, KeyPlace, expect, objects, text
+from retriever.backends.web.provider import KeyLocation, ProviderHit, ProviderRequest, expect, objects, text
 
 
 class Searxng:
     """See `Provider`."""
 
-    key_place = KeyPlace("header", "Authorization", "Bearer ")
+    key_location = KeyLocation("header", "Authorization", "Bearer ")
     quota_words = ()
 
     def __init__(self, settings: SearxngSettings) -> None:
         self._settings = settings
 
-    def ask(self, query: str, k: int) -> Ask:
+    def request(self, query: str, k: int) -> ProviderRequest:
         """See `Provider`. The request is the same for every k, and so is its recording."""
         settings = self._settings
         params = {"q": query, "format": "json", "language": settings.language}
         params |= {"categories": ",".join(settings.categories), "engines": ",".join(settings.engines)}
-        return Ask(settings.base_url, params)
+        return ProviderRequest(settings.base_url, params)
 
-    def read(self, reply: dict[str, Any]) -> list[Found]:
+    def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
         """See `Provider`."""
         expect(reply, "results")
         found = _boxes(reply) if self._settings.answers else []
         for item in objects(reply, "results"):
-            found.append(Found(text(item, "title"), text(item, "content"), text(item, "url")))
+            found.append(ProviderHit(text(item, "title"), text(item, "content"), text(item, "url")))
         return found
 
 
-def _boxes(reply: dict[str, Any]) -> list[Found]:
+def _boxes(reply: dict[str, Any]) -> list[ProviderHit]:
     found = []
     answers = reply.get("answers")
     for item in answers if isinstance(answers, list) else []:
@@ -44,9 +44,9 @@ def _boxes(reply: dict[str, Any]) -> list[Found]:
         answer = item.strip() if isinstance(item, str) else text(item, "answer") if isinstance(item, dict) else ""
         link = text(item, "url") if isinstance(item, dict) else ""
         if answer:
-            found.append(Found("Answer", answer, link, box=True))
+            found.append(ProviderHit("Answer", answer, link, box=True))
     for item in objects(reply, "infoboxes"):
         if content := text(item, "content"):
             link = next((text(url, "url") for url in objects(item, "urls")), "")
-            found.append(Found(text(item, "infobox"), content, link, box=True))
+            found.append(ProviderHit(text(item, "infobox"), content, link, box=True))
     return found

@@ -34,11 +34,11 @@ BM25_BUILD = 4.5
 
 
 @dataclass(frozen=True)
-class Facts:
+class CorpusStats:
     """A corpus in numbers; means over passages.
 
     line_bytes  bytes of a line of the corpus     words, distinct  words of a passage, and different ones among them
-    converted   whether the corpus is written anew into the index directory
+    converted   whether the corpus is copied into the index directory
     exact       whether `passages` was counted and not estimated
     """
 
@@ -51,7 +51,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Need:
+class ResourceEstimate:
     """What a part takes: bytes, and seconds of one core.
 
     disk     in the finished directory        scratch    more on disk, only while building
@@ -66,9 +66,9 @@ class Need:
     gpu: float = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def __add__(self, other: Need) -> Need:
+    def __add__(self, other: ResourceEstimate) -> ResourceEstimate:
         """Parts that are made one after the other and served together."""
-        return Need(
+        return ResourceEstimate(
             self.disk + other.disk,
             max(self.scratch, other.scratch),
             max(self.build, other.build),
@@ -82,19 +82,19 @@ def _vectors(settings: Any, n: int, dim: int) -> float:
     return float(n * dim * (2 if settings.dtype == "float16" else 4))
 
 
-def _flat(settings: Any, facts: Facts, dim: int) -> Need:
+def _flat(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     vectors = _vectors(settings, facts.passages, dim)
-    return Need(disk=vectors, serve=vectors)
+    return ResourceEstimate(disk=vectors, serve=vectors)
 
 
-def _gpu(settings: Any, facts: Facts, dim: int) -> Need:
+def _gpu(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     vectors = _vectors(settings, facts.passages, dim)
     held = facts.passages * dim * (2 if settings.precision == "float16" else 4)
     # of the stored vectors, serving reads those of the candidates
-    return Need(disk=vectors, gpu=held + max(1, len(settings.devices)) * settings.temp_mb * 2**20)
+    return ResourceEstimate(disk=vectors, gpu=held + max(1, len(settings.devices)) * settings.temp_mb * 2**20)
 
 
-def _hnsw(settings: Any, facts: Facts, dim: int) -> Need:
+def _hnsw(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     """Levels are drawn geometrically: 2 m links on the lowest, m on each higher, which 1 / m of the passages reach."""
     n, m = facts.passages, settings.m
     vectors = _vectors(settings, n, dim)
@@ -103,7 +103,7 @@ def _hnsw(settings: Any, facts: Facts, dim: int) -> Need:
     links = n * (4 * (2 * m + m / (m - 1)) + 12)  # 4 bytes a link; where a passage's begin, and its level
     # a distance for every link of every candidate that is looked at, about three quarters of them seen before
     macs = n * dim * settings.ef_construction * math.log2(n) * 0.45
-    return Need(
+    return ResourceEstimate(
         disk=vectors + links,
         scratch=vectors,
         build=vectors + links + 48 * n + (512 << 20),
@@ -117,14 +117,14 @@ def _lists(settings: Any, n: int) -> int:
     return max(1, min(wanted, n if settings.nlist else n // 39))
 
 
-def _ivf_of(settings: Any, facts: Facts, dim: int, code: float, training: int) -> Need:
+def _ivf_of(settings: Any, facts: CorpusStats, dim: int, code: float, training: int) -> ResourceEstimate:
     n, nlist = facts.passages, _lists(settings, facts.passages)
     vectors = _vectors(settings, n, dim)
     drawn = min(n, max(settings.train_size or 64 * nlist, training))
     file = n * (code + 8) + nlist * (4 * dim + 8)
     block = min(n * dim * 4, 512 << 20)
     macs = dim * nlist * (10.0 * drawn + n)  # ten rounds of k-means, then a list for every passage
-    return Need(
+    return ResourceEstimate(
         disk=vectors + file,
         build=drawn * dim * 8 + 12 * n + 2 * block + nlist * dim * 4,
         serve=file + vectors,
@@ -133,31 +133,31 @@ def _ivf_of(settings: Any, facts: Facts, dim: int, code: float, training: int) -
     )
 
 
-def _ivf(settings: Any, facts: Facts, dim: int) -> Need:
+def _ivf(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     if facts.passages < settings.exact_below:
         return _flat(settings, facts, dim)
     return _ivf_of(settings, facts, dim, _vectors(settings, 1, dim), 0)
 
 
-def _ivfpq(settings: Any, facts: Facts, dim: int) -> Need:
+def _ivfpq(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     codes = 2**settings.pq_bits
     if facts.passages < max(settings.exact_below, codes):
         return _flat(settings, facts, dim)
     parts = settings.pq_parts or next(p for p in range(max(1, dim // 8), 0, -1) if dim % p == 0)
     need = _ivf_of(settings, facts, dim, parts * settings.pq_bits / 8, 64 * codes)
-    book = codes * dim * 4 + (dim * dim * 4 if settings.opq else 0)
+    codebook = codes * dim * 4 + (dim * dim * 4 if settings.opq else 0)
     # only the vectors of candidates are read: the file is what is scanned
     vectors = _vectors(settings, facts.passages, dim)
     coding = (facts.passages + 25 * 64 * codes) * dim * codes / PQ_MACS  # 25 rounds over 64 passages a code
     seconds = {"index": need.seconds["index"] + coding}
-    return Need(need.disk + book, 0, need.build, need.serve - vectors + book, need.gpu, seconds)
+    return ResourceEstimate(need.disk + codebook, 0, need.build, need.serve - vectors + codebook, need.gpu, seconds)
 
 
-def _bm25(settings: Any, facts: Facts, dim: int) -> Need:
+def _bm25(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     distinct = facts.distinct * (0.6 if settings.stopwords == "english" else 1.0)
     postings = 8 * distinct * facts.passages  # a float32 score and an int32 passage
     vocabulary = _vocabulary(facts)
-    return Need(
+    return ResourceEstimate(
         disk=postings + 24 * vocabulary,
         build=BM25_BUILD * postings + 120 * vocabulary + 4 * facts.words * facts.passages,
         serve=postings + 120 * vocabulary + 12 * facts.passages,
@@ -165,19 +165,19 @@ def _bm25(settings: Any, facts: Facts, dim: int) -> Need:
     )
 
 
-def _vocabulary(facts: Facts) -> float:
+def _vocabulary(facts: CorpusStats) -> float:
     """Different words of the corpus, by Heaps' law with the constants of English Wikipedia-like text: 44 * N ** 0.5."""
     return min(44 * math.sqrt(facts.words * facts.passages), facts.distinct * facts.passages)
 
 
-def _hybrid(settings: Any, facts: Facts, dim: int) -> Need:
-    total = Need()
+def _hybrid(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
+    total = ResourceEstimate()
     for member in settings.members:
         total += structure(member, facts, dim)
     return total
 
 
-STRUCTURES: dict[str, Callable[[Any, Facts, int], Need]] = {
+STRUCTURES: dict[str, Callable[[Any, CorpusStats, int], ResourceEstimate]] = {
     "memory": _flat,
     "faiss_flat": _flat,
     "faiss_gpu": _gpu,
@@ -189,12 +189,12 @@ STRUCTURES: dict[str, Callable[[Any, Facts, int], Need]] = {
 }
 
 
-def structure(settings: IndexSettings, facts: Facts, dim: int) -> Need:
+def structure(settings: IndexSettings, facts: CorpusStats, dim: int) -> ResourceEstimate:
     """The index alone, vectors included; with `file`, whose vectors lie elsewhere, only what reading it takes."""
     file = getattr(settings, "file", None)
     if file is not None:
         size = file.stat().st_size if file.is_file() else 0
-        return Need(serve=size, gpu=size if settings.type == "faiss_gpu" else 0)
+        return ResourceEstimate(serve=size, gpu=size if settings.type == "faiss_gpu" else 0)
     return STRUCTURES[settings.type](settings, facts, dim)
 
 
@@ -205,7 +205,9 @@ def dense_members(settings: Any) -> int:
     return int(hasattr(settings, "encoder") and getattr(settings, "file", None) is None)
 
 
-def estimate(settings: IndexSettings, facts: Facts, dim: int, encode_rate: float | None, model_bytes: int) -> Need:
+def estimate(
+    settings: IndexSettings, facts: CorpusStats, dim: int, encode_rate: float | None, model_bytes: int
+) -> ResourceEstimate:
     """Everything: conversion, scan, encoding, structure, checksums; `encode_rate` passages/s, None: not known."""
     n = facts.passages
     need = structure(settings, facts, dim)
@@ -218,7 +220,7 @@ def estimate(settings: IndexSettings, facts: Facts, dim: int, encode_rate: float
     seconds |= need.seconds
     seconds["checksums"] = (need.disk + columns) / RATES["copy_bytes"]
     base = PROCESS_BYTES + (TORCH_BYTES + model_bytes if model_bytes else 0)
-    return Need(
+    return ResourceEstimate(
         disk=corpus + columns + need.disk,
         scratch=max(need.scratch, 8.0 * n),
         build=base + max(need.build, 64 << 20),

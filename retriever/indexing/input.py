@@ -18,8 +18,8 @@ from protocol.errors import UserError
 from retriever.config import RetrieverSettings
 from retriever.corpus.corpus import open_corpus, read_texts
 from retriever.corpus.formats import FORMATS, detect
-from retriever.corpus.formats.base import Document, Record, Records, content_id
-from retriever.corpus.formats.synthetic import PREFIX, Synthetic
+from retriever.corpus.formats.base import Document, Record, RecordReader, content_id
+from retriever.corpus.formats.synthetic import PREFIX, Synthetic, corpus_spec
 
 CORPUS = "corpus.jsonl"
 """Name of a converted corpus in the index directory."""
@@ -63,21 +63,16 @@ def read_input(corpus: Path | str, form: str | None = None, words: int | None = 
     if str(corpus).startswith(PREFIX):
         if form not in (None, "synthetic"):
             raise UserError(f"{corpus} is synthetic text and not {form}", todo="leave out --format")
-        return CorpusInput(spec_of(corpus), (), "synthetic", words or 0, False)
+        return CorpusInput(corpus_spec(corpus), (), "synthetic", words or 0, False)
     if form is not None and form not in FORMATS:
         raise UserError(f"unknown format {form!r}", todo="known here: " + ", ".join(FORMATS))
     path = Path(corpus).absolute()
     paths = _files(path)
-    with closing(iter(Records(paths[0]))) as records:
+    with closing(iter(RecordReader(paths[0]))) as records:
         first = next(records, None)
     chosen = form or (detect(first[1], paths[0]) if first is not None else "contents")
     in_place = chosen == "contents" and not words and len(paths) == 1 and _is_lines(paths[0])
-    return CorpusInput(spec_of(path), paths, chosen, words or 0, in_place)
-
-
-def spec_of(corpus: Path | str) -> str:
-    """What `CorpusInput.spec` will be, without looking whether it is there."""
-    return str(Synthetic.parse(str(corpus)) if str(corpus).startswith(PREFIX) else Path(corpus).absolute())
+    return CorpusInput(corpus_spec(path), paths, chosen, words or 0, in_place)
 
 
 def _files(path: Path) -> tuple[Path, ...]:
@@ -168,9 +163,9 @@ def _raw(given: CorpusInput) -> Iterator[tuple[Callable[[], float], Document]]:
         return
     total, before = max(given.size, 1), 0
     for path in given.paths:
-        records, size = Records(path), path.stat().st_size
+        records, size = RecordReader(path), path.stat().st_size
 
-        def fraction(records: Records = records, before: int = before, size: int = size) -> float:
+        def fraction(records: RecordReader = records, before: int = before, size: int = size) -> float:
             return (before + records.fraction * size) / total
 
         with closing(iter(records)) as numbered:
@@ -187,7 +182,7 @@ def _documents_of(record: Record, number: int, path: Path, name: str) -> list[Do
         raise UserError(
             f"record {number} of {path} does not fit the format {name!r}",
             why=f"no {error}" if isinstance(error, KeyError) else str(error),
-            todo=f"mend or remove it; this format is {FORMATS[name].help}",
+            todo=f"correct or remove it; this format is {FORMATS[name].help}",
         ) from None
 
 

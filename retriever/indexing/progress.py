@@ -18,11 +18,11 @@ _BAR_EVERY_S = 0.1
 
 
 def to_stderr(line: str) -> None:
-    """Where progress goes unless told otherwise."""
+    """Print a line of progress: the default."""
     print(line, file=sys.stderr, flush=True)
 
 
-class Pass:
+class PassProgress:
     """One pass over the corpus, as it is being made. Call it with (share done in [0, 1], passages done)."""
 
     def __init__(self, name: str, emit: Callable[[str], None], bar: tuple[Progress, TaskID] | None) -> None:
@@ -91,10 +91,10 @@ class BuildProgress:
             self._emit(line)
 
     @contextmanager
-    def passing(self, name: str) -> Iterator[Pass]:
+    def track_pass(self, name: str) -> Iterator[PassProgress]:
         """One pass."""
         task = None if self._bar is None else (self._bar, self._bar.add_task(name, total=1.0, rate=""))
-        current = Pass(name, self.say, task)
+        current = PassProgress(name, self.say, task)
         yield current
         current.finish()
 
@@ -124,7 +124,7 @@ class _IndexLog(logging.Handler):
         super().__init__()
         self._progress, self._passes = progress, passes
         self._name = ""
-        self._pass: Pass | None = None
+        self._pass: PassProgress | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         if not str(record.msg).startswith(self._STEP) or not isinstance(record.args, tuple):
@@ -135,7 +135,7 @@ class _IndexLog(logging.Handler):
             self._passes.close()  # the step before is over
             self._name, self._pass = (
                 name,
-                self._passes.enter_context(self._progress.passing(f"index: {name.removeprefix('are ')}")),
+                self._passes.enter_context(self._progress.track_pass(f"index: {name.removeprefix('are ')}")),
             )
             self._pass(0.0, 0)
         done, total = (int(str(value)) for value in record.args)

@@ -18,18 +18,19 @@ from typing import Any, Self
 
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write, fsync_path, fsync_tree
-from retriever.corpus.corpus import Scan
+from retriever.corpus.corpus import CorpusScan
 
 _LOCK = "lock"
 _POLL_S = 0.1
 _NAME_LOOKS = 20
+JOURNAL = "journal.json"
 
 
-class BuildSite:
-    """`with BuildSite(out, say) as site:` waits until nobody else builds `out`; then `site.directory` is ours.
+class BuildDirectory:
+    """`with BuildDirectory(out, say) as workdir:` locks the directory in which `out` is built, waiting if necessary.
 
-    The directory that holds `out` exists. The site stays where it is unless `publish` or `discard` is called.
-    `waited`: somebody else was at it before us.
+    The parent of `out` exists. The directory stays unless `publish` or `discard` is called.
+    `waited`: another process was building `out`.
     """
 
     def __init__(self, out: Path, say: Callable[[str], None]) -> None:
@@ -58,7 +59,7 @@ class BuildSite:
             return False  # it was published just now
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # the directory that we locked may have become the finished index meanwhile
+            # the locked directory may have become the finished index meanwhile
             if os.fstat(lock).st_ino != (self.directory / _LOCK).stat().st_ino:
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
@@ -116,24 +117,14 @@ class BuildSite:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def files_in(directory: Path) -> list[str]:
-    """Names of the files below a directory, in order, except the lock."""
-    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != _LOCK)
+class BuildJournal:
+    """`journal.json` in the building directory: what of an unfinished build is on disk for certain.
 
-
-# `journal.json` in the building directory: what of an unfinished build is on disk for certain.
-#
-# A line in the journal is a promise, so data are flushed before it is written, and it is replaced by a rename.
-
-JOURNAL = "journal.json"
-
-
-class Journal:
-    """Content of the journal, read at the start; every setter writes it durably.
+    Read at the start; every setter writes it durably. Data are flushed before they are entered in it, and it is
+    replaced by a rename.
 
     input    what `CorpusInput.stamp` said when the corpus was scanned
-    scan     fields of `corpus.Scan`
+    scan     fields of `corpus.CorpusScan`
     index    identity of the index whose files are all there, None while they are not
     vectors  name of a vector file -> {"identity": of corpus and encoder, "rows": on disk for certain}
     """
@@ -198,12 +189,12 @@ class Journal:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a journal. UserError where it is none: what it promises must not be guessed."""
+    """The content of a journal. UserError if it is damaged: its content must not be guessed."""
     try:
         content = json.loads(path.read_text())
         vectors = content.get("vectors", {})
         if content.get("input") is not None:
-            Scan(**content["scan"])
+            CorpusScan(**content["scan"])
         if not all(isinstance(entry["identity"], dict) and type(entry["rows"]) is int for entry in vectors.values()):
             raise ValueError("an entry of a vector file that is none")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -214,3 +205,18 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     found: dict[str, Any] = content
     return found
+
+
+def fsync(path: Path) -> None:
+    """Wait until the file (or the directory's entries) would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def files_in(directory: Path) -> list[str]:
+    """Names of the files below a directory, in order, except the lock."""
+    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != _LOCK)

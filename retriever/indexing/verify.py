@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
-from retriever.build.progress import BuildProgress
 from retriever.corpus.corpus import Corpus, file_sha256
 from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
 from retriever.encoder.base import Encoder
-from retriever.index import store
+from retriever.index import index_identity, open_index, store
 from retriever.index.base import Index
 from retriever.index.config import IndexSettings
+from retriever.indexing.progress import BuildProgress
 
 SAMPLE_ROWS = 100_000
 """Vectors that are looked at, evenly spread, unless all are."""
@@ -44,7 +44,7 @@ def verify_index(
     """
     manifest, settings = read_manifest(directory), settings_of(directory, changes)
     path = corpus_of(directory, corpus)
-    check_manifest(manifest, directory, settings.identity(), path, verify_corpus=not quick)
+    check_manifest(manifest, directory, index_identity(settings), path, verify_corpus=not quick)
     done = [f"{len(manifest.files)} files have their sizes, the corpus {'its size' if quick else 'its SHA-256'}"]
     if not quick:
         done.append(_checksums(directory, manifest, progress))
@@ -59,7 +59,7 @@ def _wrong(directory: Path, what: str, why: str) -> UserError:
 
 def _checksums(directory: Path, manifest: Manifest, progress: BuildProgress) -> str:
     total, done = max(manifest.index_bytes, 1), 0
-    with progress.passing("checksums") as report:
+    with progress.track_pass("checksums") as report:
         for name, expected in manifest.checksums.items():
             if name != manifest.corpus and file_sha256(directory / name) != expected:
                 raise _wrong(directory, name, "its content is not what was written: the SHA-256 differs")
@@ -98,7 +98,7 @@ def _lengths(block: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 def _searches(directory: Path, manifest: Manifest, settings: IndexSettings, path: Path) -> list[str]:
-    index, corpus = settings.open(directory, threads=0), Corpus(path, directory)
+    index, corpus = open_index(settings, directory, threads=0), Corpus(path, directory)
     if not index.ntotal == len(corpus) == manifest.passages:
         counts = f"{index.ntotal} rows in the index, {len(corpus)} offsets, {manifest.passages} in the manifest"
         raise _wrong(directory, "its parts do not fit together", counts)

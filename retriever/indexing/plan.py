@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
-from retriever.build.estimate import RATES, Facts, Need, dense_members, estimate
-from retriever.build.input import CorpusInput, as_line, documents
-from retriever.build.progress import amount, duration
 from retriever.corpus.formats.synthetic import Synthetic
+from retriever.encoder import build_encoder
 from retriever.encoder.base import Encoder
 from retriever.index.config import IndexSettings
+from retriever.indexing.estimate import RATES, CorpusStats, ResourceEstimate, dense_members, estimate
+from retriever.indexing.input import CorpusInput, as_line, documents
+from retriever.indexing.progress import amount, duration
 
 SAMPLE = 2000
 """Passages that the corpus is judged by: its first ones."""
@@ -25,15 +26,15 @@ PROBE_S, PROBE_CHUNK = 1.5, 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """What a build will take. `encode_rate` passages/s; None: not known, or there is nothing to encode."""
 
-    facts: Facts
+    facts: CorpusStats
     type: str
     dim: int
     dtype: str
     encode_rate: float | None
-    need: Need
+    need: ResourceEstimate
 
     def lines(self) -> list[str]:
         """For people."""
@@ -50,7 +51,7 @@ class Plan:
         total = sum(need.seconds.values())
         parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in need.seconds.items() if seconds >= 1)
         out.append(f"  time          {duration(total)} on one core" + (f": {parts}" if parts else ""))
-        if dense_unknown(self):
+        if lacks_encode_rate(self):
             out.append("  (without the encoding: the encoder was not timed; give --encode-rate PASSAGES_PER_SECOND)")
         return out
 
@@ -59,28 +60,28 @@ class Plan:
         return asdict(self) | {"seconds": sum(self.need.seconds.values())}
 
 
-def dense_unknown(plan: Plan) -> bool:
-    """Whether there is something to encode and nobody knows how fast."""
+def lacks_encode_rate(plan: BuildPlan) -> bool:
+    """Whether there is something to encode and the speed is not known."""
     return plan.dim > 0 and plan.encode_rate is None
 
 
-def plan_build(given: CorpusInput, index: IndexSettings, rate: float | None = None) -> Plan:
+def plan_build(given: CorpusInput, index: IndexSettings, rate: float | None = None) -> BuildPlan:
     """Read the first passages and, unless its `rate` is given, time the encoder on them."""
     facts, texts = sample(given)
     if not dense_members(index):
         return make_plan(index, facts, 0, None)
-    encoder: Encoder = _dense(index).encoder.build()
+    encoder = build_encoder(_dense(index).encoder)
     if rate is None and texts:
         rate = probe(encoder, texts)
     return make_plan(index, facts, encoder.dim, rate)
 
 
-def make_plan(index: IndexSettings, facts: Facts, dim: int, encode_rate: float | None) -> Plan:
+def make_plan(index: IndexSettings, facts: CorpusStats, dim: int, encode_rate: float | None) -> BuildPlan:
     """A plan on paper."""
     need = estimate(index, facts, dim, encode_rate, _model_bytes(index))
     first = _dense(index)
     dtype = "" if first is None else first.dtype
-    return Plan(facts, index.type, 0 if first is None else dim, dtype, encode_rate, need)
+    return BuildPlan(facts, index.type, 0 if first is None else dim, dtype, encode_rate, need)
 
 
 def _dense(index: Any) -> Any:
@@ -105,7 +106,7 @@ def _model_bytes(index: IndexSettings) -> int:
     return sum(file.stat().st_size for file in model.glob("*") if file.suffix in (".safetensors", ".bin"))
 
 
-def sample(given: CorpusInput) -> tuple[Facts, list[str]]:
+def sample(given: CorpusInput) -> tuple[CorpusStats, list[str]]:
     """The corpus in numbers from its first passages, and their texts."""
     count, lines, words, distinct, share = 0, 0, 0, 0, 0.0
     at_share = 0
@@ -132,7 +133,7 @@ def sample(given: CorpusInput) -> tuple[Facts, list[str]]:
         total, exact = Synthetic.parse(given.spec).passages, True
     line = given.size / max(total, 1) if given.in_place and not exact else lines / max(count, 1)
     n = max(count, 1)
-    return Facts(total, line, words / n, distinct / n, not given.in_place, exact), texts
+    return CorpusStats(total, line, words / n, distinct / n, not given.in_place, exact), texts
 
 
 def probe(encoder: Encoder, texts: Sequence[str]) -> float:
@@ -161,7 +162,7 @@ def memory_available() -> int | None:
     return left if free is None else min(free, left)
 
 
-def refuse_if_too_large(plan: Plan, out: Path, *, have: int = 0) -> None:
+def refuse_if_too_large(plan: BuildPlan, out: Path, *, have: int = 0) -> None:
     """UserError unless disk and memory are enough. `have`: bytes that an interrupted build has on disk already."""
     place = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free + have
@@ -184,7 +185,7 @@ def refuse_if_too_large(plan: Plan, out: Path, *, have: int = 0) -> None:
 
 def constants() -> dict[str, float]:
     """What the plan's seconds are made from."""
-    from retriever.build import estimate as formulas
+    from retriever.indexing import estimate as formulas
 
     return RATES | {
         "hnsw_macs": formulas.HNSW_MACS,

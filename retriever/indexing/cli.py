@@ -1,4 +1,4 @@
-"""Arguments of a build: `python -m retriever.build.build`, and the same of `foray index build`."""
+"""Arguments of a build: `python -m retriever.indexing`, and the same of `foray index build`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree, section
 from protocol.runtime.service_cli import exit_code
-from retriever.build.progress import to_stderr
 from retriever.config import RetrieverSettings
 from retriever.index.config import IndexSettings
+from retriever.indexing.progress import to_stderr
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +21,8 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
                         "or of HotpotQA, 2Wiki, MuSiQue questions; or synthetic:N:SEED")  # fmt: skip
     parser.add_argument("--index", metavar="TYPE", help="bm25 (default), memory, faiss_flat, faiss_hnsw, faiss_ivf, "
                         "faiss_ivfpq, faiss_gpu or hybrid")  # fmt: skip
-    parser.add_argument("--format", help="of the corpus: contents, title_text, hotpotqa or musique; told by its first "
-                        "record otherwise")  # fmt: skip
-    parser.add_argument("--words", type=int, help="cut documents into passages of so many words")
+    parser.add_argument("--format", help="of the corpus: contents, title_text, hotpotqa or musique; detected otherwise")
+    parser.add_argument("--words", type=int, help="cut documents into passages of this many words")
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +46,9 @@ def index_settings(kind: str | None, overrides: Sequence[str]) -> IndexSettings:
 
 def build(args: argparse.Namespace, corpus: str, out: Path, index: IndexSettings) -> None:
     """Estimate, refuse what does not fit, build. Raises UserError."""
-    from retriever.build.build import build_index
-    from retriever.build.input import read_input
-    from retriever.build.plan import plan_build, refuse_if_too_large
+    from retriever.indexing.build import build_index
+    from retriever.indexing.input import read_input
+    from retriever.indexing.plan import plan_build, refuse_if_too_large
 
     if args.words is not None and args.words < 1:
         raise UserError(f"--words {args.words}: a passage has at least one word")
@@ -76,7 +75,7 @@ def build(args: argparse.Namespace, corpus: str, out: Path, index: IndexSettings
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 built, 2 when something needs a person."""
-    parser = argparse.ArgumentParser(prog="python -m retriever.build.build", description="Build the index of a corpus.")
+    parser = argparse.ArgumentParser(prog="python -m retriever.indexing", description="Build the index of a corpus.")
     add_build_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the index, e.g. k1=1.2")
     args = parser.parse_intermixed_args(argv)

@@ -1,0 +1,1 @@
+"""Building an index from a corpus: estimate, resumable build, verification."""

@@ -1,0 +1,315 @@
+"""Corpus to index directory: `build_index`, and `python -m retriever.indexing`.
+
+    corpus --(convert)--> corpus.jsonl --(scan)--> offsets, ids, SHA-256 --(encode)--> vectors --(index)--> rename
+
+The directory appears by one rename when it is whole: a reader sees a complete index or none. Until then everything lies
+in `.NAME.building` beside it; after a kill the same command goes on there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import UserError
+from retriever.corpus.corpus import SCAN_FILES, CorpusScan, file_sha256, open_offsets, read_texts, scan_corpus
+from retriever.corpus.manifest import MANIFEST, Manifest, make_manifest, read_manifest
+from retriever.encoder import build_encoder, encoder_identity
+from retriever.encoder.base import Encoder, Vectors
+from retriever.encoder.config import EncoderSettings
+from retriever.index import index_identity, store, write_index
+from retriever.index.config import IndexSettings
+from retriever.indexing.input import CORPUS, CorpusInput, read_input, write_corpus
+from retriever.indexing.progress import BuildProgress, PassProgress, showing_index_log, to_stderr
+from retriever.indexing.workdir import JOURNAL, BuildDirectory, BuildJournal, files_in
+
+ENCODE_CHUNK = 1024
+"""Passages encoded at a time."""
+JOURNAL_ROWS, JOURNAL_S = 8192, 5.0
+"""Rows, or seconds, after which what was encoded is made durable: the most that a kill can cost."""
+
+
+def build_index(
+    corpus: Path | str,
+    out: Path,
+    index: IndexSettings,
+    *,
+    form: str | None = None,
+    words: int | None = None,
+    overwrite: bool = False,
+    fresh: bool = False,
+    progress: Callable[[str], None] = to_stderr,
+    bar: bool = False,
+) -> Manifest:
+    """Stream `corpus` into a new index directory `out` and return its manifest.
+
+    corpus     a file or directory of passages (see `formats`), or `synthetic:N:SEED`
+    form       its format; None: found out from the first record
+    words      cut longer documents into passages of this many words
+    overwrite  replace what is there, once the new index is whole
+    fresh      forget what an interrupted build of `out` has done; otherwise it is gone on with where it still fits
+
+    Raises UserError for a corpus that cannot be read or holds no passage, and for an `out` that exists, unless
+    `overwrite`. Of builders that race for the same `out` one builds and the others wait; those that wanted the same
+    succeed.
+    """
+    given, out = read_input(corpus, form, words), out.absolute()
+    if out.exists() and not overwrite:
+        raise _exists(out)
+    if any(path.resolve().is_relative_to(out.resolve()) for path in given.paths):
+        given = replace(given, in_place=False)  # the corpus lies in the directory that will be replaced: copy it
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    with BuildProgress(progress, bar=bar) as shown, BuildDirectory(out, shown.say) as workdir:
+        if out.exists() and not overwrite:
+            return _made_meanwhile(workdir, given, index)
+        manifest = _Build(given, workdir, index, shown).run(fresh=fresh)
+    progress(f"built {manifest.type} over {manifest.passages:,} passages: {out} (fingerprint {manifest.fingerprint})")
+    return manifest
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    todo = "free some disk and give the same command again" if full else "see that the directory can be written"
+    return UserError(f"the index {out} cannot be written", why=error.strerror or str(error), todo=todo)
+
+
+def _exists(out: Path) -> UserError:
+    return UserError(f"{out} exists already", todo="give --overwrite to replace it, or another --out")
+
+
+def _made_meanwhile(workdir: BuildDirectory, given: CorpusInput, index: IndexSettings) -> Manifest:
+    """Return the manifest of the `out` that another process built meanwhile. UserError if it is another index."""
+    workdir.discard()
+    found = read_manifest(workdir.out)
+    same = found.index == index_identity(index) and found.source == given.describe()
+    if same and given.in_place:
+        same = found.corpus_bytes == given.size and found.corpus_sha256 == file_sha256(given.paths[0])
+    if not same:
+        raise _exists(workdir.out)
+    return found
+
+
+class _Build:
+    """One build in a locked directory."""
+
+    def __init__(
+        self, given: CorpusInput, workdir: BuildDirectory, index: IndexSettings, progress: BuildProgress
+    ) -> None:
+        self._given, self._workdir, self._index, self._progress = given, workdir, index, progress
+        self._directory = workdir.directory
+        self._corpus = given.paths[0] if given.in_place else workdir.directory / CORPUS
+
+    def run(self, *, fresh: bool) -> Manifest:
+        """Fill the directory and publish it. What can be gone on with stays after an error."""
+        journal = self._open_journal(fresh=fresh)
+        try:
+            scan = self._scanned(journal)
+            if not self._is_built(journal):
+                source = BuildSource(self._corpus, self._directory, scan, journal, self._progress)
+                with showing_index_log(self._progress):
+                    write_index(self._index, source, self._directory)
+                self._workdir.sync()
+                journal.built(index_identity(self._index))
+            if self._given.in_place and self._given.stamp() != journal.input:
+                raise UserError(f"{self._corpus} has changed while it was being indexed", todo="build again")
+            manifest = self._manifest(scan)
+        except BaseException as error:
+            if journal.vector_files:
+                self._progress.say(f"what was done is kept in {self._directory}: the same command goes on there")
+            else:
+                self._workdir.discard()
+            if isinstance(error, OSError):
+                raise _unwritable(self._workdir.out, error) from error
+            raise
+        self._workdir.publish(without=JOURNAL)
+        return manifest
+
+    def _is_built(self, journal: BuildJournal) -> bool:
+        """Whether an earlier builder came so far that only the checksums were missing."""
+        return journal.index is not None and journal.index == index_identity(self._index)
+
+    def _open_journal(self, *, fresh: bool) -> BuildJournal:
+        """The journal of what is kept of an interrupted build; the rest is deleted."""
+        journal = BuildJournal(self._directory)
+        if fresh or not self._fits(journal):
+            self._workdir.clear(keep=set())
+            return BuildJournal(self._directory)
+        if not self._is_built(journal):
+            self._workdir.clear(keep={JOURNAL, CORPUS, *SCAN_FILES} | journal.vector_files)
+        return journal
+
+    def _fits(self, journal: BuildJournal) -> bool:
+        """Whether the scan of an interrupted build is of the corpus as it is now."""
+        was, now = journal.input, self._given.stamp()
+        if was is None:
+            return False
+        if was == now:
+            return True
+        same_name = {key: was.get(key) for key in self._given.describe()} == self._given.describe()
+        if same_name and self._given.in_place and journal.scan["sha256"] == file_sha256(self._corpus):
+            journal.restamped(now)  # copied or touched
+            return True
+        self._progress.say(f"an interrupted build of {self._workdir.out} was of another corpus: starting afresh")
+        return False
+
+    def _scanned(self, journal: BuildJournal) -> CorpusScan:
+        if journal.input is not None:
+            self._progress.say(f"going on with an interrupted build of {self._workdir.out}")
+            return CorpusScan(**journal.scan)
+        stamp = self._given.stamp()
+        if not self._given.in_place:
+            with self._progress.track_pass("convert") as report:
+                write_corpus(self._given, self._corpus, report)
+        total = max(self._corpus.stat().st_size, 1)
+        with self._progress.track_pass("scan") as report:
+            scan = scan_corpus(self._corpus, self._directory, lambda end, passages: report(end / total, passages))
+        if not scan.passages:
+            raise UserError(f"the corpus {self._given.spec} holds no passage", todo='write {"id", "contents"} lines')
+        journal.scanned(stamp, asdict(scan))
+        return scan
+
+    def _manifest(self, scan: CorpusScan) -> Manifest:
+        manifest = make_manifest(
+            self._directory,
+            index=self._index,
+            scan=scan,
+            corpus=str(self._corpus) if self._given.in_place else CORPUS,
+            source=self._given.describe(),
+            files=[name for name in files_in(self._directory) if name not in (JOURNAL, MANIFEST)],
+        )
+        (self._directory / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+        return manifest
+
+
+class BuildSource:
+    """The scanned corpus as `index.base.PassageSource`: texts by streaming, vectors by a resumable pass of the encoder.
+
+    Rows are encoded in chunks that begin at multiples of ENCODE_CHUNK, also after an interruption, so that a resumed
+    build writes the same bytes. They are written with plain writes and not through a memory map: a full disk is then an
+    OSError and not a SIGBUS, and no dirty page counts as the builder's memory.
+
+    directory  the building directory; it holds the scan's files
+    """
+
+    def __init__(
+        self, corpus: Path, directory: Path, scan: CorpusScan, journal: BuildJournal, progress: BuildProgress
+    ) -> None:
+        self._corpus, self._directory, self._scan = corpus, directory, scan
+        self._journal, self._progress = journal, progress
+
+    @property
+    def num_passages(self) -> int:
+        """Rows of the index."""
+        return self._scan.passages
+
+    def texts(self) -> Iterator[str]:
+        """Contents of every passage in the order of its row, from the start."""
+        with self._progress.track_pass("texts") as report, closing(read_texts(self._corpus)) as texts:
+            for row, text in enumerate(texts):
+                if row % ENCODE_CHUNK == 0:
+                    report(row / self.num_passages, row)
+                yield text
+            report(1.0, self.num_passages)
+
+    def vectors(self, settings: EncoderSettings, dtype: Literal["float32", "float16"], directory: Path) -> None:
+        """See `index.base.PassageSource`."""
+        path = directory / store.FILE
+        name = path.relative_to(self._directory).as_posix()
+        encoder = build_encoder(settings)
+        identity: dict[str, object] = {
+            "corpus": self._scan.sha256,
+            "encoder": encoder_identity(settings),
+            "shape": [self.num_passages, encoder.dim],
+            "dtype": dtype,
+        }
+        done = self._rows_done(name, path, identity)
+        matrix = store.create(directory, self.num_passages, encoder.dim, dtype)
+        data_at = matrix.offset if isinstance(matrix, np.memmap) else 0
+        del matrix
+        with path.open("r+b", buffering=0) as file, self._progress.track_pass("vectors") as report:
+            file.seek(data_at + done * encoder.dim * np.dtype(dtype).itemsize)
+            self._encode(
+                encoder, np.dtype(dtype), done, file.fileno(), _DurableRows(self._journal, name, identity), report
+            )
+
+    def _rows_done(self, name: str, path: Path, identity: dict[str, object]) -> int:
+        """Rows that an earlier builder made of the same corpus with the same encoder."""
+        was, rows = self._journal.rows(name)
+        if not rows or not path.exists():
+            return 0
+        if was != identity:
+            changed = ", ".join(key for key in identity if was.get(key) != identity[key])
+            self._progress.say(f"{rows:,} rows of {name} were made otherwise ({changed} changed): starting afresh")
+            path.unlink()
+            return 0
+        self._progress.say(f"going on at row {rows:,} of {self.num_passages:,} of {name}")
+        return rows
+
+    def _encode(
+        self,
+        encoder: Encoder,
+        dtype: np.dtype[np.generic],
+        row: int,
+        fd: int,
+        durable: _DurableRows,
+        report: PassProgress,
+    ) -> None:
+        report(row / self.num_passages, row)
+        if row == self.num_passages:
+            return
+        with closing(read_texts(self._corpus, int(open_offsets(self._directory)[row]))) as texts:
+            while chunk := list(islice(texts, ENCODE_CHUNK)):
+                block = encoder.encode_passages(chunk)
+                _check(block, row, len(chunk), encoder.dim)
+                _write(fd, np.ascontiguousarray(block, dtype=dtype))
+                row += len(chunk)
+                durable.written(row, fd, last=row == self.num_passages)
+                report(row / self.num_passages, row)
+        if row != self.num_passages:
+            raise UserError(f"{self._corpus} has changed while it was being indexed", todo="build again")
+
+
+def _check(block: Vectors, row: int, count: int, dim: int) -> None:
+    if block.shape != (count, dim) or not np.isfinite(block).all():
+        raise UserError(
+            f"the encoder's vectors of rows {row} to {row + count - 1} are no good",
+            why=f"shape {block.shape} where ({count}, {dim}) is needed, or values that are not finite",
+            todo="look at the encoder's model and dtype",
+        )
+
+
+class _DurableRows:
+    """Makes rows durable and then says so in the journal, now and then."""
+
+    def __init__(self, journal: BuildJournal, name: str, identity: dict[str, object]) -> None:
+        self._journal, self._name, self._identity = journal, name, identity
+        self._rows, self._time = 0, time.monotonic()
+
+    def written(self, row: int, fd: int, *, last: bool) -> None:
+        """The rows before `row` have been written to `fd`."""
+        now = time.monotonic()
+        if not last and row - self._rows < JOURNAL_ROWS and now - self._time < JOURNAL_S:
+            return
+        os.fdatasync(fd)
+        self._journal.wrote(self._name, self._identity, row)
+        self._rows, self._time = row, now
+
+
+def _write(fd: int, block: npt.NDArray[Any]) -> None:
+    left = block.data.cast("B")
+    while left:
+        left = left[os.write(fd, left) :]
