@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
