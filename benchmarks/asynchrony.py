@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, tree_cpu_seconds
 from benchmarks.report import digest
-from deploy.demo.run import DemoOptions, prepare
-from deploy.launcher.launcher import Launcher
-from deploy.monitor.snapshot import read_books
 from protocol.errors import ForayError
+
+if TYPE_CHECKING:
+    from deploy.demo.run import DemoOptions
 
 # The rollout side (Redis, retriever, engine, rollout server) runs on one core and the learner on another one, at every
 # `max_lag` alike, as on a cluster each runs on its own machines. Without that, each side would use both cores while the
@@ -67,6 +67,9 @@ class CpuSamples:
 
 def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) -> dict[str, Any]:
     """Run it and return its row of figures. Raises ProcessFailed, and ForayError when a process had to be restarted."""
+    from deploy.demo.run import prepare
+    from deploy.launcher.launcher import Launcher
+
     prepared = prepare(options, say)
     samples = CpuSamples()
     rollout_core, learner_core = _cores() if pin else (None, None)
@@ -84,6 +87,8 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
             raise ForayError(f"{', '.join(restarted)} died and was started again: that run measures something else")
     directory = prepared.config.run.dir
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    from deploy.monitor.snapshot import read_books
+
     books = read_books(directory)
     return {
         **figures(steps, window, samples),

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import IO, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-import aiohttp
 from pydantic import Field
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, cpu_seconds
@@ -30,6 +29,9 @@ from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.supervisor import Readiness, Supervisor
 from protocol.errors import ForayError
 from protocol.runtime.net import free_port
+
+if TYPE_CHECKING:
+    import aiohttp
 
 # loop       consumes              produces             waits for               unblocked by
 # rounds_of  prompts from a seed   seconds a round      every answer            the engines
@@ -110,6 +112,8 @@ async def rounds_of(
     settings: EngineBench, engine: BenchedEngine, baseline: Baseline, say: Say
 ) -> list[dict[str, dict[str, float]]]:
     """[rounds] name -> figures of that round. The warm-up is left out."""
+    import aiohttp
+
     draw = random.Random(settings.seed)
     rows = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -170,6 +174,8 @@ async def _ask(
     session: aiohttp.ClientSession, settings: EngineBench, url: str, prompt: Sequence[int], *, stream: bool
 ) -> int:
     """Tokens that came back. Chunks are read and only the last is decoded, so that the load costs little itself."""
+    import aiohttp
+
     sampling: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "temperature": 1.0, "ignore_eos": True}
     if stream:
         sampling["stream_interval"] = settings.stream_interval

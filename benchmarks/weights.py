@@ -9,20 +9,25 @@ file. Value and ratio are of `distributed` to the most engines. Engines are idle
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from benchmarks.base import Say
+from pydantic import Field, field_validator
+
+from benchmarks.base import BenchResult, BenchSettings, Say, Target
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.redis_server import child_url, find_server, redis_argv
 from deploy.launcher.supervisor import Readiness, Supervisor
 from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
-from learner.delivery.store import RunStore
-from learner.weights import build_publisher
 from protocol.errors import ForayError
 from protocol.messages import EngineInfo, NodeState
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
@@ -32,21 +37,6 @@ if TYPE_CHECKING:
     import torch
 
     from learner.weights.base import WeightPublisher
-import os
-import shutil
-import subprocess
-import tempfile
-from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-from pydantic import Field, field_validator
-
-from benchmarks.base import BenchResult, BenchSettings, Target
-
-if TYPE_CHECKING:
-    import torch
-
-    pass
 
 
 # Processes: Redis, and nodes with embedded engines. This process plays the learner.
@@ -61,13 +51,17 @@ class WeightsFleet:
     """A run whose learner is this process."""
 
     def __init__(self, directory: Path, redis_url: str) -> None:
+        from learner.delivery.store import RunStore
+
         self.run = RunSettings(id=RUN, dir=directory / "run", redis_url=redis_url, model=directory / "model")
         self.store = RunStore(redis_url, RUN)
         self.store.prepare()
         self.epoch = 0
 
     def begin(self, settings: DiskPublishSettings | DistributedPublishSettings) -> WeightPublisher:
-        """A new epoch, and its publisher."""
+        """Take the lease under a new epoch, and return its publisher."""
+        from learner.weights import build_publisher
+
         epoch = self.store.acquire("bench", self.epoch, LEASE_MS, takeover=True)
         assert isinstance(epoch, int)
         self.store.set_owner(epoch, "bench")

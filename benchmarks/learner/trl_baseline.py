@@ -1,5 +1,5 @@
 """TRL's GRPOTrainer in the learner benchmark. Run by an interpreter that has TRL and need have nothing of ours:
-`python learner_trl.py SPEC`.
+`python trl_baseline.py SPEC`.
 
 Its own training loop, collator, padding, shuffling, loss, clipping and optimiser; only generation and scoring are
 replaced, by handing it the batch that all contenders train on. A line in, one optimiser step, a line of figures out.

@@ -10,32 +10,28 @@ libraries print where the report belongs.
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from pydantic import Field
 
+from benchmarks.base import BenchSettings
 from learner.algorithms import build_algorithm
+from protocol.errors import ForayError
+from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
+from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 if TYPE_CHECKING:
     from benchmarks.learner.bench import LearnerBench
     from learner.data.batch import Batch
-import math
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from benchmarks.base import BenchSettings
-from protocol.errors import ForayError
-from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
-from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 # Model FLOPs utilisation: the operations that a step needs over those that a matrix product makes in that time. It
 # counts what has to be computed, not what was: padding, recomputation and logits of untrained tokens add nothing.
@@ -89,6 +85,8 @@ def head_share(shape: dict[str, int]) -> float:
 
 def matmul_flops(dtype: str, threads: int) -> float:
     """Operations a second of a square matrix product in `dtype`: the most that this machine showed."""
+    import torch
+
     cuda = torch.cuda.is_available()
     torch.set_num_threads(threads)
     size = 8192 if cuda else 1024

@@ -12,12 +12,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from benchmarks.base import Say
+from pydantic import Field
+
+from benchmarks.base import BenchResult, BenchSettings, Say, Target
 from benchmarks.transport.chain import RUN, TransportRing, a_task, ring
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
@@ -29,13 +32,6 @@ from protocol.ledger import Ledger, Outcome
 if TYPE_CHECKING:
     import redis
 
-    pass
-import tempfile
-from typing import ClassVar
-
-from pydantic import Field
-
-from benchmarks.base import BenchResult, BenchSettings, Target
 
 # Load: many rollout clients against one Redis, first until it refuses, then for `minutes`.
 

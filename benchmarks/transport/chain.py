@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.base import Say
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
-from deploy.launcher.redis_server import child_url, find_server, redis_argv
+from deploy.launcher.redis_server import child_url, connect, find_server, redis_argv
 from deploy.launcher.supervisor import Readiness, Supervisor
-
-if TYPE_CHECKING:
-    from learner.delivery.store import RunStore
-    from protocol.messages import TrajectoryGroup
-import asyncio
-import time
-from typing import TYPE_CHECKING, Any
-
-from deploy.launcher.redis_server import connect
 from protocol.keys import TASK_GROUP, Keys
 
 if TYPE_CHECKING:
     from benchmarks.transport.bench import TransportBench
+    from learner.delivery.store import RunStore
+    from protocol.messages import TrajectoryGroup
 
 
 RUN = "bench"

@@ -11,35 +11,24 @@ to read but, sampled, mostly guesses, asks for the wrong thing or stops early: w
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from deploy.demo.demonstrations import Scene, collate, ideal
-from deploy.demo.world import ONE_HOP, RELATION_NAMES, Lookup, Puzzle, World
-
-if TYPE_CHECKING:
-    from transformers import Qwen2ForCausalLM
-import math
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import Qwen2ForCausalLM
 import argparse
+import math
+import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.demo.demonstrations import Demonstration, imperfect, practice
-from deploy.demo.world import EOS, PAD, ids_of_words, save_tokenizer
+from deploy.demo.demonstrations import Demonstration, Scene, collate, ideal, imperfect, practice
+from deploy.demo.world import EOS, ONE_HOP, PAD, RELATION_NAMES, Lookup, Puzzle, World, ids_of_words, save_tokenizer
 from deploy.heartbeat import Pulse, beside
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from transformers import Qwen2ForCausalLM
 
 

@@ -18,23 +18,22 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from deploy.monitor.snapshot import RunSnapshot
+from deploy.terminal import escape_untrusted
+from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.ledger import REOPENABLE, Ledger, Outcome
 from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     import redis
-from collections.abc import Sequence
 
-from deploy.monitor.snapshot import RunSnapshot
-from deploy.terminal import escape_untrusted
-from protocol.errors import UserError
 
 FILES = ("dead_letters.jsonl.1", "dead_letters.jsonl")
 PAGE = 20

@@ -21,7 +21,7 @@ from benchmarks.rollout.latency_search import LatencySearch
 from benchmarks.rollout.oracle import bound_s, oracle_s
 from benchmarks.rollout.ring import Played
 from benchmarks.rollout.routing import BROKEN, OURS, POLICIES
-from benchmarks.rollout.script import Draws, Faults, RedisEndpoint, Script
+from benchmarks.rollout.script import Draws, Faults, Script, ScriptPosition
 from deploy.cli import main
 from protocol.errors import ForayError
 from rollout_server.engine.selection import Candidate, pick_engine
@@ -157,15 +157,15 @@ def test_the_ids_alone_say_where_a_request_is_and_what_is_missing(script: Script
     tokens = load_tokens(script.directory)
     prompt = tokens.own("question : " + script.question(0, 9, 1))
     place, first = script.rest(prompt)
-    assert place == RedisEndpoint(0, seed=9, trajectory=2, turn=0, written=0) and len(first) == DRAWS.tokens(9, 2, 0)
+    assert place == ScriptPosition(0, seed=9, trajectory=2, turn=0, written=0) and len(first) == DRAWS.tokens(9, 2, 0)
     assert tokens.decode(first).endswith("<search> 9 2 0 </search>")
-    assert script.rest(prompt + first[:7]) == (RedisEndpoint(0, 9, 2, 0, 7), first[7:]), (
+    assert script.rest(prompt + first[:7]) == (ScriptPosition(0, 9, 2, 0, 7), first[7:]), (
         "a turn that broke off is continued"
     )
     seen = prompt + first + tokens.own("<information> a b </information>")
-    assert script.rest(seen)[0] == RedisEndpoint(0, 9, 2, 1, 0)
+    assert script.rest(seen)[0] == ScriptPosition(0, 9, 2, 1, 0)
     last = script.rest(seen + script.rest(seen)[1] + tokens.own("<information> nothing </information>"))
-    assert last[0] == RedisEndpoint(0, 9, 2, 2, 0) and tokens.decode(last[1]).endswith("<answer> 2 </answer>")
+    assert last[0] == ScriptPosition(0, 9, 2, 2, 0) and tokens.decode(last[1]).endswith("<answer> 2 </answer>")
 
 
 def test_each_first_turn_of_a_group_gets_a_number_of_its_own(script: Script) -> None:
@@ -176,7 +176,7 @@ def test_each_first_turn_of_a_group_gets_a_number_of_its_own(script: Script) -> 
         script.rest(prompt)
     again = tokens.own("question : " + script.question(1, 0, 1))
     assert script.rest(again)[0].trajectory == 2, "another play on the same draws starts its own count"
-    script.release(RedisEndpoint(0, 0, 2, 0, 0))
+    script.release(ScriptPosition(0, 0, 2, 0, 0))
     assert script.rest(prompt)[0].trajectory == 2, "a number of which nobody saw a token is free again"
 
 
