@@ -5,12 +5,12 @@ from __future__ import annotations
 from benchmarks.asynchrony import AsyncBench
 from benchmarks.base import BenchSettings
 from benchmarks.engine import EngineBench
-from benchmarks.learner.bench import LearnerBench
+from benchmarks.learner.settings import LearnerBench
 from benchmarks.packing import PackingBench
-from benchmarks.retriever.bench import RetrieverBench
 from benchmarks.retriever.gpu import RetrieverGpuBench
+from benchmarks.retriever.settings import RetrieverBench
 from benchmarks.rollout.bench import RolloutBench
-from benchmarks.transport.bench import TransportBench
+from benchmarks.transport.settings import TransportBench
 from benchmarks.weights import WeightsBench
 
 BENCHMARKS: dict[str, type[BenchSettings]] = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from protocol.settings import Settings
@@ -47,7 +47,7 @@ class Target:
     text: str
 
 
-class BenchSettings(Settings, ABC):
+class BenchSettings(Settings):
     """Base of every benchmark. Its fields are the flags of `foray bench`; importing it must import nothing heavy."""
 
     help: ClassVar[str] = ""
@@ -60,9 +60,13 @@ class BenchSettings(Settings, ABC):
     modules: ClassVar[tuple[str, ...]] = ()
     """Files and folders, from the repository's root, that the figure depends on: when one changes it is stale."""
 
-    @abstractmethod
+    runner: ClassVar[str] = ""
+    """"module:function" that takes the settings and `say`: what measures, where `measure` is not overridden."""
+
     def measure(self, say: Say) -> BenchResult:
         """Run ours and the baseline. Leaves no process behind, whatever happens."""
+        result: BenchResult = resolve_name(self.runner)(self, say)
+        return result
 
 
 def machine_facts() -> dict[str, Any]:

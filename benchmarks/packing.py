@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from benchmarks.base import BenchResult, Say, Target
-from benchmarks.learner.workload import SkewedBatch
+from benchmarks.learner.settings import SkewedBatch
 from learner.algorithms import build_algorithm
 
 if TYPE_CHECKING:

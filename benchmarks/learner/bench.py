@@ -21,12 +21,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-from pydantic import Field
-
-from benchmarks.base import BenchResult, Say, Target
-from benchmarks.learner.workload import LearnerWorkload, SkewedBatch
+from benchmarks.base import BenchResult, Say
+from benchmarks.learner.settings import TRL_VARIABLE, LearnerBench
+from benchmarks.learner.workload import LearnerWorkload
 from protocol.errors import ForayError, UserError
 
 # Each contender is a child with a pipe, asked for one step at a time.
@@ -137,116 +136,53 @@ def play(settings: LearnerBench, contenders: Sequence[Contender], say: Say) -> l
     return rows
 
 
-TRL_VARIABLE = "FORAY_TRL_PYTHON"
 ORDER = {"padded": "trajectories as they came", "padded_sorted": "sorted by length"}
 """Contender -> how the plain loop takes them."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """How far gradient norms of the same step may be apart, relative to the largest."""
 
 
-class LearnerBench(SkewedBatch):
-    """The batch, the model, and how the step is cut."""
+def measure(bench: LearnerBench, say: Say) -> BenchResult:
+    """Writes model and batch, starts every contender, gives each its rounds in turn, and stops them."""
+    from benchmarks.learner.workload import write_work
 
-    help: ClassVar[str] = "trained tokens a second against a padded transformers loop and TRL's GRPO step"
-    quick: ClassVar[dict[str, Any]] = {
-        "groups": 2,
-        "group_size": 4,
-        "longest": 384,
-        "row_tokens": 384,
-        "micro_batch_tokens": 768,
-        "shape": "tiny",
-        "vocabulary": 2048,
-        "rounds": 1,
-    }
-    targets: ClassVar[tuple[Target, ...]] = (
-        Target("ratio", 1.0, "trained tokens a second over the better padded transformers loop"),
-        Target("ratio_trl", 3.0, "trained tokens a second over TRL's GRPO step"),
+    absent: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+        work = write_work(bench, Path(name))
+        say(f"{work.facts['trajectories']:g} trajectories, {work.facts['tokens_trained']:g} trained tokens")
+        contenders = contenders_of(bench, work, absent)
+        for missing, why in absent.items():
+            say(f"{missing} is left out: {why}")
+        rows = play(bench, contenders, say)
+    refuse_other_work(bench, rows[0])
+    figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
+    ours = figures.pop("ours")
+    best = max((kind for kind in figures if kind.startswith("padded")), key=lambda kind: figures[kind]["tokens_per_s"])
+    baseline = figures.pop(best)
+    return BenchResult(
+        value=ours["tokens_per_s"],
+        unit="trained tokens/s",
+        baseline={"name": f"padded transformers loop, {ORDER[best]}", **baseline},
+        ratio=ours["tokens_per_s"] / baseline["tokens_per_s"],
+        details={
+            "ours": ours,
+            **figures,
+            **{f"ratio_{kind}": ours["tokens_per_s"] / f["tokens_per_s"] for kind, f in figures.items()},
+            "cpu_ratio": _against(ours, {best: baseline, **figures}, "cpu_ms_per_token"),
+            "step_memory_ratio": _against(ours, {best: baseline, **figures}, "step_mib"),
+            "absent": absent,
+            **work.facts,
+        },
     )
-    modules: ClassVar[tuple[str, ...]] = ("protocol", "learner", "benchmarks/learner/*.py")
 
-    groups: int = Field(default=4, ge=1)
-    """Questions in the batch."""
-    prompt_tokens: int = Field(default=64, ge=1)
-    """Tokens of each prompt."""
-    turn_tokens: int = Field(default=32, ge=1)
-    """Median tokens that the policy writes a turn."""
-    observation_tokens: int = Field(default=96, ge=0)
-    """Median tokens of what one search found."""
-    longest: int = Field(default=1536, ge=2)
-    """Trajectories are cut at so many tokens."""
-    shape: Literal["tiny", "small", "0.5b", "1.5b"] = "small"
-    """Size of the Qwen2 that is trained, with random weights: 0.2 and 3 million parameters and those of Qwen2.5, all
-    without the embeddings, which `vocabulary` sizes."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which is computed. The optimiser has float32 everywhere."""
-    row_tokens: int = Field(default=1536, ge=0)
-    """Tokens of a packed row of ours; 0: a row for each trajectory."""
-    micro_batch_tokens: int = Field(default=4608, ge=1)
-    """Most tokens of one forward pass of ours. Others divide the trajectories into as many passes."""
-    vocabulary: int = Field(default=2048, ge=32)
-    """Words, of which the output layer is made; 2048 beside `small` make 0.14 of its matrix products."""
-    logit_chunk_mb: int = Field(default=64, ge=1)
-    """learner.model.logit_chunk_bytes of ours, in MiB."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, everywhere."""
-    rounds: int = Field(default=3, ge=1)
-    """Repetitions, of which the median counts; one more goes before to warm up."""
-    threads: int = Field(default=1, ge=1)
-    """Threads of torch, everywhere. A GPU is used when there is one."""
-    lr: float = Field(default=1e-6, gt=0)
-    """Learning rate of AdamW."""
-    trl_python: str = ""
-    """Interpreter of an environment that holds TRL; empty: what FORAY_TRL_PYTHON says; with neither it is left out."""
-    only: str = ""
-    """Contenders beside ours, by name and with commas (unfused, padded, padded_sorted, trl); empty: all."""
 
-    def measure(self, say: Say) -> BenchResult:
-        """Writes model and batch, starts every contender, gives each its rounds in turn, and stops them."""
-        pass
-        from benchmarks.learner.workload import write_work
-
-        absent: dict[str, str] = {}
-        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
-            work = write_work(self, Path(name))
-            say(f"{work.facts['trajectories']:g} trajectories, {work.facts['tokens_trained']:g} trained tokens")
-            contenders = contenders_of(self, work, absent)
-            for missing, why in absent.items():
-                say(f"{missing} is left out: {why}")
-            rows = play(self, contenders, say)
-        self._refuse_other_work(rows[0])
-        figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
-        ours = figures.pop("ours")
-        best = max(
-            (kind for kind in figures if kind.startswith("padded")), key=lambda kind: figures[kind]["tokens_per_s"]
-        )
-        baseline = figures.pop(best)
-        return BenchResult(
-            value=ours["tokens_per_s"],
-            unit="trained tokens/s",
-            baseline={"name": f"padded transformers loop, {ORDER[best]}", **baseline},
-            ratio=ours["tokens_per_s"] / baseline["tokens_per_s"],
-            details={
-                "ours": ours,
-                **figures,
-                **{f"ratio_{kind}": ours["tokens_per_s"] / f["tokens_per_s"] for kind, f in figures.items()},
-                "cpu_ratio": _against(ours, {best: baseline, **figures}, "cpu_ms_per_token"),
-                "step_memory_ratio": _against(ours, {best: baseline, **figures}, "step_mib"),
-                "absent": absent,
-                **work.facts,
-            },
-        )
-
-    def trl_interpreter(self) -> str:
-        """The interpreter that TRL is to be run by; empty: none."""
-        return self.trl_python or os.environ.get(TRL_VARIABLE, "")
-
-    def _refuse_other_work(self, row: dict[str, dict[str, float]]) -> None:
-        norms = {kind: figures["grad_norm"] for kind, figures in row.items()}
-        losses = {kind: figures["loss"] for kind, figures in row.items()}
-        tolerance = TOLERANCE[self.dtype]
-        apart = max(norms.values()) - min(norms.values())
-        if apart > tolerance * max(norms.values()) or max(losses.values()) - min(losses.values()) > tolerance:
-            raise ForayError(f"not the same work: losses {losses}, gradient norms {norms}")
+def refuse_other_work(bench: LearnerBench, row: dict[str, dict[str, float]]) -> None:
+    norms = {kind: figures["grad_norm"] for kind, figures in row.items()}
+    losses = {kind: figures["loss"] for kind, figures in row.items()}
+    tolerance = TOLERANCE[bench.dtype]
+    apart = max(norms.values()) - min(norms.values())
+    if apart > tolerance * max(norms.values()) or max(losses.values()) - min(losses.values()) > tolerance:
+        raise ForayError(f"not the same work: losses {losses}, gradient norms {norms}")
 
 
 def _against(ours: dict[str, float], others: dict[str, dict[str, float]], what: str) -> dict[str, float]:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     pass
 
     pipe = own_stdout()
-    from benchmarks.learner.bench import LearnerBench
+    from benchmarks.learner.settings import LearnerBench
     from benchmarks.learner.workload import our_batch, utilisation
     from learner.config.learner import TrainerSettings
     from learner.trainer.trainer import Trainer

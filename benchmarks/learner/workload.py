@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
 
-from benchmarks.base import BenchSettings
 from learner.algorithms import build_algorithm
 from protocol.errors import ForayError
 from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
 from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
 if TYPE_CHECKING:
-    from benchmarks.learner.bench import LearnerBench
+    from benchmarks.learner.settings import LearnerBench, SkewedBatch
     from learner.data.batch import Batch
 
 
@@ -106,31 +104,6 @@ def matmul_flops(dtype: str, threads: int) -> float:
 
 FIRST_ID = 16
 """Ids below are often control tokens."""
-
-
-class SkewedBatch(BenchSettings):
-    """Which trajectories. Base of the benchmarks of packing and of the learner."""
-
-    groups: int = Field(default=64, ge=1)
-    """Questions in the batch."""
-    group_size: int = Field(default=8, ge=2)
-    """Trajectories of each."""
-    turns: int = Field(default=4, ge=1)
-    """Most turns of a trajectory; how many it takes is drawn from 1 to this."""
-    prompt_tokens: int = Field(default=128, ge=1)
-    """Tokens of each prompt."""
-    turn_tokens: int = Field(default=96, ge=1)
-    """Median tokens that the policy writes a turn."""
-    observation_tokens: int = Field(default=256, ge=0)
-    """Median tokens of what one search found."""
-    sigma: float = Field(default=0.8, ge=0)
-    """Standard deviation of the logarithm of both."""
-    longest: int = Field(default=4096, ge=2)
-    """Trajectories are cut at so many tokens."""
-    vocabulary: int = Field(default=16384, ge=32)
-    """Ids are drawn from so many."""
-    seed: int = 0
-    """Of all that is drawn."""
 
 
 def skewed_groups(settings: SkewedBatch, number: int = 0) -> list[TrajectoryGroup]:
@@ -213,7 +186,7 @@ def write_work(settings: LearnerBench, directory: Path) -> LearnerWorkload:
 
 def main(argv: Sequence[str]) -> None:
     """The child of `write_work`."""
-    from benchmarks.learner.bench import LearnerBench
+    from benchmarks.learner.settings import LearnerBench
 
     pass
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from benchmarks.base import Say
-from benchmarks.retriever.bench import RetrieverBench
+from benchmarks.retriever.settings import RetrieverBench
 from protocol.errors import UserError
 from retriever.config import RetrieverSettings
 from retriever.index.config import FaissFlatSettings

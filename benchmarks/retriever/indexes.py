@@ -22,8 +22,8 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.base import Say
-from benchmarks.retriever.bench import RetrieverBench
 from benchmarks.retriever.index import distinct_queries, synthetic_index
+from benchmarks.retriever.settings import RetrieverBench
 from protocol.errors import ForayError, UserError
 from retriever.index import open_index
 from retriever.index.base import NO_ROW

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.base import Say
-from benchmarks.retriever.bench import RetrieverBench
 from benchmarks.retriever.index import distinct_queries, index_of
 from benchmarks.retriever.load import Load
 from benchmarks.retriever.raw import Raw
 from benchmarks.retriever.service import RetrieverProcess, ServiceMeter, Watch, serving
+from benchmarks.retriever.settings import RetrieverBench
 from protocol.errors import ForayError
 from retriever.config import RetrieverSettings
 

@@ -16,12 +16,11 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from benchmarks.base import BenchResult, BenchSettings, Say, Target
+from benchmarks.base import BenchResult, Say
 from benchmarks.transport.chain import RUN, TransportRing, a_task, ring
+from benchmarks.transport.settings import TransportBench
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import connect
@@ -210,54 +209,18 @@ def _rss_mib(pid: int) -> float:
     return 0.0
 
 
-class TransportBench(BenchSettings):
-    """The groups, and how many clients push them for how long."""
+def measure(bench: TransportBench, say: Say) -> BenchResult:
+    """The chain, then the load, each on a Redis of its own."""
+    from benchmarks.transport.chain import chain
 
-    help: ClassVar[str] = "groups/s through encode, publish, read, decode, against raw XADD and XREADGROUP"
-    quick: ClassVar[dict[str, Any]] = {
-        "groups": 20, "tokens": 256, "clients": 4, "processes": 1, "minutes": 0.03, "maxmemory_mb": 24
-    }  # fmt: skip
-    targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.6, "groups a second over plain XADD and XREADGROUP"),)
-    modules: ClassVar[tuple[str, ...]] = (
-        "protocol",
-        "rollout_server/dispatch/publisher.py",
-        "learner/delivery/store.py",
-        "learner/delivery/entry.py",
-        "learner/delivery/consumer.py",
-        "benchmarks/transport/*.py",
+    with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+        ours, raw = chain(bench, Path(name), say)
+    with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
+        held = load(bench, Path(name), say)
+    return BenchResult(
+        value=ours["groups_per_s"],
+        unit="groups/s",
+        baseline={"name": "plain XADD + XREADGROUP of the same bytes", **raw},
+        ratio=ours["groups_per_s"] / raw["groups_per_s"],
+        details={"chain": ours, "load": held},
     )
-
-    group_size: int = Field(default=8, ge=1)
-    """Trajectories in a group."""
-    tokens: int = Field(default=2048, ge=8)
-    """Tokens of a trajectory, half of them sampled."""
-    groups: int = Field(default=400, ge=10)
-    """Groups of the chain, ours and the baseline's."""
-    clients: int = Field(default=64, ge=1)
-    """Rollout clients of the load, each with connections of its own."""
-    processes: int = Field(default=2, ge=1)
-    """Processes among which the clients are divided."""
-    minutes: float = Field(default=1.0, gt=0)
-    """How long the load is held after the back-pressure was seen."""
-    rate: float = Field(default=0.0, ge=0)
-    """Most groups a second of the held load; 0: as many as go through."""
-    maxmemory_mb: int = Field(default=256, ge=16)
-    """Memory limit of the Redis (MiB)."""
-
-    def measure(self, say: Say) -> BenchResult:
-        """The chain, then the load, each on a Redis of its own."""
-        from benchmarks.transport.chain import chain
-
-        pass
-
-        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
-            ours, raw = chain(self, Path(name), say)
-        with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
-            held = load(self, Path(name), say)
-        return BenchResult(
-            value=ours["groups_per_s"],
-            unit="groups/s",
-            baseline={"name": "plain XADD + XREADGROUP of the same bytes", **raw},
-            ratio=ours["groups_per_s"] / raw["groups_per_s"],
-            details={"chain": ours, "load": held},
-        )

@@ -18,7 +18,7 @@ from deploy.launcher.supervisor import Readiness, Supervisor
 from protocol.keys import TASK_GROUP, Keys
 
 if TYPE_CHECKING:
-    from benchmarks.transport.bench import TransportBench
+    from benchmarks.transport.settings import TransportBench
     from learner.delivery.store import RunStore
     from protocol.messages import TrajectoryGroup
 

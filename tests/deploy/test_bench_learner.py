@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.learner.bench import ORDER, TRL_VARIABLE, Contender, LearnerBench, contenders_of
+from benchmarks.learner.bench import ORDER, Contender, contenders_of, refuse_other_work
+from benchmarks.learner.settings import TRL_VARIABLE, LearnerBench
 from benchmarks.learner.workload import SHAPES, LearnerWorkload, head_share, skewed_groups, write_work
 from benchmarks.report import judged
 from deploy.cli import main
@@ -56,9 +57,9 @@ def test_the_batch_on_disk_is_what_was_drawn(tmp_path: Path) -> None:
 
 def test_steps_that_are_not_the_same_are_not_compared() -> None:
     figures = {"loss": 0.1, "grad_norm": 1.0}
-    LearnerBench()._refuse_other_work({"ours": figures, "padded": figures | {"grad_norm": 1.0002}})
+    refuse_other_work(LearnerBench(), {"ours": figures, "padded": figures | {"grad_norm": 1.0002}})
     with pytest.raises(ForayError, match="not the same work"):
-        LearnerBench()._refuse_other_work({"ours": figures, "padded": figures | {"grad_norm": 1.1}})
+        refuse_other_work(LearnerBench(), {"ours": figures, "padded": figures | {"grad_norm": 1.1}})
 
 
 def test_the_output_layer_weighs_what_it_weighs_in_the_model_that_people_train() -> None:

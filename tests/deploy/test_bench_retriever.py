@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.retriever.bench import TYPES, check
+from benchmarks.retriever.bench import check
 from benchmarks.retriever.gpu import bound_s, flat_search
 from benchmarks.retriever.indexes import chosen_index, kinds, recalls
 from benchmarks.retriever.load import percentile
+from benchmarks.retriever.settings import TYPES
 from deploy.cli import main
 from protocol.errors import ForayError, UserError
 

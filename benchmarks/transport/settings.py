@@ -1,0 +1,45 @@
+"""Settings of `foray bench transport`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from benchmarks.base import BenchSettings, Target
+
+
+class TransportBench(BenchSettings):
+    """The groups, and how many clients push them for how long."""
+
+    help: ClassVar[str] = "groups/s through encode, publish, read, decode, against raw XADD and XREADGROUP"
+    quick: ClassVar[dict[str, Any]] = {
+        "groups": 20, "tokens": 256, "clients": 4, "processes": 1, "minutes": 0.03, "maxmemory_mb": 24
+    }  # fmt: skip
+    targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.6, "groups a second over plain XADD and XREADGROUP"),)
+    runner: ClassVar[str] = "benchmarks.transport.bench:measure"
+    modules: ClassVar[tuple[str, ...]] = (
+        "protocol",
+        "rollout_server/dispatch/publisher.py",
+        "learner/delivery/store.py",
+        "learner/delivery/entry.py",
+        "learner/delivery/consumer.py",
+        "benchmarks/transport/*.py",
+    )
+
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories in a group."""
+    tokens: int = Field(default=2048, ge=8)
+    """Tokens of a trajectory, half of them sampled."""
+    groups: int = Field(default=400, ge=10)
+    """Groups of the chain, ours and the baseline's."""
+    clients: int = Field(default=64, ge=1)
+    """Rollout clients of the load, each with connections of its own."""
+    processes: int = Field(default=2, ge=1)
+    """Processes among which the clients are divided."""
+    minutes: float = Field(default=1.0, gt=0)
+    """How long the load is held after the back-pressure was seen."""
+    rate: float = Field(default=0.0, ge=0)
+    """Most groups a second of the held load; 0: as many as go through."""
+    maxmemory_mb: int = Field(default=256, ge=16)
+    """Memory limit of the Redis (MiB)."""
