@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Annotated
 
 from pydantic import Field
@@ -37,20 +37,20 @@ RewardSettings = Annotated[
     Field(discriminator="type"),
 ]
 REGISTRY: dict[type[WeightedReward], str] = {
-    ExactMatchSettings: "text_match:ExactMatch",
-    CoverMatchSettings: "text_match:CoverMatch",
-    F1Settings: "text_match:F1",
-    FormatSettings: "format:Format",
-    ReSearchSettings: "research:ReSearch",
-    RetrievalHitSettings: "retrieval:RetrievalHit",
-    SemanticSettings: "semantic:Semantic",
-    JudgeSettings: "judge:Judge",
-    SearchCostSettings: "penalties:SearchCost",
-    LengthPenaltySettings: "penalties:LengthPenalty",
-    RepeatedQuerySettings: "penalties:RepeatedQuery",
-    TurnRetrievalSettings: "retrieval:TurnRetrieval",
-    TurnFormatSettings: "format:TurnFormat",
-    CustomSettings: "custom:Custom",
+    ExactMatchSettings: "rollout_server.rewards.text_match:ExactMatch",
+    CoverMatchSettings: "rollout_server.rewards.text_match:CoverMatch",
+    F1Settings: "rollout_server.rewards.text_match:F1",
+    FormatSettings: "rollout_server.rewards.format:Format",
+    ReSearchSettings: "rollout_server.rewards.research:ReSearch",
+    RetrievalHitSettings: "rollout_server.rewards.retrieval:RetrievalHit",
+    SemanticSettings: "rollout_server.rewards.semantic:Semantic",
+    JudgeSettings: "rollout_server.rewards.judge:Judge",
+    SearchCostSettings: "rollout_server.rewards.penalties:SearchCost",
+    LengthPenaltySettings: "rollout_server.rewards.penalties:LengthPenalty",
+    RepeatedQuerySettings: "rollout_server.rewards.penalties:RepeatedQuery",
+    TurnRetrievalSettings: "rollout_server.rewards.retrieval:TurnRetrieval",
+    TurnFormatSettings: "rollout_server.rewards.format:TurnFormat",
+    CustomSettings: "rollout_server.rewards.custom:Custom",
 }
 
 
@@ -59,7 +59,6 @@ def build_reward(settings: WeightedReward, io: Io) -> Reward | TurnReward:
 
     Raises UserError for a function that cannot be imported, or an API key that is not set.
     """
-    module, name = REGISTRY[type(settings)].split(":")
-    reward = getattr(import_module(f"{__name__}.{module}"), name)
+    reward = resolve_name(REGISTRY[type(settings)])
     built: Reward | TurnReward = reward(settings, io) if isinstance(settings, EndpointSettings) else reward(settings)
     return built

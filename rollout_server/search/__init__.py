@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Annotated
 
 from pydantic import Field
@@ -14,13 +14,12 @@ from rollout_server.search.client import HttpSearchSettings
 SearchSettings = Annotated[HttpSearchSettings | NoSearchSettings, Field(discriminator="type")]
 DEFAULT_SEARCH = HttpSearchSettings()
 REGISTRY: dict[type[Settings], str] = {
-    HttpSearchSettings: "client:HttpSearch",
-    NoSearchSettings: "base:NoSearch",
+    HttpSearchSettings: "rollout_server.search.client:HttpSearch",
+    NoSearchSettings: "rollout_server.search.base:NoSearch",
 }
 
 
 def build_search(settings: Settings) -> SearchService:
     """Instantiate the search for `settings`; the caller closes it. Nothing is connected before the first query."""
-    module, name = REGISTRY[type(settings)].split(":")
-    search: SearchService = getattr(import_module(f"{__name__}.{module}"), name)(settings)
+    search: SearchService = resolve_name(REGISTRY[type(settings)])(settings)
     return search

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Annotated
 
 from pydantic import Field
@@ -14,8 +14,8 @@ from rollout_server.tools.python import PythonSettings
 
 ToolSettings = Annotated[FetchSettings | PythonSettings, Field(discriminator="type")]
 REGISTRY: dict[type[ToolBase], str] = {
-    FetchSettings: "fetch:Fetch",
-    PythonSettings: "python:build_python",
+    FetchSettings: "rollout_server.tools.fetch:Fetch",
+    PythonSettings: "rollout_server.tools.python:build_python",
 }
 
 
@@ -24,6 +24,5 @@ def build_tool(settings: ToolBase, urls: Sequence[str]) -> Tool:
 
     Raises UserError for a tool that cannot work here.
     """
-    module, name = REGISTRY[type(settings)].split(":")
-    tool: Tool = getattr(import_module(f"{__name__}.{module}"), name)(settings, urls)
+    tool: Tool = resolve_name(REGISTRY[type(settings)])(settings, urls)
     return tool
