@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from learner.config.learner import LearnerSettings, require_groups
-from learner.trainer.distributed.worker import ranks, serve_rank
+from learner.trainer.distributed.worker import ranks, run_worker
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import redact
 from protocol.runtime.config import SettingsTree, section
@@ -73,7 +73,7 @@ def _train(args: argparse.Namespace, tree: SettingsTree) -> int:
     settings = section(tree, "learner", LearnerSettings)
     require_groups(run, settings)
     if ranks()[0]:
-        return serve_rank(run, settings)
+        return run_worker(run, settings)
     if args.replay is not None:
         from learner.checkpoint.replay import replay
 

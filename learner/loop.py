@@ -135,7 +135,7 @@ class TrainingLoop:
 
     def _draw_replayed(self, groups: list[TrajectoryGroup]) -> list[ReplayedGroup]:
         # A replayed group that is not finite would spoil every batch: after a skipped one there are none.
-        return [] if self._guard.skipped else self.ctx.replay_buffer.draw(self.policy_step, groups)
+        return [] if self._guard.skipped else self.ctx.replay_buffer.sample(self.policy_step, groups)
 
     def _conditions(self, groups: list[TrajectoryGroup], replayed: list[ReplayedGroup]) -> BatchConditions:
         return BatchConditions(

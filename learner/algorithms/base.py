@@ -175,7 +175,7 @@ class Algorithm(Protocol):
         ...
 
     def compute_advantages(
-        self, scored: Sequence[TokenScores], total: Total
+        self, scores: Sequence[TokenScores], total: Total
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Advantages (and returns) of every token of this rank, and facts for the metrics; collective."""
         ...

@@ -48,22 +48,22 @@ class Correction:
         """The weights of the whole batch must be known before the first of them is used."""
         return self._normalises or self._rejection.second_moment > 0
 
-    def prepare(self, scored: Sequence[TokenScores], total: Total) -> None:
+    def prepare(self, scores: Sequence[TokenScores], total: Total) -> None:
         """Finds what spans the batch: the sums of its weights, the bound on their second moment; collective."""
         if not self.needs_old_for_advantages:
             return
         log_weights = []
-        for s in scored:
+        for s in scores:
             assert s.old is not None
             log_weights.append(log_ratio(s.old, s.behaviour, s.mask))
         if self._normalises:
             pieces = []
-            for log_weight, s in zip(log_weights, scored, strict=True):
+            for log_weight, s in zip(log_weights, scores, strict=True):
                 weight = self._weight(log_weight, s.trajectory, s.mask)
                 pieces.append(torch.stack(weight_sums(weight, s.trajectory, s.mask, level=self._settings.level)))
             self._sums = WeightSums(*total(torch.stack(pieces).sum(0)))
         if self._rejection.second_moment:
-            squares = [x[s.mask].double().square() for x, s in zip(log_weights, scored, strict=True)]
+            squares = [x[s.mask].double().square() for x, s in zip(log_weights, scores, strict=True)]
             self._bound = second_moment_bound(squares, self._rejection.second_moment, total)
 
     def of(self, inputs: TokenInputs, old: torch.Tensor) -> Corrected:
@@ -109,10 +109,10 @@ OnRows = Callable[..., tuple[torch.Tensor, ...]]
 """(mask [B, T], one [B, T] for each flat tensor) -> [B, T] each."""
 
 
-def over_rows(scored: TokenScores, function: OnRows, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def over_rows(scores: TokenScores, function: OnRows, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What `function` makes of the flat tensors [N], flat again: a row is a trajectory, so nothing crosses from one to
     another, whatever the packing. Masked tokens (dummies) give 0.
     """
-    rows = to_rows(scored.trajectory)
-    mask = rows.pad(scored.mask) & rows.mask
+    rows = to_rows(scores.trajectory)
+    mask = rows.pad(scores.mask) & rows.mask
     return tuple(rows.flat(x) for x in function(mask, *(rows.pad(x) for x in flat)))

@@ -146,28 +146,28 @@ class PolicyAlgorithm:
     # --- before the first update ---
 
     def compute_advantages(
-        self, scored: Sequence[TokenScores], total: Total
+        self, scores: Sequence[TokenScores], total: Total
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Advantages of tokens over all ranks: `token_advantages`, whitened where the settings say so."""
-        self._correction.prepare(scored, total)
-        rewards, facts = self._rewards(scored, total)
-        judged = self.token_advantages(scored, rewards)
+        self._correction.prepare(scores, total)
+        rewards, facts = self._rewards(scores, total)
+        estimates = self.token_advantages(scores, rewards)
         if self.policy_settings.whiten:
-            judged = _whitened(judged, scored, total)
-        return judged, facts
+            estimates = _whitened(estimates, scores, total)
+        return estimates, facts
 
-    def token_advantages(self, scored: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
+    def token_advantages(self, scores: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
         """For each micro-batch the advantages of its tokens; here those of their trajectories. `rewards`: what each
         token earned, the divergence taken off where it is `in the reward`.
         """
-        return [TokenAdvantages(s.advantages) for s in scored]
+        return [TokenAdvantages(s.advantages) for s in scores]
 
-    def _rewards(self, scored: Sequence[TokenScores], total: Total) -> tuple[list[torch.Tensor], dict[str, float]]:
+    def _rewards(self, scores: Sequence[TokenScores], total: Total) -> tuple[list[torch.Tensor], dict[str, float]]:
         kl = self.policy_settings.kl
         if kl.place == "loss" or not kl.coefficient:
-            return [s.rewards for s in scored], {}
+            return [s.rewards for s in scores], {}
         rewards, sums = [], torch.zeros(3, dtype=torch.float64)
-        for s in scored:
+        for s in scores:
             assert s.old is not None and s.reference is not None
             divergence = kl_estimate(s.old, s.reference, s.mask, kl.type)  # type: ignore[arg-type]  # see KlSettings
             rewards.append(penalised(s.rewards, divergence, self._kl.coefficient, s.mask))
@@ -255,8 +255,10 @@ def kl_controller(settings: KlSettings) -> KlController:
     return FixedKl(settings.coefficient)
 
 
-def _whitened(judged: Sequence[TokenAdvantages], scored: Sequence[TokenScores], total: Total) -> list[TokenAdvantages]:
+def _whitened(
+    estimates: Sequence[TokenAdvantages], scores: Sequence[TokenScores], total: Total
+) -> list[TokenAdvantages]:
     """The same with advantages of mean 0 and deviation 1 over all tokens of all ranks."""
-    sizes = [len(j.advantages) for j in judged]
-    together = whiten(torch.cat([j.advantages for j in judged]), torch.cat([s.mask for s in scored]), total=total)
-    return [TokenAdvantages(part, j.returns) for part, j in zip(torch.split(together, sizes), judged, strict=True)]
+    sizes = [len(j.advantages) for j in estimates]
+    together = whiten(torch.cat([j.advantages for j in estimates]), torch.cat([s.mask for s in scores]), total=total)
+    return [TokenAdvantages(part, j.returns) for part, j in zip(torch.split(together, sizes), estimates, strict=True)]

@@ -29,10 +29,10 @@ class Ppo(PolicyAlgorithm):
         """[n] float64: the rewards, for the statistics; what is learned from is `token_advantages`."""
         return reinforce_advantages(outcomes, baseline="none")
 
-    def token_advantages(self, scored: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
+    def token_advantages(self, scores: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
         """GAE over the trained tokens of each trajectory; observations are skipped (`learner.advantages.returns`)."""
         found = []
-        for s, earned in zip(scored, rewards, strict=True):
+        for s, earned in zip(scores, rewards, strict=True):
             assert s.values is not None
             last = torch.zeros_like(s.values) if s.last_values is None else s.last_values
             advantages, returns = over_rows(s, self._gae, earned, s.values, last)

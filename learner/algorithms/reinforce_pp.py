@@ -36,10 +36,10 @@ class ReinforcePp(PolicyAlgorithm):
             return reinforce_pp_baseline_advantages(outcomes)
         return reinforce_advantages(outcomes, baseline="none")
 
-    def token_advantages(self, scored: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
+    def token_advantages(self, scores: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
         """Discounted sums of the rewards of tokens."""
         found = []
-        for s, earned in zip(scored, rewards, strict=True):
+        for s, earned in zip(scores, rewards, strict=True):
             if self._settings.baseline == "group":
                 earned = _centred(s, earned)
             (returns,) = over_rows(s, lambda mask, r: (discounted_returns(r, mask, self._settings.gamma),), earned)
@@ -47,9 +47,9 @@ class ReinforcePp(PolicyAlgorithm):
         return found
 
 
-def _centred(scored: TokenScores, earned: torch.Tensor) -> torch.Tensor:
+def _centred(scores: TokenScores, earned: torch.Tensor) -> torch.Tensor:
     """Rewards of tokens whose sum over a trajectory is centred in its group: the difference goes to its last token."""
-    (moved,) = over_rows(scored, _to_last, scored.rewards, scored.advantages)
+    (moved,) = over_rows(scores, _to_last, scores.rewards, scores.advantages)
     return earned + moved
 
 

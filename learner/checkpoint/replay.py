@@ -156,8 +156,8 @@ class ReplayLoop:
 
     def run(self) -> None:
         """Train to the end, or until told to stop; checkpoint."""
-        told = f"; the journal has {self.batches.total}" if self.batches.total > self.steps else ""
-        log.info("the replay begins at step %d of %d (run.steps%s)", self.delivery.step, self.steps, told)
+        more = f"; the journal has {self.batches.total}" if self.batches.total > self.steps else ""
+        log.info("the replay begins at step %d of %d (run.steps%s)", self.delivery.step, self.steps, more)
         while self.delivery.step < self.run_settings.steps and not self.stopping():
             item = self.batches.next()
             if item is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from learner.config.algorithm import AlgorithmSettings, GrpoSettings
-from learner.config.model import CriticSettings, EngineSettings, ModelSettings, OptimSettings, ReferenceSettings
+from learner.config.model import CriticSettings, DeepSpeedSettings, ModelSettings, OptimSettings, ReferenceSettings
 from learner.config.trackers import TrackerSettings
 from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings
@@ -86,7 +86,7 @@ class TrainerSettings(Settings):
     """What the policy's outcomes are held against, in algorithms that need values."""
     reference: ReferenceSettings = ReferenceSettings()
     """What the policy must not stray from, in algorithms with a divergence."""
-    engine: EngineSettings = EngineSettings()
+    engine: DeepSpeedSettings = DeepSpeedSettings()
     """How it is distributed."""
 
     @model_validator(mode="after")

@@ -55,10 +55,10 @@ OURS = {
         )
     ),
 }
-"""What `EngineSettings.deepspeed` may not say: other settings say it, or the learner relies on it."""
+"""What `DeepSpeedSettings.deepspeed` may not say: other settings say it, or the learner relies on it."""
 
 
-class EngineSettings(Settings):
+class DeepSpeedSettings(Settings):
     """DeepSpeed."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -96,7 +96,7 @@ class EngineSettings(Settings):
         return extra
 
     @model_validator(mode="after")
-    def _stage_allows(self) -> EngineSettings:
+    def _stage_allows(self) -> DeepSpeedSettings:
         if self.offload_optimizer and not self.zero_stage:
             raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
         if self.offload_params and self.zero_stage != 3:

@@ -215,15 +215,15 @@ def split_for_ranks(batch: Batch, ranks: int) -> list[RankBatch]:
     """What each rank does: equally many micro-batches in every part, since each takes part in every collective. Ranks
     that are short of one get a dummy of weight 0.
     """
-    dealt = [_deal(part, ranks) for part in batch.minibatches]
-    hands = [tuple(part[rank] for part in dealt) for rank in range(ranks)]
-    return [RankBatch(hand, batch.temperature, batch.num_tokens, batch.stats) for hand in hands]
+    balanced = [_balance(minibatch, ranks) for minibatch in batch.minibatches]
+    of_ranks = [tuple(minibatch[rank] for minibatch in balanced) for rank in range(ranks)]
+    return [RankBatch(minibatches, batch.temperature, batch.num_tokens, batch.stats) for minibatches in of_ranks]
 
 
-def _deal(part: MiniBatch, ranks: int) -> list[MiniBatch]:
-    hands = partition_balanced([m.ids.size for m in part], ranks)
-    longest = max(len(hand) for hand in hands)
-    return [tuple(part[i] for i in hand) + (_dummy(),) * (longest - len(hand)) for hand in hands]
+def _balance(minibatch: MiniBatch, ranks: int) -> list[MiniBatch]:
+    of_ranks = partition_balanced([m.ids.size for m in minibatch], ranks)
+    longest = max(len(indices) for indices in of_ranks)
+    return [tuple(minibatch[i] for i in indices) + (_dummy(),) * (longest - len(indices)) for indices in of_ranks]
 
 
 def _trained_part(

@@ -28,7 +28,7 @@ class GroupFilter:
         self._metric, self._patience = settings.metric, settings.patience * groups_per_step
         self._lock = threading.Lock()
         self._refused = 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def refuses(self, group: TrajectoryGroup) -> bool:
         """Whether the group is to be left out."""
@@ -40,7 +40,7 @@ class GroupFilter:
                 self._refused = self._refused if self._refused >= self._patience else 0
                 return False
             if self._refused >= self._patience:
-                self._tell(
+                self._warn_once(
                     "patience",
                     f"{self._refused} groups in a row were filtered, since {self._metric!r} did not differ within them:"
                     " the next ones are trained as they come. The policy may be always right, or always wrong",
@@ -67,14 +67,14 @@ class GroupFilter:
         if self._metric not in trajectory.rewards:
             if trajectory.status.is_valid:
                 known = ", ".join(sorted(trajectory.rewards)) or "none"
-                self._tell(
+                self._warn_once(
                     "unknown",
                     f"learner.filter.metric: no reward {self._metric!r}, the whole is used; known: {known}",
                 )
             return trajectory.reward
         return trajectory.rewards[self._metric]
 
-    def _tell(self, kind: str, text: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             log.warning("%s", text)

@@ -67,13 +67,13 @@ def partition_balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
     Every rank gets the same number of items or one less, since each takes part in every collective.
     """
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     spent = [0] * ranks
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = min(range(ranks), key=lambda r: (len(hands[r]), spent[r], r))
-        hands[rank].append(i)
+        rank = min(range(ranks), key=lambda r: (len(of_ranks[r]), spent[r], r))
+        of_ranks[rank].append(i)
         spent[rank] += costs[i]
-    return hands
+    return of_ranks
 
 
 # How token losses become one number, as a weight for each token (pure numpy).

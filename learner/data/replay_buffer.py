@@ -36,7 +36,7 @@ class ReplayBuffer:
             self._past.append(trained)
             self._forget(trained.step)
 
-    def draw(self, now_step: int, present: Sequence[TrajectoryGroup]) -> list[ReplayedGroup]:
+    def sample(self, now_step: int, present: Sequence[TrajectoryGroup]) -> list[ReplayedGroup]:
         """Groups for the batch that updates the policy of `now_step`, in order of training; none that is in it."""
         here = {group.seq for group in present}
         within = [t for t in self._past if self._lag(now_step, t.group) <= self._max_lag and t.group.seq not in here]

@@ -83,7 +83,7 @@ class BackgroundLoop:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        failures, told = 0, -SILENCE_S
+        failures, last_logged = 0, -SILENCE_S
         while not self._stop.is_set():
             if not self._errors.is_clear.wait(0.2):
                 continue
@@ -92,8 +92,8 @@ class BackgroundLoop:
                 failures = 0
             except RedisUnavailable as error:
                 failures += 1
-                if time.monotonic() > told + SILENCE_S:
-                    told = time.monotonic()
+                if time.monotonic() > last_logged + SILENCE_S:
+                    last_logged = time.monotonic()
                     log.warning("Redis is not available to the %s, trying again: %s", self._thread.name, error)
                 self._stop.wait(min(MAX_PAUSE_S, 0.1 * 2**failures))
             except (StateLost, Fenced, UserError) as error:

@@ -36,7 +36,7 @@ class TaskIssuer:
     ) -> None:
         self._store, self._delivery, self._sampler, self._run = store, delivery, sampler, run
         self._reserved, self._event_log = reserved, event_log
-        self._counted = self._disk_told = False
+        self._counted = self._disk_error_logged = False
         self._disbelieved = 0
         self.enabled = threading.Event()
 
@@ -128,11 +128,11 @@ class TaskIssuer:
         try:
             self._reserved.reserve(limit, self._store.epoch)
         except OSError as error:
-            if not self._disk_told:
+            if not self._disk_error_logged:
                 log.error("no tasks are issued until the disk takes a line again: %s", error)
-            self._disk_told = True
+            self._disk_error_logged = True
             return False
-        self._disk_told = False
+        self._disk_error_logged = False
         return True
 
     def _reissue_due(self) -> int:

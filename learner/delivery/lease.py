@@ -47,7 +47,7 @@ class LearnerLease:
 
         Raises UserError when the holder renews it, so is alive, or when the run in Redis is of another lineage.
         """
-        told, deadline = False, 0.0
+        already_logged, deadline = False, 0.0
         while True:
             answer = self._store.acquire(self.token, floor, self._ttl_ms, takeover=takeover, lineage_id=self.lineage_id)
             if answer is None:
@@ -63,8 +63,8 @@ class LearnerLease:
                 log.warning("taking over from %s, which has ended", describe(answer))
                 takeover = True
                 continue
-            if not told:
-                told, deadline = True, time.monotonic() + answer.ttl_s + 1.0
+            if not already_logged:
+                already_logged, deadline = True, time.monotonic() + answer.ttl_s + 1.0
                 log.warning(
                     "the run is held by %s, waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
                 )

@@ -29,13 +29,13 @@ class MissingSeqReconciler:
     def __init__(self, store: RunStore, delivery: DeliveryState, source: StreamConsumer, event_log: EventLog) -> None:
         self._store, self._delivery, self._source, self._event_log = store, delivery, source, event_log
         self._missing_once: frozenset[int] = frozenset()
-        self._told_ahead = False
+        self._ahead_logged = False
 
     def tick(self) -> list[int]:
         """Seqs that were missing twice in a row and are now due again."""
         found = self._store.snapshot()
-        if found.ahead_s > AHEAD_S and not self._told_ahead:
-            self._told_ahead = True
+        if found.ahead_s > AHEAD_S and not self._ahead_logged:
+            self._ahead_logged = True
             text = f"ids in {self._store.keys.traj} are {found.ahead_s:.0f} s ahead of Redis' clock, which makes them"
             log.warning("%s: entries were added by hand, or the clock was set back; delivery goes on", text)
             self._event_log.emit("ids-ahead", text)

@@ -334,8 +334,8 @@ class RunStore(AccountingStore):
                 for _, _, id_ in (name.partition(":") for name in names if name.startswith("rollout:")):
                     pipe.get(self.keys.metrics("rollout", id_))
                 raws = pipe.execute()
-        told = [info for raw in raws if raw is not None and (info := _decoded(MetricsSnapshot, raw)) is not None]
-        rates = [info.values["tokens_generated_per_s"] for info in told if "tokens_generated_per_s" in info.values]
+        snapshots = [info for raw in raws if raw is not None and (info := _decoded(MetricsSnapshot, raw)) is not None]
+        rates = [info.values["tokens_generated_per_s"] for info in snapshots if "tokens_generated_per_s" in info.values]
         return sum(rates) if rates else None
 
     def evaluating(self) -> bool:

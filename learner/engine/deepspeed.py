@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from learner.config.model import EngineSettings, OptimSettings
+from learner.config.model import DeepSpeedSettings, OptimSettings
 from learner.engine.accelerator import without_gpu
 from learner.engine.optimizer import GuardedAdamW, learning_rate, parameter_groups
 from learner.engine.partition import EMA, byte_chunks, gathered, partition_of, whole_bytes
@@ -55,7 +55,7 @@ def _no_gossip(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in record.getMessage()
 
 
-def deepspeed_config(optim: OptimSettings, engine: EngineSettings, dtype: str, parameters: int) -> dict[str, Any]:
+def deepspeed_config(optim: OptimSettings, engine: DeepSpeedSettings, dtype: str, parameters: int) -> dict[str, Any]:
     """DeepSpeed's own configuration, for a model of so many parameters. `engine.deepspeed` is merged last; the settings
     refuse what would clash.
     """
@@ -119,7 +119,7 @@ class DeepSpeedEngine:
         module: torch.nn.Module,
         *,
         optim: OptimSettings,
-        engine: EngineSettings,
+        engine: DeepSpeedSettings,
         dtype: str,
         total_updates: int,
         seed: int,

@@ -62,7 +62,7 @@ class Critic:
         self._warmup = settings.warmup_steps * updates_per_step
 
     @property
-    def warms_up(self) -> bool:
+    def is_warming_up(self) -> bool:
         """Whether it is still to learn alone."""
         return self.engine.updates < self._warmup
 
@@ -72,26 +72,26 @@ class Critic:
         values: torch.Tensor = self.engine.forward(*read)
         return values
 
-    def loss(self, prepared: ForwardResult) -> LossOutput:
+    def loss(self, forward: ForwardResult) -> LossOutput:
         """Of one micro-batch, with gradient."""
-        return value_loss_output(self.engine.forward(*prepared.tensors.read), prepared, self.settings)
+        return value_loss_output(self.engine.forward(*forward.tensors.model_inputs), forward, self.settings)
 
 
-def value_loss_output(values: torch.Tensor, prepared: ForwardResult, settings: CriticSettings) -> LossOutput:
+def value_loss_output(values: torch.Tensor, forward: ForwardResult, settings: CriticSettings) -> LossOutput:
     """The clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the pieces of the explained
     variance, which spans the batch (`learner.totals`).
     """
-    t = prepared.tensors
-    assert prepared.returns is not None and prepared.values is not None
+    t = forward.tensors
+    assert forward.returns is not None and forward.values is not None
     huber = settings.huber_delta if settings.loss == "huber" else None
-    found = value_loss(values, prepared.values, prepared.returns, t.mask, clip=settings.clip or None, huber=huber)
-    pieces = variance_sums(prepared.values, prepared.returns, t.mask)
+    found = value_loss(values, forward.values, forward.returns, t.mask, clip=settings.clip or None, huber=huber)
+    pieces = variance_sums(forward.values, forward.returns, t.mask)
     return LossOutput(
         weighted_sum(found.loss, t.weights, t.mask),
         sums={
             "value_loss": torch.where(t.mask, found.loss.detach(), 0.0).sum(),
             "value_clip_fraction": found.clipped.sum(),
-            "value_mean": torch.where(t.mask, prepared.values, 0.0).sum(),
+            "value_mean": torch.where(t.mask, forward.values, 0.0).sum(),
             "return_mean": pieces.returns,
             "return_square": pieces.return_squares,
             "value_error": pieces.errors,

@@ -103,15 +103,15 @@ class Reference:
         self._settings, self._module, self._engine = settings, module, engine
         self._tau = settings.tau if settings.kind == "ema" else 0.0
         self._seen = engine.updates
-        self._rests = settings.offload
+        self._offloads = settings.offload
         if settings.kind != "frozen":
             engine.start_ema()
         if module is not None and engine.stage == 3 and engine.world_size > 1:
             shard(module, engine.device)
-            self._rests = False  # little is left on each device
+            self._offloads = False  # little is left on each device
         elif module is not None and share_frozen(module, engine.module):
-            self._rests = False
-        if module is not None and not self._rests:
+            self._offloads = False
+        if module is not None and not self._offloads:
             module.to(engine.device)
 
     @torch.no_grad()
@@ -122,14 +122,14 @@ class Reference:
         with adapters_off(self._engine.module):
             return self._engine.forward(*inputs, top, at_ids)  # type: ignore[no-any-return]
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Onto the device, before `scores`."""
         if self._module is not None:
             self._module.to(self._engine.device)
 
-    def sleep(self) -> None:
-        """Off the device where `offload` says so, until the next `wake`."""
-        if self._module is not None and self._rests:
+    def offload(self) -> None:
+        """Off the device where `offload` says so, until the next `onload`."""
+        if self._module is not None and self._offloads:
             self._module.to("cpu")
 
     def after_update(self, updates: int) -> None:

@@ -65,14 +65,14 @@ class MicroBatchTensors:
         return own, last
 
     @property
-    def read(self) -> tuple[Any, ...]:
+    def model_inputs(self) -> tuple[Any, ...]:
         """What a model's forward pass takes first."""
         return self.ids, self.positions, self.documents, self.index
 
     @property
-    def scored(self) -> tuple[Any, ...]:
+    def policy_inputs(self) -> tuple[Any, ...]:
         """What a policy's forward pass takes, up to the gradient of the entropy."""
-        return *self.read, self.targets, self.temperature
+        return *self.model_inputs, self.targets, self.temperature
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class ForwardResult:
     returns: torch.Tensor | None = None
 
     @property
-    def scored(self) -> TokenScores:
-        """For the algorithm's judgement."""
+    def token_scores(self) -> TokenScores:
+        """For the algorithm's advantages."""
         t = self.tensors
         return TokenScores(
             rewards=t.rewards,
@@ -109,22 +109,22 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The parts of a share, prepared."""
+    """The parts of a share, result."""
 
     minibatches: tuple[tuple[ForwardResult, ...], ...]
 
     @property
     def flat(self) -> list[TokenScores]:
         """Every micro-batch, in order."""
-        return [prepared.scored for part in self.minibatches for prepared in part]
+        return [result.token_scores for part in self.minibatches for result in part]
 
-    def with_advantages(self, judged: Sequence[TokenAdvantages]) -> ForwardBatch:
-        """The same with advantages and returns, one judgement for each of `flat`."""
-        given = iter(judged)
+    def with_advantages(self, advantages: Sequence[TokenAdvantages]) -> ForwardBatch:
+        """The same with advantages and returns, one advantages for each of `flat`."""
+        given = iter(advantages)
         return ForwardBatch(
-            tuple(tuple(_judge(prepared, next(given)) for prepared in part) for part in self.minibatches)
+            tuple(tuple(_with_advantages(result, next(given)) for result in part) for part in self.minibatches)
         )
 
 
-def _judge(prepared: ForwardResult, judgement: TokenAdvantages) -> ForwardResult:
-    return replace(prepared, advantages=judgement.advantages, returns=judgement.returns)
+def _with_advantages(result: ForwardResult, advantages: TokenAdvantages) -> ForwardResult:
+    return replace(result, advantages=advantages.advantages, returns=advantages.returns)

@@ -95,42 +95,42 @@ class Trainer:
         """`train_rank_batch` on this rank's share of a batch that every rank holds; collective."""
         return self.train_rank_batch(self.rank_batches(batch)[self.rank])
 
-    def train_rank_batch(self, share: RankBatch) -> StepReport:
-        """Update the weights with a batch, of which this rank has `share`; collective."""
+    def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
+        """Update the weights with a batch, of which this rank has `rank_batch`; collective."""
         start = time.perf_counter()
-        if not share.num_tokens:
-            return StepReport(0.0, 0.0, True, NO_TOKENS, dict(share.stats), 0, time.perf_counter() - start)
-        scored = forward_batch(share, self._models, self.algorithm)
-        judged, facts = self.algorithm.compute_advantages(scored.flat, self.engine.total)
-        learned = self._passes(share, scored.with_advantages(judged))
-        if learned.applied:
+        if not rank_batch.num_tokens:
+            return StepReport(0.0, 0.0, True, NO_TOKENS, dict(rank_batch.stats), 0, time.perf_counter() - start)
+        forwards = forward_batch(rank_batch, self._models, self.algorithm)
+        advantages, facts = self.algorithm.compute_advantages(forwards.flat, self.engine.total)
+        result = self._passes(rank_batch, forwards.with_advantages(advantages))
+        if result.applied:
             self._models.after_update()
-        metrics = self._metrics(share, learned.totals) | facts | learned.facts
+        metrics = self._metrics(rank_batch, result.totals) | facts | result.facts
         return StepReport(
             loss=metrics.pop("loss"),
-            grad_norm=learned.update.grad_norm,
-            skipped=not learned.applied,
-            reason="" if learned.applied else "not finite",
+            grad_norm=result.update.grad_norm,
+            skipped=not result.applied,
+            reason="" if result.applied else "not finite",
             metrics=metrics,
-            tokens_trained=share.num_tokens if learned.applied else 0,
+            tokens_trained=rank_batch.num_tokens if result.applied else 0,
             seconds=time.perf_counter() - start,
         )
 
-    def _passes(self, share: RankBatch, scored: ForwardBatch) -> UpdateResult:
+    def _passes(self, rank_batch: RankBatch, forwards: ForwardBatch) -> UpdateResult:
         """Every epoch over every part; ends early at an update that was not finite. Totals are of the last epoch."""
-        learned = UpdateResult(OptimizerUpdate(0.0, False))
+        result = UpdateResult(OptimizerUpdate(0.0, False))
         for _ in range(self.algorithm.epochs):
-            learned.totals = MetricSums()
-            for number in range(len(share.minibatches)):
-                update_minibatch(number, scored, self._models, self.algorithm, learned)
-                if not learned.update.applied:
-                    return learned
-        return learned
+            result.totals = MetricSums()
+            for number in range(len(rank_batch.minibatches)):
+                update_minibatch(number, forwards, self._models, self.algorithm, result)
+                if not result.update.applied:
+                    return result
+        return result
 
-    def _metrics(self, share: RankBatch, totals: MetricSums) -> dict[str, float]:
+    def _metrics(self, rank_batch: RankBatch, totals: MetricSums) -> dict[str, float]:
         # Every rank has at least a dummy, so all of them hold the same names in the same order.
         sums, maxima = self.engine.reduce(totals.sums_list(), list(totals.maxima.values()))
-        return totals.report(sums, maxima, share.num_tokens) | share.stats
+        return totals.report(sums, maxima, rank_batch.num_tokens) | rank_batch.stats
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor on `device`) of every weight, tied ones once, as `save_pretrained` would;

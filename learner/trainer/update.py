@@ -82,55 +82,55 @@ class UpdateResult:
 
 
 def update_minibatch(
-    number: int, share: ForwardBatch, models: Models, algorithm: Algorithm, learned: UpdateResult
+    number: int, forwards: ForwardBatch, models: Models, algorithm: Algorithm, result: UpdateResult
 ) -> None:
-    """Gradients of every micro-batch of part `number`, then the update; collective. `learned` is brought up to date.
+    """Gradients of every micro-batch of part `number`, then the update; collective. `result` is brought up to date.
 
     While the critic warms up it alone is updated. An update whose gradient is not finite on any rank is not applied
     on any (`DeepSpeedEngine.step`).
     """
-    warming = models.critic is not None and models.critic.warms_up
-    for prepared in share.minibatches[number]:
+    warming = models.critic is not None and models.critic.is_warming_up
+    for forward in forwards.minibatches[number]:
         if not warming:
-            output = policy_output(prepared, models, algorithm)
+            output = policy_loss_output(forward, models, algorithm)
             models.policy.backward(output.loss)
-            learned.totals.add(output)
+            result.totals.add(output)
         if models.critic is not None:
-            output = models.critic.loss(prepared)
+            output = models.critic.loss(forward)
             models.critic.engine.backward(output.loss)
-            learned.totals.add(replace(output, loss=torch.zeros(()) if not warming else output.loss))
+            result.totals.add(replace(output, loss=torch.zeros(()) if not warming else output.loss))
     if models.critic is not None:
         critic = models.critic.engine.step()
-        learned.facts |= {
+        result.facts |= {
             "critic_grad_norm": critic.grad_norm,
             "critic_skipped": float(not critic.applied),
             "critic_lr": critic.lr,
         }
-        learned.update = critic
+        result.update = critic
     if not warming:
-        learned.update = models.policy.step()
-        learned.facts["lr"] = learned.update.lr
-    learned.applied |= learned.update.applied
+        result.update = models.policy.step()
+        result.facts["lr"] = result.update.lr
+    result.applied |= result.update.applied
 
 
-def policy_output(prepared: ForwardResult, models: Models, algorithm: Algorithm) -> LossOutput:
+def policy_loss_output(forward: ForwardResult, models: Models, algorithm: Algorithm) -> LossOutput:
     """The policy's loss on one micro-batch, that of a value head on it included."""
-    t, requirements = prepared.tensors, algorithm.requirements
-    scores = models.policy.forward(*t.scored, requirements.entropy_gradient, 0, prepared.top)
+    t, requirements = forward.tensors, algorithm.requirements
+    scores = models.policy.forward(*t.policy_inputs, requirements.entropy_gradient, 0, forward.top)
     # Before a single update the proximal policy is the policy itself.
-    proximal = scores.logprobs.detach() if prepared.old is None else prepared.old
+    proximal = scores.logprobs.detach() if forward.old is None else forward.old
     top = None
-    if prepared.top is not None and prepared.reference_top is not None:
-        inside = (prepared.top == t.targets[:, None]).any(-1)
-        top = TopTokens(scores.at, prepared.reference_top, inside)
+    if forward.top is not None and forward.reference_top is not None:
+        inside = (forward.top == t.targets[:, None]).any(-1)
+        top = TopTokens(scores.at, forward.reference_top, inside)
     output = algorithm.loss(
         TokenInputs(
             logprobs=scores.logprobs,
             entropy=scores.entropy,
             behaviour=t.behaviour,
             old=proximal if requirements.old else t.behaviour,
-            reference=prepared.reference,
-            advantages=t.advantages if prepared.advantages is None else prepared.advantages,
+            reference=forward.reference,
+            advantages=t.advantages if forward.advantages is None else forward.advantages,
             weights=t.weights,
             mask=t.mask,
             trajectory=t.trajectory,
@@ -141,7 +141,7 @@ def policy_output(prepared: ForwardResult, models: Models, algorithm: Algorithm)
     )
     if scores.values is None:
         return output
-    valued = value_loss_output(scores.values, prepared, models.settings.critic)
+    valued = value_loss_output(scores.values, forward, models.settings.critic)
     return replace(
         output,
         loss=output.loss + models.settings.critic.coefficient * valued.loss,

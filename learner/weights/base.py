@@ -133,7 +133,7 @@ class Announcement:
             self._link.target(update, state)
             self._update, self._state = update, state
 
-    def improve(self, update: WeightUpdate) -> bool:
+    def add_path(self, update: WeightUpdate) -> bool:
         """Announces `update` in place of the same version without a path; False when that is not the target."""
         with self._lock:
             known = self._update

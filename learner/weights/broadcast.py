@@ -56,7 +56,7 @@ class DistributedPublisher:
         self._announcement = Announcement(link)
         self._plan: tuple[WeightBucket, ...] = ()
         self._sender: GroupSender | None = None
-        self._disbanded: list[GroupSender] = []
+        self._closing: list[GroupSender] = []
         """Senders whose threads have yet to end."""
         self._group: tuple[str, ...] = ()
         """Members of the group that `_sender` leads."""
@@ -64,8 +64,8 @@ class DistributedPublisher:
         """A transfer that is verified and waits for its announcement."""
         self._epoch, self._number = 0, 0
         self._hashing = ThreadPoolExecutor(1, "hash weights")
-        self._failures, self._skip = 0, 0
-        self._shunned: dict[str, float] = {}
+        self._failures, self._skip_versions = 0, 0
+        self._excluded: dict[str, float] = {}
         self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks"), 0)
         self._last: dict[str, float] = {}
         self._copy: tuple[PolicyVersion, list[PackedBucket]] | None = None
@@ -85,11 +85,11 @@ class DistributedPublisher:
         self._last = {}
         members, why = self._members(version)
         if not members:
-            return self._by_disk(version, named, why)
+            return self._publish_by_disk(version, named, why)
         copy: list[PackedBucket] = []
         inspection, sums = self._disk.sanity.inspection(), SourceChecksums(self._hashing, (_dtype(e) for e in members))
         blind = any(not _dtype(engine) for engine in members)
-        packed = self._kept(pack(self._plan, named, inspection, sums.add), copy, sums.check if blind else None)
+        packed = self._keep_copy(pack(self._plan, named, inspection, sums.add), copy, sums.check if blind else None)
         transfer = self._begin(version, members, sums)
         try:
             s = self._settings
@@ -136,8 +136,8 @@ class DistributedPublisher:
         """Ends the thread and the group."""
         self._snapshots.close()
         self._hashing.shutdown()
-        self._disband()
-        for sender in self._disbanded:
+        self._close_group()
+        for sender in self._closing:
             sender.join()
 
     # --- a version over the group ---
@@ -147,18 +147,18 @@ class DistributedPublisher:
         last = self._announcement.update
         if last is None or last.epoch != version.epoch or not self._plan:
             return [], "first version of an epoch"
-        if self._skip:
-            self._skip -= 1
+        if self._skip_versions:
+            self._skip_versions -= 1
             return [], "transfers have failed"
         now = time.monotonic()
-        self._shunned = {member: until for member, until in self._shunned.items() if until > now}
+        self._excluded = {member: until for member, until in self._excluded.items() if until > now}
         try:
             if self._link.evaluating():
                 return [], "an evaluation runs"
             engines = self._link.engines()
         except RedisUnavailable as error:
             return [], f"Redis: {error}"
-        found = [e for e in engines if self._can_receive(e, last) and _member(e) not in self._shunned]
+        found = [e for e in engines if self._can_receive(e, last) and _member(e) not in self._excluded]
         return sorted(found, key=_member), "no engine is ready to receive"
 
     @staticmethod
@@ -177,12 +177,12 @@ class DistributedPublisher:
             offsets.append(offsets[-1] + engine.ranks)
         name = f"{self._run}-{version.epoch}-{self._number}"
         if self._sender is None or self._group != members:
-            self._disband()
-            self._sender = GroupSender(self._meeting(name, offsets[-1]))
+            self._close_group()
+            self._sender = GroupSender(self._rendezvous(name, offsets[-1]))
             self._group = members
             if blind := [e.id for e in engines if not _dtype(e)]:
                 log.info("%s cannot be compared with the policy, only with engines of their kind", ", ".join(blind))
-        meeting = self._sender.meeting
+        rendezvous = self._sender.rendezvous
         view = WeightView(
             run=self._run,
             epoch=version.epoch,
@@ -191,17 +191,17 @@ class DistributedPublisher:
             phase="prepare",
             members=members,
             rank_offsets=tuple(offsets[:-1]),
-            group=meeting.name,
-            address=meeting.address,
-            port=meeting.port,
-            world_size=meeting.world_size,
+            group=rendezvous.name,
+            address=rendezvous.address,
+            port=rendezvous.port,
+            world_size=rendezvous.world_size,
             backend=self._settings.backend,
             buckets=self._plan,
             flattened=self._settings.flattened,
         )
         return Transfer(self._link, self._sender, view, sums, {_member(e): _dtype(e) for e in engines})
 
-    def _meeting(self, name: str, world_size: int) -> Rendezvous:
+    def _rendezvous(self, name: str, world_size: int) -> Rendezvous:
         s = self._settings
         return Rendezvous(
             name=name,
@@ -213,7 +213,7 @@ class DistributedPublisher:
             timeout_s=s.transfer_s,
         )
 
-    def _kept(
+    def _keep_copy(
         self, packed: Iterator[PackedBucket], copy: list[PackedBucket], check: Callable[[PackedBucket], None] | None
     ) -> Iterator[PackedBucket]:
         """The buckets as they pass, checked and kept. The copy of the version before gives way to them one by one."""
@@ -250,11 +250,11 @@ class DistributedPublisher:
 
     def _failed(self, transfer: Transfer, error: BaseException | None) -> None:
         """The group is over, and the members are told if Redis takes it; their deadline tells them else."""
-        self._disband()
+        self._close_group()
         self._failures += 1
-        self._skip = min(MAX_SKIPPED_VERSIONS, 2 ** (self._failures - 1) - 1)
+        self._skip_versions = min(MAX_SKIPPED_VERSIONS, 2 ** (self._failures - 1) - 1)
         if isinstance(error, TransferFailed):
-            self._shunned |= dict.fromkeys(error.missing, time.monotonic() + EXCLUDE_SLOW_MEMBER_S)
+            self._excluded |= dict.fromkeys(error.missing, time.monotonic() + EXCLUDE_SLOW_MEMBER_S)
         try:
             transfer.abort()
         except RedisUnavailable as unavailable:
@@ -277,7 +277,7 @@ class DistributedPublisher:
             sums.check(one)
         return self._write(version, (named for one in copy for named in one.tensors()))
 
-    def _by_disk(self, version: PolicyVersion, named: Iterator[Named], why: str) -> WeightUpdate:
+    def _publish_by_disk(self, version: PolicyVersion, named: Iterator[Named], why: str) -> WeightUpdate:
         log.info("%s goes by files: %s", version.label, why)
         with self._copy_lock:
             self._copy = None
@@ -314,10 +314,10 @@ class DistributedPublisher:
             written = self._disk.publish(update.version, (named for one in copy for named in one.tensors()))
             return written.model_copy(update={"transport": "distributed"})
 
-    def _disband(self) -> None:
+    def _close_group(self) -> None:
         if self._sender is not None:
             self._sender.close()
-            self._disbanded = [sender for sender in self._disbanded if sender.alive] + [self._sender]
+            self._closing = [sender for sender in self._closing if sender.alive] + [self._sender]
         self._sender, self._group = None, ()
 
 

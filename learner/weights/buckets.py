@@ -102,7 +102,7 @@ def pack(
                     f"tensor {name!r} is not the one that was planned" if name else "tensors are missing"
                 )
             seeing = seen(name, tensor) if seen else None
-            inspection.look(name, tensor)
+            inspection.add(name, tensor)
             if flat is None:
                 flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=tensor.device)
             start, size = starts[name], tensor.numel() * tensor.element_size()

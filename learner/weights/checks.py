@@ -31,7 +31,7 @@ class WeightCheck:
         self._last_total = math.hypot(*last.values())
         self._square = 0.0
 
-    def look(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         """The next tensor, of any shape and dtype; integers pass. Raises BadWeights that names it."""
         if not tensor.is_floating_point() or not tensor.numel():
             return

@@ -133,7 +133,7 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightChec
     places: set[int] = set()
     for name, tensor in weights:
         tensor = tensor.detach().cpu().contiguous()
-        inspection.look(name, tensor)
+        inspection.add(name, tensor)
         # Two names for one tensor (tied embeddings) are refused by safetensors.
         tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor
         places.add(tensor.data_ptr())

@@ -122,11 +122,11 @@ class GroupSender:
     list, and for the other ranks; is unblocked by `close`, or by the group's timeout.
     """
 
-    def __init__(self, meeting: Rendezvous) -> None:
-        self.meeting = meeting
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
         self.joined: Future[None] = Future()
         self._orders: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"send {meeting.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"send {rendezvous.name}", daemon=True)
         self._thread.start()
 
     @property
@@ -146,19 +146,19 @@ class GroupSender:
 
     def join(self) -> None:
         """Wait for the thread's end, which one of its timeouts brings about: torch does not survive it at exit."""
-        self._thread.join(self.meeting.join_s + self.meeting.timeout_s)
+        self._thread.join(self.rendezvous.join_s + self.rendezvous.timeout_s)
 
     def _run(self) -> None:
-        meeting = self.meeting
+        rendezvous = self.rendezvous
         try:
             group = BroadcastGroup(
-                name=meeting.name,
-                address=meeting.address,
-                port=meeting.port,
-                world_size=meeting.world_size,
-                backend=meeting.backend,
-                join_s=meeting.join_s,
-                timeout_s=meeting.timeout_s,
+                name=rendezvous.name,
+                address=rendezvous.address,
+                port=rendezvous.port,
+                world_size=rendezvous.world_size,
+                backend=rendezvous.backend,
+                join_s=rendezvous.join_s,
+                timeout_s=rendezvous.timeout_s,
             )
         except (RuntimeError, ValueError, OSError) as error:
             self.joined.set_exception(error)
@@ -179,4 +179,4 @@ class GroupSender:
         try:
             group.close()
         except RuntimeError as error:
-            log.info("group %s is closed: %s", meeting.name, error)
+            log.info("group %s is closed: %s", rendezvous.name, error)

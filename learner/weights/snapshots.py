@@ -74,7 +74,7 @@ class SnapshotWriter:
         needy = [e.id for e in self._link.engines() if self._needs(e, update)]
         if needy:
             written = self._write(update)
-            if written is not None and self._announcement.improve(written):
+            if written is not None and self._announcement.add_path(written):
                 self.written += 1
                 log.info("%s was written for %s", update.version.label, ", ".join(needy))
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from pydantic import ValidationError
 
-from learner.config.model import CriticSettings, EngineSettings, LoraSettings, ModelSettings, OptimSettings
+from learner.config.model import CriticSettings, DeepSpeedSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
 from learner.model.loading import load_policy
 from learner.model.policy import ValueHead
@@ -99,7 +99,7 @@ def test_gradients_never_cross_into_the_text_beside_it(directory):
 def test_a_critic_learns_in_an_engine_of_its_own(directory, stage):
     engine = DeepSpeedEngine(
         load_critic(directory, CriticSettings(), ModelSettings()), optim=OptimSettings(lr=0.01),
-        engine=EngineSettings(zero_stage=stage), dtype="float32", total_updates=50, seed=0,
+        engine=DeepSpeedSettings(zero_stage=stage), dtype="float32", total_updates=50, seed=0,
     )  # fmt: skip
     targets = torch.linspace(-1, 1, sum(LENGTHS))
     losses = []
@@ -165,7 +165,7 @@ def test_the_policys_loss_does_not_move_the_value_head(directory):
 def test_the_value_head_has_a_learning_rate_of_its_own(directory):
     policy = load_policy(directory, ModelSettings(), critic=CriticSettings(backbone="policy", head_lr_scale=7.0))
     engine = DeepSpeedEngine(
-        policy, optim=OptimSettings(lr=0.001, beta1=0.0, beta2=0.0, eps=1e-12), engine=EngineSettings(),
+        policy, optim=OptimSettings(lr=0.001, beta1=0.0, beta2=0.0, eps=1e-12), engine=DeepSpeedSettings(),
         dtype="float32", total_updates=5, seed=0,
     )  # fmt: skip
     ids, positions, documents, index = packed()

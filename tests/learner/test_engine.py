@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.config.model import EngineSettings, OptimSettings
+from learner.config.model import DeepSpeedSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
 from learner.engine.optimizer import learning_rate
 
@@ -44,7 +44,7 @@ def start(
     return DeepSpeedEngine(
         module or Toy(),
         optim=OptimSettings(**(LINEAR | optim)),
-        engine=EngineSettings(zero_stage=stage, **(engine or {})),
+        engine=DeepSpeedSettings(zero_stage=stage, **(engine or {})),
         dtype=dtype,
         total_updates=10,
         seed=0,
@@ -199,7 +199,7 @@ def test_a_part_of_the_module_can_have_a_rate_of_its_own(stage):
 )
 def test_settings_that_cannot_be_are_refused(said, why):
     with pytest.raises(ValueError, match=why):
-        EngineSettings(**said)
+        DeepSpeedSettings(**said)
 
 
 def test_bfloat16_is_refused_at_stage_0():

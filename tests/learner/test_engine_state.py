@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.config.model import EngineSettings, OptimSettings
+from learner.config.model import DeepSpeedSettings, OptimSettings
 from learner.engine import DeepSpeedEngine, leave_ranks
 from learner.engine import partition as gather
 from learner.engine import state as state_files
@@ -61,7 +61,7 @@ def start(stage: int, dtype: str, **more: Any) -> DeepSpeedEngine:
     return DeepSpeedEngine(
         Net(),
         optim=OptimSettings(lr=0.02, weight_decay=0.1, clip_norm=0.5, schedule="cosine", warmup_fraction=0.2),
-        engine=EngineSettings(zero_stage=stage, **({"deepspeed": threshold} | more)),
+        engine=DeepSpeedSettings(zero_stage=stage, **({"deepspeed": threshold} | more)),
         dtype=dtype,
         total_updates=10,
         seed=5,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from deploy import cli
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.config.model import CriticSettings, EngineSettings, LoraSettings, ModelSettings, OptimSettings
+from learner.config.model import CriticSettings, DeepSpeedSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
 from learner.model.export import export_adapter, export_model, find_state
 from learner.model.loading import load_policy
@@ -46,7 +46,7 @@ def trained(model: Path, settings: ModelSettings, stage: int = 0, *, head: bool 
     critic = CriticSettings(backbone="policy") if head else None
     engine = DeepSpeedEngine(
         load_policy(model, settings, critic=critic), optim=OptimSettings(lr=0.02),
-        engine=EngineSettings(zero_stage=stage), dtype=settings.dtype, total_updates=9, seed=0,
+        engine=DeepSpeedSettings(zero_stage=stage), dtype=settings.dtype, total_updates=9, seed=0,
     )  # fmt: skip
     engine.start_ema()
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -124,7 +124,7 @@ def test_the_average(model, tmp_path):
 def test_no_average_is_a_persons_error(model, tmp_path):
     settings = ModelSettings()
     engine = DeepSpeedEngine(
-        load_policy(model, settings), optim=OptimSettings(), engine=EngineSettings(), dtype="float32",
+        load_policy(model, settings), optim=OptimSettings(), engine=DeepSpeedSettings(), dtype="float32",
         total_updates=1, seed=0,
     )  # fmt: skip
     engine.save_state(tmp_path / "state")

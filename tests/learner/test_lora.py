@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from learner.config.model import EngineSettings, LoraSettings, ModelSettings, OptimSettings
+from learner.config.model import DeepSpeedSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine
 from learner.model.loading import load_policy
 from learner.model.lora import adapter_only, adapters_off, merged, scale_of
@@ -38,7 +38,7 @@ def policy(directory: Path, lora: LoraSettings = LORA, **settings) -> PolicyMode
 
 def train(directory: Path, stage: int, updates: int = 3, lora: LoraSettings = LORA, **settings) -> DeepSpeedEngine:
     engine = DeepSpeedEngine(
-        policy(directory, lora, **settings), optim=OptimSettings(lr=0.02), engine=EngineSettings(zero_stage=stage),
+        policy(directory, lora, **settings), optim=OptimSettings(lr=0.02), engine=DeepSpeedSettings(zero_stage=stage),
         dtype=settings.get("dtype", "float32"), total_updates=9, seed=0,
     )  # fmt: skip
     for _ in range(updates):

@@ -32,7 +32,7 @@ def past(steps: int, lag: int = 0) -> list[ReplayedGroup]:
 
 
 def drawn(mix: ReplayBuffer, now_step: int) -> list[tuple[int, int]]:
-    return [(t.step, t.group.seq) for t in mix.draw(now_step, [])]
+    return [(t.step, t.group.seq) for t in mix.sample(now_step, [])]
 
 
 def test_only_groups_within_the_lag_bound_are_drawn() -> None:

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import torch
 
-from learner.config.model import EngineSettings, OptimSettings
+from learner.config.model import DeepSpeedSettings, OptimSettings
 from learner.data.batch import MicroBatch, RankBatch
 from learner.engine import DeepSpeedEngine, join_ranks, leave_ranks
 from learner.trainer.distributed.channel import RankChannel, RankLost, decode, encode
-from learner.trainer.distributed.leader import RankedEngine, follow_lead, lead
+from learner.trainer.distributed.leader import LeaderEngine, lead, run_follower
 from protocol.errors import UserError
 from tests.support.waiting import wait_until
 
@@ -113,7 +113,7 @@ class ToyTrainer:
         self.engine = DeepSpeedEngine(
             torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)),
             optim=OptimSettings(lr=0.05),
-            engine=EngineSettings(
+            engine=DeepSpeedSettings(
                 zero_stage=3, deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}}
             ),
             dtype="float32",
@@ -152,7 +152,7 @@ class ToyTrainer:
         leave_ranks()
 
 
-def drive(engine: RankedEngine | ToyTrainer, folder: Path) -> dict[str, object]:
+def drive(engine: LeaderEngine | ToyTrainer, folder: Path) -> dict[str, object]:
     """A run in small, with failures in between; the same on one rank and on several."""
     found: dict[str, object] = {"losses": [engine.train(n).loss for n in (1, 2)]}
     for _ in engine.iter_weights():
@@ -179,11 +179,11 @@ def drive(engine: RankedEngine | ToyTrainer, folder: Path) -> dict[str, object]:
 def role_toy(folder: Path) -> None:
     trainer = ToyTrainer()
     if trainer.rank:
-        follow_lead(trainer)
+        run_follower(trainer)
         (folder / "followed").touch()
         return
     engine = lead(trainer)
-    assert isinstance(engine, RankedEngine)
+    assert isinstance(engine, LeaderEngine)
     found = drive(engine, folder)
     engine.close()
     (folder / "found.json").write_text(json.dumps(found))
@@ -226,25 +226,25 @@ def role_mortal(folder: Path) -> None:
     (folder / f"up{ranks.rank}").touch()
     try:
         if ranks.rank == 0:
-            ranks.tell("work", [b"", b"for one", b"for two"][: ranks.size])
-            assert ranks.agree(True) == [f"rank {ranks.size - 1}: cannot"]
+            ranks.send("work", [b"", b"for one", b"for two"][: ranks.size])
+            assert ranks.gather_errors(True) == [f"rank {ranks.size - 1}: cannot"]
             while not (folder / "now").exists():
                 time.sleep(0.02)
             if die == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             while True:
-                ranks.tell("more")
-                ranks.agree(True)
+                ranks.send("more")
+                ranks.gather_errors(True)
         while True:
-            command, payload = ranks.listen()
+            command, payload = ranks.receive()
             if command == "work":
                 assert payload == {1: b"for one", 2: b"for two"}[ranks.rank]
-                ranks.agree(ranks.rank < ranks.size - 1, "cannot")
+                ranks.gather_errors(ranks.rank < ranks.size - 1, "cannot")
                 (folder / f"worked{ranks.rank}").touch()
             elif die == ranks.rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
-                ranks.agree(True)
+                ranks.gather_errors(True)
     except RankLost as error:
         (folder / f"lost{ranks.rank}").write_text(str(error))
 

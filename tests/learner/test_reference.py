@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from learner.config.model import EngineSettings, LoraSettings, ModelSettings, OptimSettings, ReferenceSettings
+from learner.config.model import DeepSpeedSettings, LoraSettings, ModelSettings, OptimSettings, ReferenceSettings
 from learner.engine import DeepSpeedEngine
 from learner.model.loading import load_policy
 from learner.trainer.reference import Reference, build_reference
@@ -38,7 +38,7 @@ class Run:
         self.model = ModelSettings(dtype=dtype, lora=LoraSettings(rank=rank))
         self.directory = directory
         self.engine = DeepSpeedEngine(
-            load_policy(directory, self.model), optim=OptimSettings(lr=lr), engine=EngineSettings(zero_stage=stage),
+            load_policy(directory, self.model), optim=OptimSettings(lr=lr), engine=DeepSpeedSettings(zero_stage=stage),
             dtype=dtype, total_updates=99, seed=0,
         )  # fmt: skip
         self.reference: Reference = build_reference(
@@ -225,9 +225,9 @@ def test_a_reference_that_rests_in_main_memory_scores_the_same(directory, kind):
     run, resting = (Run(directory, kind=kind, every=1, offload=offload) for offload in (False, True))
     for each in (run, resting):
         each.train(2)
-        each.reference.wake()
+        each.reference.onload()
     assert seen(run).equal(seen(resting))
-    resting.reference.sleep()
+    resting.reference.offload()
     assert {p.device.type for p in resting.reference._module.parameters()} == {"cpu"}
 
 

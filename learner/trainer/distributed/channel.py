@@ -42,13 +42,13 @@ def others_alive(doing: str) -> Iterator[None]:
 
 
 class RankChannel:
-    """The line, on every rank; making one is collective, and so is every pair of methods (`tell` and `listen`)."""
+    """The line, on every rank; making one is collective, and so is every pair of methods (`send` and `receive`)."""
 
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._group = distributed.new_group(backend="gloo", timeout=PATIENCE)
 
-    def tell(self, command: str, payloads: Sequence[bytes] = ()) -> None:
+    def send(self, command: str, payloads: Sequence[bytes] = ()) -> None:
         """On rank 0: `command` to all others, with payload r for rank r (number 0 stays here), or with none.
 
         Raises RankLost.
@@ -67,7 +67,7 @@ class RankChannel:
                 assert work is not None
                 work.wait()
 
-    def listen(self) -> tuple[str, bytes]:
+    def receive(self) -> tuple[str, bytes]:
         """On the others: the next (command, payload); waits as long as it takes. Raises RankLost."""
         with others_alive("waiting for rank 0"):
             head = torch.zeros(2, dtype=torch.int64)
@@ -78,7 +78,7 @@ class RankChannel:
         raw = body.numpy().tobytes()
         return raw[:word].decode(), raw[word:]
 
-    def agree(self, ok: bool, text: str = "") -> list[str]:
+    def gather_errors(self, ok: bool, text: str = "") -> list[str]:
         """What went wrong, "rank n: its text" for each rank that was not ok; the same list on all. Raises RankLost."""
         mine = b"" if ok else (text or "failed").encode()
         with others_alive("comparing notes"):

@@ -1,6 +1,6 @@
 """A trainer on several ranks that looks like one: rank 0 has the loop, the others do what it tells them.
 
-rank 0   RankedEngine: shares of a batch out, the same call here and there, then whether all succeeded
+rank 0   RankedEngine: rank_batches of a batch out, the same call here and there, then whether all succeeded
 others   follow: one command after the other
 
 Only rank 0 knows of Redis, batches and the run's books. Checkpoint folders must be visible to every rank.
@@ -38,12 +38,12 @@ class SharedTrainer(TrainEngine, Protocol):
         """What each rank is to `train_rank_batch`."""
         ...
 
-    def train_rank_batch(self, share: RankBatch) -> StepReport:
-        """One training step, of which this rank has `share`."""
+    def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
+        """One training step, of which this rank has `rank_batch`."""
         ...
 
 
-class RankedEngine:
+class LeaderEngine:
     """`learner.interfaces.TrainEngine` on rank 0. All calls come from one thread.
 
     A call that fails on any rank for want of a disk or for a damaged file fails here, on all ranks in step, and the
@@ -68,10 +68,10 @@ class RankedEngine:
 
     def train(self, batch: Batch) -> StepReport:
         """One optimiser step, each rank with its share."""
-        shares = self._trainer.rank_batches(batch)
-        self._begin(LEARN, [encode(share) for share in shares])
+        rank_batches = self._trainer.rank_batches(batch)
+        self._begin(LEARN, [encode(rank_batch) for rank_batch in rank_batches])
         with others_alive("the step"):
-            report = self._trainer.train_rank_batch(shares[0])
+            report = self._trainer.train_rank_batch(rank_batches[0])
         self._in_step = True
         return report
 
@@ -109,7 +109,7 @@ class RankedEngine:
 
     def _begin(self, command: str, payloads: Sequence[bytes] = ()) -> None:
         self._drain()
-        self._ranks.tell(command, payloads)
+        self._ranks.send(command, payloads)
         self._in_step = False
 
     def _drain(self) -> None:
@@ -140,18 +140,18 @@ def _attempt(ranks: RankChannel, call: Callable[[Path], None], directory: Path) 
         with others_alive(f"the state in {directory}"):
             call(directory)
     except UserError as error:
-        return ranks.agree(False, f"{error.what}: {error.why}")
+        return ranks.gather_errors(False, f"{error.what}: {error.why}")
     except OSError as error:
-        return ranks.agree(False, str(error))
-    return ranks.agree(True)
+        return ranks.gather_errors(False, str(error))
+    return ranks.gather_errors(True)
 
 
 def lead(trainer: SharedTrainer) -> TrainEngine:
-    """What the loop on rank 0 is given: the trainer itself where it is alone. Collective with `follow_lead`."""
-    return RankedEngine(trainer, RankChannel()) if trainer.world_size > 1 else trainer
+    """What the loop on rank 0 is given: the trainer itself where it is alone. Collective with `run_follower`."""
+    return LeaderEngine(trainer, RankChannel()) if trainer.world_size > 1 else trainer
 
 
-def follow_lead(trainer: SharedTrainer) -> None:
+def run_follower(trainer: SharedTrainer) -> None:
     """What every other rank does instead of a loop of its own. Raises RankLost when rank 0 ends without a word."""
     follow(trainer, RankChannel())
 
@@ -165,7 +165,7 @@ def follow(trainer: SharedTrainer, ranks: RankChannel) -> None:
     unblocked by  the command `close`, or the end of rank 0 (RankLost)
     """
     while True:
-        command, payload = ranks.listen()
+        command, payload = ranks.receive()
         if command == CLOSE:
             trainer.close()
             return

@@ -21,14 +21,14 @@ def ranks() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def serve_rank(run: RunSettings, settings: LearnerSettings) -> int:
+def run_worker(run: RunSettings, settings: LearnerSettings) -> int:
     """Computes what rank 0 tells it to; 0 at the end. Raises RankLost, and UserError when there is no such model."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    from learner.trainer.distributed.leader import follow_lead
+    from learner.trainer.distributed.leader import run_follower
     from learner.trainer.trainer import Trainer
 
     trainer = Trainer(run, settings, adapters=settings.publish.type == "adapter")
     log.info("ready as rank %d of %d", trainer.rank, trainer.world_size)
-    follow_lead(trainer)
+    run_follower(trainer)
     return 0
