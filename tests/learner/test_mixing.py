@@ -40,7 +40,7 @@ def test_only_groups_within_the_lag_bound_are_drawn() -> None:
     assert drawn(everything, 9) == [(s, 10 * s + n) for s in (7, 8, 9) for n in (1, 2)]
     assert drawn(ReplayBuffer(100, 3, 0, past(9, lag=2)), 9) == [(9, 91), (9, 92)]
     assert drawn(ReplayBuffer(100, 0, 0, past(9)), 9) == []
-    assert [t.group.seq for t in everything.draw(9, [make_group(91)])] == [71, 72, 81, 82, 92]
+    assert [t.group.seq for t in everything.sample(9, [make_group(91)])] == [71, 72, 81, 82, 92]
 
 
 def test_the_draw_follows_from_seed_step_and_what_was_trained() -> None:
