@@ -84,11 +84,11 @@ def test_a_long_step_is_booked_as_it_passes_and_never_above_100_percent(clock: C
     meter = Meter()
     clock.now += 1.0
     looks = [meter.snapshot("learner")]
-    with meter.waiting("compute"):
+    with meter.blocked_on("compute"):
         for _ in range(3):
             clock.now += 1.0
             looks.append(meter.snapshot("learner"))
-        with meter.waiting("compute"):  # a second thread
+        with meter.blocked_on("compute"):  # a second thread
             clock.now += 0.5
     clock.now += 0.5
     looks.append(meter.snapshot("learner"))
