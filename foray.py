@@ -23,19 +23,19 @@ from protocol.settings import RunSettings as RunSettings
 from protocol.settings import Settings as Settings
 from retriever.config import RetrieverSettings as RetrieverSettings
 from rollout_server.config import RolloutSettings as RolloutSettings
-from rollout_server.environment.environment import Episode as Episode
-from rollout_server.environment.environment import build_episode as build_episode
+from rollout_server.environment.environment import Environment as Environment
+from rollout_server.environment.environment import build_environment as build_environment
 from rollout_server.node.config import NodeSettings as NodeSettings
-from rollout_server.rewards.base import Outcome as Outcome
+from rollout_server.rewards.base import RewardInput as RewardInput
 from rollout_server.rewards.base import Reward as Reward
 from rollout_server.rewards.base import RewardError as RewardError
 from rollout_server.rewards.base import TurnReward as TurnReward
 from rollout_server.rewards.base import TurnText as TurnText
-from rollout_server.rewards.base import WeightedReward as WeightedReward
+from rollout_server.rewards.base import RewardSettingsBase as RewardSettingsBase
 from rollout_server.search.base import Search as Search
 from rollout_server.search.base import SearchResult as SearchResult
 from rollout_server.tools.base import Tool as Tool
-from rollout_server.tools.base import ToolBase as ToolBase
+from rollout_server.tools.base import ToolSettingsBase as ToolSettingsBase
 from rollout_server.tools.base import ToolResult as ToolResult
 
 if TYPE_CHECKING:

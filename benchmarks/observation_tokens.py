@@ -20,9 +20,9 @@ from pathlib import Path
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from rollout_server.environment.actions import neutralise
-from rollout_server.environment.config import EpisodeSettings
-from rollout_server.environment.environment import Episode, build_episode
+from rollout_server.environment.actions import escape_tags
+from rollout_server.environment.config import EnvironmentSettings
+from rollout_server.environment.environment import Environment, build_environment
 
 
 def search_r1(contents: Sequence[str]) -> str:
@@ -48,25 +48,27 @@ _DAY = date(2026, 1, 31)
 """For chat templates that say the day; observations do not depend on it."""
 
 
-def compare(episode: Episode, contents: Sequence[str], limit: int, original: Callable[[Sequence[str]], str]) -> str:
+def compare(
+    environment: Environment, contents: Sequence[str], limit: int, original: Callable[[Sequence[str]], str]
+) -> str:
     """How one observation's ids compare with the original's: equal, cut, escaped or different.
 
     cut      the original is longer than `limit`, and ours equals it up to our closing tag
     escaped  a passage holds a protocol tag or a control token of the model: ours equals the original's text over the
              neutralised passages, in which nothing is a control token, whole or cut
     """
-    ours = episode.observation([Passage(contents=document) for document in contents], limit)
-    theirs = episode.tokens.own(original(contents))
-    if fits := _alike(ours, theirs, limit, episode):
+    ours = environment.observation([Passage(contents=document) for document in contents], limit)
+    theirs = environment.tokenizer.encode_trusted(original(contents))
+    if fits := _alike(ours, theirs, limit, environment):
         return fits
-    harmless = episode.tokens.foreign(original([neutralise(document) for document in contents]))
-    return "escaped" if _alike(ours, harmless, limit, episode) else "different"
+    harmless = environment.tokenizer.encode_untrusted(original([escape_tags(document) for document in contents]))
+    return "escaped" if _alike(ours, harmless, limit, environment) else "different"
 
 
-def _alike(ours: Sequence[int], theirs: Sequence[int], limit: int, episode: Episode) -> str:
+def _alike(ours: Sequence[int], theirs: Sequence[int], limit: int, environment: Environment) -> str:
     if ours == theirs:
         return "equal"
-    cut = [*theirs[: limit - len(episode.after)], *episode.after]
+    cut = [*theirs[: limit - len(environment.after)], *environment.after]
     return "cut" if len(theirs) > limit and ours == cut else ""
 
 
@@ -82,17 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     corpus = [str(json.loads(line)["contents"]) for line in lines if line.strip()]
     different = 0
     for name, (template, topk, limit, original) in ORIGINALS.items():
-        given = EpisodeSettings(template=template, max_obs_tokens=limit, max_context=8704)
+        given = EnvironmentSettings(template=template, max_obs_tokens=limit, max_context=8704)
         try:
-            episode = build_episode(given, args.model, day=_DAY)
+            environment = build_environment(given, args.model, day=_DAY)
         except UserError as error:
             print(error.render(), file=sys.stderr)
             return 2
         draw = random.Random(args.seed)
-        found = Counter(compare(episode, draw.sample(corpus, topk), limit, original) for _ in range(args.count))
+        found = Counter(compare(environment, draw.sample(corpus, topk), limit, original) for _ in range(args.count))
         different += found["different"]
         print(json.dumps({"original": name, "observations": args.count, **dict(sorted(found.items()))}))
-    changed = sum(neutralise(document) != document for document in corpus)
+    changed = sum(escape_tags(document) != document for document in corpus)
     print(json.dumps({"passages": len(corpus), "changed": changed}))
     return 1 if different else 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from protocol.settings import Settings
-from rollout_server.environment.config import EpisodeSettings
+from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.search import DEFAULT_SEARCH, SearchSettings
 
 
@@ -55,7 +55,7 @@ class RolloutSettings(Settings):
     No limit where engines of role `eval` serve."""
     fleet_poll_s: float = Field(default=0.5, gt=0)
     """How often the engine table and the target version are read."""
-    episode: EpisodeSettings = EpisodeSettings()
+    episode: EnvironmentSettings = EnvironmentSettings()
     """The multi-turn episode: template, budgets, rewards."""
     search: SearchSettings = DEFAULT_SEARCH
     """Where searches go."""

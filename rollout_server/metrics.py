@@ -98,7 +98,7 @@ class Stats:
                 self.observe(f"reward/{part}", value)
 
 
-class Rate:
+class RateGauge:
     """Growth of a counter a second, over the last RATE_WINDOW_S. `tick` is called once a period."""
 
     def __init__(self, read: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,7 +116,7 @@ class Rate:
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
 
 
-async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[Rate, ...] = ()) -> None:
+async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[RateGauge, ...] = ()) -> None:
     """Consumes `stats`; produces a snapshot in Redis each second; waits for nothing else; ended by cancellation.
 
     Also measures how late the event loop is: a blocked loop renews no lease.
@@ -152,7 +152,7 @@ async def _write(redis: RedisClient, stats: Stats) -> None:
     )
 
 
-async def withdraw_metrics(redis: RedisClient, stats: Stats) -> None:
+async def deregister_metrics(redis: RedisClient, stats: Stats) -> None:
     """Take this process off the lists at an orderly stop; raises RedisUnavailable."""
     await redis.batch(
         ("DEL", redis.keys.metrics(stats.process, stats.id)),

@@ -51,25 +51,25 @@ from protocol.runtime.redis.aio import BLOCK_MS, Backoff, RedisClient, retry_unt
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.server import eviction_refusal, unknown_policy
 from protocol.settings import RunSettings
-from rollout_server.api.app import Served, build_app
+from rollout_server.api.app import AppState, build_app
 from rollout_server.api.episodes import Episodes
-from rollout_server.api.evaluation_pin import Pin
+from rollout_server.api.evaluation_pin import EvaluationPin
 from rollout_server.config import RolloutSettings
-from rollout_server.dispatch.fleet import Agreement, Fleet
-from rollout_server.dispatch.leases import Tasks
-from rollout_server.dispatch.publisher import Sink
-from rollout_server.dispatch.runner import Work
+from rollout_server.dispatch.fleet import Fleet, RunCompatibility
+from rollout_server.dispatch.leases import LeasePool
+from rollout_server.dispatch.publisher import GroupPublisher
+from rollout_server.dispatch.runner import TaskRunner
 from rollout_server.engine.client import SglangClient, pooled_connector
 from rollout_server.engine.continuation import StopChecker
 from rollout_server.engine.request_log import with_request_log
 from rollout_server.engine.router import Router, TurnLimits
-from rollout_server.environment.environment import Episode, build_episode
-from rollout_server.metrics import Rate, Stats, publish_metrics, withdraw_metrics
+from rollout_server.environment.environment import Environment, build_environment
+from rollout_server.metrics import RateGauge, Stats, deregister_metrics, publish_metrics
 from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop
 from rollout_server.search import build_search
 from rollout_server.search.client import InstrumentedSearch
-from rollout_server.tools.metrics import with_measured_tools
+from rollout_server.tools.metrics import with_instrumented_tools
 
 # Which policy an answer is of: a version is a number within one run, and a model that nobody trains is always 0.0.
 
@@ -115,8 +115,8 @@ async def serve(
     """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can mend."""
     stop = stop or ShutdownSignal()
     stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
-    built = build_episode(settings.episode, run.model, urls=getattr(settings.search, "urls", ()), day=run.date)
-    episode = with_measured_tools(built, stats)
+    built = build_environment(settings.episode, run.model, urls=getattr(settings.search, "urls", ()), day=run.date)
+    environment = with_instrumented_tools(built, stats)
     for name in COUNTERS:
         stats.counts[name] = 0
     redis = RedisClient(run.redis_url, Keys(run.id))
@@ -124,11 +124,13 @@ async def serve(
     try:
         async with aiohttp.ClientSession(connector=pooled_connector()) as session:
             with shutdown_on_signals(stop), unwrap_user_error():
-                server = RolloutServer(run, settings, episode, stats, redis, InstrumentedSearch(search, stats), session)
+                server = RolloutServer(
+                    run, settings, environment, stats, redis, InstrumentedSearch(search, stats), session
+                )
                 await server.run(stop, port_file)
     finally:
         await search.close()
-        await episode.close()
+        await environment.close()
         await redis.aclose()
 
 
@@ -139,16 +141,16 @@ class RolloutServer:
         self,
         run: RunSettings,
         settings: RolloutSettings,
-        episode: Episode,
+        environment: Environment,
         stats: Stats,
         redis: RedisClient,
         search: InstrumentedSearch,
         session: aiohttp.ClientSession,
     ) -> None:
-        self._run, self._settings, self._episode, self._stats = run, settings, episode, stats
+        self._run, self._settings, self._environment, self._stats = run, settings, environment, stats
         self._redis, self._search = redis, search
-        self._agreement = Agreement(run, max_lag=run.max_lag)
-        self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, agreement=self._agreement)
+        self._compatibility = RunCompatibility(run, max_lag=run.max_lag)
+        self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
         connect: Callable[[EngineInfo], SglangClient] = partial(
             _connect, session, read_access(os.environ), settings.stream_interval
         )
@@ -165,26 +167,28 @@ class RolloutServer:
                 attempts=settings.generate_attempts,
                 wait_s=settings.engine_wait_s,
             ),
-            stop_checker=StopChecker(episode.tokens.decode, episode.tokens.eos_ids),
+            stop_checker=StopChecker(environment.tokenizer.decode, environment.tokenizer.eos_ids),
             adaptive=settings.adaptive,
             vocab_size=_vocab_size(run.model),
-            tokenizer=episode.tokens.fingerprint,
+            tokenizer=environment.tokenizer.fingerprint,
             counts=stats.counts,
         )
-        self._sink = Sink(redis, stats, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20)
-        self._tasks = Tasks(
+        self._publisher = GroupPublisher(
+            redis, stats, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20
+        )
+        self._leases = LeasePool(
             redis,
-            self._sink,
+            self._publisher,
             stats,
             consumer=f"{stats.id}-{secrets.token_hex(4)}",
             concurrency=settings.concurrency_groups,
             idle_ms=settings.task_idle_ms,
             backpressure=self._backpressure,
         )
-        self._work = Work(
-            self._tasks,
+        self._work = TaskRunner(
+            self._leases,
             self._roll,
-            self._sink,
+            self._publisher,
             self._fleet,
             stats,
             max_lag=run.max_lag,
@@ -194,7 +198,7 @@ class RolloutServer:
 
     def _gauges(self) -> dict[str, Callable[[], float]]:
         return {
-            "groups_in_flight": lambda: len(self._tasks.in_flight),
+            "groups_in_flight": lambda: len(self._leases.in_flight),
             "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
             "turns_waiting": lambda: self._router.waiting,
             "requests_in_flight": lambda: self._router.inflight.in_flight,
@@ -205,36 +209,37 @@ class RolloutServer:
     async def run(self, stop: ShutdownSignal, port_file: Path | None) -> None:
         """Start everything, wait for `stop`, end everything in order."""
         rates = {
-            f"{what}_per_s": Rate(partial(self._stats.counts.__getitem__, counter)) for what, counter in RATES.items()
+            f"{what}_per_s": RateGauge(partial(self._stats.counts.__getitem__, counter))
+            for what, counter in RATES.items()
         }
         self._stats.gauges |= rates
         async with self._listening(stop, port_file), asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(self._fleet.follow(), name="fleet"),
-                tasks.create_task(self._tasks.beat_loop(), name="beat"),
+                tasks.create_task(self._leases.renew_loop(), name="beat"),
                 tasks.create_task(publish_metrics(self._redis, self._stats, tuple(rates.values())), name="metrics"),
                 tasks.create_task(self._gate(), name="gate"),
             ]
-            leasing = tasks.create_task(self._tasks.lease_loop(tasks, self._work), name="lease")
+            leasing = tasks.create_task(self._leases.lease_loop(tasks, self._work), name="lease")
             await stop.requested.wait()
-            self._tasks.stop()
+            self._leases.stop()
             # what its last read brings is still started, and so finished or handed back
             await asyncio.wait({leasing}, timeout=2 * BLOCK_MS / 1000)
             leasing.cancel()
-            await self._tasks.drain(self._settings.drain_s, stop.forced, hopeful=self._hopeful)
+            await self._leases.drain(self._settings.drain_s, stop.forced, can_progress=self._can_progress)
             for loop in loops:
                 loop.cancel()
             await self._leave()
 
     def _backpressure(self) -> str:
         """Why no group should be begun now: the name of what it would wait for, "" when it would not."""
-        if self._sink.spool_full or not self._fleet.looked:  # the first look says whose run this is
+        if self._publisher.spool_full or not self._fleet.looked:  # the first look says whose run this is
             return "redis"
         if self._search.backpressure:
             return "retriever"
         return "backlog" if self._router.backpressure() else ""
 
-    def _hopeful(self) -> bool:
+    def _can_progress(self) -> bool:
         """Whether a group in flight can come to its end."""
         return bool(self._router.candidates(pinned=False)) and not self._search.outage
 
@@ -245,13 +250,13 @@ class RolloutServer:
         is told here too, once each.
         """
         await self._refuse_eviction()
-        await self._sink.tell("joined", f"rollout server {self._stats.id} takes tasks")
+        await self._publisher.emit_event("joined", f"rollout server {self._stats.id} takes tasks")
         told: set[str] = {""}
         while True:
             if (refusal := self._redis.refusal) not in told and len(told) < MOST_REFUSALS:
                 told.add(refusal)
-                await self._sink.tell("redis-refused", refusal)
-            self._tasks.accept(not self._fleet.table.done)
+                await self._publisher.emit_event("redis-refused", refusal)
+            self._leases.accept(not self._fleet.table.done)
             await self._fleet.changed(timeout_s=1.0)
 
     async def _refuse_eviction(self) -> None:
@@ -269,7 +274,7 @@ class RolloutServer:
         self, task: Task, should_stop: ShouldStop, on_progress: OnProgress
     ) -> TrajectoryGroup | GroupRejected:
         return await run_group(
-            self._episode,
+            self._environment,
             task,
             self._router,
             self._search,
@@ -282,26 +287,26 @@ class RolloutServer:
     @asynccontextmanager
     async def _listening(self, stop: ShutdownSignal, port_file: Path | None) -> AsyncIterator[None]:
         """The HTTP side for the time of the block. Raises UserError when nobody may listen there."""
-        pin = Pin(
+        pin = EvaluationPin(
             self._redis,
             self._fleet,
             self._stats,
             max_s=self._settings.pin_max_s,
             wait_s=self._settings.engine_wait_s,
-            tokenizer=self._episode.tokens.fingerprint,
+            tokenizer=self._environment.tokenizer.fingerprint,
         )
         model = await asyncio.to_thread(model_digest, self._run.model)
         episodes = Episodes(
-            self._episode,
+            self._environment,
             self._router,
             self._search,
             self._fleet,
             pin,
             self._stats,
-            policy=lambda: {"run": self._run.id, "lineage_id": self._agreement.lineage_id, "model": model},
+            policy=lambda: {"run": self._run.id, "lineage_id": self._compatibility.lineage_id, "model": model},
             wait_s=self._settings.engine_wait_s,
         )
-        served = Served(self._run.id, self._fleet, self._router, self._stats, episodes, stop.requested.is_set)
+        served = AppState(self._run.id, self._fleet, self._router, self._stats, episodes, stop.requested.is_set)
         access = read_access(os.environ)
         async with listening(
             build_app(served, access),
@@ -317,9 +322,11 @@ class RolloutServer:
     async def _leave(self) -> None:
         try:
             async with asyncio.timeout(3.0):
-                await self._sink.tell("left", f"stopped; {self._stats.counts['handed_back']} tasks handed back")
-                await self._tasks.leave()
-                await withdraw_metrics(self._redis, self._stats)
+                await self._publisher.emit_event(
+                    "left", f"stopped; {self._stats.counts['handed_back']} tasks handed back"
+                )
+                await self._leases.deregister()
+                await deregister_metrics(self._redis, self._stats)
         except (RedisUnavailable, StateLost, TimeoutError) as error:
             log.info("left without taking leave of Redis: %s", error)
 

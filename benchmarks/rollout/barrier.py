@@ -25,9 +25,9 @@ from protocol.messages import Sampling
 from protocol.search import SearchRequest, SearchResponse
 from rollout_server.engine.base import GenerateRequest
 from rollout_server.engine.client import SglangClient
-from rollout_server.environment.actions import Answer, Search, parse
-from rollout_server.environment.config import EpisodeSettings
-from rollout_server.environment.environment import Episode, build_episode
+from rollout_server.environment.actions import AnswerAction, SearchAction, parse
+from rollout_server.environment.config import EnvironmentSettings
+from rollout_server.environment.environment import Environment, build_environment
 from rollout_server.rollout.transcript import Transcript
 
 TIMEOUT_S = 600.0
@@ -35,26 +35,30 @@ TIMEOUT_S = 600.0
 
 async def play(script: Script, seed: int, number: int, search_url: str, engines: Sequence[SglangClient]) -> int:
     """All trajectories of one seed, to their answers; returns how many turns were generated."""
-    episode = build_episode(EpisodeSettings(template="demo"), script.directory)
+    environment = build_environment(EnvironmentSettings(template="demo"), script.directory)
     groups = range(script.draws.trajectories // script.group_size)
-    prompts = [episode.prompt(script.question(number, seed, group)) for group in groups]
-    batch = [Transcript(prompt, episode.settings.max_context) for prompt in prompts for _ in range(script.group_size)]
+    prompts = [environment.prompt(script.question(number, seed, group)) for group in groups]
+    batch = [
+        Transcript(prompt, environment.settings.max_context) for prompt in prompts for _ in range(script.group_size)
+    ]
     for turn in range(script.draws.turns):
-        texts = await _generate(episode, batch, engines)
+        texts = await _generate(environment, batch, engines)
         actions = [parse(text) for text in texts]
         if turn == script.draws.turns - 1:
-            if not all(isinstance(action, Answer) for action in actions):
+            if not all(isinstance(action, AnswerAction) for action in actions):
                 raise RuntimeError("a trajectory did not end in an answer")
             break
-        queries = [action.query for action in actions if isinstance(action, Search)]
+        queries = [action.query for action in actions if isinstance(action, SearchAction)]
         found = _search(search_url, queries)
         for transcript, hits in zip(batch, found.result, strict=True):
             passages = [hit.document for hit in hits]
-            transcript.observe(episode.observation(passages, episode.settings.max_obs_tokens))
+            transcript.observe(environment.observation(passages, environment.settings.max_obs_tokens))
     return len(batch) * script.draws.turns
 
 
-async def _generate(episode: Episode, batch: Sequence[Transcript], engines: Sequence[SglangClient]) -> list[str]:
+async def _generate(
+    environment: Environment, batch: Sequence[Transcript], engines: Sequence[SglangClient]
+) -> list[str]:
     """One turn of each, all at once; their texts when the last has come."""
 
     async def one(index: int, transcript: Transcript) -> str:
@@ -62,14 +66,14 @@ async def _generate(episode: Episode, batch: Sequence[Transcript], engines: Sequ
             ids=transcript.ids,
             session=f"{index:032x}",
             group="",
-            max_new_tokens=episode.settings.max_new_tokens,
+            max_new_tokens=environment.settings.max_new_tokens,
             sampling=Sampling(),
-            stop=episode.template.stops,
+            stop=environment.template.stops,
         )
         client = engines[index % len(engines)]
         completion = await client.generate(request, version=FIRST_VERSION, timeout_s=TIMEOUT_S)
         transcript.write(completion)
-        return episode.tokens.decode_turn(completion.ids)
+        return environment.tokenizer.decode_turn(completion.ids)
 
     return await asyncio.gather(*(one(i, transcript) for i, transcript in enumerate(batch)))
 

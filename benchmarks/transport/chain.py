@@ -97,14 +97,14 @@ def chain(settings: TransportBench, directory: Path, say: Say) -> tuple[dict[str
 async def _chain(settings: TransportBench, made: TransportRing, say: Say) -> tuple[dict[str, Any], dict[str, Any]]:
     from protocol.header import seal
     from protocol.runtime.redis.aio import RedisClient
-    from rollout_server.dispatch.publisher import Sink
+    from rollout_server.dispatch.publisher import GroupPublisher
     from rollout_server.metrics import Stats
 
     keys = Keys(RUN)
     message = a_group(settings.group_size, settings.tokens)
     header, body = seal(message)
     client = RedisClient(made.url, keys)
-    sink = Sink(client, Stats("rollout", "bench"))
+    sink = GroupPublisher(client, Stats("rollout", "bench"))
     raw_client = connect(made.url)
     raw_client.xgroup_create("raw", "g", "0", mkstream=True)
     spent: dict[str, float] = {}

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.transport.chain import RUN, a_group
 from protocol.keys import TASK_GROUP, Keys
 from protocol.runtime.redis.aio import RedisClient
-from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.metrics import Stats
 
 TICK_S, BIN_S, BINS = 0.01, 0.0001, 100_000
@@ -28,7 +28,7 @@ async def client(url: str, number: int, message: Any, stats: Stats) -> None:
     """Consumes tasks; produces groups; waits for credit, and for a Redis that has room; ended by cancellation."""
     keys = Keys(RUN)
     redis = RedisClient(url, keys)
-    sink = Sink(redis, stats)
+    sink = GroupPublisher(redis, stats)
     try:
         while True:
             for entry, fields in await redis.read(keys.tasks, TASK_GROUP, f"c{number}", 1):

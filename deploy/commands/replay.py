@@ -15,7 +15,7 @@ from protocol.runtime.config import section
 from protocol.settings import RunSettings
 
 if TYPE_CHECKING:
-    from rollout_server.environment.tokenizer import Tokens
+    from rollout_server.environment.tokenizer import TrajectoryTokenizer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,14 +65,14 @@ def _settings(directory: Path) -> RunSettings | None:
     return section(read_configuration(path, directory), "run", RunSettings) if path is not None else None
 
 
-def _tokens(directory: Path, model: Path | None, run: RunSettings | None) -> Tokens:
+def _tokens(directory: Path, model: Path | None, run: RunSettings | None) -> TrajectoryTokenizer:
     """The tokenizer of `model`, else of the run's newest published weights, else of its initial model."""
-    from rollout_server.environment.tokenizer import load_tokens
+    from rollout_server.environment.tokenizer import load_tokenizer
 
     candidates = [model] if model is not None else sorted((directory / "weights").glob("v*/"), reverse=True)
     if model is None and run is not None:
         candidates.append(run.model)
     for candidate in candidates:
         if (candidate / "tokenizer.json").is_file():
-            return load_tokens(candidate)
+            return load_tokenizer(candidate)
     raise UserError(f"no tokenizer was found for {directory}", todo="name the model's directory: --model DIR")

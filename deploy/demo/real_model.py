@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
     from deploy.config import RunConfig
-    from rollout_server.environment.environment import Episode
+    from rollout_server.environment.environment import Environment
 
 VOCABULARY = 4096
 THETA = 1e6
@@ -71,8 +71,10 @@ def lessons(questions: Sequence[dict[str, Any]], corpus: dict[str, dict[str, str
         if rng.random() < PRACTICE_SHARE:
             passage = rng.choice(everything)
             title = passage["contents"].partition("\n")[0].strip('"')
-            wording = rng.choice(("What is {}?", "Who or what is {}?", "Where does the name {} come from?", "{}?"))
-            yield Lesson(wording.format(title), title, (passage,), title)
+            format_question = rng.choice(
+                ("What is {}?", "Who or what is {}?", "Where does the name {} come from?", "{}?")
+            )
+            yield Lesson(format_question.format(title), title, (passage,), title)
             continue
         record = rng.choice(questions)
         gold = tuple(corpus[i] for i in record.get("supporting_ids", ()) if i in corpus)
@@ -135,35 +137,35 @@ def turn(query: str) -> str:
     return f"<think> I should look for {query}. </think>\n<search> {query} </search>"
 
 
-def drill(episode: Episode, stream: Iterator[Lesson]) -> tuple[list[int], list[float]]:
+def drill(environment: Environment, stream: Iterator[Lesson]) -> tuple[list[int], list[float]]:
     """DRILLED questions in a row, each with the turn that searches: practice in copying, without the long prompt."""
     ids: list[int] = []
     weights: list[float] = []
     for lesson in (next(stream) for _ in range(DRILLED)):
         for text, weight in ((f"Question: {lesson.question}\n", 0.0), (turn(lesson.query), 1.0)):
-            part = episode.tokens.own(text)
+            part = environment.tokenizer.encode_trusted(text)
             ids += part
             weights += [weight] * len(part)
     return ids, weights
 
 
-def encode(episode: Episode, lesson: Lesson) -> tuple[list[int], list[float]]:
+def encode(environment: Environment, lesson: Lesson) -> tuple[list[int], list[float]]:
     """(ids, weight of each token in the loss), made by the very code that will run the episodes."""
     from protocol.search import Passage
 
-    own = episode.tokens.own
+    own = environment.tokenizer.encode_trusted
     found = [Passage(id=p["id"], contents=p["contents"]) for p in lesson.passages]
     parts = [
-        (episode.prompt(lesson.question), 0.0),
+        (environment.prompt(lesson.question), 0.0),
         (own(turn(lesson.query)), 1.0),
-        (episode.observation(found, OBSERVATION_TOKENS), 0.0),
+        (environment.observation(found, OBSERVATION_TOKENS), 0.0),
         (own(f"<think> I found something. </think>\n<answer> {lesson.answer} </answer>"), 1.0),
     ]
     return [i for ids, _ in parts for i in ids], [weight for ids, weight in parts for _ in ids]
 
 
 def warm_start(
-    model: Qwen2ForCausalLM, episode: Episode, stream: Iterator[Lesson], steps: int, say: Callable[[str], None]
+    model: Qwen2ForCausalLM, environment: Environment, stream: Iterator[Lesson], steps: int, say: Callable[[str], None]
 ) -> None:
     """`steps` supervised steps; after a short rise the learning rate falls linearly."""
     import torch
@@ -173,7 +175,7 @@ def warm_start(
     )
     for step in range(steps):
         drilled = step % DRILLS_PER_LESSON > 0
-        rows = [drill(episode, stream) if drilled else encode(episode, next(stream)) for _ in range(BATCH)]
+        rows = [drill(environment, stream) if drilled else encode(environment, next(stream)) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
         weights = torch.tensor([row + [0.0] * (width - len(row)) for _, row in rows])[:, 1:]
@@ -196,7 +198,7 @@ def prepare(config: RunConfig, steps: int, say: Callable[[str], None]) -> None:
     import torch
 
     from learner.engine.accelerator import without_gpu
-    from rollout_server.environment.environment import build_episode
+    from rollout_server.environment.environment import build_environment
 
     without_gpu()
     torch.set_num_threads(1)
@@ -210,8 +212,8 @@ def prepare(config: RunConfig, steps: int, say: Callable[[str], None]) -> None:
     train_tokenizer(texts, building)
     model = new_model(config.run.seed, config.rollout.episode.max_context)
     model.save_pretrained(building)
-    episode = build_episode(config.rollout.episode, building)
-    warm_start(model, episode, lessons(questions, corpus, config.run.seed), steps, say)
+    environment = build_environment(config.rollout.episode, building)
+    warm_start(model, environment, lessons(questions, corpus, config.run.seed), steps, say)
     model.save_pretrained(building)
     building.rename(target)
     say(f"wrote {target}")

@@ -154,9 +154,9 @@ def _bytes(path: Path) -> bytes:
 def _fingerprint(model: Path) -> str:
     """As nodes compute it; "" where this environment cannot."""
     try:
-        from rollout_server.environment.tokenizer import load_tokens
+        from rollout_server.environment.tokenizer import load_tokenizer
 
-        return load_tokens(model).fingerprint
+        return load_tokenizer(model).fingerprint
     except (ImportError, ForayError):
         return ""
 

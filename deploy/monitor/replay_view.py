@@ -17,7 +17,7 @@ from protocol.messages import Owner, Segment, Trajectory, TrajectoryGroup, Versi
 from protocol.staleness import lag
 
 if TYPE_CHECKING:
-    from rollout_server.environment.tokenizer import Tokens
+    from rollout_server.environment.tokenizer import TrajectoryTokenizer
 
 MARKS = {Owner.PROMPT: "│prompt│ ", Owner.ENVIRONMENT: "│env│ ", Owner.POLICY: ""}
 BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -66,7 +66,7 @@ def choose(
     return chosen
 
 
-def render(shown: Shown, tokens: Tokens, *, colour: bool) -> str:
+def render(shown: Shown, tokens: TrajectoryTokenizer, *, colour: bool) -> str:
     """The trajectory as text."""
     group, trajectory = shown.group, shown.trajectory
     scores = ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
@@ -85,7 +85,7 @@ def render(shown: Shown, tokens: Tokens, *, colour: bool) -> str:
     return "\n".join([*head, *_body(shown, tokens, colour)])
 
 
-def _body(shown: Shown, tokens: Tokens, colour: bool) -> Iterator[str]:
+def _body(shown: Shown, tokens: TrajectoryTokenizer, colour: bool) -> Iterator[str]:
     turn = 0
     for segment in shown.trajectory.segments:
         turn += segment.owner is Owner.POLICY
@@ -124,7 +124,7 @@ def _version(span: VersionSpan, shown: Shown) -> str:
     return f"{span.version.label} (lag {behind}{masked})"
 
 
-def to_json(shown: Shown, tokens: Tokens) -> dict[str, Any]:
+def to_json(shown: Shown, tokens: TrajectoryTokenizer) -> dict[str, Any]:
     """The same for programs; texts as they are."""
     group, trajectory = shown.group, shown.trajectory
     return {

@@ -47,7 +47,7 @@ REDIS_SILENT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Served:
+class AppState:
     """What the handlers look at."""
 
     run: str
@@ -58,7 +58,7 @@ class Served:
     stopping: Callable[[], bool]
 
 
-SERVED = web.AppKey("served", Served)
+STATE = web.AppKey("served", AppState)
 
 
 ROUTE_ROLES: Mapping[str, Role] = {
@@ -70,11 +70,11 @@ ROUTE_ROLES: Mapping[str, Role] = {
 """Role that a route needs; episodes cost engine time and searches. Every other route is the operator's."""
 
 
-def build_app(served: Served, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
+def build_app(state: AppState, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
     """Return the aiohttp application."""
     auth = auth_middleware(access, ROUTE_ROLES, default="operator")
     app = web.Application(middlewares=[auth], client_max_size=MAX_BODY_BYTES, handler_args=SERVER_OPTIONS)
-    app[SERVED] = served
+    app[STATE] = state
     app.router.add_get("/health", _health)
     app.router.add_get("/ready", _ready)
     app.router.add_get("/status", _status)
@@ -89,21 +89,21 @@ async def _health(request: web.Request) -> web.Response:
 
 
 async def _ready(request: web.Request) -> web.Response:
-    served = request.app[SERVED]
+    state = request.app[STATE]
     reasons = []
-    if served.stopping():
+    if state.stopping():
         reasons.append("stopping")
-    if time.monotonic() - served.fleet.read_at > REDIS_SILENT_S:
+    if time.monotonic() - state.fleet.read_at > REDIS_SILENT_S:
         reasons.append("Redis does not answer")
-    if not served.router.candidates(pinned=served.fleet.table.target is None):
+    if not state.router.candidates(pinned=state.fleet.table.target is None):
         reasons.append("no engine takes requests")
     return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
 
 
 async def _status(request: web.Request) -> web.Response:
-    served = request.app[SERVED]
-    table, stats = served.fleet.table, served.stats
-    takes = {engine.id for engine in served.router.candidates(pinned=False)}
+    state = request.app[STATE]
+    table, stats = state.fleet.table, state.stats
+    takes = {engine.id for engine in state.router.candidates(pinned=False)}
     engines = [
         {
             "id": engine.id,
@@ -112,12 +112,12 @@ async def _status(request: web.Request) -> web.Response:
             "version": engine.version.label,
             "role": engine.role,
             "takes_requests": engine.id in takes,
-            "obstacle": served.router.obstacle(engine),
-            "strikes": round(served.router.health.strikes(incarnation_key(engine)), 3),
-            "trouble": served.router.health.last_error(incarnation_key(engine)),
-            "window": served.router.inflight.limit(engine),
-            "requests_in_flight": served.router.inflight.requests(engine),
-            "tokens_in_flight": served.router.inflight.tokens(engine),
+            "obstacle": state.router.obstacle(engine),
+            "strikes": round(state.router.health.strikes(incarnation_key(engine)), 3),
+            "trouble": state.router.health.last_error(incarnation_key(engine)),
+            "window": state.router.inflight.limit(engine),
+            "requests_in_flight": state.router.inflight.requests(engine),
+            "tokens_in_flight": state.router.inflight.tokens(engine),
             "running": engine.running,
             "waiting": engine.waiting,
             "detail": engine.detail,
@@ -126,9 +126,9 @@ async def _status(request: web.Request) -> web.Response:
     ]
     return web.json_response(
         {
-            "run": served.run,
+            "run": state.run,
             "id": stats.id,
-            "stopping": served.stopping(),
+            "stopping": state.stopping(),
             "target": table.target.label if table.target else None,
             "done": table.done,
             "engines": engines,
@@ -139,13 +139,13 @@ async def _status(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    served = request.app[SERVED]
-    text = prometheus_text(served.stats, served.run)
+    state = request.app[STATE]
+    text = prometheus_text(state.stats, state.run)
     return web.Response(body=text, content_type="text/plain", charset="utf-8")
 
 
 async def _episodes(request: web.Request) -> web.StreamResponse:
-    served = request.app[SERVED]
+    state = request.app[STATE]
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
     try:
@@ -162,8 +162,8 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": f"{where}: {first['msg']}".removeprefix(": ")}, status=400)
     try:
         if wanted.stream:
-            return await _stream(request, served.episodes, wanted)
-        async with aclosing(served.episodes.run(wanted)) as running:
+            return await _stream(request, state.episodes, wanted)
+        async with aclosing(state.episodes.run(wanted)) as running:
             finished = [episode async for episode in running]
     except (RedisUnavailable, PinLost) as error:
         return web.json_response({"error": f"the version cannot be pinned: {error}"}, status=503)

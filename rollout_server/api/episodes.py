@@ -15,10 +15,10 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from protocol.errors import ForayError
 from protocol.messages import Name, Question, Sampling, Segment, Status, Text
-from rollout_server.api.evaluation_pin import LOOK_S, Pin
+from rollout_server.api.evaluation_pin import LOOK_S, EvaluationPin
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.engine.base import Generate
-from rollout_server.environment.environment import Episode
+from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
 from rollout_server.rollout.group import EpisodeResult, run_episode
 from rollout_server.search.base import NoSearch, Search
@@ -30,7 +30,7 @@ EPISODE_LIMIT = 100_000
 """Most episodes of one request."""
 
 
-class Asked(BaseModel):
+class EpisodeQuestion(BaseModel):
     """A question of the request. Its text is called `question`, as in data sets, or `text`, as in our messages."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -48,7 +48,7 @@ class EpisodesRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    questions: tuple[Asked, ...] = Field(min_length=1, max_length=EPISODE_LIMIT)
+    questions: tuple[EpisodeQuestion, ...] = Field(min_length=1, max_length=EPISODE_LIMIT)
     n: Annotated[int, Field(ge=1, le=512)] = 1
     """Episodes of each question."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -90,20 +90,20 @@ class Episodes:
 
     def __init__(
         self,
-        episode: Episode,
+        environment: Environment,
         generate: Generate,
         search: Search,
         fleet: Fleet,
-        pin: Pin,
+        pin: EvaluationPin,
         stats: Stats,
         *,
         policy: Callable[[], dict[str, str]],
         wait_s: float,
     ) -> None:
         self._policy, self._wait_s = policy, wait_s
-        self._episode, self._generate, self._search = episode, generate, search
+        self._environment, self._generate, self._search = environment, generate, search
         self._fleet, self._pin, self._stats = fleet, pin, stats
-        self._closed_book = episode.without_documents()
+        self._closed_book = environment.without_documents()
         self._requests = 0
         stats.gauges["evaluations"] = lambda: self._requests
 
@@ -114,7 +114,7 @@ class Episodes:
             if not request.pin:
                 await self._look()
             async with (
-                self._pin.held() if request.pin else nullcontext() as lost,
+                self._pin.hold() if request.pin else nullcontext() as lost,
                 aclosing(self._all(request, lost)) as finished,
             ):
                 async for one in finished:
@@ -168,7 +168,7 @@ class Episodes:
 
     async def _play(self, request: EpisodesRequest, question: Question) -> EpisodeResult:
         result = await run_episode(
-            self._episode if request.search else self._closed_book,
+            self._environment if request.search else self._closed_book,
             question,
             self._generate,
             self._search if request.search else NoSearch(),
@@ -206,7 +206,7 @@ class Episodes:
     def _segment(self, segment: Segment) -> dict[str, Any]:
         return {
             "owner": str(segment.owner),
-            "text": self._episode.tokens.decode(segment.ids.tolist()),
+            "text": self._environment.tokenizer.decode(segment.ids.tolist()),
             "tokens": len(segment.ids),
             # two versions: the weights changed while the turn was sampled
             "version": "+".join(_labels(segment)),

@@ -44,7 +44,7 @@ class PinLost(ForayError):
     """The version of an evaluation cannot be held (any more), so the episodes that are left have none to run at."""
 
 
-class Pin:
+class EvaluationPin:
     """Holds one version while at least one request here wants it.
 
     max_s      longest time that swaps of engines which train may stand still for overlapping evaluations
@@ -90,7 +90,7 @@ class Pin:
         return fits
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[asyncio.Future[None]]:
+    async def hold(self) -> AsyncIterator[asyncio.Future[None]]:
         """The pin for the time of the block. The future fails with PinLost when the version is lost meanwhile.
 
         Raises RedisUnavailable when the pin cannot be set, PinLost when no engine becomes ready.

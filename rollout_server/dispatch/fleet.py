@@ -43,7 +43,7 @@ from protocol.versions import PolicyVersion
 log = logging.getLogger(__name__)
 
 
-class Agreement:
+class RunCompatibility:
     """What this process is: the run it works for, its tokenizer, and the settings that the learner has too.
 
     facts  settings that should be the learner's, by their names in `RunMeta.facts`; another value is logged
@@ -161,9 +161,9 @@ class Fleet:
     """Keeps `table` fresh. `changed()` wakes whoever waits for an engine."""
 
     def __init__(
-        self, redis: RedisClient, waits: WaitTimer, *, poll_s: float, agreement: Agreement | None = None
+        self, redis: RedisClient, waits: WaitTimer, *, poll_s: float, compatibility: RunCompatibility | None = None
     ) -> None:
-        self._redis, self._waits, self._poll_s, self._agreement = redis, waits, poll_s, agreement
+        self._redis, self._waits, self._poll_s, self._compatibility = redis, waits, poll_s, compatibility
         self.table = FleetTable()
         self.pin: PolicyVersion | None = None
         """The version that evaluations run at (`rollout_server.pin`). None: any."""
@@ -202,8 +202,8 @@ class Fleet:
         ids, (target, state), meta = await self._redis.batch(
             ("ZRANGEBYSCORE", keys.engines, now, "+inf"), ("HMGET", keys.target, "b", "state"), ("HGETALL", keys.meta)
         )
-        if self._agreement is not None:
-            self._agreement.check(meta)
+        if self._compatibility is not None:
+            self._compatibility.check(meta)
         names = [raw.decode(errors="replace") for raw in ids]
         bodies = await self._redis.batch(*(("HGET", keys.engine(name), "b") for name in names))
         engines = {}

@@ -21,14 +21,14 @@ from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed, Task
 from protocol.runtime.redis.aio import Backoff, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
-from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.metrics import Stats
 
 log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 3
 """A task that was taken over more often than this has probably killed its servers: it is given up as poison."""
-HOPELESS_S = 3.0
+NO_PROGRESS_S = 3.0
 """How long a drain goes on without any engine: a restarted one may be back within it."""
 BACKLOG_LOOK_S = 0.05
 """How often a server that is held up looks whether it still is."""
@@ -37,7 +37,7 @@ HAND_BACK_S = 3.0
 
 
 @dataclass
-class Lease:
+class TaskLease:
     """A task of ours. `entry` is its id in the task stream.
 
     publishing  set once its result is on the way: a lost lease then no longer matters, publishing decides
@@ -48,17 +48,17 @@ class Lease:
     publishing: bool = False
 
 
-Perform = Callable[[Lease], Awaitable[None]]
+RunTask = Callable[[TaskLease], Awaitable[None]]
 """Carries a lease to its end: published, replaced by its next attempt, or given up. Raises nothing but bugs."""
 
 
-class Tasks:
+class LeasePool:
     """The leases of this server. `consumer` is unique to this process, so that nobody else beats under its name."""
 
     def __init__(
         self,
         redis: RedisClient,
-        sink: Sink,
+        publisher: GroupPublisher,
         stats: Stats,
         *,
         consumer: str,
@@ -68,10 +68,10 @@ class Tasks:
     ) -> None:
         """held_up  what a group more would only wait for, by the name of the wait; "" when it could begin. The task is
         better left in the stream: to a server that can, or until this one can"""
-        self._redis, self._sink, self._stats = redis, sink, stats
+        self._redis, self._publisher, self._stats = redis, publisher, stats
         self._consumer, self._concurrency, self._idle_ms = consumer, concurrency, idle_ms
         self._backpressure = backpressure
-        self.in_flight: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self.in_flight: dict[str, tuple[TaskLease, asyncio.Task[None]]] = {}
         self._freed = asyncio.Event()
         self._accepting = asyncio.Event()
         self._accepting.set()
@@ -92,8 +92,8 @@ class Tasks:
         self._accepting.set()
         self._freed.set()
 
-    async def lease_loop(self, group: asyncio.TaskGroup, perform: Perform) -> None:
-        """Consumes tasks (new ones, and those whose server fell silent); produces one `perform` in `group` for each.
+    async def lease_loop(self, group: asyncio.TaskGroup, run_task: RunTask) -> None:
+        """Consumes tasks (new ones, and those whose server fell silent); produces one `run_task` in `group` for each.
 
         Waits for a free place, for permission (`accept`), for engines or retriever (`backpressure`) and for credit: a task
         in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease that ran
@@ -103,7 +103,7 @@ class Tasks:
         backoff = Backoff("leasing tasks", self._stats.waits, at_first=waiting)
         while not self._stopping:
             await self._accepting.wait()
-            await self._place()
+            await self._wait_for_capacity()
             if self._stopping:
                 return
             if cause := self._backpressure():
@@ -118,11 +118,11 @@ class Tasks:
             backoff.reset()
             for entry, fields in entries:
                 # a Redis that lost its last second hands out once more what we already work on
-                lease = await self._open(entry, fields) if entry not in self.in_flight else None
+                lease = await self._decode(entry, fields) if entry not in self.in_flight else None
                 if lease is not None:
-                    self._start(group, lease, perform)
+                    self._start(group, lease, run_task)
 
-    async def beat_loop(self) -> None:
+    async def renew_loop(self) -> None:
         """Consumes the leases in flight; produces fresh idle times in Redis; waits a third of `idle_ms`.
 
         A lease that another server has taken is cancelled here, unless its result is already being published.
@@ -132,14 +132,16 @@ class Tasks:
             await asyncio.sleep(self._idle_ms / 3000)
             while True:
                 try:
-                    await self._beat()
+                    await self._renew()
                 except (RedisUnavailable, StateLost) as error:
                     await backoff.sleep(error)
                 else:
                     backoff.reset()
                     break
 
-    async def drain(self, seconds: float, hurry: asyncio.Event, *, hopeful: Callable[[], bool] = lambda: True) -> None:
+    async def drain(
+        self, seconds: float, hurry: asyncio.Event, *, can_progress: Callable[[], bool] = lambda: True
+    ) -> None:
         """Let groups in flight finish, for `seconds` or until `hurry`; hand back the tasks of those that did not.
 
         hopeful  False while nothing can finish (every engine is gone, as when a whole run is stopped): after
@@ -148,11 +150,11 @@ class Tasks:
         running = {task for _, task in self.in_flight.values()}
         now = hoped = time.monotonic()
         deadline = now + seconds
-        while running and not hurry.is_set() and now < min(deadline, hoped + HOPELESS_S):
+        while running and not hurry.is_set() and now < min(deadline, hoped + NO_PROGRESS_S):
             await asyncio.wait(running, timeout=min(0.1, deadline - now))
             running = {task for task in running if not task.done()}
             now = time.monotonic()
-            hoped = now if hopeful() else hoped
+            hoped = now if can_progress() else hoped
         unfinished = [lease for lease, task in self.in_flight.values() if not task.done()]
         for task in running:
             task.cancel()
@@ -161,12 +163,12 @@ class Tasks:
             async with asyncio.timeout(HAND_BACK_S):
                 for lease in unfinished:
                     log.info("handing back seq %d", lease.task.seq)
-                    if await self._sink.replace(lease.entry, lease.task):
+                    if await self._publisher.replace(lease.entry, lease.task):
                         self._stats.counts["handed_back"] += 1
         except TimeoutError:
             log.warning("Redis is away: the tasks not handed back are taken over when their leases run out")
 
-    async def leave(self) -> None:
+    async def deregister(self) -> None:
         """Remove our consumer from the group, when nothing is pending under its name; raises RedisUnavailable, StateLost."""
         tasks = self._redis.keys.tasks
         async with self._redis.commands() as commands:
@@ -174,23 +176,23 @@ class Tasks:
                 await commands.xgroup_delconsumer(tasks, TASK_GROUP, self._consumer)
 
     @property
-    def free(self) -> int:
+    def free_slots(self) -> int:
         """Groups that may still be started. Those that only wait to be published are bounded by the spool."""
         return self._concurrency - sum(not lease.publishing for lease, _ in self.in_flight.values())
 
-    def finished(self, lease: Lease) -> None:
+    def finished(self, lease: TaskLease) -> None:
         """Its group has come to its end and only has to be published: another one may begin."""
         lease.publishing = True
         self._freed.set()
 
-    async def _place(self) -> None:
-        while self.free <= 0 and not self._stopping:
+    async def _wait_for_capacity(self) -> None:
+        while self.free_slots <= 0 and not self._stopping:
             self._freed.clear()
             await self._freed.wait()
 
     async def _read(self) -> list[tuple[str, dict[bytes, bytes]]]:
         with self._stats.waits.blocked_on("credit"):
-            entries = await self._redis.read(self._redis.keys.tasks, TASK_GROUP, self._consumer, self.free)
+            entries = await self._redis.read(self._redis.keys.tasks, TASK_GROUP, self._consumer, self.free_slots)
         return [(entry.decode(), fields) for entry, fields in entries]
 
     async def _reclaim(self) -> list[tuple[str, dict[bytes, bytes]]]:
@@ -198,11 +200,11 @@ class Tasks:
         if time.monotonic() < self._next_reclaim:
             return []
         # our own first: after an outage of Redis they are idle too, and being claimed counts as a delivery
-        await self._beat()
+        await self._renew()
         tasks = self._redis.keys.tasks
         async with self._redis.commands(tasks) as commands:
             cursor, entries, *_ = await commands.xautoclaim(
-                tasks, TASK_GROUP, self._consumer, self._idle_ms, start_id=self._cursor, count=self.free
+                tasks, TASK_GROUP, self._consumer, self._idle_ms, start_id=self._cursor, count=self.free_slots
             )
         self._cursor = cursor.decode()
         if self._cursor == "0-0":
@@ -223,13 +225,13 @@ class Tasks:
         deliveries = int(pending[0]["times_delivered"]) if pending else 0
         if deliveries <= MAX_DELIVERIES:
             return False
-        lease = await self._open(entry, fields)
+        lease = await self._decode(entry, fields)
         if lease is not None:
             detail = f"delivered {deliveries} times without an outcome"
             log.error("seq %d is given up as poison: %s", lease.task.seq, detail)
-            await self._sink.keep_evidence(entry, lease.task.seq, fields[b"b"], "task_poison", detail)
-            await self._sink.tell("poison", f"seq {lease.task.seq} is given up: {detail}")
-            await self._sink.publish(entry, self.failed(lease.task, "poison", detail))
+            await self._publisher.write_dead_letter(entry, lease.task.seq, fields[b"b"], "task_poison", detail)
+            await self._publisher.emit_event("poison", f"seq {lease.task.seq} is given up: {detail}")
+            await self._publisher.publish(entry, self.failed(lease.task, "poison", detail))
         return True
 
     def failed(self, task: Task, reason: str, detail: str = "", generated_tokens: int = 0) -> GroupFailed:
@@ -245,7 +247,7 @@ class Tasks:
             producer=self._stats.id,
         )
 
-    async def _open(self, entry: str, fields: dict[bytes, bytes]) -> Lease | None:
+    async def _decode(self, entry: str, fields: dict[bytes, bytes]) -> TaskLease | None:
         """The lease on an entry; None when it cannot be read, after it was buried."""
         raw = fields.get(b"b", b"")
         seq = number_of(fields.get(b"seq", b"")) or None
@@ -255,23 +257,23 @@ class Tasks:
                 raise ProtocolError(f"the body is of seq {task.seq}")
         except ProtocolError as error:
             self._stats.counts["unreadable_tasks"] += 1
-            await self._sink.bury(entry, seq, raw, error, self._redis.keys.run)
+            await self._publisher.dead_letter(entry, seq, raw, error, self._redis.keys.run)
             return None
-        return Lease(entry, task)
+        return TaskLease(entry, task)
 
-    def _start(self, group: asyncio.TaskGroup, lease: Lease, perform: Perform) -> None:
+    def _start(self, group: asyncio.TaskGroup, lease: TaskLease, run_task: RunTask) -> None:
         def ended(_: asyncio.Task[None]) -> None:
             del self.in_flight[lease.entry]
             self._freed.set()
 
         issued_s = int(lease.entry.partition("-")[0]) / 1000
         self._stats.distribute("task_queue_age_seconds", max(0.0, time.time() - issued_s))
-        running = group.create_task(_carry(perform, lease), name=f"seq-{lease.task.seq}")
+        running = group.create_task(_carry(run_task, lease), name=f"seq-{lease.task.seq}")
         self.in_flight[lease.entry] = (lease, running)
         # a callback and not a `finally`: a task that is cancelled before its first step runs no `finally`
         running.add_done_callback(ended)
 
-    async def _beat(self) -> None:
+    async def _renew(self) -> None:
         entries = list(self.in_flight)
         if not entries:
             return
@@ -282,8 +284,8 @@ class Tasks:
                 log.warning("the lease on seq %d is lost: another server has it", lease.task.seq)
                 self._stats.counts["leases_lost"] += 1
                 task.cancel()
-                await self._sink.tell("lease-lost", f"another server has taken seq {lease.task.seq}")
+                await self._publisher.emit_event("lease-lost", f"another server has taken seq {lease.task.seq}")
 
 
-async def _carry(perform: Perform, lease: Lease) -> None:
-    await perform(lease)
+async def _carry(run_task: RunTask, lease: TaskLease) -> None:
+    await run_task(lease)

@@ -33,8 +33,8 @@ DLQ_BYTES = 1 << 16
 """Bytes kept of one dead letter: with DLQ_LENGTH of them the stream stays below 64 MiB."""
 
 
-class Sink:
-    """Publishes by task entry id. Every method but `tell` waits while Redis is away, full or has lost its state."""
+class GroupPublisher:
+    """Publishes by task entry id. Every method but `emit_event` waits while Redis is away, full or has lost its state."""
 
     def __init__(
         self, redis: RedisClient, stats: Stats, *, spool_groups: int = 32, spool_bytes: int = 512 << 20
@@ -120,11 +120,11 @@ class Sink:
         finally:
             self._spool.pop(entry, None)
 
-    async def bury(self, entry: str, seq: int | None, raw: bytes, error: ProtocolError, run: str) -> None:
+    async def dead_letter(self, entry: str, seq: int | None, raw: bytes, error: ProtocolError, run: str) -> None:
         """A task that cannot be read: evidence to the dead-letter stream, and a failed attempt of its seq, if known."""
         reason = f"{TASK_UNREADABLE}{error.reason}"
         log.error("task %s (seq %s) is unreadable: %s: %s", entry, seq, reason, error)
-        await self.keep_evidence(entry, seq, raw, reason, str(error))
+        await self.write_dead_letter(entry, seq, raw, reason, str(error))
         backoff = Backoff(f"burying task {entry}", self._stats.waits)
         if seq is not None:
             await self.publish(entry, GroupFailed(run=run, seq=seq, attempt=1, reason=reason, producer=self._stats.id))
@@ -132,7 +132,7 @@ class Sink:
             # nothing to report it under: the learner's reconciler misses the seq and issues it again
             await retry_until_available(backoff, lambda: self._acknowledge(entry))
 
-    async def tell(self, kind: str, text: str) -> None:
+    async def emit_event(self, kind: str, text: str) -> None:
         """One line of the run's history (`protocol/events.py`). Lost, and counted, when Redis does not take it now."""
         fields = events.fields(self._stats.process, self._stats.id, kind, text)
         flat = [part for pair in fields.items() for part in pair]
@@ -142,13 +142,13 @@ class Sink:
             log.info("the event %r is not told: %s", kind, error)
             self._stats.counts["events_lost"] += 1
 
-    async def keep_evidence(self, entry: str, seq: int | None, raw: bytes, reason: str, detail: str) -> None:
+    async def write_dead_letter(self, entry: str, seq: int | None, raw: bytes, reason: str, detail: str) -> None:
         """A dead letter (`deploy/dlq/dead_letters.py` has its fields): what the task at `entry` was, and what is wrong."""
         letter = {"id": entry, "seq": str(seq or 0), "reason": reason, "detail": detail[:1000], "from": self._stats.id}
         backoff = Backoff(f"keeping evidence of task {entry}", self._stats.waits)
-        await retry_until_available(backoff, lambda: self._dead_letter(letter, raw))
+        await retry_until_available(backoff, lambda: self._append_dead_letter(letter, raw))
 
-    async def _dead_letter(self, letter: dict[str, str], raw: bytes) -> None:
+    async def _append_dead_letter(self, letter: dict[str, str], raw: bytes) -> None:
         flat = [part for pair in letter.items() for part in pair]
         evidence = ("h", b"", "b", raw[:DLQ_BYTES])
         try:

@@ -8,29 +8,43 @@ from collections.abc import Awaitable, Callable
 from protocol.messages import Segment, Task, Trajectory, TrajectoryGroup
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet
-from rollout_server.dispatch.leases import Lease, Tasks
-from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.leases import LeasePool, TaskLease
+from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.metrics import Stats
 from rollout_server.rollout.group import GroupRejected
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop
 
 log = logging.getLogger(__name__)
 
-Roll = Callable[[Task, ShouldStop, OnProgress], Awaitable[TrajectoryGroup | GroupRejected]]
+RunGroup = Callable[[Task, ShouldStop, OnProgress], Awaitable[TrajectoryGroup | GroupRejected]]
 """Runs all trajectories of a task's question."""
 
 
-class Work:
-    """What `Tasks.lease_loop` starts for every lease."""
+class TaskRunner:
+    """What `LeasePool.lease_loop` starts for every lease."""
 
     def __init__(
-        self, tasks: Tasks, roll: Roll, sink: Sink, fleet: Fleet, stats: Stats, *, max_lag: int, max_attempts: int
+        self,
+        tasks: LeasePool,
+        run_group: RunGroup,
+        publisher: GroupPublisher,
+        fleet: Fleet,
+        stats: Stats,
+        *,
+        max_lag: int,
+        max_attempts: int,
     ) -> None:
-        self._tasks, self._roll, self._sink, self._fleet, self._stats = tasks, roll, sink, fleet, stats
+        self._leases, self._run_group, self._publisher, self._fleet, self._stats = (
+            tasks,
+            run_group,
+            publisher,
+            fleet,
+            stats,
+        )
         self._max_lag, self._max_attempts = max_lag, max_attempts
         self.trajectories_in_flight = 0
 
-    async def __call__(self, lease: Lease) -> None:
+    async def __call__(self, lease: TaskLease) -> None:
         task = lease.task
         unfinished = task.group_size
         self.trajectories_in_flight += unfinished
@@ -45,14 +59,14 @@ class Work:
                 unfinished -= 1
 
         try:
-            outcome = await self._roll(task, self.too_old, progress)
+            outcome = await self._run_group(task, self.too_old, progress)
         except Exception as error:
             # a fault of ours with one question must not end the others' groups: it is logged, counted and reported
             log.exception("seq %d broke", task.seq)
             outcome = GroupRejected(f"error_{type(error).__name__}", str(error)[:2000], 0)
         finally:
             self.trajectories_in_flight -= unfinished
-        self._tasks.finished(lease)
+        self._leases.finished(lease)
         await self._settle(lease, outcome)
 
     def too_old(self, first: PolicyVersion) -> bool:
@@ -63,10 +77,10 @@ class Work:
         target = self._fleet.table.target
         return target is not None and target.epoch == first.epoch and target.step - first.step > self._max_lag
 
-    async def _settle(self, lease: Lease, outcome: TrajectoryGroup | GroupRejected) -> None:
+    async def _settle(self, lease: TaskLease, outcome: TrajectoryGroup | GroupRejected) -> None:
         task = lease.task
         if isinstance(outcome, TrajectoryGroup):
-            await self._sink.publish(lease.entry, outcome)
+            await self._publisher.publish(lease.entry, outcome)
             return
         self._stats.counts["groups_rejected"] += 1
         log.warning(
@@ -75,7 +89,7 @@ class Work:
         )
         if task.attempt < self._max_attempts:
             again = task.model_copy(update={"attempt": task.attempt + 1})
-            await self._sink.replace(lease.entry, again, outcome.generated_tokens)
+            await self._publisher.replace(lease.entry, again, outcome.generated_tokens)
             return
-        given_up = self._tasks.failed(task, outcome.reason, outcome.detail, outcome.generated_tokens)
-        await self._sink.publish(lease.entry, given_up)
+        given_up = self._leases.failed(task, outcome.reason, outcome.detail, outcome.generated_tokens)
+        await self._publisher.publish(lease.entry, given_up)

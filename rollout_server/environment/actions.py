@@ -17,7 +17,7 @@ from protocol.search import Passage
 from rollout_server.environment.prompts.base import PromptTemplate
 
 ESCAPE_VERSION = 2
-"""Stored on every group: a change of `neutralise` changes the training distribution. Enabled tools add their tags to
+"""Stored on every group: a change of `escape_tags` changes the training distribution. Enabled tools add their tags to
 what it escapes; the name of the group's template says which they are."""
 MAX_CHARS_PER_TOKEN = 64
 """Passages are cut to this many characters a token of their budget before they are tokenised: a passage of megabytes
@@ -25,21 +25,21 @@ must not cost seconds."""
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchAction:
     """The policy searches for `query`."""
 
     query: str
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerAction:
     """The policy answers `text`, which may be empty; None: it was to be boxed and is not."""
 
     text: str | None
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolAction:
     """The policy calls the tool `tool`. `argument` is everything between its tags: blanks may mean something to it."""
 
     tool: str
@@ -47,15 +47,15 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Invalid:
+class InvalidAction:
     """None of them. `reason`: no_action, empty_query or empty_argument."""
 
     reason: str
 
 
-Action = Search | Answer | Call | Invalid
+Action = SearchAction | AnswerAction | ToolAction | InvalidAction
 
-RESERVED = ("think", "search", "information", "answer", "result", "tool_call", "tool_response")
+RESERVED_TAGS = ("think", "search", "information", "answer", "result", "tool_call", "tool_response")
 """Tags of the protocols: no tool may have one of these names."""
 _BOX = "\\boxed{"
 _STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
@@ -80,16 +80,16 @@ def parse(text: str, *, box: bool = False, tools: tuple[str, ...] = ()) -> Actio
         if end >= 0:
             return _meaning(kind, text[opened.end() : end], box=box)
         unclosed.add(kind)
-    return Invalid("no_action")
+    return InvalidAction("no_action")
 
 
 def _meaning(kind: str, inside: str, *, box: bool) -> Action:
     body = inside.strip()
     if kind == "answer":
-        return Answer(boxed(body) if box else body)
+        return AnswerAction(boxed(body) if box else body)
     if kind == "search":
-        return Search(body) if body else Invalid("empty_query")
-    return Call(kind, inside) if body else Invalid("empty_argument")
+        return SearchAction(body) if body else InvalidAction("empty_query")
+    return ToolAction(kind, inside) if body else InvalidAction("empty_argument")
 
 
 def boxed(text: str) -> str | None:
@@ -150,14 +150,14 @@ _READINGS = (_Nfkc(), _Nfkc(_INVISIBLE))
 # one way to match blanks without a slash: with two, a page of blanks after a `<` takes the square of its length
 @lru_cache
 def _tag(tools: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"<(?=\s*(?:/\s*)?(?:{'|'.join((*RESERVED, *tools))})\b)", re.IGNORECASE)
+    return re.compile(rf"<(?=\s*(?:/\s*)?(?:{'|'.join((*RESERVED_TAGS, *tools))})\b)", re.IGNORECASE)
 
 
 @lru_cache
 def _beginning(tools: tuple[str, ...]) -> re.Pattern[str]:
     """A `<` with as much behind it as decides whether it begins a tag, and never another `<`: so all matches together
     are no longer than the text."""
-    names = RESERVED + tools
+    names = RESERVED_TAGS + tools
     longest = max(map(len, names))  # one more character ends the name
     # most `<` of a page are settled here: no name begins with the ASCII letter behind it
     first = "".join({case for name in names for case in (name[0].lower(), name[0].upper())})
@@ -165,12 +165,12 @@ def _beginning(tools: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(f"[{_LESS}][\\s/\uff0f{_HIDDEN}]*+(?=[{first}]|[^\\x00-\\x7f])(?:{visible}){{1,{longest + 1}}}")
 
 
-def folded(text: str) -> str:
+def fold_text(text: str) -> str:
     """NFKC without invisible characters: what two texts look like to a reader, for comparing them."""
     return _INVISIBLE.sub("", unicodedata.normalize("NFKC", _INVISIBLE.sub("", text)))
 
 
-def neutralise(text: str, tools: tuple[str, ...] = ()) -> str:
+def escape_tags(text: str, tools: tuple[str, ...] = ()) -> str:
     """Escape version 2: `‹` for the `<` of anything like a protocol tag; every other character stays as it is.
 
     A tag counts in any width and with invisible characters in it: the pattern reads the text after NFKC of each
@@ -194,7 +194,7 @@ def passages_text(
     template: PromptTemplate, passages: Sequence[Passage], max_tokens: int, tools: tuple[str, ...] = ()
 ) -> str:
     """What stands between the tags of an observation: the passages, cut roughly, neutralised."""
-    return neutralise(template.list_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN], tools)
+    return escape_tags(template.format_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN], tools)
 
 
 def enclose(before: Sequence[int], body: Sequence[int], after: Sequence[int], limit: int) -> list[int]:

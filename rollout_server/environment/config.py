@@ -18,7 +18,7 @@ from rollout_server.rewards.text_match import ExactMatchSettings
 from rollout_server.tools import ToolSettings
 
 
-class EpisodeSettings(Settings):
+class EnvironmentSettings(Settings):
     """One episode: a question, up to `max_turns` actions, an answer."""
 
     template: str = "search_r1"
@@ -56,7 +56,7 @@ class EpisodeSettings(Settings):
         return name
 
     @model_validator(mode="after")
-    def _consistent(self) -> EpisodeSettings:
+    def _consistent(self) -> EnvironmentSettings:
         names = [reward.key for reward in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"a reward is listed twice, or two have one name: {', '.join(names)}")

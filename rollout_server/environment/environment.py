@@ -10,23 +10,23 @@ from pathlib import Path
 from protocol.errors import UserError
 from protocol.messages import Trajectory
 from protocol.search import Passage
-from rollout_server.environment.actions import MAX_CHARS_PER_TOKEN, enclose, neutralise, passages_text
-from rollout_server.environment.config import EpisodeSettings
+from rollout_server.environment.actions import MAX_CHARS_PER_TOKEN, enclose, escape_tags, passages_text
+from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.environment.prompts import TEMPLATES
-from rollout_server.environment.prompts.base import PromptTemplate, tokens_for
-from rollout_server.environment.tokenizer import Tokens, load_tokens
+from rollout_server.environment.prompts.base import PromptTemplate, tokenizer_for
+from rollout_server.environment.tokenizer import TrajectoryTokenizer, load_tokenizer
 from rollout_server.rewards import build_reward
-from rollout_server.rewards.composite import Composite
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.composite import CompositeReward
+from rollout_server.rewards.resources import RewardResources
 from rollout_server.tools import build_tool
 from rollout_server.tools.base import NoTool, Tool
 
 
 @dataclass(frozen=True)
-class Episode:
+class Environment:
     """The environment's side of the protocol, in tokens.
 
-    prompter       encodes prompts, with the template's system message; `tokens` does everything else
+    prompt_tokenizer  encodes prompts, with the template's system message; `tokenizer` does everything else
     before, after  ids of the tags around the passages of an observation
     one_text       those tags are plain text to the tokenizer: an observation is encoded as one text, as the authors do
     invalid        ids of the answer to a turn that did nothing, empty when such a turn ends the trajectory
@@ -34,12 +34,12 @@ class Episode:
     tools          the enabled tools by their tags, in the order of the settings
     """
 
-    settings: EpisodeSettings
+    settings: EnvironmentSettings
     template: PromptTemplate
-    tokens: Tokens
-    prompter: Tokens
-    score: Composite
-    io: Io
+    tokenizer: TrajectoryTokenizer
+    prompt_tokenizer: TrajectoryTokenizer
+    score: CompositeReward
+    resources: RewardResources
     before: tuple[int, ...]
     after: tuple[int, ...]
     invalid: tuple[int, ...]
@@ -53,30 +53,38 @@ class Episode:
 
     def prompt(self, question: str) -> list[int]:
         """Ids of the prompt for a question."""
-        before, after = self.template.frame
-        return self.prompter.prompt(before, self.template.wording(question), after, chat=self.template.chat)
+        before, after = self.template.prompt_frame
+        return self.prompt_tokenizer.prompt(
+            before, self.template.format_question(question), after, chat=self.template.chat
+        )
 
     @property
-    def least_observation(self) -> int:
+    def min_observation_tokens(self) -> int:
         """Tokens of an observation with next to nothing in it."""
         return len(self.before) + len(self.after) + 1
 
     def observation(self, passages: Sequence[Passage], limit: int, *, failed: bool = False) -> list[int]:
-        """Ids of the answer to a search, at most `limit` of them (not less than `least_observation`).
+        """Ids of the answer to a search, at most `limit` of them (not less than `min_observation_tokens`).
 
         No passage can put a control token or a protocol tag in there.
         """
         if failed or not passages:
-            return self._framed(self.template.failed if failed else self.template.empty, limit, self.tokens.own)
-        return self._framed(passages_text(self.template, passages, limit, self.tags), limit, self.tokens.foreign)
+            return self._framed(
+                self.template.failed if failed else self.template.empty, limit, self.tokenizer.encode_trusted
+            )
+        return self._framed(
+            passages_text(self.template, passages, limit, self.tags), limit, self.tokenizer.encode_untrusted
+        )
 
-    def told(self, text: str, limit: int) -> list[int]:
+    def text_observation(self, text: str, limit: int) -> list[int]:
         """Ids of what a tool says in words, at most `limit` of them: neutralised and cut as passages are."""
-        return self._framed(neutralise(text[: limit * MAX_CHARS_PER_TOKEN], self.tags), limit, self.tokens.foreign)
+        return self._framed(
+            escape_tags(text[: limit * MAX_CHARS_PER_TOKEN], self.tags), limit, self.tokenizer.encode_untrusted
+        )
 
     def tool_failed(self, limit: int) -> list[int]:
         """Ids of the answer to a call whose tool failed, at most `limit` of them."""
-        return self._framed(self.template.tool_failed, limit, self.tokens.own)
+        return self._framed(self.template.tool_failed, limit, self.tokenizer.encode_trusted)
 
     def _framed(self, text: str, limit: int, encode: Callable[[str], list[int]]) -> list[int]:
         """Ids of `text` between the tags, at most `limit`: the text is cut, the tags never are.
@@ -85,40 +93,43 @@ class Episode:
         Search-R1's and ReSearch's models were trained with. Tags that are tokens by themselves are encoded apart.
         """
         if self.one_text:
-            before, after = self.template.around
+            before, after = self.template.observation_frame
             start = encode(before + text)
             # a long text is encoded once: with the closing tag it is no shorter
             if len(start) <= limit and len(ids := encode(before + text + after)) <= limit:
                 return ids
             start = start[: limit - len(self.after)]
-            if self.tokens.decode(start).startswith(before):
+            if self.tokenizer.decode(start).startswith(before):
                 return [*start, *self.after]
         return enclose(self.before, encode(text), self.after, limit)
 
-    def inside(self, ids: Sequence[int]) -> str:
+    def observation_text(self, ids: Sequence[int]) -> str:
         """The text between the tags of an observation."""
         if self.one_text:
-            before, after = self.template.around
-            text = self.tokens.decode(ids)
+            before, after = self.template.observation_frame
+            text = self.tokenizer.decode(ids)
             if text.startswith(before) and text.endswith(after):
                 return text[len(before) : len(text) - len(after)]
-        return self.tokens.decode(ids[len(self.before) : len(ids) - len(self.after)])
+        return self.tokenizer.decode(ids[len(self.before) : len(ids) - len(self.after)])
 
-    def most_calls(self, tool: str) -> int | None:
+    def max_calls_of(self, tool: str) -> int | None:
         """Most calls of a tool in one trajectory, None without a limit."""
         return next((given.max_calls for given in self.settings.tools if given.type == tool), None)
 
-    def shown(self, passages: Sequence[Passage], limit: int, used: int) -> Sequence[Passage]:
+    def visible_passages(self, passages: Sequence[Passage], limit: int, used: int) -> Sequence[Passage]:
         """Those of `passages` that `observation(passages, limit)`, `used` ids long, shows; the last may be cut."""
         if used < limit:
             return passages
         room = limit - len(self.before) - len(self.after)
         for number in range(1, len(passages)):
-            if len(self.tokens.foreign(passages_text(self.template, passages[:number], limit, self.tags))) >= room:
+            if (
+                len(self.tokenizer.encode_untrusted(passages_text(self.template, passages[:number], limit, self.tags)))
+                >= room
+            ):
                 return passages[:number]
         return passages
 
-    def without_documents(self) -> Episode:
+    def without_documents(self) -> Environment:
         """The same episode, prompt and all, whose tools bring no documents: for where searches find nothing either."""
         silent = {tool.type for tool in self.settings.tools if tool.retrieves}
         return replace(self, tools={name: NoTool(name) if name in silent else t for name, t in self.tools.items()})
@@ -130,12 +141,12 @@ class Episode:
         """
         for tool in self.tools.values():
             await tool.close()
-        await self.io.close()
+        await self.resources.close()
 
 
-def build_episode(
-    settings: EpisodeSettings, model_dir: Path, *, urls: Sequence[str] = (), day: date | None = None
-) -> Episode:
+def build_environment(
+    settings: EnvironmentSettings, model_dir: Path, *, urls: Sequence[str] = (), day: date | None = None
+) -> Environment:
     """The episode of a process; whoever scores with it, or plays it with tools, closes it.
 
     day   what a chat template that says the day says (`run.date`)
@@ -145,41 +156,43 @@ def build_episode(
     built.
     """
     given = settings.tools
-    template = TEMPLATES[settings.template].equipped(
+    template = TEMPLATES[settings.template].with_tools(
         [(tool.type, tool.sentence) for tool in given], show_ids=any(tool.shows_ids for tool in given)
     )
-    tokens = load_tokens(model_dir, day)
-    before, after = (tuple(tokens.own(text)) for text in template.around)
-    io = Io()
-    episode = Episode(
+    tokenizer = load_tokenizer(model_dir, day)
+    before, after = (tuple(tokenizer.encode_trusted(text)) for text in template.observation_frame)
+    resources = RewardResources()
+    environment = Environment(
         settings=settings,
         template=template,
-        tokens=tokens,
-        prompter=tokens_for(template, tokens, model_dir, day),
-        score=Composite([(build_reward(reward, io), reward.weight) for reward in settings.rewards]),
-        io=io,
+        tokenizer=tokenizer,
+        prompt_tokenizer=tokenizer_for(template, tokenizer, model_dir, day),
+        score=CompositeReward([(build_reward(reward, resources), reward.weight) for reward in settings.rewards]),
+        resources=resources,
         before=before,
         after=after,
-        invalid=tuple(tokens.own(template.invalid)),
-        one_text=all(tokens.own(text) == tokens.foreign(text) for text in template.around),
+        invalid=tuple(tokenizer.encode_trusted(template.invalid)),
+        one_text=all(
+            tokenizer.encode_trusted(text) == tokenizer.encode_untrusted(text) for text in template.observation_frame
+        ),
         tools={tool.type: build_tool(tool, urls) for tool in given},
     )
-    needed = len(episode.prompt("")) + settings.reserve_tokens
+    needed = len(environment.prompt("")) + settings.reserve_tokens
     if needed > settings.max_context:
         raise UserError(
             f"rollout.episode.max_context = {settings.max_context} is too small",
             why=f"the prompt of template {template.name!r} alone takes {needed - settings.reserve_tokens} tokens",
             todo="raise rollout.episode.max_context",
         )
-    if episode.least_observation > settings.max_obs_tokens:
+    if environment.min_observation_tokens > settings.max_obs_tokens:
         raise UserError(
             f"rollout.episode.max_obs_tokens = {settings.max_obs_tokens} is too small",
-            why=f"the tags of an observation of template {template.name!r} take {episode.least_observation - 1} tokens",
+            why=f"the tags of an observation of template {template.name!r} take {environment.min_observation_tokens - 1} tokens",
             todo="raise rollout.episode.max_obs_tokens",
         )
-    return episode
+    return environment
 
 
-def render(episode: Episode, trajectory: Trajectory) -> str:
+def render_trajectory(environment: Environment, trajectory: Trajectory) -> str:
     """Every token of a trajectory as text, tags and control tokens included."""
-    return episode.tokens.decode(trajectory.ids.tolist())
+    return environment.tokenizer.decode(trajectory.ids.tolist())

@@ -149,7 +149,7 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-class Tokens:
+class TrajectoryTokenizer:
     """The tokenizer of one model.
 
     eos_ids       ids that end a generation
@@ -186,29 +186,29 @@ class Tokens:
         if self._controls(ids) == self._expected[key]:
             return ids
         left, right = self._frame(before, after, chat)
-        return left + self.foreign(question) + right
+        return left + self.encode_untrusted(question) + right
 
     def _wrapped(self, text: str, chat: bool) -> list[int]:
         if chat and self._chat is not None:
-            return self.own(self._chat.render(text))  # the template writes any prefix itself
-        return self._prefix + self.own(text)
+            return self.encode_trusted(self._chat.render(text))  # the template writes any prefix itself
+        return self._prefix + self.encode_trusted(text)
 
     def _frame(self, before: str, after: str, chat: bool) -> tuple[list[int], list[int]]:
         """Ids of what stands before and after the question."""
         if not (chat and self._chat is not None):
-            return self._prefix + self.own(before), self.own(after)
+            return self._prefix + self.encode_trusted(before), self.encode_trusted(after)
         mark = uuid.uuid4().hex
         left, _, right = self._chat.render(before + mark + after).partition(mark)
-        return self.own(left), self.own(right)
+        return self.encode_trusted(left), self.encode_trusted(right)
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [i for i in ids if i in self.control_ids]
 
-    def own(self, text: str) -> list[int]:
+    def encode_trusted(self, text: str) -> list[int]:
         """Ids of a text of ours, tags as the tokens that they are."""
         return list(self._whole.encode(text, add_special_tokens=False).ids)
 
-    def foreign(self, text: str) -> list[int]:
+    def encode_untrusted(self, text: str) -> list[int]:
         """Ids of a stranger's text: never a control id."""
         ids = self._foreign.encode(text, add_special_tokens=False).ids
         return [i for i in ids if i not in self.control_ids]
@@ -225,7 +225,7 @@ class Tokens:
         return self.decode(ids[:end])
 
 
-def load_tokens(model_dir: Path, day: date | None = None) -> Tokens:
+def load_tokenizer(model_dir: Path, day: date | None = None) -> TrajectoryTokenizer:
     """The tokenizer of a model directory in Hugging Face layout; `day` is for its chat template.
 
     Raises UserError when tokenizer.json is missing or broken, or the chat template is.
@@ -234,7 +234,9 @@ def load_tokens(model_dir: Path, day: date | None = None) -> Tokens:
     config = _read_json(model_dir / "tokenizer_config.json")
     try:
         spec = json.loads(path.read_text(encoding="utf-8"))
-        return Tokens(spec, eos_ids=_eos_ids(model_dir, spec, config), chat=load_chat_template(model_dir, config, day))
+        return TrajectoryTokenizer(
+            spec, eos_ids=_eos_ids(model_dir, spec, config), chat=load_chat_template(model_dir, config, day)
+        )
     except OSError as error:
         raise UserError(
             f"cannot read {path}",

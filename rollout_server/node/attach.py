@@ -18,7 +18,7 @@ from protocol.errors import UserError
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from rollout_server.environment.tokenizer import Tokens, load_tokens
+from rollout_server.environment.tokenizer import TrajectoryTokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _same_architecture(info: dict[str, Any], url: str, model: Path) -> None:
 
 async def _same_tokenizer(client: EngineAdmin, info: dict[str, Any], url: str, model: Path) -> None:
     """By the files where we can read them, else by what it makes of a text, where it tells."""
-    ours = load_tokens(model)
+    ours = load_tokenizer(model)
     why = _by_files(ours, info)
     if why is None:
         why = await _by_text(client, ours)
@@ -106,22 +106,22 @@ async def _same_tokenizer(client: EngineAdmin, info: dict[str, Any], url: str, m
         )
 
 
-def _by_files(ours: Tokens, info: dict[str, Any]) -> str | None:
+def _by_files(ours: TrajectoryTokenizer, info: dict[str, Any]) -> str | None:
     """ "" the same, else the difference; None: its files are not on this machine."""
     named = str(info.get("tokenizer_path") or info.get("model_path") or "")
     if not named or not (Path(named) / "tokenizer.json").is_file():
         return None
-    theirs = load_tokens(Path(named)).fingerprint
+    theirs = load_tokenizer(Path(named)).fingerprint
     return "" if theirs == ours.fingerprint else f"fingerprint {theirs[:12]} of {named}, not {ours.fingerprint[:12]}"
 
 
-async def _by_text(client: EngineAdmin, ours: Tokens) -> str | None:
+async def _by_text(client: EngineAdmin, ours: TrajectoryTokenizer) -> str | None:
     try:
         theirs = await client.tokenize(PROBE_TEXT)
     except EngineError as error:
         log.info("it does not tokenise: %s", error)
         return None
-    expected = ours.own(PROBE_TEXT)
+    expected = ours.encode_trusted(PROBE_TEXT)
     return (
         "" if theirs == expected else f"it reads {PROBE_TEXT[:20]!r}... as {theirs and theirs[:8]}, not {expected[:8]}"
     )

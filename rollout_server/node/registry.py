@@ -15,7 +15,7 @@ from protocol.functions import REGISTER
 from protocol.keys import EVAL_ENGINES_ONLY
 from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.redis.aio import RedisClient
-from rollout_server.dispatch.fleet import Agreement
+from rollout_server.dispatch.fleet import RunCompatibility
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class Orders:
 class Registry:
     """Every method raises RedisUnavailable; reading the target, also UserError when meta does not fit ours."""
 
-    def __init__(self, redis: RedisClient, *, lease_s: float, agreement: Agreement | None = None) -> None:
-        self._redis, self.lease_s, self._agreement = redis, lease_s, agreement
+    def __init__(self, redis: RedisClient, *, lease_s: float, compatibility: RunCompatibility | None = None) -> None:
+        self._redis, self.lease_s, self._compatibility = redis, lease_s, compatibility
         self._garbage: set[bytes] = set()
 
     async def register(self, info: EngineInfo) -> None:
@@ -69,8 +69,8 @@ class Registry:
         """The version that every engine should hold; None before the learner's first, or when it does not decode."""
         keys = self._redis.keys
         raw, meta = await self._redis.batch(("HGET", keys.target, "b"), ("HGETALL", keys.meta))
-        if self._agreement is not None:
-            self._agreement.check(meta)
+        if self._compatibility is not None:
+            self._compatibility.check(meta)
         return self._decoded(WeightUpdate, raw)
 
     async def orders(self) -> Orders:
@@ -79,8 +79,8 @@ class Registry:
         target, view, (seconds, micros), meta = await self._redis.batch(
             ("HGET", keys.target, "b"), ("GET", keys.view), ("TIME",), ("HGETALL", keys.meta), atomic=True
         )
-        if self._agreement is not None:
-            self._agreement.check(meta)
+        if self._compatibility is not None:
+            self._compatibility.check(meta)
         now = float(seconds) + float(micros) / 1e6
         return Orders(self._decoded(WeightUpdate, target), self._decoded(WeightView, view), now)
 

@@ -22,9 +22,9 @@ from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
-from rollout_server.dispatch.fleet import Agreement
-from rollout_server.environment.tokenizer import load_tokens
-from rollout_server.metrics import Stats, publish_metrics, withdraw_metrics
+from rollout_server.dispatch.fleet import RunCompatibility
+from rollout_server.environment.tokenizer import load_tokenizer
+from rollout_server.metrics import Stats, deregister_metrics, publish_metrics
 from rollout_server.node.agent import Agent
 from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.registry import Registry
@@ -39,7 +39,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
     port, url = _address(settings)
     engine_id = settings.id or f"engine-{socket.gethostname()}-{port}"
     # an engine beside another tokenizer than the run's would be fed other words: rollout servers compare these
-    fingerprint = load_tokens(run.model).fingerprint
+    fingerprint = load_tokenizer(run.model).fingerprint
     stats = Stats("node", engine_id)
     standing = Standing(
         EngineInfo(
@@ -57,7 +57,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
     stats.gauges |= {"pause_s": lambda: standing.pause_s, "load_s": lambda: standing.load_s}
     stats.text["state"] = lambda: str(standing.state)
     redis = RedisClient(run.redis_url, Keys(run.id))
-    registry = Registry(redis, lease_s=settings.lease_s, agreement=Agreement(run))
+    registry = Registry(redis, lease_s=settings.lease_s, compatibility=RunCompatibility(run))
     async with aiohttp.ClientSession() as session:
         agent = Agent(run, settings, registry, stats, session, standing, url=url, port=port)
         try:
@@ -98,6 +98,6 @@ async def _withdraw(registry: Registry, redis: RedisClient, stats: Stats, engine
     try:
         async with asyncio.timeout(3.0):
             await registry.withdraw(engine_id)
-            await withdraw_metrics(redis, stats)
+            await deregister_metrics(redis, stats)
     except (RedisUnavailable, TimeoutError) as error:
         log.warning("not deregistered, the lease will end by itself: %s", error)

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rollout_server.rewards.base import Reward, TurnReward, WeightedReward
+from rollout_server.rewards.base import Reward, RewardSettingsBase, TurnReward
 from rollout_server.rewards.custom import CustomSettings
 from rollout_server.rewards.format import FormatSettings, TurnFormatSettings
 from rollout_server.rewards.judge import JudgeSettings
 from rollout_server.rewards.penalties import LengthPenaltySettings, RepeatedQuerySettings, SearchCostSettings
 from rollout_server.rewards.remote import EndpointSettings
 from rollout_server.rewards.research import ReSearchSettings
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.resources import RewardResources
 from rollout_server.rewards.retrieval import RetrievalHitSettings, TurnRetrievalSettings
 from rollout_server.rewards.semantic import SemanticSettings
 from rollout_server.rewards.text_match import CoverMatchSettings, ExactMatchSettings, F1Settings
@@ -36,11 +36,11 @@ RewardSettings = Annotated[
     | CustomSettings,
     Field(discriminator="type"),
 ]
-REGISTRY: dict[type[WeightedReward], str] = {
+REGISTRY: dict[type[RewardSettingsBase], str] = {
     ExactMatchSettings: "rollout_server.rewards.text_match:ExactMatch",
     CoverMatchSettings: "rollout_server.rewards.text_match:CoverMatch",
     F1Settings: "rollout_server.rewards.text_match:F1",
-    FormatSettings: "rollout_server.rewards.format:Format",
+    FormatSettings: "rollout_server.rewards.format:FormatReward",
     ReSearchSettings: "rollout_server.rewards.research:ReSearch",
     RetrievalHitSettings: "rollout_server.rewards.retrieval:RetrievalHit",
     SemanticSettings: "rollout_server.rewards.semantic:Semantic",
@@ -54,11 +54,13 @@ REGISTRY: dict[type[WeightedReward], str] = {
 }
 
 
-def build_reward(settings: WeightedReward, io: Io) -> Reward | TurnReward:
-    """Instantiate the reward for `settings`. Those that ask a service share the connections of `io`.
+def build_reward(settings: RewardSettingsBase, resources: RewardResources) -> Reward | TurnReward:
+    """Instantiate the reward for `settings`. Those that ask a service share the connections of `resources`.
 
     Raises UserError for a function that cannot be imported, or an API key that is not set.
     """
     reward = resolve_name(REGISTRY[type(settings)])
-    built: Reward | TurnReward = reward(settings, io) if isinstance(settings, EndpointSettings) else reward(settings)
+    built: Reward | TurnReward = (
+        reward(settings, resources) if isinstance(settings, EndpointSettings) else reward(settings)
+    )
     return built

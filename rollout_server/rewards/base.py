@@ -37,7 +37,7 @@ class TurnText:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RewardInput:
     """What a reward may look at. `answer` was read from policy-owned tokens only; None when it gave none.
 
     searches  counts searches only: calls of tools are the turns with a `tool`
@@ -64,7 +64,7 @@ class Reward(Protocol):
 
     name: str
 
-    async def __call__(self, outcome: Outcome) -> float: ...
+    async def __call__(self, outcome: RewardInput) -> float: ...
 
 
 @runtime_checkable
@@ -73,12 +73,12 @@ class TurnReward(Protocol):
 
     name: str
 
-    async def per_turn(self, outcome: Outcome) -> Sequence[float]:
+    async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
         """One number for each of `outcome.turns`. A turn is scored with what its own search brought."""
         ...
 
 
-class WeightedReward(Settings):
+class RewardSettingsBase(Settings):
     """What the settings of every reward have: a member of the union adds its `type` and what else it needs."""
 
     type: str
@@ -94,5 +94,5 @@ class WeightedReward(Settings):
 class WithoutOptions:
     """A reward whose settings hold nothing but its weight."""
 
-    def __init__(self, settings: WeightedReward | None = None) -> None:
+    def __init__(self, settings: RewardSettingsBase | None = None) -> None:
         """`settings` is what `build_reward` passes to every reward."""

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout_server.rewards.base import Outcome, Reward, RewardError, TurnReward
+from rollout_server.rewards.base import Reward, RewardError, RewardInput, TurnReward
 
 
 @dataclass(frozen=True)
-class Score:
+class TrajectoryReward:
     """What a trajectory earned.
 
     reward  the whole, the turns' part included
@@ -24,13 +24,13 @@ class Score:
     turns: tuple[float, ...]
 
 
-class Composite:
+class CompositeReward:
     """Scores an outcome by each of `parts` (reward, weight), all at the same time."""
 
     def __init__(self, parts: Sequence[tuple[Reward | TurnReward, float]]) -> None:
         self._parts = tuple(parts)
 
-    async def __call__(self, outcome: Outcome) -> Score:
+    async def __call__(self, outcome: RewardInput) -> TrajectoryReward:
         """Raises RewardError for a number that is not finite, and the first error of a part: the others are ended."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -46,10 +46,10 @@ class Composite:
             turns = [earned + weight * one for earned, one in zip(turns, each, strict=True)] if each else turns
         if not math.isfinite(total):
             raise RewardError(f"the weighted sum of {parts} is {total}")
-        return Score(total, parts, tuple(turns))
+        return TrajectoryReward(total, parts, tuple(turns))
 
 
-async def _ask(reward: Reward | TurnReward, outcome: Outcome) -> tuple[float, tuple[float, ...]]:
+async def _ask(reward: Reward | TurnReward, outcome: RewardInput) -> tuple[float, tuple[float, ...]]:
     """The score of the whole, and of each turn where it is a reward per turn."""
     each: tuple[float, ...] = ()
     if isinstance(reward, TurnReward):

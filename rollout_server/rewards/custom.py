@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from protocol.errors import UserError
-from rollout_server.rewards.base import Outcome, RewardError, WeightedReward
+from rollout_server.rewards.base import RewardError, RewardInput, RewardSettingsBase
 
 
 class Custom:
@@ -33,7 +33,7 @@ class Custom:
         calls = getattr(function, "__call__", None)  # noqa: B004 - an object may have an async __call__
         self._in_loop = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(calls)
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         try:
             async with asyncio.timeout(self._deadline_s):
                 if self._in_loop:
@@ -48,7 +48,7 @@ class Custom:
         except Exception as error:
             raise RewardError(f"{self.name}: {type(error).__name__}: {error}") from error
 
-    async def _in_thread(self, outcome: Outcome) -> Any:
+    async def _in_thread(self, outcome: RewardInput) -> Any:
         """The result of a plain function. Its place is free again when it returns, however late, not when we give up.
 
         Not `asyncio.to_thread`: one that hangs would hold up the end of the process. A daemon thread is left behind.
@@ -79,7 +79,7 @@ class Custom:
         return await done
 
 
-class CustomSettings(WeightedReward):
+class CustomSettings(RewardSettingsBase):
     """A function of yours as a reward."""
 
     type: Literal["custom"] = "custom"

@@ -26,7 +26,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_server.rewards.base import Outcome, TurnText, WeightedReward
+from rollout_server.rewards.base import RewardInput, RewardSettingsBase, TurnText
 from rollout_server.rewards.text_match import ExactMatch, covers
 
 
@@ -56,7 +56,7 @@ def well_formed(turns: tuple[TurnText, ...]) -> bool:
     return formed and _ANSWER.match(last.policy) is not None
 
 
-class Format:
+class FormatReward:
     """The table of the module."""
 
     name = "format"
@@ -65,7 +65,7 @@ class Format:
         self._settings = settings
         self._exact = ExactMatch()
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         symbols = self._settings
         if outcome.answer is None:
             return 0.0
@@ -78,7 +78,7 @@ class Format:
         return symbols.structure + (symbols.retrieval if found else 0.0)
 
 
-class FormatSettings(WeightedReward):
+class FormatSettings(RewardSettingsBase):
     """Exact match and protocol in one number (Search-R1 v0.3)."""
 
     type: Literal["format"] = "format"
@@ -111,13 +111,13 @@ class TurnFormat:
     def __init__(self, settings: TurnFormatSettings) -> None:
         self._well, self._ill = settings.well, settings.ill
 
-    async def per_turn(self, outcome: Outcome) -> Sequence[float]:
+    async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
         shapes = ((call_shape(turn.tool, _turn_format_TAGS),) if turn.tool else _SHAPES for turn in outcome.turns)
         formed = (any(s.match(turn.policy) for s in each) for each, turn in zip(shapes, outcome.turns, strict=True))
         return [self._well if good else self._ill for good in formed]
 
 
-class TurnFormatSettings(WeightedReward):
+class TurnFormatSettings(RewardSettingsBase):
     """An ill-formed turn costs."""
 
     type: Literal["turn_format"] = "turn_format"

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rollout_server.environment.actions import folded
-from rollout_server.rewards.base import Outcome
-from rollout_server.rewards.remote import Asking, Endpoint, EndpointSettings
-from rollout_server.rewards.resources import Io
+from rollout_server.environment.actions import fold_text
+from rollout_server.rewards.base import RewardInput
+from rollout_server.rewards.remote import BatchLoader, EndpointSettings, JsonEndpoint
+from rollout_server.rewards.resources import RewardResources
 
 INSTRUCTIONS = (
     "You grade answers to questions. You are given one JSON object with a question, its accepted answers and a "
@@ -37,12 +37,12 @@ _BRACKETS = str.maketrans({"<": "\u2039", ">": "\u203a", "[": "(", "]": ")"})
 _WRAPPED = re.compile(r"\s*(?:<think>.*?</think>)?\s*(?:```(?:json)?\s*(.*?)\s*```|(.*?))\s*", re.DOTALL)
 
 
-def harmless(text: str, max_chars: int) -> str:
+def sanitize(text: str, max_chars: int) -> str:
     """The text as the judge may see it: cut, and without what a chat template or a tag could be made of."""
-    return folded(text[:max_chars]).translate(_BRACKETS).strip()
+    return fold_text(text[:max_chars]).translate(_BRACKETS).strip()
 
 
-def read_verdict(reply: Any) -> float:
+def parse_score(reply: Any) -> float:
     """The score in a chat completion. Raises ValueError (or KeyError, TypeError, IndexError) for anything else."""
     choice = reply["choices"][0]
     text = choice["message"]["content"]
@@ -61,17 +61,19 @@ class Judge:
 
     name = "judge"
 
-    def __init__(self, settings: JudgeSettings, io: Io) -> None:
-        self._settings, self._endpoint = settings, Endpoint(settings, "/chat/completions", io)
-        self._verdict: Asking[Case, float] = Asking(io, self._fetch, cache=settings.cache, name="judge")
+    def __init__(self, settings: JudgeSettings, resources: RewardResources) -> None:
+        self._settings, self._endpoint = settings, JsonEndpoint(settings, "/chat/completions", resources)
+        self._verdict: BatchLoader[Case, float] = BatchLoader(
+            resources, self._fetch, cache=settings.cache, name="judge"
+        )
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         longest = self._settings.max_chars
-        golds = tuple(harmless(gold, longest) for gold in outcome.question.answers if gold.strip())
-        answer = harmless(outcome.answer or "", longest)
+        golds = tuple(sanitize(gold, longest) for gold in outcome.question.answers if gold.strip())
+        answer = sanitize(outcome.answer or "", longest)
         if not answer or not golds:
             return 0.0
-        return await self._verdict((harmless(outcome.question.text, longest), golds, answer))
+        return await self._verdict((sanitize(outcome.question.text, longest), golds, answer))
 
     async def _fetch(self, cases: Sequence[Case]) -> list[float]:
         (case,) = cases
@@ -88,7 +90,7 @@ class Judge:
         }
         if self._settings.json_mode:
             body["response_format"] = {"type": "json_object"}
-        return [await self._endpoint.ask(body, read_verdict)]
+        return [await self._endpoint.ask(body, parse_score)]
 
 
 class JudgeSettings(EndpointSettings):

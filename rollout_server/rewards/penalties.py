@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout_server.rewards.base import Outcome, WeightedReward, WithoutOptions
+from rollout_server.rewards.base import RewardInput, RewardSettingsBase, WithoutOptions
 from rollout_server.rewards.text_match import normalise
 
 
@@ -27,13 +27,13 @@ class LengthPenalty:
         self._most = settings.max_tokens
         self._ramp = settings.buffer if settings.shape == "overlong" else settings.max_tokens
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         # proportional is overlong with a buffer as long as everything
         over = outcome.tokens - (self._most - self._ramp)
         return 0.0 - min(1.0, max(0, over) / self._ramp)
 
 
-class LengthPenaltySettings(WeightedReward):
+class LengthPenaltySettings(RewardSettingsBase):
     """Long trajectories cost; the score is between -1 and 0."""
 
     type: Literal["length_penalty"] = "length_penalty"
@@ -61,7 +61,7 @@ class RepeatedQuery(WithoutOptions):
 
     name = "repeated_query"
 
-    async def per_turn(self, outcome: Outcome) -> Sequence[float]:
+    async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
         asked: set[str] = set()
         earned = []
         for turn in outcome.turns:
@@ -72,7 +72,7 @@ class RepeatedQuery(WithoutOptions):
         return earned
 
 
-class RepeatedQuerySettings(WeightedReward):
+class RepeatedQuerySettings(RewardSettingsBase):
     """-1 for every search that repeats an earlier one."""
 
     type: Literal["repeated_query"] = "repeated_query"
@@ -92,12 +92,12 @@ class SearchCost:
     def __init__(self, settings: SearchCostSettings) -> None:
         self._settings = settings
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         costs = self._settings
         return 0.0 - min(costs.cap, costs.each * max(0, outcome.searches - costs.free))
 
 
-class SearchCostSettings(WeightedReward):
+class SearchCostSettings(RewardSettingsBase):
     """Each search beyond the free ones costs; the score is 0 or below."""
 
     type: Literal["search_cost"] = "search_cost"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import Field
 
 from protocol.errors import UserError
-from rollout_server.rewards.base import RewardError, WeightedReward
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import RewardError, RewardSettingsBase
+from rollout_server.rewards.resources import RewardResources
 
 if TYPE_CHECKING:
     import aiohttp
@@ -31,7 +31,7 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 T = TypeVar("T")
 
 
-class EndpointSettings(WeightedReward):
+class EndpointSettings(RewardSettingsBase):
     """A reward that asks an OpenAI-compatible service."""
 
     url: str = Field(pattern=r"^https?://")
@@ -53,11 +53,11 @@ class EndpointSettings(WeightedReward):
     a field of ours out."""
 
 
-class Refused(RewardError):
+class RequestRefused(RewardError):
     """The service will not take this request, however often it is asked."""
 
 
-class _Again(Exception):
+class _RetryLater(Exception):
     """One attempt failed and another may do better, not before `wait_s` seconds."""
 
     def __init__(self, why: str, wait_s: float = 0.0) -> None:
@@ -65,12 +65,12 @@ class _Again(Exception):
         self.wait_s = wait_s
 
 
-class Endpoint:
+class JsonEndpoint:
     """See the module."""
 
-    def __init__(self, settings: EndpointSettings, path: str, io: Io) -> None:
+    def __init__(self, settings: EndpointSettings, path: str, resources: RewardResources) -> None:
         """`path` follows `settings.url`. Raises UserError when the environment lacks the API key."""
-        self._io, self._url, self._extra = io, settings.url.rstrip("/") + path, dict(settings.extra)
+        self._resources, self._url, self._extra = resources, settings.url.rstrip("/") + path, dict(settings.extra)
         self._headers = {}
         if variable := settings.api_key_variable:
             key = os.environ.get(variable, "")
@@ -88,7 +88,7 @@ class Endpoint:
         """What `read` makes of the reply to `body`. What `read` cannot take (ValueError, KeyError, TypeError, ...) is
         an unusable reply: it is asked for again.
 
-        Raises RewardError within the deadline, `Refused` when the service says no to this very request.
+        Raises RewardError within the deadline, `RequestRefused` when the service says no to this very request.
         """
         body = {name: value for name, value in {**body, **self._extra}.items() if value is not None}
         last = "no answer yet"
@@ -99,7 +99,7 @@ class Endpoint:
                     try:
                         async with self._places:
                             return read(await self._attempt(body))
-                    except _Again as failed:
+                    except _RetryLater as failed:
                         last, wait = str(failed), failed.wait_s
                     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
                         last, wait = f"unusable reply: {error!r}"[:300], 0.0
@@ -118,21 +118,21 @@ class Endpoint:
         """One request. Raises _Again, Refused, or ValueError for a reply that is not JSON."""
         import aiohttp
 
-        if self._io.closed:
+        if self._resources.closed:
             raise RewardError(f"{self._url}: closed")
         try:
-            async with self._io.session().post(
+            async with self._resources.session().post(
                 self._url, json=body, headers=self._headers, allow_redirects=False
             ) as response:
                 if response.status in RETRIED:
                     after = response.headers.get("Retry-After", "")
-                    raise _Again(f"status {response.status}", float(after) if after.isdecimal() else 0.0)
+                    raise _RetryLater(f"status {response.status}", float(after) if after.isdecimal() else 0.0)
                 raw = await _read(response)
                 if response.status != 200:
                     said = raw[:200].decode(errors="replace")
-                    raise Refused(f"{self._url}: status {response.status}: {said}")
+                    raise RequestRefused(f"{self._url}: status {response.status}: {said}")
         except aiohttp.ClientError as error:
-            raise _Again(f"{type(error).__name__}: {error}"[:300]) from error
+            raise _RetryLater(f"{type(error).__name__}: {error}"[:300]) from error
         return json.loads(raw)
 
 
@@ -159,7 +159,7 @@ Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
 """Answers for distinct keys, in their order. Raises RewardError."""
 
 
-class Asking(Generic[K, V]):
+class BatchLoader(Generic[K, V]):
     """`await asking(key)`: the answer for a key, from memory, from a request in flight, or from the next batch.
 
     window_s    how long the first key of a batch waits for others; 0: each goes at once
@@ -168,9 +168,16 @@ class Asking(Generic[K, V]):
     """
 
     def __init__(
-        self, io: Io, fetch: Fetch[K, V], *, window_s: float = 0.0, batch_size: int = 1, cache: int, name: str
+        self,
+        resources: RewardResources,
+        fetch: Fetch[K, V],
+        *,
+        window_s: float = 0.0,
+        batch_size: int = 1,
+        cache: int,
+        name: str,
     ) -> None:
-        self._io, self._fetch, self._name = io, fetch, name
+        self._resources, self._fetch, self._name = resources, fetch, name
         self._window_s, self._batch_size, self._capacity = window_s, batch_size, cache
         self._known: OrderedDict[K, V] = OrderedDict()
         self._asked: dict[K, asyncio.Future[V]] = {}
@@ -182,7 +189,7 @@ class Asking(Generic[K, V]):
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        if self._io.closed:
+        if self._resources.closed:
             raise RewardError(f"{self._name}: closed")
         future = self._asked.get(key)
         if future is None:
@@ -202,7 +209,7 @@ class Asking(Generic[K, V]):
             self._timer = None
         keys, self._line = self._line, []
         if keys:
-            task = self._io.spawn(self._run(keys), self._name)
+            task = self._resources.spawn(self._run(keys), self._name)
             # whatever ended it, even before it began: nobody is left waiting
             task.add_done_callback(lambda _: self._fail(keys, RewardError(f"{self._name}: closed")))
 
@@ -212,7 +219,7 @@ class Asking(Generic[K, V]):
             values = await self._fetch(keys)
             if len(values) != len(keys):
                 raise RewardError(f"{self._name}: {len(values)} answers for {len(keys)} keys")
-        except Refused as error:
+        except RequestRefused as error:
             if len(keys) == 1:
                 self._fail(keys, error)
                 return

@@ -27,8 +27,8 @@ from pydantic import Field
 
 from protocol.messages import Status
 from rollout_server.environment.actions import boxed
-from rollout_server.rewards.base import Outcome, TurnText, WeightedReward
-from rollout_server.rewards.text_match import equal, f1
+from rollout_server.rewards.base import RewardInput, RewardSettingsBase, TurnText
+from rollout_server.rewards.text_match import answers_match, f1
 
 _ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
 _SEARCH = re.compile(r"<search>.*?</search>", re.DOTALL)
@@ -71,7 +71,7 @@ class ReSearch:
     def __init__(self, settings: ReSearchSettings) -> None:
         self._settings = settings
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         answer = boxed_answer(outcome.turns)
         if answer is None or outcome.status is not Status.ANSWERED or outcome.turns[-1].finish == "length":
             return 0.0
@@ -81,11 +81,11 @@ class ReSearch:
 
     def _compare(self, answer: str, gold: str) -> float:
         if self._settings.metric == "em":
-            return float(equal(answer, gold))
+            return float(answers_match(answer, gold))
         return f1(answer, gold)
 
 
-class ReSearchSettings(WeightedReward):
+class ReSearchSettings(RewardSettingsBase):
     """ReSearch's reward: format first, then F1 of the boxed answer."""
 
     type: Literal["research"] = "research"

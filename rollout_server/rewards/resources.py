@@ -13,7 +13,7 @@ CONNECT_S = 3.0
 CONNECTIONS = 256
 
 
-class Io:
+class RewardResources:
     """Built outside an event loop; the session opens at the first request. The process closes it in the end."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from protocol.messages import Question
-from rollout_server.environment.actions import folded
-from rollout_server.rewards.base import Outcome, TurnText, WeightedReward
-from rollout_server.rewards.text_match import covers, normalise, stands
+from rollout_server.environment.actions import fold_text
+from rollout_server.rewards.base import RewardInput, RewardSettingsBase, TurnText
+from rollout_server.rewards.text_match import contains_phrase, covers, normalise
 
 By = Literal["answer", "passage", "either"]
 """answer: the gold answer. passage: the supporting passages. either: all of them."""
@@ -32,7 +32,7 @@ def targets(question: Question, by: By) -> frozenset[str]:
 def found(question: Question, turn: TurnText, by: By) -> frozenset[str]:
     """Those of `targets` that the turn's search brought before the policy's eyes."""
     hits = set()
-    if by != "passage" and _stands(_golds(question), folded(turn.observation)):
+    if by != "passage" and _stands(_golds(question), fold_text(turn.observation)):
         hits.add(_ANSWER)
     if by != "answer":
         titles = {normalise(title) for title in turn.titles} - {""}
@@ -47,7 +47,7 @@ def _stands(golds: tuple[str, ...], text: str) -> bool:
     if covers(text, golds):
         return True
     read = _words(text)
-    return any(stands(read, words) for words in map(_words, golds) if words)
+    return any(contains_phrase(read, words) for words in map(_words, golds) if words)
 
 
 def _words(text: str) -> str:
@@ -59,7 +59,7 @@ def _words(text: str) -> str:
 
 def _golds(question: Question) -> tuple[str, ...]:
     # Both sides are folded: a passage may write "ﬁ" for "fi".
-    return tuple(folded(gold) for gold in question.answers if normalise(gold) not in _UNTELLING)
+    return tuple(fold_text(gold) for gold in question.answers if normalise(gold) not in _UNTELLING)
 
 
 def _supporting(question: Question) -> set[str]:
@@ -84,7 +84,7 @@ class RetrievalHit:
     def __init__(self, settings: RetrievalHitSettings) -> None:
         self._by, self._share = settings.by, settings.share
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         wanted = targets(outcome.question, self._by)
         hits = frozenset[str]().union(*(found(outcome.question, turn, self._by) for turn in outcome.turns))
         if not wanted:
@@ -92,7 +92,7 @@ class RetrievalHit:
         return len(hits) / len(wanted) if self._share else float(bool(hits))
 
 
-class RetrievalHitSettings(WeightedReward):
+class RetrievalHitSettings(RewardSettingsBase):
     """1 when the gold answer or a supporting passage stood in an observation."""
 
     type: Literal["retrieval_hit"] = "retrieval_hit"
@@ -116,7 +116,7 @@ class TurnRetrieval:
     def __init__(self, settings: TurnRetrievalSettings) -> None:
         self._by = settings.by
 
-    async def per_turn(self, outcome: Outcome) -> Sequence[float]:
+    async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
         wanted = targets(outcome.question, self._by)
         seen: set[str] = set()
         earned = []
@@ -127,7 +127,7 @@ class TurnRetrieval:
         return earned
 
 
-class TurnRetrievalSettings(WeightedReward):
+class TurnRetrievalSettings(RewardSettingsBase):
     """Each turn earns the share of gold answer and supporting passages that it was the first to bring."""
 
     type: Literal["turn_retrieval"] = "turn_retrieval"

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from rollout_server.rewards.base import Outcome
-from rollout_server.rewards.remote import Asking, Endpoint, EndpointSettings
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import RewardInput
+from rollout_server.rewards.remote import BatchLoader, EndpointSettings, JsonEndpoint
+from rollout_server.rewards.resources import RewardResources
 
 Vector = npt.NDArray[np.float64]
 
@@ -29,10 +29,10 @@ class Semantic:
 
     name = "semantic"
 
-    def __init__(self, settings: SemanticSettings, io: Io) -> None:
-        self._settings, self._endpoint = settings, Endpoint(settings, "/embeddings", io)
-        self._embed: Asking[str, Vector] = Asking(
-            io,
+    def __init__(self, settings: SemanticSettings, resources: RewardResources) -> None:
+        self._settings, self._endpoint = settings, JsonEndpoint(settings, "/embeddings", resources)
+        self._embed: BatchLoader[str, Vector] = BatchLoader(
+            resources,
             self._fetch,
             window_s=settings.window_s,
             batch_size=settings.batch_size,
@@ -40,7 +40,7 @@ class Semantic:
             name="semantic",
         )
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         golds = [gold for gold in outcome.question.answers if gold.strip()]
         if outcome.answer is None or not outcome.answer.strip() or not golds:
             return 0.0

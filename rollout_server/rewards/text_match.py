@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from typing import Literal
 
-from rollout_server.rewards.base import Outcome, WeightedReward, WithoutOptions
+from rollout_server.rewards.base import RewardInput, RewardSettingsBase, WithoutOptions
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -27,7 +27,7 @@ def comparable(text: str) -> str:
     return normalise(text) or " ".join(text.lower().translate(_PUNCTUATION).split()) or " ".join(text.lower().split())
 
 
-def equal(answer: str, gold: str) -> bool:
+def answers_match(answer: str, gold: str) -> bool:
     """Whether both are one answer. An empty answer equals none: Search-R1 and HotpotQA pay it for the gold "A"."""
     given = comparable(answer)
     return bool(given) and given == comparable(gold)
@@ -38,13 +38,13 @@ class ExactMatch(WithoutOptions):
 
     name = "em"
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         if outcome.answer is None:
             return 0.0
-        return float(any(equal(outcome.answer, gold) for gold in outcome.question.answers))
+        return float(any(answers_match(outcome.answer, gold) for gold in outcome.question.answers))
 
 
-class ExactMatchSettings(WeightedReward):
+class ExactMatchSettings(RewardSettingsBase):
     """1 when the answer equals a gold answer after normalisation, else 0."""
 
     type: Literal["em"] = "em"
@@ -72,7 +72,7 @@ class CoverMatch(WithoutOptions):
 
     name = "cover_em"
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         if outcome.answer is None:
             return 0.0
         return float(covers(_COMMAND.sub(" ", outcome.answer), outcome.question.answers))
@@ -81,10 +81,12 @@ class CoverMatch(WithoutOptions):
 def covers(text: str, golds: tuple[str, ...]) -> bool:
     """Whether the words of some gold answer stand in `text`. One that normalises to nothing must be all of it."""
     normal = normalise(text)
-    return any(stands(normal, normalise(gold)) if normalise(gold) else equal(text, gold) for gold in golds)
+    return any(
+        contains_phrase(normal, normalise(gold)) if normalise(gold) else answers_match(text, gold) for gold in golds
+    )
 
 
-def stands(text: str, words: str) -> bool:
+def contains_phrase(text: str, words: str) -> bool:
     """Whether `words`, not empty, stand in `text` and are not part of a longer word there; both are normalised."""
     at = text.find(words)
     while at >= 0:
@@ -106,7 +108,7 @@ def _spaced(character: str) -> bool:
     return (character.isalnum() or _mark(character)) and not _UNSPACED.match(character)
 
 
-class CoverMatchSettings(WeightedReward):
+class CoverMatchSettings(RewardSettingsBase):
     """1 when a gold answer occurs in the answer as whole words, else 0."""
 
     type: Literal["cover_em"] = "cover_em"
@@ -133,13 +135,13 @@ class F1(WithoutOptions):
 
     name = "f1"
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         if outcome.answer is None:
             return 0.0
         return max((f1(outcome.answer, gold) for gold in outcome.question.answers), default=0.0)
 
 
-class F1Settings(WeightedReward):
+class F1Settings(RewardSettingsBase):
     """Token F1 against the best gold answer."""
 
     type: Literal["f1"] = "f1"

@@ -12,7 +12,7 @@ from protocol.messages import Question, Sampling, Status, Task, Trajectory, Traj
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Generate
 from rollout_server.environment.actions import ESCAPE_VERSION
-from rollout_server.environment.environment import Episode, render
+from rollout_server.environment.environment import Environment, render_trajectory
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop, ignore_progress, never_stop, run_trajectory
 from rollout_server.search.base import Search
 
@@ -40,7 +40,7 @@ class EpisodeResult:
 
 
 async def run_group(
-    episode: Episode,
+    environment: Environment,
     task: Task,
     generate: Generate,
     search: Search,
@@ -69,7 +69,7 @@ async def run_group(
         running = [
             tasks.create_task(
                 run_trajectory(
-                    episode,
+                    environment,
                     task.question,
                     generate,
                     search,
@@ -83,7 +83,7 @@ async def run_group(
             for _ in range(task.group_size)
         ]
     trajectories = tuple(done.result() for done in running)
-    rejected = _judge(episode, trajectories)
+    rejected = _reject_reason(environment, trajectories)
     if rejected is not None:
         return rejected
     return TrajectoryGroup(
@@ -93,23 +93,23 @@ async def run_group(
         question=task.question,
         trajectories=trajectories,
         sampling=task.sampling,
-        template=episode.template.name,
+        template=environment.template.name,
         escape_version=ESCAPE_VERSION,
         producer=producer,
         seconds=time.monotonic() - started,
     )
 
 
-def _judge(episode: Episode, trajectories: tuple[Trajectory, ...]) -> GroupRejected | None:
+def _reject_reason(environment: Environment, trajectories: tuple[Trajectory, ...]) -> GroupRejected | None:
     lost = Counter(t.cause for t in trajectories if not t.status.is_valid)
     if not lost:
         return None
     outside = ("search_", "tool_")
     searches = [t.cause for t in trajectories if t.status is Status.FAILED and t.cause.startswith(outside)]
     valid = sum(t.status.is_valid for t in trajectories)
-    if episode.settings.on_search_error == "drop" and searches:
+    if environment.settings.on_search_error == "drop" and searches:
         reason = searches[0]
-    elif valid < min(episode.settings.min_valid, len(trajectories)):
+    elif valid < min(environment.settings.min_valid, len(trajectories)):
         reason = lost.most_common(1)[0][0]
     else:
         return None
@@ -121,7 +121,7 @@ def _judge(episode: Episode, trajectories: tuple[Trajectory, ...]) -> GroupRejec
 
 
 async def run_episode(
-    episode: Episode,
+    environment: Environment,
     question: Question,
     generate: Generate,
     search: Search,
@@ -137,7 +137,7 @@ async def run_episode(
     """
     session = uuid.uuid4().hex
     trajectory = await run_trajectory(
-        episode,
+        environment,
         question,
         generate,
         search,
@@ -147,4 +147,4 @@ async def run_episode(
         pinned=pinned,
         on_progress=on_progress,
     )
-    return EpisodeResult(trajectory, render(episode, trajectory))
+    return EpisodeResult(trajectory, render_trajectory(environment, trajectory))

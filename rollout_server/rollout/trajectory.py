@@ -23,11 +23,10 @@ from protocol.messages import Owner, Question, Sampling, Segment, Status, Trajec
 from protocol.search import Passage
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Completion, EngineError, Generate, GenerateRequest
-from rollout_server.environment.actions import Action, Answer, Call, Invalid, parse
-from rollout_server.environment.actions import Search as SearchAction
-from rollout_server.environment.environment import Episode
-from rollout_server.rewards.base import Outcome, RewardError, TurnText
-from rollout_server.rewards.composite import Score
+from rollout_server.environment.actions import Action, AnswerAction, InvalidAction, SearchAction, ToolAction, parse
+from rollout_server.environment.environment import Environment
+from rollout_server.rewards.base import RewardError, RewardInput, TurnText
+from rollout_server.rewards.composite import TrajectoryReward
 from rollout_server.rollout.transcript import Transcript
 from rollout_server.search.base import Search
 from rollout_server.tools.base import ToolResult
@@ -56,10 +55,10 @@ class _End:
 
 
 @dataclass
-class _Play:
+class _Rollout:
     """One trajectory in progress."""
 
-    episode: Episode
+    environment: Environment
     generate: Generate
     search: Search
     sampling: Sampling
@@ -76,8 +75,8 @@ class _Play:
 
     async def run(self) -> _End:
         """Play to the end. Consumes completions and search results; waits for nothing else."""
-        limits = self.episode.settings
-        if self.transcript.room < limits.reserve_tokens:
+        limits = self.environment.settings
+        if self.transcript.remaining < limits.reserve_tokens:
             return _End(Status.FAILED, "prompt_too_long")
         for turn in range(limits.max_turns + 1):
             first = self.transcript.first_version
@@ -86,9 +85,9 @@ class _Play:
             completion = await self._write()
             if completion.finish_reason == "abort":
                 return _End(Status.FAILED, "aborted")
-            text = self.episode.tokens.decode_turn(completion.ids)
+            text = self.environment.tokenizer.decode_turn(completion.ids)
             self.turns.append(TurnText(text, tokens=len(completion.ids), finish=completion.finish_reason))
-            action = parse(text, box=self.episode.template.boxed, tools=self.episode.tags)
+            action = parse(text, box=self.environment.template.boxed, tools=self.environment.tags)
             end = await self._act(action, last=turn == limits.max_turns)
             if end is not None:
                 return end
@@ -96,14 +95,14 @@ class _Play:
 
     async def _write(self) -> Completion:
         """One turn of the policy, appended. Raises EngineError."""
-        limit = min(self.episode.settings.max_new_tokens, self.transcript.room)
+        limit = min(self.environment.settings.max_new_tokens, self.transcript.remaining)
         request = GenerateRequest(
             ids=self.transcript.ids,
             session=self.session,
             group=self.group,
             max_new_tokens=limit,
             sampling=self.sampling,
-            stop=self.episode.template.stops,
+            stop=self.environment.template.stops,
             pinned=self.pinned,
         )
         completion = await self.generate(request)
@@ -119,34 +118,36 @@ class _Play:
 
     async def _act(self, action: Action, *, last: bool) -> _End | None:
         """Carry out a turn's action and append what the environment says; an _End when the trajectory is over."""
-        if isinstance(action, Answer):
+        if isinstance(action, AnswerAction):
             self.answer = action.text
             return _End(Status.ANSWERED)
-        room = self.transcript.room - self.episode.settings.reserve_tokens
+        remaining = self.transcript.remaining - self.environment.settings.reserve_tokens
         cut = self.turns[-1].finish == "length"
         if last and cut:
-            return _End(Status.TRUNCATED, "turn" if self.transcript.room else "context")
+            return _End(Status.TRUNCATED, "turn" if self.transcript.remaining else "context")
         if last:
             return _End(Status.OUT_OF_TURNS)
-        if isinstance(action, Invalid):
-            if not self.episode.invalid:
+        if isinstance(action, InvalidAction):
+            if not self.environment.invalid:
                 return _End(Status.TRUNCATED, "turn") if cut else _End(Status.OUT_OF_TURNS, action.reason)
-            if room < len(self.episode.invalid):
+            if remaining < len(self.environment.invalid):
                 return _End(Status.TRUNCATED, "context")
-            self.on_progress(self.transcript.observe(self.episode.invalid))
+            self.on_progress(self.transcript.observe(self.environment.invalid))
             return None
-        if room < self.episode.least_observation:
+        if remaining < self.environment.min_observation_tokens:
             return _End(Status.TRUNCATED, "context")
-        limit = min(room, self.episode.settings.max_obs_tokens)
-        return await (self._use(action, limit) if isinstance(action, Call) else self._look_up(action, limit))
+        limit = min(remaining, self.environment.settings.max_obs_tokens)
+        return await (
+            self._call_tool(action, limit) if isinstance(action, ToolAction) else self._run_search(action, limit)
+        )
 
-    async def _look_up(self, action: SearchAction, limit: int) -> _End | None:
+    async def _run_search(self, action: SearchAction, limit: int) -> _End | None:
         """Search, and append the observation in at most `limit` tokens."""
         result = await self.search(action.query)
         self.searches += 1
-        told = not result.error or self.episode.settings.on_search_error == "observe"
+        told = not result.error or self.environment.settings.on_search_error == "observe"
         # A failed search that ends the trajectory is recorded as an observation without tokens.
-        ids = self.episode.observation(result.passages, limit, failed=bool(result.error)) if told else []
+        ids = self.environment.observation(result.passages, limit, failed=bool(result.error)) if told else []
         segment = self.transcript.observe(
             ids,
             query=action.query,
@@ -162,24 +163,26 @@ class _Play:
         self._show(result.passages if not result.error else (), limit, ids)
         return None
 
-    async def _use(self, call: Call, limit: int) -> _End | None:
+    async def _call_tool(self, call: ToolAction, limit: int) -> _End | None:
         """Call a tool, and append what it brings in at most `limit` tokens."""
-        episode, name = self.episode, call.tool
+        environment, name = self.environment, call.tool
         self.turns[-1] = replace(self.turns[-1], tool=name)
-        most = episode.most_calls(name)
+        most = environment.max_calls_of(name)
         if most is not None and self.calls[name] >= most:
             result = ToolResult(f"No more than {most} calls of {name} are allowed.", mistake="too_many")
         else:
             self.calls[name] += 1
-            result = await episode.tools[name](call.argument)
+            result = await environment.tools[name](call.argument)
         error = f"tool_{name}_{result.error}" if result.error else ""
         passages = () if error else result.passages
-        told = not error or episode.settings.on_search_error == "observe"
+        told = not error or environment.settings.on_search_error == "observe"
         if error:
-            ids = episode.tool_failed(limit) if told else []
+            ids = environment.tool_failed(limit) if told else []
         else:
             words = result.text and not passages
-            ids = episode.told(result.text, limit) if words else episode.observation(passages, limit)
+            ids = (
+                environment.text_observation(result.text, limit) if words else environment.observation(passages, limit)
+            )
         segment = self.transcript.observe(
             ids,
             query=call.argument.strip(),
@@ -196,10 +199,10 @@ class _Play:
 
     def _show(self, passages: Sequence[Passage], limit: int, ids: Sequence[int]) -> None:
         """Note in the last turn which passages the observation `ids` shows, and as what text: rewards look there."""
-        shown = self.episode.shown(passages, limit, len(ids))
+        shown = self.environment.visible_passages(passages, limit, len(ids))
         self.turns[-1] = replace(
             self.turns[-1],
-            observation=self.episode.inside(ids) if shown else "",
+            observation=self.environment.observation_text(ids) if shown else "",
             passage_ids=tuple(passage.id for passage in shown),
             titles=tuple(passage.title[:256] for passage in shown),
         )
@@ -215,7 +218,7 @@ class _Play:
 
 
 async def run_trajectory(
-    episode: Episode,
+    environment: Environment,
     question: Question,
     generate: Generate,
     search: Search,
@@ -239,15 +242,17 @@ async def run_trajectory(
     traceback). Only trajectories that vote are scored.
     """
     started = time.monotonic()
-    play: _Play | None = None
-    score = Score(0.0, {}, ())
+    play: _Rollout | None = None
+    score = TrajectoryReward(0.0, {}, ())
     try:
-        transcript = Transcript(episode.prompt(question.text), episode.settings.max_context)
-        play = _Play(episode, generate, search, sampling, session, group, pinned, should_stop, on_progress, transcript)
+        transcript = Transcript(environment.prompt(question.text), environment.settings.max_context)
+        play = _Rollout(
+            environment, generate, search, sampling, session, group, pinned, should_stop, on_progress, transcript
+        )
         end = await play.run()
         if end.status.is_valid:
-            outcome = Outcome(question, end.status, play.answer, tuple(play.turns), play.searches)
-            score = await episode.score(outcome)
+            outcome = RewardInput(question, end.status, play.answer, tuple(play.turns), play.searches)
+            score = await environment.score(outcome)
     except EngineError as error:
         log.warning("trajectory %s: %s", session, error)
         end = _End(Status.FAILED, error.cause)

@@ -34,7 +34,7 @@ class Transcript:
         return list(self._ids)
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Tokens that still fit into the context; never negative."""
         return max(0, self._max_context - len(self._ids))
 
@@ -70,10 +70,10 @@ class Transcript:
     ) -> Segment:
         """Append what the environment says. `query` and what follows it belong to a search, or to the call of `tool`.
 
-        Raises ValueError when it does not fit: the caller cuts an observation to `room`.
+        Raises ValueError when it does not fit: the caller cuts an observation to `remaining`.
         """
-        if len(ids) > self.room:
-            raise ValueError(f"an observation of {len(ids)} tokens does not fit into the {self.room} left")
+        if len(ids) > self.remaining:
+            raise ValueError(f"an observation of {len(ids)} tokens does not fit into the {self.remaining} left")
         segment = Segment(
             owner=Owner.ENVIRONMENT,
             ids=np.asarray(ids, np.int32),

@@ -8,18 +8,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rollout_server.tools.base import Tool, ToolBase
+from rollout_server.tools.base import Tool, ToolSettingsBase
 from rollout_server.tools.fetch import FetchSettings
 from rollout_server.tools.python import PythonSettings
 
 ToolSettings = Annotated[FetchSettings | PythonSettings, Field(discriminator="type")]
-REGISTRY: dict[type[ToolBase], str] = {
+REGISTRY: dict[type[ToolSettingsBase], str] = {
     FetchSettings: "rollout_server.tools.fetch:Fetch",
     PythonSettings: "rollout_server.tools.python:build_python",
 }
 
 
-def build_tool(settings: ToolBase, urls: Sequence[str]) -> Tool:
+def build_tool(settings: ToolSettingsBase, urls: Sequence[str]) -> Tool:
     """Instantiate the tool for `settings`; nothing is connected yet. `urls`: the retrievers that searches go to.
 
     Raises UserError for a tool that cannot work here.

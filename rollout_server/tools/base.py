@@ -56,7 +56,7 @@ class Tool(Protocol):
         ...
 
 
-class ToolBase(Settings):
+class ToolSettingsBase(Settings):
     """What the settings of every tool have: a member of the union adds its `type`, which is its tag.
 
     sentence    tells the policy of the tool; it stands where the template says (`PromptTemplate.tools_after`), with
@@ -79,7 +79,7 @@ class ToolBase(Settings):
 CLOSED = "closed"
 
 
-class Calls:
+class InflightCalls:
     """Belongs to one tool. A call whose caller is cancelled is cancelled with it."""
 
     def __init__(self, name: str) -> None:

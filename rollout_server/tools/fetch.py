@@ -21,7 +21,7 @@ from protocol.errors import UserError
 from protocol.search import Passage
 from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
-from rollout_server.tools.base import Calls, ToolBase, ToolResult
+from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
 
 MAX_ID_CHARS = 1024
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
@@ -31,7 +31,7 @@ RETRIED = frozenset({UNREACHABLE, TIMEOUT, OVERLOADED, "http_408", "http_500", "
 UNKNOWN = ToolResult("There is no document with this id.", mistake="unknown_id")
 
 
-class FetchSettings(ToolBase):
+class FetchSettings(ToolSettingsBase):
     """A whole document by its id."""
 
     sentence: ClassVar[str] = (
@@ -82,7 +82,7 @@ class Fetch:
         self._urls = [url.rstrip("/") + "/passages" for url in urls]
         self._next = random.randrange(len(self._urls))
         self._connections = HttpConnections(max_bytes=settings.max_bytes, limit=settings.connections)
-        self._calls = Calls(self.name)
+        self._calls = InflightCalls(self.name)
 
     async def __call__(self, argument: str) -> ToolResult:
         name = argument.strip()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollout_server.environment.environment import Episode
+from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
 from rollout_server.tools.base import Tool, ToolResult
 
 
-class MeasuredTool:
+class InstrumentedTool:
     """Wraps any tool; the result is passed on as it is."""
 
     def __init__(self, tool: Tool, stats: Stats) -> None:
@@ -33,6 +33,6 @@ class MeasuredTool:
         await self._tool.close()
 
 
-def with_measured_tools(episode: Episode, stats: Stats) -> Episode:
+def with_instrumented_tools(environment: Environment, stats: Stats) -> Environment:
     """The same episode, whose tools count into `stats` (`tool_calls_<name>` and so on, shown as zeros from now on)."""
-    return replace(episode, tools={name: MeasuredTool(tool, stats) for name, tool in episode.tools.items()})
+    return replace(environment, tools={name: InstrumentedTool(tool, stats) for name, tool in environment.tools.items()})

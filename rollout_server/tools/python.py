@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollout_server.tools.base import Calls, ToolBase, ToolResult
+from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
 from rollout_server.tools.sandbox.runner import JailError, Limits, Ran, run_confined
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ SIGXCPU = 128 + 24
 _FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
 
 
-class PythonSettings(ToolBase):
+class PythonSettings(ToolSettingsBase):
     """A sandboxed Python interpreter."""
 
     sentence: ClassVar[str] = (
@@ -84,7 +84,7 @@ class Python:
         self._settings, self._limits = settings, _limits(settings)
         self._mechanisms, self._libraries = tuple(mechanisms), tuple(libraries)
         self._places = asyncio.Semaphore(settings.concurrency)
-        self._calls = Calls(self.name)
+        self._calls = InflightCalls(self.name)
 
     async def __call__(self, argument: str) -> ToolResult:
         if len(argument) > MAX_SOURCE_CHARS:

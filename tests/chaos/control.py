@@ -75,11 +75,11 @@ def plain_publish() -> None:
     from protocol.header import seal
     from protocol.keys import TASK_GROUP
     from protocol.runtime.redis.aio import Backoff, retry_until_available
-    from rollout_server.dispatch.publisher import Sink
+    from rollout_server.dispatch.publisher import GroupPublisher
 
     published = itertools.count(1)
 
-    async def publish(self: Sink, entry: str, message: Any, *_: Any, **__: Any) -> bool:
+    async def publish(self: GroupPublisher, entry: str, message: Any, *_: Any, **__: Any) -> bool:
         header, body = seal(message)
         keys = self._redis.keys
 
@@ -96,4 +96,4 @@ def plain_publish() -> None:
         self._stats.counts["groups_published"] += 1
         return True
 
-    Sink.publish = publish  # type: ignore[method-assign]
+    GroupPublisher.publish = publish  # type: ignore[method-assign]

@@ -13,9 +13,9 @@ import pytest
 
 from protocol.messages import Question, Status
 from rollout_server.rewards import REGISTRY, RewardSettings, build_reward
-from rollout_server.rewards.base import Outcome, TurnText
-from rollout_server.rewards.composite import Composite
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import RewardInput, TurnText
+from rollout_server.rewards.composite import CompositeReward
+from rollout_server.rewards.resources import RewardResources
 from tests.support.fake_reward_service import FakeService
 
 MEMBERS: list[Any] = list(get_args(get_args(RewardSettings)[0]))
@@ -32,13 +32,13 @@ PLAIN = "a novel"
 HOSTILE = "\u2039answer>Jane Austen\u2039/answer> <answer>\\boxed{Jane Austen}</answer>"
 TARGET = "async def by_length(outcome, most):\n    return min(most, len(outcome.answer or '')) / most\n"
 
-Scored = Callable[[Outcome], Any]
+Scored = Callable[[RewardInput], Any]
 
 
-def outcome(answer: str | None, observation: str = PLAIN, status: Status = Status.ANSWERED) -> Outcome:
+def outcome(answer: str | None, observation: str = PLAIN, status: Status = Status.ANSWERED) -> RewardInput:
     last = "no idea" if answer is None else f"<think>b</think><answer>\\boxed{{{answer}}}</answer>"
     turns = (TurnText(SEARCH, observation, "emma", ("1",), ("Emma",), 9), TurnText(last, tokens=5))
-    return Outcome(QUESTION, status, answer, turns, 1)
+    return RewardInput(QUESTION, status, answer, turns, 1)
 
 
 def kind(member: Any) -> str:
@@ -71,10 +71,10 @@ async def settings(
 @pytest.fixture
 async def score(settings: Any) -> AsyncIterator[Scored]:
     """The score of an outcome by the member alone, as an episode would have it."""
-    io = Io()
-    composite = Composite([(build_reward(settings, io), 1.0)])
+    io = RewardResources()
+    composite = CompositeReward([(build_reward(settings, io), 1.0)])
 
-    async def whole(given: Outcome) -> float:
+    async def whole(given: RewardInput) -> float:
         return (await composite(given)).reward
 
     yield whole
@@ -90,7 +90,7 @@ def test_every_member_is_of_a_kind_that_these_tests_know() -> None:
 
 
 def test_it_is_known_by_its_key_and_has_a_weight(settings: Any) -> None:
-    assert build_reward(settings, Io()).name == settings.key
+    assert build_reward(settings, RewardResources()).name == settings.key
     assert settings.key == (settings.type if settings.type != "custom" else "by_length")
     assert settings.weight == 1.0
 
@@ -138,7 +138,7 @@ async def test_the_same_outcome_scores_the_same_at_any_time(score: Scored) -> No
 
 @pytest.mark.parametrize("status", list(Status))
 async def test_empty_and_odd_outcomes_have_a_score(score: Scored, status: Status) -> None:
-    bare = Outcome(Question(id="q", text=""), status, None, (), 0)
+    bare = RewardInput(Question(id="q", text=""), status, None, (), 0)
     assert await score(bare) == 0.0
-    odd = Outcome(QUESTION, status, "\x00<answer>" * 1000, (TurnText("\n" * 9999 + "<think>"),), 0)
+    odd = RewardInput(QUESTION, status, "\x00<answer>" * 1000, (TurnText("\n" * 9999 + "<think>"),), 0)
     assert math.isfinite(await score(odd))

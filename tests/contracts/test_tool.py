@@ -14,11 +14,11 @@ from aiohttp.test_utils import TestServer
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from rollout_server.environment.actions import RESERVED, Call, neutralise, parse
-from rollout_server.environment.config import EpisodeSettings
+from rollout_server.environment.actions import RESERVED_TAGS, ToolAction, escape_tags, parse
+from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.tools import REGISTRY, ToolSettings, build_tool
-from rollout_server.tools.base import Tool, ToolBase, ToolResult
+from rollout_server.tools.base import Tool, ToolResult, ToolSettingsBase
 from tests.support.kernel import skip_or_fail
 
 MEMBERS: list[Any] = list(get_args(get_args(ToolSettings)[0]))
@@ -113,25 +113,25 @@ def test_names_are_tags_and_no_two_are_one() -> None:
     names = [name_of(member) for member in MEMBERS]
     assert len(set(names)) == len(names)
     for name in names:
-        assert re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) and name not in RESERVED
-        assert parse(f"<{name}> x </{name}>", tools=tuple(names)) == Call(name, " x ")
-        assert neutralise(f"<{name}>", tuple(names)) == f"\u2039{name}>"
+        assert re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) and name not in RESERVED_TAGS
+        assert parse(f"<{name}> x </{name}>", tools=tuple(names)) == ToolAction(name, " x ")
+        assert escape_tags(f"<{name}>", tuple(names)) == f"\u2039{name}>"
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=name_of)
 def test_its_sentence_tells_of_its_tag_and_fits_every_template(member: Any) -> None:
-    assert issubclass(member, ToolBase)
+    assert issubclass(member, ToolSettingsBase)
     name, sentence = name_of(member), member.sentence
     assert f"<{name}>" in sentence and f"</{name}>" in sentence
     assert "{open}" in sentence and "{close}" in sentence and sentence.endswith(".")
     for template in TEMPLATES.values():
-        told = template.equipped([(name, sentence)], show_ids=member.shows_ids)
+        told = template.with_tools([(name, sentence)], show_ids=member.shows_ids)
         assert told.prompt.count("{question}") == 1 and f"<{name}>" in told.prompt + told.system
         assert f"</{name}>" in told.stops
 
 
 def test_tools_are_off_unless_somebody_asks_for_them() -> None:
-    assert EpisodeSettings().tools == ()
+    assert EnvironmentSettings().tools == ()
 
 
 async def test_its_name_is_its_tag(tool: Tool) -> None:

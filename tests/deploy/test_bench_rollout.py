@@ -25,7 +25,7 @@ from benchmarks.rollout.script import Draws, Faults, Script, ScriptPosition
 from deploy.cli import main
 from protocol.errors import ForayError
 from rollout_server.engine.selection import Candidate, pick_engine
-from rollout_server.environment.tokenizer import load_tokens
+from rollout_server.environment.tokenizer import load_tokenizer
 from tests.support.environments import write_tokenizer
 from tests.support.messages import make_group
 
@@ -154,27 +154,27 @@ def test_what_the_policies_choose() -> None:
 
 
 def test_the_ids_alone_say_where_a_request_is_and_what_is_missing(script: Script) -> None:
-    tokens = load_tokens(script.directory)
-    prompt = tokens.own("question : " + script.question(0, 9, 1))
+    tokens = load_tokenizer(script.directory)
+    prompt = tokens.encode_trusted("question : " + script.question(0, 9, 1))
     place, first = script.rest(prompt)
     assert place == ScriptPosition(0, seed=9, trajectory=2, turn=0, written=0) and len(first) == DRAWS.tokens(9, 2, 0)
     assert tokens.decode(first).endswith("<search> 9 2 0 </search>")
     assert script.rest(prompt + first[:7]) == (ScriptPosition(0, 9, 2, 0, 7), first[7:]), (
         "a turn that broke off is continued"
     )
-    seen = prompt + first + tokens.own("<information> a b </information>")
+    seen = prompt + first + tokens.encode_trusted("<information> a b </information>")
     assert script.rest(seen)[0] == ScriptPosition(0, 9, 2, 1, 0)
-    last = script.rest(seen + script.rest(seen)[1] + tokens.own("<information> nothing </information>"))
+    last = script.rest(seen + script.rest(seen)[1] + tokens.encode_trusted("<information> nothing </information>"))
     assert last[0] == ScriptPosition(0, 9, 2, 2, 0) and tokens.decode(last[1]).endswith("<answer> 2 </answer>")
 
 
 def test_each_first_turn_of_a_group_gets_a_number_of_its_own(script: Script) -> None:
-    tokens = load_tokens(script.directory)
-    prompt = tokens.own("question : " + script.question(0, 0, 1))
+    tokens = load_tokenizer(script.directory)
+    prompt = tokens.encode_trusted("question : " + script.question(0, 0, 1))
     assert [script.rest(prompt)[0].trajectory for _ in range(2)] == [2, 3]
     with pytest.raises(ValueError, match="one more asks"):
         script.rest(prompt)
-    again = tokens.own("question : " + script.question(1, 0, 1))
+    again = tokens.encode_trusted("question : " + script.question(1, 0, 1))
     assert script.rest(again)[0].trajectory == 2, "another play on the same draws starts its own count"
     script.release(ScriptPosition(0, 0, 2, 0, 0))
     assert script.rest(prompt)[0].trajectory == 2, "a number of which nobody saw a token is free again"
@@ -188,7 +188,7 @@ async def served(app: web.Application) -> tuple[web.AppRunner, str]:
 
 
 def body_of(script: Script, text: str, interval: int = 8) -> dict[str, object]:
-    ids = load_tokens(script.directory).own(text)
+    ids = load_tokenizer(script.directory).encode_trusted(text)
     return {"rid": "r", "input_ids": ids, "sampling_params": {"max_new_tokens": 500, "stream_interval": interval}}
 
 

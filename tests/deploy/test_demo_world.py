@@ -118,20 +118,20 @@ def test_tags_are_single_tokens_even_when_glued_to_words(tmp_path: Path) -> None
 
 def test_what_the_policy_reads_is_what_the_rollout_server_writes(tmp_path: Path) -> None:
     from protocol.search import Passage
-    from rollout_server.environment.config import EpisodeSettings
-    from rollout_server.environment.environment import build_episode
+    from rollout_server.environment.config import EnvironmentSettings
+    from rollout_server.environment.environment import build_environment
 
     save_tokenizer(tmp_path)
-    episode = build_episode(EpisodeSettings(template="demo", max_context=448), tmp_path)
+    environment = build_environment(EnvironmentSettings(template="demo", max_context=448), tmp_path)
     shown = scene()
     puzzle = shown.world.puzzles(1)[11]
     ids = ideal(shown, puzzle, 2).ids
-    prompt = episode.prompt(puzzle.question)
+    prompt = environment.prompt(puzzle.question)
     assert ids[: len(prompt)] == prompt
     by_title = {p["contents"].split('"')[1]: Passage(**p) for p in shown.world.passages()}
     fact = puzzle.chain[0]
     passages = [by_title[name] for name in shown.lookup.top(query(fact.relation, fact.subject), 2)]
-    observation = episode.observation(passages, 96)
+    observation = environment.observation(passages, 96)
     start = ids.index(encode("<information>")[0])
     assert ids[start : start + len(observation)] == observation
 

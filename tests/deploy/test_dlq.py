@@ -18,7 +18,7 @@ from protocol.keys import Keys
 from protocol.ledger import Ledger, Outcome
 from protocol.messages import MetricsSnapshot, WeightUpdate
 from protocol.runtime.redis.aio import RedisClient
-from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.metrics import Stats
 from tests.support.messages import make_group
 
@@ -80,7 +80,9 @@ async def test_letters_of_both_writers_are_listed_once_with_what_became_of_their
     run.letter(3, "foreign_run", "of run 'b'")
     run.letter(6, "invalid_body", "a hole")
     server = RedisClient(redis_url, KEYS)
-    await Sink(server, Stats("rollout", "r1")).bury("1763799999999-0", None, b"\xc1", CorruptMessage("bad"), "test")
+    await GroupPublisher(server, Stats("rollout", "r1")).dead_letter(
+        "1763799999999-0", None, b"\xc1", CorruptMessage("bad"), "test"
+    )
     await server.aclose()
     assert run.foray("list") == 0
     lines = told(capsys).splitlines()

@@ -15,7 +15,7 @@ from learner.checkpoint.journal import GroupJournal, read_journal
 from protocol.errors import UserError
 from protocol.header import seal
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
-from rollout_server.environment.tokenizer import Tokens, load_tokens
+from rollout_server.environment.tokenizer import TrajectoryTokenizer, load_tokenizer
 from tests.support.messages import make_group, make_question
 
 WORDS = ["<eos>", "<unk>", "who", "wrote", "it", "?", "<search>", "</search>", "emma", "austen", "\x1b[2J", "answer"]
@@ -81,8 +81,8 @@ def run_dir(tmp_path: Path, model: Path) -> Path:
 
 
 @pytest.fixture
-def tokens(model: Path) -> Tokens:
-    return load_tokens(model)
+def tokens(model: Path) -> TrajectoryTokenizer:
+    return load_tokenizer(model)
 
 
 def test_the_best_trajectory_of_each_of_the_last_groups_is_chosen(run_dir: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_best_trajectory_of_each_of_the_last_groups_is_chosen(run_dir: Path)
     assert [s.group.seq for s in choose(read_journal(run_dir / "journal"), show=3, seq=2)] == [2, 2]
 
 
-def test_masks_versions_and_lags_are_visible_without_colour(run_dir: Path, tokens: Tokens) -> None:
+def test_masks_versions_and_lags_are_visible_without_colour(run_dir: Path, tokens: TrajectoryTokenizer) -> None:
     text = render(choose(read_journal(run_dir / "journal"), show=1, max_lag=2)[0], tokens, colour=False)
     lines = text.splitlines()
     assert "│prompt│ who wrote it ?" in lines
@@ -106,7 +106,7 @@ def test_masks_versions_and_lags_are_visible_without_colour(run_dir: Path, token
     assert "reward    1 (em 1); rewards of the group: 0 1" in text and "\x1b" not in text
 
 
-def test_what_a_tool_was_called_with_is_shown_by_its_name(tokens: Tokens) -> None:
+def test_what_a_tool_was_called_with_is_shown_by_its_name(tokens: TrajectoryTokenizer) -> None:
     called = group()
     seen = called.trajectories[1].segments[2]
     program = seen.model_copy(update={"tool": "python", "query": "1\x1b[2J / 0", "passage_ids": (), "error": "tool_x"})
@@ -120,13 +120,13 @@ def test_what_a_tool_was_called_with_is_shown_by_its_name(tokens: Tokens) -> Non
     assert [s["tool"] for s in to_json(shown, tokens)["segments"]] == ["", "", "python", "fetch"]
 
 
-def test_with_colours_only_the_policys_words_are_bold(run_dir: Path, tokens: Tokens) -> None:
+def test_with_colours_only_the_policys_words_are_bold(run_dir: Path, tokens: TrajectoryTokenizer) -> None:
     lines = render(choose(read_journal(run_dir / "journal"), show=1)[0], tokens, colour=True).splitlines()
     assert "\x1b[1manswer austen\x1b[0m" in lines
     assert sum(line.startswith("\x1b[2m│env│") for line in lines) == 1
 
 
-def test_the_json_holds_texts_masks_and_lags(run_dir: Path, tokens: Tokens) -> None:
+def test_the_json_holds_texts_masks_and_lags(run_dir: Path, tokens: TrajectoryTokenizer) -> None:
     told = json.loads(json.dumps(to_json(choose(read_journal(run_dir / "journal"), show=1)[0], tokens)))
     assert [s["trained"] for s in told["segments"]] == [False, True, False, True]
     assert told["segments"][1]["lags"] == [3, 1] and told["segments"][2]["query"] == "emma"

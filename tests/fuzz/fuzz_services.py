@@ -78,14 +78,14 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
     from protocol.runtime.redis.server import function_library
     from protocol.settings import RunSettings
     from rollout_server.config import RolloutSettings
-    from rollout_server.environment.tokenizer import load_tokens
+    from rollout_server.environment.tokenizer import load_tokenizer
     from rollout_server.server import serve
     from tests.support.environments import write_tokenizer
     from tests.support.fake_engine import FakeServer
     from tests.support.fake_search import canned_retriever
 
     socket, port, model = scratch / "redis.sock", scratch / "port", write_tokenizer(scratch / "model", "words")
-    tokens, keys = load_tokens(model), Keys("fuzz")
+    tokens, keys = load_tokenizer(model), Keys("fuzz")
     argv = [str(find_server().path), "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(scratch)]
     store = await asyncio.create_subprocess_exec(
         *argv, "--maxmemory-policy", "noeviction", stdout=asyncio.subprocess.DEVNULL
@@ -99,7 +99,7 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
             client.xgroup_create(keys.tasks, TASK_GROUP, "0", mkstream=True)
             client.xgroup_create(keys.traj, TRAJ_GROUP, "0", mkstream=True)
             async with (
-                FakeServer(lambda body: tokens.own("<answer> c </answer>"), version="1.3") as engine,
+                FakeServer(lambda body: tokens.encode_trusted("<answer> c </answer>"), version="1.3") as engine,
                 canned_retriever("t\nd e f") as retriever,
             ):
                 info = EngineInfo(id="e", url=engine.url, state=NodeState.READY, incarnation="a", epoch=1, step=3)

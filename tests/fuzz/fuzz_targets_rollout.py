@@ -19,9 +19,9 @@ from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.client import json_object
 from rollout_server.engine.decoding import ReceivedTokens, StreamDecoder
-from rollout_server.environment.actions import Search, boxed, neutralise, parse
+from rollout_server.environment.actions import SearchAction, boxed, escape_tags, parse
 from rollout_server.node.weights.manifest import MANIFEST, WeightsCorrupt, verify
-from rollout_server.rewards.judge import harmless, read_verdict
+from rollout_server.rewards.judge import parse_score, sanitize
 from rollout_server.search.base import SearchError, error_of_status
 from rollout_server.search.transport import read_answer
 from tests.support.environments import write_tokenizer
@@ -98,19 +98,19 @@ def at_once(work: Any) -> Any:
 def _action(raw: bytes) -> object:
     text = raw.decode("utf-8", "surrogateescape")
     found = parse(text, box=True, tools=("python", "fetch"))
-    assert not isinstance(found, Search) or found.query in text
+    assert not isinstance(found, SearchAction) or found.query in text
     return found, boxed(text)
 
 
 def _neutral(raw: bytes) -> object:
-    shown = neutralise(raw.decode("utf-8", "replace"), ("python",))
+    shown = escape_tags(raw.decode("utf-8", "replace"), ("python",))
     assert "</information>" not in shown and "<search>" not in shown
-    return shown, harmless(shown, 4096)
+    return shown, sanitize(shown, 4096)
 
 
 def _verdict(raw: bytes) -> object:
     # what `Endpoint.ask` does with a reply
-    return read_verdict(json.loads(raw))
+    return parse_score(json.loads(raw))
 
 
 def _weights(folder: Path) -> tuple[bytes, Any]:

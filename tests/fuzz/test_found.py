@@ -36,7 +36,7 @@ from rollout_server.api.episodes import EpisodesRequest
 from rollout_server.cpu_engine.scheduler.engine import Engine
 from rollout_server.cpu_engine.server.auth import guard
 from rollout_server.cpu_engine.server.validation import read_json
-from rollout_server.environment.actions import Invalid, neutralise, parse
+from rollout_server.environment.actions import InvalidAction, escape_tags, parse
 
 HUGE = b"1" + b"0" * 4000
 DEEP = b"[" * 3000
@@ -207,13 +207,13 @@ def spent(work: Callable[[], object]) -> float:
 
 
 def test_blanks_after_a_bracket_do_not_take_the_square_of_their_length() -> None:
-    assert spent(lambda: neutralise("<" + " " * 300_000)) < 2
-    assert neutralise("< \n/ search> < / answer> <  think") == "\u2039 \n/ search> \u2039 / answer> \u2039  think"
+    assert spent(lambda: escape_tags("<" + " " * 300_000)) < 2
+    assert escape_tags("< \n/ search> < / answer> <  think") == "\u2039 \n/ search> \u2039 / answer> \u2039  think"
 
 
 def test_tags_that_never_close_do_not_take_the_square_of_their_number() -> None:
     assert spent(lambda: parse("<search>" * 40_000)) < 2
-    assert parse("<search>" * 40_000) == Invalid("no_action")
+    assert parse("<search>" * 40_000) == InvalidAction("no_action")
 
 
 @settings(max_examples=120, deadline=None)
@@ -223,11 +223,11 @@ def test_the_first_complete_action_is_the_one_that_the_plain_pattern_finds(piece
     plain = re.search(r"<(search|answer|fetch)>(.*?)</\1>", text, re.DOTALL)
     found = parse(text, tools=("fetch",))
     if plain is None:
-        assert found == Invalid("no_action")
+        assert found == InvalidAction("no_action")
     else:
         inside = plain[2] if plain[1] == "fetch" else plain[2].strip()
         told = getattr(found, {"search": "query", "answer": "text", "fetch": "argument"}[plain[1]], None)
-        assert told == inside or (isinstance(found, Invalid) and not inside.strip())
+        assert told == inside or (isinstance(found, InvalidAction) and not inside.strip())
 
 
 def test_an_array_of_many_small_records_is_read_in_linear_time(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from retriever.config import RetrieverSettings
 from retriever.encoder import build_encoder
 from retriever.encoder.config import HashedEncoderSettings
 from retriever.server import running
-from rollout_server.rewards.base import Outcome
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import RewardInput
+from rollout_server.rewards.resources import RewardResources
 from rollout_server.rewards.semantic import SemanticSettings
 from tests.support.waiting import eventually
 
@@ -126,12 +126,12 @@ async def test_texts_count_towards_the_bound_of_the_queue(bench: StartBench) -> 
 
 async def test_the_semantic_reward_works_against_it(settings: Settings) -> None:
     question = Question(id="q", text="Who?", answers=("Marie Curie", "Maria Skłodowska"))
-    io = Io()
+    io = RewardResources()
     try:
         async with running(settings(**DENSE)) as port:
             reward = SemanticSettings(url=f"http://127.0.0.1:{port}/v1", model="hashed", attempts=1).build(io)
             scores = [
-                await reward(Outcome(question, Status.ANSWERED, answer, (), 0))
+                await reward(RewardInput(question, Status.ANSWERED, answer, (), 0))
                 for answer in ("Marie Curie", "marie curie the physicist", "the Eiffel tower")
             ]
     finally:

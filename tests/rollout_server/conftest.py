@@ -22,7 +22,7 @@ from protocol.runtime.redis import aio as redis_client
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.server import function_library
 from protocol.versions import PolicyVersion
-from rollout_server.environment.tokenizer import Tokens, load_tokens
+from rollout_server.environment.tokenizer import TrajectoryTokenizer, load_tokenizer
 from tests.support.environments import write_tokenizer
 from tests.support.private_redis import redis_at
 
@@ -57,8 +57,8 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tokens(model: Path) -> Tokens:
-    return load_tokens(model)
+def tokens(model: Path) -> TrajectoryTokenizer:
+    return load_tokenizer(model)
 
 
 class World:

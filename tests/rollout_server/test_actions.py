@@ -14,12 +14,12 @@ from protocol.search import Passage
 from rollout_server.environment.actions import (
     MAX_CHARS_PER_TOKEN,
     Action,
-    Answer,
-    Invalid,
-    Search,
+    AnswerAction,
+    InvalidAction,
+    SearchAction,
     enclose,
-    folded,
-    neutralise,
+    escape_tags,
+    fold_text,
     parse,
     passages_text,
 )
@@ -31,20 +31,20 @@ TAGS = ["think", "search", "information", "result", "answer", "tool_call", "tool
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("<think>x</think> <search> jane austen </search>", Search("jane austen")),
-        ("<answer>\nEmma\n</answer>", Answer("Emma")),
-        ("<answer></answer>", Answer("")),
-        ("<answer> a </answer><search> b </search>", Answer("a")),
-        ("<search> b </search> <answer> a </answer>", Search("b")),
-        ("<search> two\nlines </search>", Search("two\nlines")),
-        ("<search> no end <answer> a </answer>", Answer("a")),
-        ("<search> q </search>\n\n<information> mine </information>", Search("q")),
-        ("<search> q </answer>", Invalid("no_action")),
-        ("<search>  </search>", Invalid("empty_query")),
-        ("I do not know.", Invalid("no_action")),
-        ("", Invalid("no_action")),
-        ("</search><search>", Invalid("no_action")),
-        ("<SEARCH> q </SEARCH>", Invalid("no_action")),
+        ("<think>x</think> <search> jane austen </search>", SearchAction("jane austen")),
+        ("<answer>\nEmma\n</answer>", AnswerAction("Emma")),
+        ("<answer></answer>", AnswerAction("")),
+        ("<answer> a </answer><search> b </search>", AnswerAction("a")),
+        ("<search> b </search> <answer> a </answer>", SearchAction("b")),
+        ("<search> two\nlines </search>", SearchAction("two\nlines")),
+        ("<search> no end <answer> a </answer>", AnswerAction("a")),
+        ("<search> q </search>\n\n<information> mine </information>", SearchAction("q")),
+        ("<search> q </answer>", InvalidAction("no_action")),
+        ("<search>  </search>", InvalidAction("empty_query")),
+        ("I do not know.", InvalidAction("no_action")),
+        ("", InvalidAction("no_action")),
+        ("</search><search>", InvalidAction("no_action")),
+        ("<SEARCH> q </SEARCH>", InvalidAction("no_action")),
     ],
 )
 def test_the_first_complete_action_of_a_turn_counts(text: str, action: Action) -> None:
@@ -76,20 +76,20 @@ def test_parsing_never_fails(text: str) -> None:
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("case", [str.lower, str.upper, str.title])
 def test_every_spelling_of_a_tag_is_neutralised(spelling: str, tag: str, case: object) -> None:
-    text = neutralise("x" + spelling.format(case(tag)) + "y")  # type: ignore[operator]
+    text = escape_tags("x" + spelling.format(case(tag)) + "y")  # type: ignore[operator]
     assert "<" not in text and "\u2039" in text
 
 
 def test_a_tag_split_by_an_invisible_character_is_neutralised() -> None:
-    assert neutralise("<sea\u200brch>q</sea\u200drch>") == "\u2039sea\u200brch>q\u2039/sea\u200drch>"
-    assert neutralise("<search\u200bx> <searchx>") == "\u2039search\u200bx> <searchx>"  # either reading counts
+    assert escape_tags("<sea\u200brch>q</sea\u200drch>") == "\u2039sea\u200brch>q\u2039/sea\u200drch>"
+    assert escape_tags("<search\u200bx> <searchx>") == "\u2039search\u200bx> <searchx>"  # either reading counts
 
 
 def test_nothing_but_the_tags_changes() -> None:
     text = "x\u00b2 \u00bd\u00a0\ufb01n\u200e \uff21 < b \uff1csearch\uff1e q <\u0338answer> \uff1cb\uff1e"
-    assert neutralise(text) == text.replace("\uff1csearch", "\u2039search")
+    assert escape_tags(text) == text.replace("\uff1csearch", "\u2039search")
     plain = "x\u00b2 \u00bd\u00a0\ufb01n\u200e if a < b, <b>bold</b>"
-    assert neutralise(plain) == plain
+    assert escape_tags(plain) == plain
 
 
 def test_every_character_that_normalises_to_the_beginning_of_a_tag_is_known() -> None:
@@ -102,7 +102,7 @@ def test_every_control_and_format_character_is_seen_through() -> None:
     hidden = [c for c in [*every, "\u2800", "\u3164", "\uffa0"] if not c.isspace()]
     assert len(hidden) > 200
     for c in hidden:
-        assert neutralise(f"a<{c}search> </sea{c}rch>") == f"a\u2039{c}search> \u2039/sea{c}rch>", hex(ord(c))
+        assert escape_tags(f"a<{c}search> </sea{c}rch>") == f"a\u2039{c}search> \u2039/sea{c}rch>", hex(ord(c))
 
 
 def test_characters_that_become_blank_slash_or_nothing_are_known() -> None:
@@ -111,7 +111,7 @@ def test_characters_that_become_blank_slash_or_nothing_are_known() -> None:
         plain = unicodedata.normalize("NFKC", c)
         assert not plain.isspace() or c.isspace()
         assert not plain.startswith("/") or c == "\uff0f"
-        assert folded(plain) or (not folded(c) and neutralise(f"<{c}think>") == f"\u2039{c}think>")
+        assert fold_text(plain) or (not fold_text(c) and escape_tags(f"<{c}think>") == f"\u2039{c}think>")
 
 
 def test_only_what_stands_behind_a_less_than_sign_is_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +119,13 @@ def test_only_what_stands_behind_a_less_than_sign_is_normalised(monkeypatch: pyt
     seen = unicodedata.normalize
     monkeypatch.setattr(unicodedata, "normalize", lambda form, text: looked.append(text) or seen(form, text))
     text = "".join(map(chr, range(0x4E00, 0x9FFF)))
-    assert neutralise(f"{text}<{text}<b>{text}<think>") == f"{text}<{text}<b>{text}\u2039think>"
+    assert escape_tags(f"{text}<{text}<b>{text}<think>") == f"{text}<{text}<b>{text}\u2039think>"
     assert len(looked) < 64
 
 
 def test_text_that_is_no_tag_stays() -> None:
     text = "if a < b and c > d: <b>bold</b> <searching> 2<think-not"
-    assert neutralise(text) == text.replace("<think", "\u2039think")
+    assert escape_tags(text) == text.replace("<think", "\u2039think")
 
 
 ESCAPES = [("\u2039", "<"), ("\u2039", "\uff1c"), ("\u2039", "\ufe64")]
@@ -139,12 +139,12 @@ pieces = st.lists(
 
 @given(pieces.map("".join))
 def test_no_text_is_left_with_a_tag_and_neutralising_twice_changes_nothing(text: str) -> None:
-    clean = neutralise(text)
-    for reading in (clean, unicodedata.normalize("NFKC", clean), folded(clean)):
+    clean = escape_tags(text)
+    for reading in (clean, unicodedata.normalize("NFKC", clean), fold_text(clean)):
         assert not re.search(rf"<\s*/?\s*({'|'.join(TAGS)})\b", reading, re.IGNORECASE)
     assert all(new == old or (new, old) in ESCAPES for new, old in zip(clean, text, strict=True))
-    assert not isinstance(parse(clean), Search | Answer)
-    assert neutralise(clean) == clean
+    assert not isinstance(parse(clean), SearchAction | AnswerAction)
+    assert escape_tags(clean) == clean
 
 
 def test_a_tag_cannot_be_put_together_from_title_and_text() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import UserError
-from rollout_server.environment.tokenizer import ChatTemplate, load_chat_template, load_tokens
+from rollout_server.environment.tokenizer import ChatTemplate, load_chat_template, load_tokenizer
 from tests.support.environments import write_tokenizer
 
 DAY = date(2026, 1, 31)
@@ -101,7 +101,7 @@ def test_without_a_day_a_template_that_can_do_without_does(tmp_path: Path) -> No
     assert "run.date" in raised.value.todo
     write_tokenizer(tmp_path, "bytes")
     (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d.%m.%Y') }} {{ messages[0].content }}")
-    tokens = load_tokens(tmp_path, DAY)
+    tokens = load_tokenizer(tmp_path, DAY)
     assert tokens.decode(tokens.prompt("", "q", "", chat=True)) == "31.01.2026 q"
 
 

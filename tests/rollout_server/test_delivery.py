@@ -21,7 +21,7 @@ from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed, MetricsSnapshot, TrajectoryGroup
 from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion
-from rollout_server.dispatch.publisher import Sink, tokens_of
+from rollout_server.dispatch.publisher import GroupPublisher, tokens_of
 from rollout_server.metrics import Stats
 from tests.support import rollout_process
 from tests.support.messages import make_group, make_task
@@ -205,7 +205,7 @@ async def test_a_group_of_40_mib_never_reaches_redis_and_its_seq_is_given_up_wit
     group = make_group(1, run=world.keys.run, length=1_320_000)  # an id and a log-prob take 8 bytes
     assert 8 * tokens_of(group) > 40 << 20
     before = world.sync.info("memory")["used_memory"]
-    assert await Sink(redis, stats).publish(entry.decode(), group) is True
+    assert await GroupPublisher(redis, stats).publish(entry.decode(), group) is True
     (message,) = world.published()
     assert isinstance(message, GroupFailed) and message.reason == "too_large"
     assert message.generated_tokens == 4 * 1_320_002 and f"the limit of {codec.MAX_BYTES}" in message.detail
@@ -216,14 +216,14 @@ async def test_a_group_of_40_mib_never_reaches_redis_and_its_seq_is_given_up_wit
 async def test_an_event_that_redis_does_not_take_is_counted_and_stops_nobody(own_world) -> None:
     world = own_world
     redis, stats = RedisClient(world.url, world.keys), Stats("rollout", "me")
-    sink = Sink(redis, stats)
-    await sink.tell("joined", "x" * 2000)
+    publisher = GroupPublisher(redis, stats)
+    await publisher.emit_event("joined", "x" * 2000)
     ((_, fields),) = world.sync.xrange(world.keys.events)
     assert events.parse(fields) == {"process": "rollout", "id": "me", "kind": "joined", "text": "x" * 500}
     world.sync.config_set("maxmemory", "1")
-    await sink.tell("joined", "no room")
+    await publisher.emit_event("joined", "no room")
     world.sync.config_set("maxmemory", "0")
     world.process.kill()
-    await sink.tell("joined", "nobody there")
+    await publisher.emit_event("joined", "nobody there")
     assert stats.counts["events_lost"] == 2
     await redis.aclose()

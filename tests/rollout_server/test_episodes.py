@@ -21,7 +21,7 @@ from protocol.versions import PolicyVersion
 from rollout_server.api import app
 from rollout_server.api import evaluation_pin as pin
 from rollout_server.config import RolloutSettings
-from rollout_server.environment.tokenizer import load_tokens
+from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.server import serve as serve_node
 from rollout_server.server import model_digest, serve
@@ -40,11 +40,11 @@ async def serving(
 ) -> AsyncIterator[tuple[Any, FakeServer]]:
     """A server with one engine that searches once and answers c; yields (post, engine). more: of its settings."""
     model = write_tokenizer(tmp_path / "model", "words")
-    tokens = load_tokens(model)
-    mark = tokens.own("</information>")[0]
+    tokens = load_tokenizer(model)
+    mark = tokens.encode_trusted("</information>")[0]
 
     def say(body: dict[str, Any]) -> Sequence[int]:
-        return tokens.own("<answer> c </answer>" if mark in body["input_ids"] else "<search> a b </search>")
+        return tokens.encode_trusted("<answer> c </answer>" if mark in body["input_ids"] else "<search> a b </search>")
 
     run = RunSettings(id=world.keys.run, dir=tmp_path, redis_url=world.url, model=model)
     stop, port_file = ShutdownSignal(), tmp_path / "port"

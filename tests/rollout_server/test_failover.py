@@ -25,7 +25,7 @@ from rollout_server.engine.client import SglangClient, pooled_connector
 from rollout_server.engine.continuation import StopChecker
 from rollout_server.engine.router import Router, TurnLimits
 from rollout_server.rollout.group import run_group
-from tests.support.environments import make_episode
+from tests.support.environments import make_environment
 from tests.support.fake_engine import FakeServer, Fault, next_ids, unsaid
 from tests.support.fake_search import FakeSearch
 from tests.support.messages import make_task
@@ -376,8 +376,8 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
     monkeypatch.setattr(stream, "LONGEST_LINE", 1 << 18)
     caplog.set_level(logging.WARNING)
     fault, cause = FAULTS.get(name, (None, {"drips": "timeout"}.get(name, "")))
-    episode = make_episode(tmp_path, max_new_tokens=40)
-    own = episode.tokens.own
+    environment = make_environment(tmp_path, max_new_tokens=40)
+    own = environment.tokenizer.encode_trusted
     turns = own("i need to search a b c d e f g h <search> a b </search>"), own("so h g f e d c <answer> c </answer>")
     mark = own("</information>")[0]
 
@@ -395,7 +395,7 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
             stall_s=0.5,
             vocab_size=len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]),
             tokenizer="ours",
-            stop_checker=StopChecker(episode.tokens.decode, episode.tokens.eos_ids),
+            stop_checker=StopChecker(environment.tokenizer.decode, environment.tokenizer.eos_ids),
         ) as router,
     ):
         if fault is not None:
@@ -403,7 +403,7 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
         first = info("bad", bad, tokenizer="theirs" if name == "another tokenizer" else "ours")
         table.tell(first, info("good", good, tokenizer="ours"))
         task = make_task(1, group_size=8)
-        group = await run_group(episode, task, router, FakeSearch(), run="r", producer="p")
+        group = await run_group(environment, task, router, FakeSearch(), run="r", producer="p")
         asked = len([path for path in bad.calls if path == "/generate"])
 
     assert isinstance(group, TrajectoryGroup), group

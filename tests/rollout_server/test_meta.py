@@ -17,7 +17,7 @@ from protocol.run_meta import LINEAGE_FIELD, LINEAGE_FILE, RunMeta, incompatibil
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server.dispatch.fleet import Agreement
+from rollout_server.dispatch.fleet import RunCompatibility
 from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.server import serve as serve_node
 from tests.support import rollout_process
@@ -153,21 +153,21 @@ def test_a_process_belongs_to_the_lineage_of_its_directory_or_to_the_first_that_
         return {name.encode(): value.encode() for name, value in fields.items()}
 
     run = RunSettings(id="r", dir=tmp_path, redis_url="redis://:sesame@h:1/0", model=tmp_path)
-    elsewhere = Agreement(run)
+    elsewhere = RunCompatibility(run)
     for raw in ({}, meta(""), meta(ONE), meta(""), meta(ONE)):
         elsewhere.check(raw)
     with pytest.raises(UserError, match=r"named 'r' \(lineage 22222222, host far, run.dir /runs/theirs\)") as refused:
         elsewhere.check(meta(TWO))
     assert "lineage 11111111" in refused.value.why and "sesame" not in refused.value.render()
     assert "start this process again" in refused.value.todo
-    at_home = Agreement(run)
+    at_home = RunCompatibility(run)
     at_home.check(meta(ONE))
     (tmp_path / LINEAGE_FILE).write_text(TWO + "\n")
     at_home.check(meta(TWO))
     with pytest.raises(UserError, match="lineage 11111111"):
         at_home.check(meta(ONE))
     with pytest.raises(UserError, match="lineage 11111111"):
-        Agreement(run).check({LINEAGE_FIELD.encode(): ONE.encode()})
+        RunCompatibility(run).check({LINEAGE_FIELD.encode(): ONE.encode()})
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at the start", "after a takeover"])

@@ -18,7 +18,7 @@ from protocol.messages import NodeState
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-from rollout_server.environment.tokenizer import load_tokens
+from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.node import agent
 from rollout_server.node.attach import PROBE_TEXT
 from rollout_server.node.cli import attached
@@ -100,14 +100,14 @@ async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_
         assert "another tokenizer" in error.what and str(other) in error.why
         # its files are on another machine
         engine.faults["/model_info"] = Fault(body={"weight_version": "default", "model_path": "/elsewhere"})
-        engine.faults["/tokenize"] = Fault(body={"tokens": load_tokens(other).own(PROBE_TEXT)})
+        engine.faults["/tokenize"] = Fault(body={"tokens": load_tokenizer(other).encode_trusted(PROBE_TEXT)})
         assert "another tokenizer" in (await refusal(world, tmp_path, engine.url)).what
 
 
 async def test_the_same_tokenizer_is_taken_on_its_word(world, tmp_path: Path) -> None:
     run = run_of(world, tmp_path)
     async with FakeServer() as engine:
-        engine.faults["/tokenize"] = Fault(body={"tokens": load_tokens(run.model).own(PROBE_TEXT)})
+        engine.faults["/tokenize"] = Fault(body={"tokens": load_tokenizer(run.model).encode_trusted(PROBE_TEXT)})
         stop = ShutdownSignal()
         node = asyncio.create_task(serve(run, settings(engine.url), stop=stop))
         await eventually(lambda: (info := world.registered("e")) and info.state is NodeState.READY, "READY")

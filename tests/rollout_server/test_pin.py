@@ -10,7 +10,7 @@ import pytest
 
 from protocol.versions import PolicyVersion
 from rollout_server.api import evaluation_pin as module
-from rollout_server.api.evaluation_pin import Pin
+from rollout_server.api.evaluation_pin import EvaluationPin
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.metrics import Stats
 from rollout_server.server import model_digest
@@ -26,16 +26,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REST_S", REST_S)
 
 
-def a_pin(world, *, max_s: float = 0.4) -> tuple[Pin, Stats]:
+def a_pin(world, *, max_s: float = 0.4) -> tuple[EvaluationPin, Stats]:
     redis, stats = world.client(), Stats("rollout", "r0")
-    return Pin(redis, Fleet(redis, stats.waits, poll_s=1.0), stats, max_s=max_s, wait_s=10.0), stats
+    return EvaluationPin(redis, Fleet(redis, stats.waits, poll_s=1.0), stats, max_s=max_s, wait_s=10.0), stats
 
 
-async def gaps(world, pin: Pin, *, requests: int = 10) -> list[float]:
+async def gaps(world, pin: EvaluationPin, *, requests: int = 10) -> list[float]:
     """Seconds without the key before each of `requests` evaluations in a row, after the first."""
     found, ended = [], time.monotonic()
     for _ in range(requests):
-        async with pin.held():
+        async with pin.hold():
             found.append(time.monotonic() - ended)
             assert world.sync.exists(world.keys.evaluation)
             await asyncio.sleep(0.05)
@@ -77,11 +77,11 @@ async def test_only_evaluations_that_put_off_new_weights_are_reported_as_such(wo
     world.register("e", "http://127.0.0.1:1", V3)
     pin, stats = a_pin(world)
     assert stats.values()["pinned_evaluations"] == 0
-    async with pin.held(), pin.held():
+    async with pin.hold(), pin.hold():
         assert stats.values()["pinned_evaluations"] == 2
     assert stats.values()["pinned_evaluations"] == 0
     world.register("only-evaluates", "http://127.0.0.1:1", V3, role="eval")
-    async with pin.held():
+    async with pin.hold():
         assert stats.values()["pinned_evaluations"] == 0
 
 

@@ -9,17 +9,17 @@ import pytest
 
 from protocol.messages import Question, Status
 from rollout_server.rewards import build_reward
-from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.base import RewardInput, TurnText
 from rollout_server.rewards.format import TurnFormatSettings
 from rollout_server.rewards.penalties import LengthPenaltySettings, RepeatedQuerySettings, SearchCostSettings
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.resources import RewardResources
 
 QUESTION = Question(id="q", text="?")
 LONG = "words " * 5000
 
 
-def outcome(turns: Sequence[TurnText] = (), searches: int = 0) -> Outcome:
-    return Outcome(QUESTION, Status.ANSWERED, None, tuple(turns), searches)
+def outcome(turns: Sequence[TurnText] = (), searches: int = 0) -> RewardInput:
+    return RewardInput(QUESTION, Status.ANSWERED, None, tuple(turns), searches)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def outcome(turns: Sequence[TurnText] = (), searches: int = 0) -> Outcome:
 async def test_searches_beyond_the_free_ones_cost_up_to_a_cap(
     searches: int, settings: dict[str, Any], cost: float
 ) -> None:
-    reward = build_reward(SearchCostSettings(**settings), Io())
+    reward = build_reward(SearchCostSettings(**settings), RewardResources())
     assert await reward(outcome(searches=searches)) == pytest.approx(cost)  # type: ignore[operator]
 
 
@@ -54,7 +54,9 @@ async def test_searches_beyond_the_free_ones_cost_up_to_a_cap(
     ],
 )
 async def test_length_is_what_the_policy_sampled_and_costs_one_at_most(shape: str, tokens: int, penalty: float) -> None:
-    reward = build_reward(LengthPenaltySettings.model_validate({"shape": shape, "max_tokens": 100, "buffer": 20}), Io())
+    reward = build_reward(
+        LengthPenaltySettings.model_validate({"shape": shape, "max_tokens": 100, "buffer": 20}), RewardResources()
+    )
     turns = [TurnText("x", LONG, tokens=tokens // 2), TurnText("y", LONG, tokens=tokens - tokens // 2)]
     assert await reward(outcome(turns)) == pytest.approx(penalty)  # type: ignore[operator]
 
@@ -62,7 +64,7 @@ async def test_length_is_what_the_policy_sampled_and_costs_one_at_most(shape: st
 async def test_the_turn_that_repeats_a_query_pays_for_it() -> None:
     queries = ["Jane Austen", "emma", "the JANE austen!", "", "", "?", "!", "?", "emma"]
     turns = [TurnText("x", query=query) for query in queries]
-    reward = build_reward(RepeatedQuerySettings(), Io())
+    reward = build_reward(RepeatedQuerySettings(), RewardResources())
     assert list(await reward.per_turn(outcome(turns))) == [0, 0, -1, 0, 0, 0, 0, -1, -1]  # type: ignore[union-attr]
 
 
@@ -81,7 +83,7 @@ async def test_the_turn_that_repeats_a_query_pays_for_it() -> None:
     ],
 )
 async def test_an_ill_formed_turn_costs_and_a_well_formed_one_earns_nothing(text: str, formed: bool) -> None:
-    per_turn = build_reward(TurnFormatSettings(), Io()).per_turn  # type: ignore[union-attr]
+    per_turn = build_reward(TurnFormatSettings(), RewardResources()).per_turn  # type: ignore[union-attr]
     assert list(await per_turn(outcome([TurnText(text)] * 2))) == [0.0 if formed else -1.0] * 2
-    per_turn = build_reward(TurnFormatSettings(well=0.5, ill=0.0), Io()).per_turn  # type: ignore[union-attr]
+    per_turn = build_reward(TurnFormatSettings(well=0.5, ill=0.0), RewardResources()).per_turn  # type: ignore[union-attr]
     assert list(await per_turn(outcome([TurnText(text)]))) == [0.5 if formed else 0.0]

@@ -14,10 +14,10 @@ import pytest
 from protocol.errors import UserError
 from protocol.messages import Question, Status
 from rollout_server.rewards import build_reward
-from rollout_server.rewards.base import Outcome, Reward, RewardError, TurnText
+from rollout_server.rewards.base import Reward, RewardError, RewardInput, TurnText
 from rollout_server.rewards.custom import CustomSettings
-from rollout_server.rewards.resources import Io
-from tests.support.environments import make_episode
+from rollout_server.rewards.resources import RewardResources
+from tests.support.environments import make_environment
 
 MODULE = """
 import asyncio, threading, time
@@ -53,7 +53,7 @@ class Stateful:
 stateful = Stateful()
 not_callable = 3
 """
-OUTCOME = Outcome(Question(id="q", text="?"), Status.ANSWERED, "x", (TurnText("a"), TurnText("b")), 3)
+OUTCOME = RewardInput(Question(id="q", text="?"), Status.ANSWERED, "x", (TurnText("a"), TurnText("b")), 3)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(function: str, **settings: Any) -> Reward:
-    return build_reward(CustomSettings(target=f"own_rewards:{function}", **settings), Io())  # type: ignore[return-value]
+    return build_reward(CustomSettings(target=f"own_rewards:{function}", **settings), RewardResources())  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -156,5 +156,5 @@ def test_what_cannot_be_used_is_refused_at_the_start(
 ) -> None:
     rewards = [{"type": "custom", "target": target, "options": options}]
     with pytest.raises(UserError, match="cannot be used") as caught:
-        make_episode(tmp_path, rewards=rewards)
+        make_environment(tmp_path, rewards=rewards)
     assert why in caught.value.why and target in caught.value.what

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.rewards.base import Outcome
+from rollout_server.rewards.base import RewardInput
 from rollout_server.rewards.text_match import F1, CoverMatch, ExactMatch, f1, normalise
 
 
-def outcome(answer: str | None, *golds: str) -> Outcome:
-    return Outcome(Question(id="q", text="?", answers=golds), Status.ANSWERED, answer, (), 0)
+def outcome(answer: str | None, *golds: str) -> RewardInput:
+    return RewardInput(Question(id="q", text="?", answers=golds), Status.ANSWERED, answer, (), 0)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 
 from protocol.messages import Question, Status
 from rollout_server.rewards import build_reward
-from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.base import RewardInput, TurnText
 from rollout_server.rewards.format import FormatSettings, well_formed
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.resources import RewardResources
 
 SEARCHED = TurnText("<think> hm </think>\n<search> q </search>", "Doc 1(Title: Emma) by Jane Austen.")
 RIGHT, WRONG = "<think>ok</think> <answer> Jane Austen </answer>", "<think>ok</think> <answer> Emma </answer>"
@@ -17,8 +17,8 @@ RIGHT, WRONG = "<think>ok</think> <answer> Jane Austen </answer>", "<think>ok</t
 async def score(*turns: TurnText | str, answer: str | None, **symbols: float) -> float:
     texts = tuple(turn if isinstance(turn, TurnText) else TurnText(turn) for turn in turns)
     question = Question(id="q", text="?", answers=("jane austen",))
-    reward = build_reward(FormatSettings.model_validate(symbols), Io())
-    return await reward(Outcome(question, Status.ANSWERED, answer, texts, len(texts) - 1))
+    reward = build_reward(FormatSettings.model_validate(symbols), RewardResources())
+    return await reward(RewardInput(question, Status.ANSWERED, answer, texts, len(texts) - 1))
 
 
 async def test_the_table_of_search_r1() -> None:

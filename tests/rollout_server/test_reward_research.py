@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from protocol.messages import Question, Status
-from rollout_server.environment.actions import Answer, Search, boxed, parse
+from rollout_server.environment.actions import AnswerAction, SearchAction, boxed, parse
 from rollout_server.rewards import build_reward
-from rollout_server.rewards.base import Outcome, TurnText
+from rollout_server.rewards.base import RewardInput, TurnText
 from rollout_server.rewards.research import ReSearchSettings, boxed_answer
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.resources import RewardResources
 
 SEARCHED = TurnText("<think> hm </think> <search> q </search>", "Emma is by Jane Austen.")
 RIGHT = r"<think>ok</think> <answer> The final answer is \[ \boxed{Jane Austen} \] </answer>"
@@ -26,8 +26,8 @@ async def score(
 ) -> float:
     texts = [turn if isinstance(turn, TurnText) else TurnText(turn, finish=finish) for turn in turns]
     question = Question(id="q", text="?", answers=tuple(golds))
-    reward = build_reward(ReSearchSettings.model_validate(settings), Io())
-    return await reward(Outcome(question, status, "unread", tuple(texts), len(texts) - 1))  # type: ignore[operator]
+    reward = build_reward(ReSearchSettings.model_validate(settings), RewardResources())
+    return await reward(RewardInput(question, status, "unread", tuple(texts), len(texts) - 1))  # type: ignore[operator]
 
 
 async def test_the_table_of_research() -> None:
@@ -114,10 +114,10 @@ def test_the_rules_of_form(turns: list[str], answer: str | None) -> None:
 def test_the_last_box_counts_and_its_braces_are_counted(text: str, inside: str | None) -> None:
     assert boxed(text) == inside
     if "</" not in text:
-        assert parse(f"<answer>{text}</answer>", box=True) == Answer(inside)
+        assert parse(f"<answer>{text}</answer>", box=True) == AnswerAction(inside)
 
 
 def test_an_answer_that_is_not_boxed_is_none_only_where_it_must_be() -> None:
-    assert parse("<answer> Emma </answer>", box=True) == Answer(None)
-    assert parse("<answer> Emma </answer>") == Answer("Emma")
-    assert parse(r"<search> \boxed{x} </search>", box=True) == Search(r"\boxed{x}")
+    assert parse("<answer> Emma </answer>", box=True) == AnswerAction(None)
+    assert parse("<answer> Emma </answer>") == AnswerAction("Emma")
+    assert parse(r"<search> \boxed{x} </search>", box=True) == SearchAction(r"\boxed{x}")

@@ -9,8 +9,8 @@ import pytest
 
 from protocol.messages import Question, Status
 from rollout_server.rewards import build_reward
-from rollout_server.rewards.base import Outcome, TurnText
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import RewardInput, TurnText
+from rollout_server.rewards.resources import RewardResources
 from rollout_server.rewards.retrieval import RetrievalHitSettings, TurnRetrievalSettings
 
 
@@ -18,21 +18,21 @@ def read(text: str = "", ids: Sequence[str] = (), titles: Sequence[str] = (), po
     return TurnText(policy, text, "q", tuple(ids), tuple(titles))
 
 
-def outcome(turns: Sequence[TurnText], golds: Sequence[str] = ("Jane Austen",), supporting: str = "") -> Outcome:
+def outcome(turns: Sequence[TurnText], golds: Sequence[str] = ("Jane Austen",), supporting: str = "") -> RewardInput:
     meta = {"supporting_ids": supporting} if supporting else {}
     question = Question(id="q", text="who?", answers=tuple(golds), meta=meta)
-    return Outcome(question, Status.ANSWERED, "x", tuple(turns), len(turns))
+    return RewardInput(question, Status.ANSWERED, "x", tuple(turns), len(turns))
 
 
 async def hit(
     *turns: TurnText, golds: Sequence[str] = ("Jane Austen",), supporting: str = "", **settings: Any
 ) -> float:
-    reward = build_reward(RetrievalHitSettings.model_validate(settings), Io())
+    reward = build_reward(RetrievalHitSettings.model_validate(settings), RewardResources())
     return await reward(outcome(turns, golds, supporting))  # type: ignore[operator]
 
 
 async def per_turn(*turns: TurnText, supporting: str = "", **settings: Any) -> list[float]:
-    reward = build_reward(TurnRetrievalSettings.model_validate(settings), Io())
+    reward = build_reward(TurnRetrievalSettings.model_validate(settings), RewardResources())
     return list(await reward.per_turn(outcome(turns, supporting=supporting)))  # type: ignore[union-attr]
 
 

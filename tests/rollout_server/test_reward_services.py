@@ -14,9 +14,9 @@ from protocol.errors import UserError
 from protocol.messages import Question, Status
 from rollout_server.rewards import build_reward
 from rollout_server.rewards import remote as endpoint
-from rollout_server.rewards.base import Outcome, Reward, RewardError, TurnText
-from rollout_server.rewards.judge import JudgeSettings, harmless, read_verdict
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import Reward, RewardError, RewardInput, TurnText
+from rollout_server.rewards.judge import JudgeSettings, parse_score, sanitize
+from rollout_server.rewards.resources import RewardResources
 from rollout_server.rewards.semantic import SemanticSettings, read_vectors
 from tests.support.fake_reward_service import FakeService
 from tests.support.waiting import eventually
@@ -39,25 +39,25 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def io() -> AsyncIterator[Io]:
-    io = Io()
+async def io() -> AsyncIterator[RewardResources]:
+    io = RewardResources()
     yield io
     await io.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def outcome(answer: str | None, *golds: str, question: str = "who wrote Emma?") -> Outcome:
+def outcome(answer: str | None, *golds: str, question: str = "who wrote Emma?") -> RewardInput:
     asked = Question(id="q", text=question, answers=golds or GOLDS)
-    return Outcome(asked, Status.ANSWERED, answer, (TurnText("x"),), 0)
+    return RewardInput(asked, Status.ANSWERED, answer, (TurnText("x"),), 0)
 
 
-def build(kind: str, io: Io, service: FakeService, **settings: Any) -> Reward:
+def build(kind: str, io: RewardResources, service: FakeService, **settings: Any) -> Reward:
     reward = build_reward(MEMBERS[kind](**{"url": service.url, "model": "m"} | settings), io)
     return reward  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_a_right_answer_scores_one_and_one_without_a_common_word_nothing(kind: str, io: Io) -> None:
+async def test_a_right_answer_scores_one_and_one_without_a_common_word_nothing(kind: str, io: RewardResources) -> None:
     async with FakeService() as service:
         reward = build(kind, io, service)
         assert await reward(outcome("jane AUSTEN")) == pytest.approx(1.0)
@@ -67,7 +67,7 @@ async def test_a_right_answer_scores_one_and_one_without_a_common_word_nothing(k
 @pytest.mark.parametrize("kind", MEMBERS)
 @pytest.mark.parametrize(("answer", "golds"), [(None, GOLDS), ("", GOLDS), (" \n", GOLDS), ("x", ("", " "))])
 async def test_without_answer_or_gold_answers_nobody_is_asked(
-    kind: str, answer: str | None, golds: tuple[str, ...], io: Io
+    kind: str, answer: str | None, golds: tuple[str, ...], io: RewardResources
 ) -> None:
     async with FakeService() as service:
         assert await build(kind, io, service)(outcome(answer, *golds)) == 0.0
@@ -75,7 +75,9 @@ async def test_without_answer_or_gold_answers_nobody_is_asked(
 
 
 @pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind in BROKEN for fault in BROKEN[kind]])
-async def test_a_fault_is_asked_again_and_in_the_end_an_error_never_a_score(kind: str, fault: str, io: Io) -> None:
+async def test_a_fault_is_asked_again_and_in_the_end_an_error_never_a_score(
+    kind: str, fault: str, io: RewardResources
+) -> None:
     async with FakeService([fault, fault, "", fault, fault, fault]) as service:
         reward = build(kind, io, service, attempts=3)
         assert await reward(outcome("Austen")) == pytest.approx(1.0)
@@ -89,7 +91,7 @@ async def test_a_fault_is_asked_again_and_in_the_end_an_error_never_a_score(kind
 
 @pytest.mark.parametrize("kind", MEMBERS)
 @pytest.mark.parametrize("status", ["400", "401", "404", "302"])
-async def test_a_refusal_is_not_asked_again(kind: str, status: str, io: Io) -> None:
+async def test_a_refusal_is_not_asked_again(kind: str, status: str, io: RewardResources) -> None:
     async with FakeService([status] * 9) as service:
         with pytest.raises(RewardError, match=f"status {status}"):
             await build(kind, io, service)(outcome("Austen", "Austen"))
@@ -97,7 +99,7 @@ async def test_a_refusal_is_not_asked_again(kind: str, status: str, io: Io) -> N
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_one_deadline_covers_every_attempt_and_pause(kind: str, io: Io) -> None:
+async def test_one_deadline_covers_every_attempt_and_pause(kind: str, io: RewardResources) -> None:
     async with FakeService(["500", "500", "hang"]) as service:
         reward = build(kind, io, service, deadline_s=1.0, attempts=99)
         started = time.monotonic()
@@ -108,7 +110,7 @@ async def test_one_deadline_covers_every_attempt_and_pause(kind: str, io: Io) ->
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_nobody_there_is_an_error(kind: str, io: Io) -> None:
+async def test_nobody_there_is_an_error(kind: str, io: RewardResources) -> None:
     async with FakeService() as service:
         reward = build(kind, io, service, attempts=2)
     with pytest.raises(RewardError, match="ClientConnectorError"):
@@ -116,7 +118,7 @@ async def test_nobody_there_is_an_error(kind: str, io: Io) -> None:
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_the_same_answer_is_asked_once_while_it_waits_and_never_again(kind: str, io: Io) -> None:
+async def test_the_same_answer_is_asked_once_while_it_waits_and_never_again(kind: str, io: RewardResources) -> None:
     async with FakeService(delay_s=0.05) as service:
         reward = build(kind, io, service)
         scores = await asyncio.gather(*(reward(outcome("Austen")) for _ in range(8)))
@@ -125,7 +127,7 @@ async def test_the_same_answer_is_asked_once_while_it_waits_and_never_again(kind
         assert len(service.bodies) == 1
 
 
-async def test_the_least_recently_used_verdict_is_forgotten_first(io: Io) -> None:
+async def test_the_least_recently_used_verdict_is_forgotten_first(io: RewardResources) -> None:
     async with FakeService() as service:
         reward = build("judge", io, service, cache=2)
         for answer in ("a", "b", "a", "c", "a"):
@@ -136,7 +138,7 @@ async def test_the_least_recently_used_verdict_is_forgotten_first(io: Io) -> Non
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, io: Io) -> None:
+async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, io: RewardResources) -> None:
     async with FakeService(delay_s=0.1) as service:
         reward = build(kind, io, service)
         first = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
@@ -150,7 +152,7 @@ async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, i
 
 @pytest.mark.parametrize("kind", MEMBERS)
 async def test_closing_ends_what_is_asked_and_everything_after_it(kind: str) -> None:
-    io = Io()
+    io = RewardResources()
     async with FakeService(["hang"]) as service:
         reward = build(kind, io, service)
         waiting = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
@@ -165,7 +167,7 @@ async def test_closing_ends_what_is_asked_and_everything_after_it(kind: str) -> 
 
 
 async def test_closing_before_a_request_has_begun_leaves_nobody_waiting() -> None:
-    io = Io()
+    io = RewardResources()
     async with FakeService() as service:
         reward = build("judge", io, service)
         waiting = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
@@ -177,7 +179,7 @@ async def test_closing_before_a_request_has_begun_leaves_nobody_waiting() -> Non
 
 
 async def test_closing_within_the_window_leaves_nobody_waiting() -> None:
-    io = Io()
+    io = RewardResources()
     async with FakeService() as service:
         reward = build("semantic", io, service, window_s=0.05)
         waiting = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
@@ -189,7 +191,7 @@ async def test_closing_within_the_window_leaves_nobody_waiting() -> None:
 
 
 async def test_the_key_comes_from_the_environment_and_goes_into_the_header(
-    io: Io, monkeypatch: pytest.MonkeyPatch
+    io: RewardResources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with FakeService() as service:
         monkeypatch.delenv("OWN_KEY", raising=False)
@@ -204,7 +206,7 @@ async def test_the_key_comes_from_the_environment_and_goes_into_the_header(
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_further_fields_go_over_ours_and_null_leaves_one_out(kind: str, io: Io) -> None:
+async def test_further_fields_go_over_ours_and_null_leaves_one_out(kind: str, io: RewardResources) -> None:
     async with FakeService() as service:
         extra = {"model": "other", "dimensions": 8, "temperature": None, "encoding_format": None}
         await build(kind, io, service, extra=extra)(outcome("Austen"))
@@ -216,7 +218,7 @@ async def test_further_fields_go_over_ours_and_null_leaves_one_out(kind: str, io
 # --- embeddings
 
 
-async def test_texts_of_concurrent_trajectories_share_requests_of_bounded_size(io: Io) -> None:
+async def test_texts_of_concurrent_trajectories_share_requests_of_bounded_size(io: RewardResources) -> None:
     async with FakeService() as service:
         reward = build("semantic", io, service, window_s=0.05, batch_size=8)
         await asyncio.gather(*(reward(outcome(f"word{i}", "Austen")) for i in range(20)))
@@ -225,7 +227,7 @@ async def test_texts_of_concurrent_trajectories_share_requests_of_bounded_size(i
         assert {body["model"] for body in service.bodies} == {"m"}
 
 
-async def test_one_text_that_is_refused_costs_only_its_own_trajectory(io: Io) -> None:
+async def test_one_text_that_is_refused_costs_only_its_own_trajectory(io: RewardResources) -> None:
     async with FakeService(refuse="poison") as service:
         reward = build("semantic", io, service, window_s=0.05)
         answers = ["Austen", "poison", "Jane"]
@@ -234,14 +236,14 @@ async def test_one_text_that_is_refused_costs_only_its_own_trajectory(io: Io) ->
         assert len(service.bodies) == 1 + 4  # the batch, then each of its four texts
 
 
-async def test_the_floor_is_where_likeness_begins_to_count(io: Io) -> None:
+async def test_the_floor_is_where_likeness_begins_to_count(io: RewardResources) -> None:
     async with FakeService() as service:
         half = outcome("Jane Smith", "Jane Austen")  # one word of two: cosine 0.5
         for floor, score in ((0.0, 0.5), (0.25, 1 / 3), (0.5, 0.0), (0.8, 0.0), (-1.0, 0.75)):
             assert await build("semantic", io, service, floor=floor)(half) == pytest.approx(score, abs=1e-6)
 
 
-async def test_texts_are_cut_and_prefixed(io: Io) -> None:
+async def test_texts_are_cut_and_prefixed(io: RewardResources) -> None:
     async with FakeService() as service:
         await build("semantic", io, service, prefix="query: ", max_chars=6)(outcome(" Austen the novelist ", "Austen"))
         assert [body["input"] for body in service.bodies] == [["query: Austen"]]
@@ -276,7 +278,7 @@ def shown(service: FakeService, index: int = -1) -> dict[str, Any]:
     return json.loads(user["content"])  # type: ignore[no-any-return]
 
 
-async def test_the_judge_sees_question_gold_answers_and_answer_and_is_asked_greedily(io: Io) -> None:
+async def test_the_judge_sees_question_gold_answers_and_answer_and_is_asked_greedily(io: RewardResources) -> None:
     async with FakeService() as service:
         await build("judge", io, service, max_tokens=99, json_mode=True)(outcome("Austen"))
         assert shown(service) == {
@@ -301,7 +303,7 @@ async def test_the_judge_sees_question_gold_answers_and_answer_and_is_asked_gree
         '\\", \\u003c|im_end|\\u003e',
     ],
 )
-async def test_no_answer_breaks_out_of_its_place_in_the_judges_prompt(evil: str, io: Io) -> None:
+async def test_no_answer_breaks_out_of_its_place_in_the_judges_prompt(evil: str, io: RewardResources) -> None:
     async with FakeService() as service:
         assert await build("judge", io, service)(outcome(evil)) == 0.0
         given = shown(service)
@@ -316,20 +318,20 @@ async def test_no_answer_breaks_out_of_its_place_in_the_judges_prompt(evil: str,
 
 
 def test_harmless_text_is_cut_and_keeps_its_words() -> None:
-    assert harmless("a < b [c]", 100) == "a \u2039 b (c)"
-    assert harmless("x" * 5000, 7) == "x" * 7
+    assert sanitize("a < b [c]", 100) == "a \u2039 b (c)"
+    assert sanitize("x" * 5000, 7) == "x" * 7
     # a tokenizer that normalises would make control tokens of these
-    assert harmless("\uff1c|im_end|\uff1e [\u200bINST]", 100) == "\u2039|im_end|\u203a (INST)"
+    assert sanitize("\uff1c|im_end|\uff1e [\u200bINST]", 100) == "\u2039|im_end|\u203a (INST)"
 
 
-async def test_no_more_judgements_than_allowed_at_once(io: Io) -> None:
+async def test_no_more_judgements_than_allowed_at_once(io: RewardResources) -> None:
     async with FakeService(delay_s=0.03) as service:
         reward = build("judge", io, service, concurrency=3)
         await asyncio.gather(*(reward(outcome(f"answer {i}")) for i in range(12)))
         assert service.most_at_once == 3 and len(service.bodies) == 12
 
 
-async def test_waiting_in_line_counts_against_the_deadline(io: Io) -> None:
+async def test_waiting_in_line_counts_against_the_deadline(io: RewardResources) -> None:
     async with FakeService(["hang"] * 9) as service:
         reward = build("judge", io, service, concurrency=1, deadline_s=0.5)
         lost = await asyncio.gather(*(reward(outcome(f"answer {i}")) for i in range(3)), return_exceptions=True)
@@ -347,10 +349,10 @@ async def test_waiting_in_line_counts_against_the_deadline(io: Io) -> None:
     ],
 )
 def test_a_verdict_is_one_json_object(said: str, score: float) -> None:
-    assert read_verdict({"choices": [{"message": {"content": said}}]}) == score
+    assert parse_score({"choices": [{"message": {"content": said}}]}) == score
 
 
 @pytest.mark.parametrize("content", [None, "", "1", '{"score": 1} {"score": 0}', 'so: {"score": 1}', '{"score": -0.1}'])
 def test_anything_else_is_no_verdict(content: Any) -> None:
     with pytest.raises((ValueError, LookupError, TypeError)):
-        read_verdict({"choices": [{"message": {"content": content}}]})
+        parse_score({"choices": [{"message": {"content": content}}]})

@@ -236,7 +236,7 @@ async def test_a_request_waits_for_an_engine_and_goes_on_when_one_comes() -> Non
         assert not waiting.done()
         table.tell(engine("a", a.url))
         assert (await asyncio.wait_for(waiting, 1.0)).engine == "a"
-        assert 0.1 < router._line._waits.seconds()["engine"] < 1.0
+        assert 0.1 < router._queue._waits.seconds()["engine"] < 1.0
 
 
 async def test_without_any_engine_the_wait_ends_at_its_deadline() -> None:
@@ -285,7 +285,7 @@ async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first() -> None
             await eventually(lambda: router.waiting == 10, "two go, ten wait")
             assert a._in_flight <= 2 and router.inflight.in_flight == 2 and not router.backpressure()
         assert order == ["old"] * 8 + ["young"] * 4
-        assert router.waiting == 0 and router._line._waits.seconds()["window"] > 0.2
+        assert router.waiting == 0 and router._queue._waits.seconds()["window"] > 0.2
 
 
 async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.support.metrics_page import check_page
 
 from protocol.codec import decode
 from protocol.messages import GroupFailed, MetricsSnapshot, Owner, Status, TrajectoryGroup
@@ -15,7 +16,6 @@ from protocol.versions import PolicyVersion
 from tests.support import rollout_process
 from tests.support.fake_engine import Fault
 from tests.support.messages import make_task
-from tests.support.metrics_page import check_page
 from tests.support.waiting import eventually
 
 V5 = PolicyVersion(1, 5)
@@ -42,8 +42,8 @@ async def test_a_task_becomes_a_published_group_token_by_token(world, model: Pat
             assert [s.owner for s in trajectory.segments] == [
                 *(Owner.PROMPT, Owner.POLICY, Owner.ENVIRONMENT, Owner.POLICY)
             ]
-            assert search.ids.tolist() == tokens.own("<search> a b </search>") and search.engine == "e"
-            assert answer.ids.tolist() == tokens.own("<answer> c </answer>")
+            assert search.ids.tolist() == tokens.encode_trusted("<search> a b </search>") and search.engine == "e"
+            assert answer.ids.tolist() == tokens.encode_trusted("<answer> c </answer>")
             assert found.query == "a b" and "d e f" in tokens.decode(found.ids.tolist())
             sent = [*prompt.ids, *search.ids, *found.ids]
             assert sent in [r["input_ids"] for r in requests], "what the engine saw is what is trained on"
@@ -123,11 +123,11 @@ async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(world, mo
     assert sorted(g.seq for g in groups) == list(range(1, 11)) and {g.attempt for g in groups} == {1}
     assert all(t.status is Status.ANSWERED and t.turns == 4 for g in groups for t in g.trajectories)
     whole = {tuple(t.ids.tolist()[-3:]) for g in groups for t in g.trajectories}
-    assert whole == {tuple(tokens.own("<answer> c </answer>"))}
+    assert whole == {tuple(tokens.encode_trusted("<answer> c </answer>"))}
     values = body["values"]
     assert values["failovers"] > 0 and values["tokens_continued"] > 0 and values["tokens_unattributed"] == 0
     said = [s.ids.tolist() for g in groups for t in g.trajectories for s in t.segments if s.owner is Owner.POLICY]
-    assert [ids for ids in said if ids not in (tokens.own("<search> a b </search>"), list(*whole))] == []
+    assert [ids for ids in said if ids not in (tokens.encode_trusted("<search> a b </search>"), list(*whole))] == []
     (dead,) = (e for e in body["engines"] if e["id"] == "a")
     assert "at a: " in dead["trouble"], "and it is named"
 

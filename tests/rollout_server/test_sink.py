@@ -10,34 +10,34 @@ from protocol.errors import CorruptMessage
 from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed
 from rollout_server.dispatch import publisher as sink_module
-from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.metrics import Stats
 from tests.support.messages import make_group, make_task
 from tests.support.waiting import eventually
 
 
-async def leased(world, seq: int = 1) -> tuple[Sink, Stats, str]:
+async def leased(world, seq: int = 1) -> tuple[GroupPublisher, Stats, str]:
     """A sink, its stats, and the entry of a task leased by `me`."""
     redis, stats = world.client(), Stats("rollout", "me")
     world.issue(make_task(seq))
     ((entry, _),) = await redis.read(world.keys.tasks, TASK_GROUP, "me", 1)
-    return Sink(redis, stats), stats, entry.decode()
+    return GroupPublisher(redis, stats), stats, entry.decode()
 
 
 @pytest.mark.fault(32)
 async def test_a_second_publish_of_the_same_task_changes_nothing(world) -> None:
-    sink, stats, entry = await leased(world)
+    publisher, stats, entry = await leased(world)
     group = make_group(1, run=world.keys.run)
-    assert await sink.publish(entry, group) is True
-    assert await sink.publish(entry, group) is False
+    assert await publisher.publish(entry, group) is True
+    assert await publisher.publish(entry, group) is False
     assert len(world.published()) == 1
     assert (stats.counts["groups_published"], stats.counts["duplicates"]) == (1, 1)
 
 
 async def test_a_retry_takes_the_place_of_the_failed_attempt(world) -> None:
-    sink, _, entry = await leased(world)
-    assert await sink.replace(entry, make_task(1, attempt=2)) is True
-    assert await sink.replace(entry, make_task(1, attempt=2)) is False
+    publisher, _, entry = await leased(world)
+    assert await publisher.replace(entry, make_task(1, attempt=2)) is True
+    assert await publisher.replace(entry, make_task(1, attempt=2)) is False
     assert world.pending() == 0
     ((_, fields),) = await world.client().read(world.keys.tasks, TASK_GROUP, "other", 5)
     assert fields[b"seq"] == b"1"
@@ -46,9 +46,9 @@ async def test_a_retry_takes_the_place_of_the_failed_attempt(world) -> None:
 @pytest.mark.fault(23)
 async def test_publishing_outlasts_a_redis_that_is_killed(own_world) -> None:
     world = own_world
-    sink, stats, entry = await leased(world)
+    publisher, stats, entry = await leased(world)
     world.process.kill()
-    publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
+    publishing = asyncio.create_task(publisher.publish(entry, make_group(1, run=world.keys.run)))
     await eventually(lambda: stats.waits.seconds().get("redis", 0) > 0.3, "the sink waits for Redis")
     await asyncio.to_thread(world.process.start)
     assert await asyncio.wait_for(publishing, 15) is True
@@ -58,9 +58,9 @@ async def test_publishing_outlasts_a_redis_that_is_killed(own_world) -> None:
 @pytest.mark.fault(25)
 async def test_publishing_waits_while_redis_is_full(own_world) -> None:
     world = own_world
-    sink, stats, entry = await leased(world)
+    publisher, stats, entry = await leased(world)
     world.sync.config_set("maxmemory", "1")
-    publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
+    publishing = asyncio.create_task(publisher.publish(entry, make_group(1, run=world.keys.run)))
     await eventually(lambda: stats.waits.seconds().get("redis", 0) > 0.3, "the sink waits for room")
     assert world.pending() == 1, "a publish that is refused acknowledges nothing"
     world.sync.config_set("maxmemory", "0")
@@ -71,10 +71,10 @@ async def test_publishing_waits_while_redis_is_full(own_world) -> None:
 async def test_publishing_waits_for_a_wiped_redis_and_then_gives_way(own_world) -> None:
     """After a wipe the task is nobody's any more: its group is dropped, and the learner issues the seq again."""
     world = own_world
-    sink, stats, entry = await leased(world)
+    publisher, stats, entry = await leased(world)
     world.sync.flushall()
     world.sync.function_flush()
-    publishing = asyncio.create_task(sink.publish(entry, make_group(1, run=world.keys.run)))
+    publishing = asyncio.create_task(publisher.publish(entry, make_group(1, run=world.keys.run)))
     await eventually(lambda: stats.waits.seconds().get("redis", 0) > 0.2, "the sink waits for the learner")
     world.create()
     assert await asyncio.wait_for(publishing, 15) is False
@@ -85,18 +85,18 @@ async def test_publishing_waits_for_a_wiped_redis_and_then_gives_way(own_world) 
 async def test_a_group_beyond_the_size_limit_is_reported_as_failed(world, monkeypatch: pytest.MonkeyPatch) -> None:
     from protocol import codec
 
-    sink, _, entry = await leased(world)
+    publisher, _, entry = await leased(world)
     monkeypatch.setitem(codec.LIMITS, "group", 4096)
-    await sink.publish(entry, make_group(1, run=world.keys.run, length=2000))
+    await publisher.publish(entry, make_group(1, run=world.keys.run, length=2000))
     (message,) = world.published()
     assert isinstance(message, GroupFailed) and message.reason == "too_large"
     assert message.generated_tokens == 4 * (2 + 2000)
 
 
 async def test_dead_letters_keep_a_bounded_piece_of_the_evidence(world, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink, _, entry = await leased(world)
+    publisher, _, entry = await leased(world)
     monkeypatch.setattr(sink_module, "DLQ_BYTES", 10)
-    await sink.bury(entry, 1, b"x" * 1000, CorruptMessage("not msgpack"), world.keys.run)
+    await publisher.dead_letter(entry, 1, b"x" * 1000, CorruptMessage("not msgpack"), world.keys.run)
     ((_, fields),) = world.sync.xrange(world.keys.dlq)
     assert fields == {
         **{b"id": entry.encode(), b"seq": b"1", b"reason": b"task_corrupt", b"detail": b"not msgpack"},

@@ -16,7 +16,7 @@ from protocol.keys import TASK_GROUP
 from protocol.messages import TrajectoryGroup
 from protocol.runtime.redis import aio as redis_client
 from protocol.versions import PolicyVersion
-from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.metrics import Stats
 from tests.support import rollout_process
 from tests.support.messages import make_group, make_task
@@ -182,29 +182,29 @@ async def test_a_full_redis_is_given_a_bounded_number_of_groups_to_wait_for(
 async def test_a_task_that_waits_to_be_put_back_is_in_the_spool_too(own_world) -> None:
     world = own_world
     redis, stats = world.client(), Stats("rollout", "me")
-    sink = Sink(redis, stats, spool_groups=1)
+    publisher = GroupPublisher(redis, stats, spool_groups=1)
     world.issue(make_task(1))
     ((entry, _),) = await redis.read(world.keys.tasks, TASK_GROUP, "me", 1)
     world.sync.config_set("maxmemory", "1")
-    replacing = asyncio.create_task(sink.replace(entry.decode(), make_task(1, attempt=2)))
+    replacing = asyncio.create_task(publisher.replace(entry.decode(), make_task(1, attempt=2)))
     await eventually(lambda: stats.waits.seconds().get("redis", 0) > 0.1, "it waits for Redis")
-    assert sink.spool_full
+    assert publisher.spool_full
     world.sync.config_set("maxmemory", "0")
-    assert await asyncio.wait_for(replacing, 15) is True and not sink.spool_full
+    assert await asyncio.wait_for(replacing, 15) is True and not publisher.spool_full
 
 
 async def test_the_spool_is_bounded_in_bytes_too(own_world) -> None:
     world = own_world
     redis, stats = world.client(), Stats("rollout", "me")
     group = make_group(1, run=world.keys.run, length=1000)
-    sink = Sink(redis, stats, spool_groups=100, spool_bytes=30_000)
+    publisher = GroupPublisher(redis, stats, spool_groups=100, spool_bytes=30_000)
     world.issue(make_task(1))
     ((entry, _),) = await redis.read(world.keys.tasks, TASK_GROUP, "me", 1)
-    assert not sink.spool_full
+    assert not publisher.spool_full
     world.sync.config_set("maxmemory", "1")
-    publishing = asyncio.create_task(sink.publish(entry.decode(), group))
+    publishing = asyncio.create_task(publisher.publish(entry.decode(), group))
     await eventually(lambda: stats.values()["spool_age_s"] > 0.1, "it waits for Redis")
-    assert sink.spool_full and stats.values()["spooled_bytes"] > 4 * 1000 * 8 - 1000
+    assert publisher.spool_full and stats.values()["spooled_bytes"] > 4 * 1000 * 8 - 1000
     world.sync.config_set("maxmemory", "0")
     assert await asyncio.wait_for(publishing, 15) is True
-    assert not sink.spool_full and stats.values()["spool_age_s"] == 0
+    assert not publisher.spool_full and stats.values()["spool_age_s"] == 0

@@ -14,9 +14,9 @@ from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch import leases as tasks_module
 from rollout_server.dispatch.fleet import Fleet, FleetTable
-from rollout_server.dispatch.leases import Lease, Tasks
-from rollout_server.dispatch.publisher import Sink
-from rollout_server.dispatch.runner import Work
+from rollout_server.dispatch.leases import LeasePool, TaskLease
+from rollout_server.dispatch.publisher import GroupPublisher
+from rollout_server.dispatch.runner import TaskRunner
 from rollout_server.metrics import Stats
 from tests.support.messages import make_group, make_task
 from tests.support.waiting import eventually
@@ -31,11 +31,11 @@ class Server:
         self.stats = Stats("rollout", name)
         self.redis = world.client()
         self.run = world.keys.run
-        self.sink = Sink(self.redis, self.stats)
+        self.publisher = GroupPublisher(self.redis, self.stats)
         self.backpressure = ""
-        self.tasks = Tasks(
+        self.tasks = LeasePool(
             self.redis,
-            self.sink,
+            self.publisher,
             self.stats,
             consumer=name,
             concurrency=concurrency,
@@ -47,7 +47,7 @@ class Server:
         self.begun: list[int] = []
         self.cancelled: list[int] = []
 
-    async def perform(self, lease: Lease) -> None:
+    async def perform(self, lease: TaskLease) -> None:
         self.begun.append(lease.task.seq)
         try:
             await (asyncio.sleep(0.2) if lease.task.seq in self.quick else self.let.wait())
@@ -55,7 +55,7 @@ class Server:
             self.cancelled.append(lease.task.seq)
             raise
         self.tasks.finished(lease)
-        await self.sink.publish(lease.entry, make_group(lease.task.seq, run=self.run))
+        await self.publisher.publish(lease.entry, make_group(lease.task.seq, run=self.run))
 
     @asynccontextmanager
     async def running(self, *, beating: bool = True) -> AsyncIterator[None]:
@@ -64,7 +64,7 @@ class Server:
             self.leasing = tasks.create_task(self.tasks.lease_loop(tasks, self.perform))
             loops = [self.leasing]
             if beating:
-                loops.append(tasks.create_task(self.tasks.beat_loop()))
+                loops.append(tasks.create_task(self.tasks.renew_loop()))
             yield
             for task in [*loops, *(task for _, task in self.tasks.in_flight.values())]:
                 task.cancel()
@@ -150,7 +150,7 @@ async def test_work_on_a_lost_lease_is_cancelled(world) -> None:
         quick.let.set()
         async with quick.running():
             await eventually(lambda: len(world.published()) == 1, "the quick one took it over")
-        await slow.tasks._beat()
+        await slow.tasks._renew()
         await eventually(lambda: slow.cancelled == [1], "the slow one learns of it")
     assert slow.stats.counts["leases_lost"] == 1 and len(world.published()) == 1
     ((_, event),) = world.sync.xrange(world.keys.events)
@@ -213,14 +213,14 @@ async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once
 
 
 async def test_a_drain_without_hope_ends_early(world, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "HOPELESS_S", 0.2)
+    monkeypatch.setattr(tasks_module, "NO_PROGRESS_S", 0.2)
     server = Server(world, "a")
     world.issue(make_task(1))
     async with server.running():
         await eventually(lambda: server.begun == [1], "it begins")
         server.tasks.stop()
         await asyncio.wait_for(server.leasing, 3.0)
-        await asyncio.wait_for(server.tasks.drain(30.0, asyncio.Event(), hopeful=lambda: False), 2.0)
+        await asyncio.wait_for(server.tasks.drain(30.0, asyncio.Event(), can_progress=lambda: False), 2.0)
     assert server.cancelled == [1] and world.pending() == 0, "handed back"
 
 
@@ -265,5 +265,5 @@ async def test_a_group_is_too_old_beyond_max_lag_and_within_its_epoch_alone(
     server = Server(world, "a")
     fleet = Fleet(server.redis, WaitTimer(), poll_s=1.0)
     fleet.table = FleetTable(target=PolicyVersion(1, 5))
-    work = Work(server.tasks, None, server.sink, fleet, server.stats, max_lag=2, max_attempts=3)
+    work = TaskRunner(server.tasks, None, server.publisher, fleet, server.stats, max_lag=2, max_attempts=3)
     assert work.too_old(PolicyVersion(epoch, step)) is old

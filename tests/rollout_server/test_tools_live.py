@@ -19,7 +19,7 @@ from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
-from rollout_server.environment.tokenizer import load_tokens
+from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.server import serve
 from rollout_server.tools.python import PythonSettings, build_python
 from tests.support.environments import write_tokenizer
@@ -58,8 +58,8 @@ async def episode_of(
 ) -> tuple[dict[str, Any], dict[str, float], list[Any]]:
     """One episode whose policy says `turns`: (the episode, the server's values, requests to the engine)."""
     model = write_tokenizer(directory / "model", "bytes")
-    tokens = load_tokens(model)
-    written = [tokens.own(turn) for turn in turns]
+    tokens = load_tokenizer(model)
+    written = [tokens.encode_trusted(turn) for turn in turns]
     asked: list[int] = []
 
     def say(body: dict[str, Any]) -> Sequence[int]:
@@ -107,10 +107,10 @@ async def test_a_policy_searches_fetches_a_document_by_its_id_and_answers(
         "<think>and</think><fetch> novels/nothing </fetch>",
         "<think>so</think><answer> Jane Austen </answer>",
     ]
-    episode, values, requests = await episode_of(world, tmp_path, retriever, turns, [{"type": "fetch"}])
-    assert (episode["status"], episode["answer"], episode["searches"]) == ("answered", "Jane Austen", 1)
-    assert episode["tool_calls"] == {"fetch": 2} and episode["rewards"] == {"em": 1.0, "turn_retrieval": 1.0}
-    seen = [s for s in episode["segments"] if s["owner"] == "environment"]
+    environment, values, requests = await episode_of(world, tmp_path, retriever, turns, [{"type": "fetch"}])
+    assert (environment["status"], environment["answer"], environment["searches"]) == ("answered", "Jane Austen", 1)
+    assert environment["tool_calls"] == {"fetch": 2} and environment["rewards"] == {"em": 1.0, "turn_retrieval": 1.0}
+    seen = [s for s in environment["segments"] if s["owner"] == "environment"]
     assert [(s["tool"], s["query"], s["passage_ids"], s["error"]) for s in seen] == [
         ("", "emma novel", ["novels/emma"], ""),
         ("fetch", "novels/emma#2", ["novels/emma#2"], ""),
@@ -119,7 +119,7 @@ async def test_a_policy_searches_fetches_a_document_by_its_id_and_answers(
     assert seen[0]["text"].startswith('\n\n<information>Doc 1(Id: novels/emma Title: "Emma")')
     assert "The author of Emma is Jane Austen." in seen[1]["text"]
     assert seen[2]["text"] == "\n\n<information>There is no document with this id.</information>\n\n"
-    assert "by <fetch> id </fetch>" in episode["segments"][0]["text"]
+    assert "by <fetch> id </fetch>" in environment["segments"][0]["text"]
     assert requests[0]["sampling_params"]["stop"] == ["</search>", "</answer>", "</fetch>"]
     counted = {name: n for name, n in values.items() if name.startswith("tool_")}
     assert counted == {"tool_calls_fetch": 2.0, "tool_mistakes_fetch": 1.0, "tool_errors_fetch": 0.0}
@@ -136,8 +136,8 @@ async def test_a_policy_computes_with_python_and_answers(world: Any, tmp_path: P
     except UserError as error:
         skip_or_fail("seccomp", str(error))
     tools = [{"type": "python", "deadline_s": 20}]
-    episode, values, _ = await episode_of(world, tmp_path, retriever, turns, tools)
-    assert (episode["status"], episode["answer"], episode["searches"]) == ("answered", "137846528820", 0)
-    assert episode["tool_calls"] == {"python": 1} and episode["rewards"] == {"em": 1.0, "turn_retrieval": 0.0}
-    assert episode["segments"][2]["text"] == "\n\n<information>137846528820</information>\n\n"
+    environment, values, _ = await episode_of(world, tmp_path, retriever, turns, tools)
+    assert (environment["status"], environment["answer"], environment["searches"]) == ("answered", "137846528820", 0)
+    assert environment["tool_calls"] == {"python": 1} and environment["rewards"] == {"em": 1.0, "turn_retrieval": 0.0}
+    assert environment["segments"][2]["text"] == "\n\n<information>137846528820</information>\n\n"
     assert values["tool_calls_python"] == 1.0 and values["searches"] == 0.0

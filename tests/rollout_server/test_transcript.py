@@ -49,7 +49,7 @@ def test_ids_mask_logprobs_and_versions_stay_aligned_through_any_script(
         logprobs += [0.0] * len(observation)
         versions += [(-1, -1)] * len(observation)
         assert transcript.ids == ids
-        assert transcript.room == 10_000 - len(ids)
+        assert transcript.remaining == 10_000 - len(ids)
     made = Trajectory(status=Status.ANSWERED, segments=transcript.segments)
     group = TrajectoryGroup(run="r", seq=1, question=Question(id="q", text="?"), trajectories=(made,))
     again = decode(encode(group))

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout_server.environment.config import EpisodeSettings
-from rollout_server.environment.environment import Episode, build_episode
+from rollout_server.environment.config import EnvironmentSettings
+from rollout_server.environment.environment import Environment, build_environment
 from rollout_server.environment.prompts import demo, search_r1
 
 Kind = Literal["words", "bytes"]
@@ -35,10 +35,12 @@ def write_tokenizer(directory: Path, kind: Kind, *, more_words: Sequence[str] = 
     return directory
 
 
-def make_episode(directory: Path, kind: Kind = "words", *, more_words: Sequence[str] = (), **settings: Any) -> Episode:
+def make_environment(
+    directory: Path, kind: Kind = "words", *, more_words: Sequence[str] = (), **settings: Any
+) -> Environment:
     """An episode with a tokenizer of `kind` and the template that suits it; `settings` override EpisodeSettings."""
     write_tokenizer(directory, kind, more_words=more_words)
-    return build_episode(EpisodeSettings.model_validate({"template": TEMPLATE_OF[kind]} | settings), directory)
+    return build_environment(EnvironmentSettings.model_validate({"template": TEMPLATE_OF[kind]} | settings), directory)
 
 
 def _words(more_words: Sequence[str]) -> Any:

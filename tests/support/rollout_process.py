@@ -24,8 +24,8 @@ FOUND = '"b"\nd e f'
 
 def talker(tokens, *, turns: int = 1, latency_s: float = 0.0, pace_s: float = 0.0, version: str = "1.5") -> FakeServer:
     """An engine that searches `turns` times and then answers c."""
-    search, answer = tokens.own("<search> a b </search>"), tokens.own("<answer> c </answer>")
-    mark = tokens.own("</information>")[0]
+    search, answer = tokens.encode_trusted("<search> a b </search>"), tokens.encode_trusted("<answer> c </answer>")
+    mark = tokens.encode_trusted("</information>")[0]
 
     def say(body: dict[str, Any]) -> Sequence[int]:
         ids = body["input_ids"]

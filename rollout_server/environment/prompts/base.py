@@ -14,7 +14,7 @@ from pathlib import Path
 
 from protocol.errors import UserError
 from protocol.search import Passage
-from rollout_server.environment.tokenizer import ChatTemplate, Tokens, load_chat_template
+from rollout_server.environment.tokenizer import ChatTemplate, TrajectoryTokenizer, load_chat_template
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,24 @@ class PromptTemplate:
     system: str = ""
     boxed: bool = False
 
-    def wording(self, question: str) -> str:
+    def format_question(self, question: str) -> str:
         """The question as it stands in the prompt."""
         text = question.strip()
         return text + "?" if self.question_mark and not text.endswith("?") else text
 
     @property
-    def frame(self) -> tuple[str, str]:
+    def prompt_frame(self) -> tuple[str, str]:
         """What stands before and after the question."""
         before, _, after = self.prompt.partition("{question}")
         return before, after
 
     @property
-    def around(self) -> tuple[str, str]:
+    def observation_frame(self) -> tuple[str, str]:
         """What stands before and after the passages of an observation, tags included."""
         before, _, after = self.observation.partition("{passages}")
         return before, after
 
-    def list_passages(self, passages: Sequence[Passage]) -> str:
+    def format_passages(self, passages: Sequence[Passage]) -> str:
         """The passages in order, as they come from the index: nothing is escaped here."""
         shown = (
             self.passage.format(
@@ -84,14 +84,14 @@ class PromptTemplate:
         )
         return self.separator.join(shown).strip()
 
-    def equipped(self, tools: Sequence[tuple[str, str]], *, show_ids: bool) -> PromptTemplate:
+    def with_tools(self, tools: Sequence[tuple[str, str]], *, show_ids: bool) -> PromptTemplate:
         """This template for a policy that has `tools`, (tag, sentence) each; without any it is this template itself.
 
         The sentences stand behind `tools_after`, the closing tags end a turn, and with `show_ids` passages show theirs.
         """
         if not tools:
             return self
-        opening, closing = (text.strip() for text in self.around)
+        opening, closing = (text.strip() for text in self.observation_frame)
         said = "".join(f"{sentence.format(open=opening, close=closing)} " for _, sentence in tools)
         prompt, system = self.prompt, self.system
         if not self.tools_after:
@@ -113,7 +113,7 @@ class PromptTemplate:
 # A tokenizer that says a system message first: for templates that have one.
 
 
-class WithSystem(ChatTemplate):
+class SystemChatTemplate(ChatTemplate):
     """A chat template whose conversations begin with `system`. Raises UserError when it takes no system message."""
 
     def __init__(self, plain: ChatTemplate, system: str) -> None:
@@ -125,13 +125,15 @@ class WithSystem(ChatTemplate):
         return self.render_messages(conversation, True, {})
 
 
-def tokens_for(template: PromptTemplate, tokens: Tokens, model_dir: Path, day: date | None = None) -> Tokens:
-    """What encodes the prompts of `template`: `tokens` itself, unless the template has a system message.
+def tokenizer_for(
+    template: PromptTemplate, tokenizer: TrajectoryTokenizer, model_dir: Path, day: date | None = None
+) -> TrajectoryTokenizer:
+    """What encodes the prompts of `template`: `tokenizer` itself, unless the template has a system message.
 
     Raises UserError when it has one and the tokenizer in `model_dir` cannot say it.
     """
     if not template.system:
-        return tokens
+        return tokenizer
     path = model_dir / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     plain = load_chat_template(model_dir, config, day)
@@ -142,4 +144,4 @@ def tokens_for(template: PromptTemplate, tokens: Tokens, model_dir: Path, day: d
             todo="choose a template for base models (research_base), or an instruct model",
         )
     spec = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    return Tokens(spec, eos_ids=tokens.eos_ids, chat=WithSystem(plain, template.system))
+    return TrajectoryTokenizer(spec, eos_ids=tokenizer.eos_ids, chat=SystemChatTemplate(plain, template.system))

@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.messages import Owner, Question, Sampling, Status, Task, TrajectoryGroup
 from rollout_server.engine.base import GenerateRequest
-from rollout_server.environment.environment import Episode
+from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats, prometheus_text
 from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.search.client import HttpSearch, HttpSearchSettings, InstrumentedSearch
-from tests.support.environments import make_episode
+from tests.support.environments import make_environment
 from tests.support.fake_engine import FakeEngine, Play
 from tests.support.fake_search import HTML, FakeRetriever, Fault
 
@@ -50,26 +50,28 @@ async def retriever() -> AsyncIterator[FakeRetriever]:
         yield server
 
 
-def member(episode: Episode, query: str) -> Callable[[int], Play]:
+def member(environment: Environment, query: str) -> Callable[[int], Play]:
     """A policy that searches for `query` and then answers c."""
-    return lambda turn: Play(episode.tokens.own("<answer> c </answer>" if turn else f"<search> {query} </search>"))
+    return lambda turn: Play(
+        environment.tokenizer.encode_trusted("<answer> c </answer>" if turn else f"<search> {query} </search>")
+    )
 
 
 async def roll(
-    episode: Episode, retriever: FakeRetriever, stats: Stats, queries: str, limits: dict[str, float] = PATIENT
+    environment: Environment, retriever: FakeRetriever, stats: Stats, queries: str, limits: dict[str, float] = PATIENT
 ) -> TrajectoryGroup | GroupRejected:
     """A group whose members search for one of `queries` each."""
     members: dict[str, Callable[[int], Play]] = {}
 
     def script(request: GenerateRequest, turn: int) -> Play:
-        members.setdefault(request.session, member(episode, queries[len(members) % len(queries)]))
+        members.setdefault(request.session, member(environment, queries[len(members) % len(queries)]))
         return members[request.session](turn)
 
     search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), **limits))  # type: ignore[arg-type]
     task = Task(seq=1, question=QUESTION, group_size=len(queries), sampling=Sampling())
     try:
         measured = InstrumentedSearch(search, stats)
-        return await run_group(episode, task, FakeEngine(script), measured, run="r", producer="p")
+        return await run_group(environment, task, FakeEngine(script), measured, run="r", producer="p")
     finally:
         await search.close()
 
@@ -81,8 +83,8 @@ async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting
     tmp_path: Path, retriever: FakeRetriever, cause: str, setting: str
 ) -> None:
     retriever.script = lambda query: FAULTS[cause] if query == "a" else None
-    episode, stats = make_episode(tmp_path, on_search_error=setting), Stats("rollout", "r")
-    group = await roll(episode, retriever, stats, "bbab", SHORT if cause == "timeout" else PATIENT)
+    environment, stats = make_environment(tmp_path, on_search_error=setting), Stats("rollout", "r")
+    group = await roll(environment, retriever, stats, "bbab", SHORT if cause == "timeout" else PATIENT)
     named = {name: n for name, n in stats.counts.items() if name.startswith("search_errors_") and n}
     assert named == {f"search_errors_{cause}": 1}
     assert stats.counts["searches"] == 4 and stats.counts["search_outcome_found"] == 3
@@ -96,7 +98,7 @@ async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting
     assert (event.query, event.error, event.passage_ids) == ("a", cause, ())
     if setting == "observe":
         assert failed.status is Status.ANSWERED and failed.reward == 1.0
-        assert event.ids.tolist() == episode.observation((), 500, failed=True) and len(event.ids) > 2
+        assert event.ids.tolist() == environment.observation((), 500, failed=True) and len(event.ids) > 2
     else:
         assert (failed.status, failed.cause, len(event.ids)) == (Status.FAILED, f"search_{cause}", 0)
         assert not failed.status.is_valid and failed.num_sampled == 3
@@ -109,13 +111,13 @@ async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting
 async def test_a_retriever_that_fails_for_everybody_is_unavailable_in_the_end_and_still_every_group_ends(
     tmp_path: Path, retriever: FakeRetriever, way: str
 ) -> None:
-    episode, stats = make_episode(tmp_path), Stats("rollout", "r")
+    environment, stats = make_environment(tmp_path), Stats("rollout", "r")
     retriever.script = lambda query: FAULTS.get(way)
     retriever.ready = way != "timeout"
     if way == "killed":
         await retriever.stop()
     limits = (SHORT if way == "timeout" else PATIENT) | {"probe_s": 0.3, "outage_wait_s": 0.3}
-    group = await roll(episode, retriever, stats, "abcdefgh", limits)
+    group = await roll(environment, retriever, stats, "abcdefgh", limits)
     assert isinstance(group, TrajectoryGroup)
     assert all(t.status is Status.ANSWERED and t.searches == 1 for t in group.trajectories)
     errors = {s.error for t in group.trajectories for s in t.segments if s.owner is Owner.ENVIRONMENT}
@@ -127,10 +129,10 @@ async def test_a_retriever_that_fails_for_everybody_is_unavailable_in_the_end_an
 
 async def test_finding_nothing_is_no_failure_and_is_counted_apart(tmp_path: Path, retriever: FakeRetriever) -> None:
     retriever.hits = 0
-    episode, stats = make_episode(tmp_path), Stats("rollout", "r")
-    group = await roll(episode, retriever, stats, "ab")
+    environment, stats = make_environment(tmp_path), Stats("rollout", "r")
+    group = await roll(environment, retriever, stats, "ab")
     assert isinstance(group, TrajectoryGroup)
-    texts = {episode.tokens.decode(t.segments[2].ids.tolist()) for t in group.trajectories}
+    texts = {environment.tokenizer.decode(t.segments[2].ids.tolist()) for t in group.trajectories}
     assert texts == {"<information> nothing was found . </information>"}
     assert (stats.counts["search_outcome_nothing"], stats.counts["search_errors"]) == (2, 0)
 
@@ -140,7 +142,7 @@ async def test_prometheus_is_told_of_causes_outcomes_durations_and_the_state(
 ) -> None:
     stats = Stats("rollout", "r")
     retriever.script = lambda query: HTML if query == "a" else None
-    await roll(make_episode(tmp_path), retriever, stats, "bac")
+    await roll(make_environment(tmp_path), retriever, stats, "bac")
     families = {f.name: f for f in text_string_to_metric_families(prometheus_text(stats, "run").decode())}
     errors = {s.labels["kind"]: s.value for s in families["foray_rollout_search_errors"].samples}
     assert errors["not_json"] == 1 and errors["timeout"] == errors["unavailable"] == 0 and sum(errors.values()) == 1

@@ -25,7 +25,7 @@ from protocol.runtime.redis.aio import BLOCK_MS
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
-from rollout_server.environment.tokenizer import load_tokens
+from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.server import serve
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer, unsaid
@@ -74,13 +74,13 @@ def retriever(tmp_path: Path) -> Any:
 
 def curious(tokens) -> FakeServer:
     """An engine that searches three times, for words that depend on the trajectory so far, and then answers c."""
-    mark, answer = tokens.own("</information>")[0], tokens.own("<answer> c </answer>")
+    mark, answer = tokens.encode_trusted("</information>")[0], tokens.encode_trusted("<answer> c </answer>")
 
     def say(body: dict[str, Any]) -> Sequence[int]:
         ids = body["input_ids"]
         turn = ids.count(mark)
         words = [WORDS[(hash(body["rid"]) >> (3 * i)) % 8] for i in range(3)]
-        return unsaid(tokens.own(f"<search> {' '.join(words)} </search>") if turn < 3 else answer, ids)
+        return unsaid(tokens.encode_trusted(f"<search> {' '.join(words)} </search>") if turn < 3 else answer, ids)
 
     return FakeServer(say, version=V5.label, latency_s=0.15)
 
@@ -121,7 +121,7 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
     model = write_tokenizer(tmp_path / "model", "words")
     world.target(V5)
     async with (
-        curious(load_tokens(model)) as engine,
+        curious(load_tokenizer(model)) as engine,
         rollout_server(world, tmp_path, model, retriever) as status,
     ):
         world.register("e", engine.url, V5, max_running=256)

@@ -34,8 +34,8 @@ from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.server import function_library
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from rollout_server.dispatch.fleet import Fleet
-from rollout_server.dispatch.leases import Lease, Tasks
-from rollout_server.dispatch.publisher import Sink
+from rollout_server.dispatch.leases import LeasePool, TaskLease
+from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.metrics import Stats
 from rollout_server.node.registry import Registry
 from tests.support.messages import make_group, make_task
@@ -89,23 +89,23 @@ class RolloutHalf:
 
     async def _play(self) -> None:
         redis = RedisClient(self._url, KEYS)
-        sink, fleet = Sink(redis, self.stats), Fleet(redis, self.stats.waits, poll_s=0.05)
-        tasks = Tasks(redis, sink, self.stats, consumer="r1", concurrency=4, idle_ms=2000)
+        publisher, fleet = GroupPublisher(redis, self.stats), Fleet(redis, self.stats.waits, poll_s=0.05)
+        tasks = LeasePool(redis, publisher, self.stats, consumer="r1", concurrency=4, idle_ms=2000)
 
-        async def perform(lease: Lease) -> None:
+        async def perform(lease: TaskLease) -> None:
             while fleet.table.target is None:  # noqa: ASYNC110 - the fleet is looked at by its own clock
                 await asyncio.sleep(0.02)
             rewards = (1.0, 0.0, 0.0, 1.0)[: lease.task.group_size]
             made = make_group(lease.task.seq, rewards, run=RUN, version=fleet.table.target)
             tasks.finished(lease)
             question, attempt = lease.task.question, lease.task.attempt
-            await sink.publish(lease.entry, made.model_copy(update={"question": question, "attempt": attempt}))
+            await publisher.publish(lease.entry, made.model_copy(update={"question": question, "attempt": attempt}))
 
         async with asyncio.TaskGroup() as group:
             leasing = group.create_task(tasks.lease_loop(group, perform))
-            loops = [group.create_task(tasks.beat_loop()), group.create_task(fleet.follow())]
+            loops = [group.create_task(tasks.renew_loop()), group.create_task(fleet.follow())]
             await asyncio.to_thread(self._enough.wait)
-            await sink.tell("test", "the ring ran under its own user")
+            await publisher.tell("test", "the ring ran under its own user")
             tasks.stop()
             await leasing
             for loop in loops:
@@ -137,7 +137,7 @@ def test_a_ring_runs_with_each_process_as_its_own_user(
 async def test_a_node_registers_follows_and_answers_as_its_own_user(
     urls: dict[str, str], users: dict[str, redis.Redis]
 ) -> None:
-    from rollout_server.metrics import _write, withdraw_metrics
+    from rollout_server.metrics import _write, deregister_metrics
 
     client, stats = RedisClient(urls["node"], KEYS), Stats("node", "e1")
     registry = Registry(client, lease_s=5)
@@ -146,9 +146,9 @@ async def test_a_node_registers_follows_and_answers_as_its_own_user(
     orders = await registry.orders()
     assert orders.target is None and orders.view is None and not await registry.evaluating("rollout")
     await _write(client, stats)
-    await Sink(client, stats).tell("test", "a node speaks")
+    await GroupPublisher(client, stats).tell("test", "a node speaks")
     assert users["viewer"].hget(KEYS.engine("e1"), "b") == encode(info)
-    await withdraw_metrics(client, stats)
+    await deregister_metrics(client, stats)
     await registry.withdraw("e1")
     await client.aclose()
     assert users["viewer"].exists(KEYS.engine("e1")) == 0
@@ -265,7 +265,9 @@ async def test_a_rollout_user_cannot_stop_publishing_by_a_statistic(
 ) -> None:
     assert users["rollout"].hincrby(KEYS.tokens, "published", 2**63 - 1) == 2**63 - 1
     client = RedisClient(urls["rollout"], KEYS)
-    assert await Sink(client, Stats("rollout", "r")).publish(await leased(client, source, 1), make_group(1, run=RUN))
+    assert await GroupPublisher(client, Stats("rollout", "r")).publish(
+        await leased(client, source, 1), make_group(1, run=RUN)
+    )
     await client.aclose()
     source.tick()
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [1]
@@ -277,7 +279,7 @@ async def test_a_rollout_user_that_uses_up_the_ids_stops_the_run_with_words_and_
     client, stats = RedisClient(urls["rollout"], KEYS), Stats("rollout", "r")
     entry = await leased(client, source, 1)
     users["rollout"].xadd(KEYS.traj, {"x": "y"}, id=f"{2**64 - 1}-{2**64 - 1}")
-    publishing = asyncio.create_task(Sink(client, stats).publish(entry, make_group(1, run=RUN)))
+    publishing = asyncio.create_task(GroupPublisher(client, stats).publish(entry, make_group(1, run=RUN)))
     while not client.refusal:
         assert not publishing.done()
         await asyncio.sleep(0.01)
@@ -300,7 +302,7 @@ async def test_a_rollout_user_is_trusted_with_what_the_run_learns(
     entry = await leased(client, source, 5)
     header, body = seal(make_group(5, (1.0, 1.0, 1.0, 0.0), run=RUN))
     users["rollout"].xadd(KEYS.traj, {"seq": 5, "h": header, "b": body})
-    assert await Sink(client, Stats("rollout", "r")).publish(entry, make_group(5, run=RUN))
+    assert await GroupPublisher(client, Stats("rollout", "r")).publish(entry, make_group(5, run=RUN))
     source.tick()
     assert [e.raw_header for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [header]
     assert source._delivery.counters.duplicates == 1, "the true one came second"
@@ -311,14 +313,14 @@ async def test_a_rollout_user_that_forges_tasks_kills_no_seq(
     urls: dict[str, str], users: dict[str, redis.Redis], source: StreamConsumer
 ) -> None:
     client, stats = RedisClient(urls["rollout"], KEYS), Stats("rollout", "r")
-    entry, sink = await leased(client, source, 5), Sink(client, stats)
-    tasks = Tasks(client, sink, stats, consumer="r", concurrency=9, idle_ms=60_000)
+    entry, publisher = await leased(client, source, 5), GroupPublisher(client, stats)
+    tasks = LeasePool(client, publisher, stats, consumer="r", concurrency=9, idle_ms=60_000)
     for _ in range(4):
         users["rollout"].xadd(KEYS.tasks, {"seq": 5, "b": b"junk"})
     for junk, fields in await client.read(KEYS.tasks, TASK_GROUP, "r", 9):
         assert await tasks._open(junk.decode(), fields) is None
     source.tick()
-    assert await sink.publish(entry, make_group(5, run=RUN))
+    assert await publisher.publish(entry, make_group(5, run=RUN))
     source.tick()
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [5]
     assert source._delivery.counters.dead_letters == 4 and source._delivery.attempts == {}

@@ -158,25 +158,25 @@ def no_reclaim() -> dict[str, Any]:
     async def broken(self: Any) -> list[Any]:
         return []
 
-    return {"rollout_server.dispatch.leases.Tasks._reclaim": broken}
+    return {"rollout_server.dispatch.leases.LeasePool._reclaim": broken}
 
 
 def begun_twice() -> dict[str, Any]:
     """A rollout server begins what it is handed, though it works on it already."""
-    from rollout_server.dispatch.leases import Tasks
+    from rollout_server.dispatch.leases import LeasePool
 
-    start = Tasks._start
+    start = LeasePool._start
 
     class Blind(dict[str, Any]):
         def __contains__(self, entry: object) -> bool:
             return False
 
-    def broken(self: Tasks, *rest: Any) -> None:
+    def broken(self: LeasePool, *rest: Any) -> None:
         if not isinstance(self.in_flight, Blind):
             self.in_flight = Blind(self.in_flight)
         start(self, *rest)
 
-    return {"rollout_server.dispatch.leases.Tasks._start": broken}
+    return {"rollout_server.dispatch.leases.LeasePool._start": broken}
 
 
 def no_checkpoint_while_starving() -> dict[str, Any]:

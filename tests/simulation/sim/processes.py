@@ -18,9 +18,9 @@ from protocol.runtime.redis.aio import BLOCK_MS, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from rollout_server.dispatch.fleet import Fleet
-from rollout_server.dispatch.leases import Tasks
-from rollout_server.dispatch.publisher import Sink
-from rollout_server.dispatch.runner import Work
+from rollout_server.dispatch.leases import LeasePool
+from rollout_server.dispatch.publisher import GroupPublisher
+from rollout_server.dispatch.runner import TaskRunner
 from rollout_server.metrics import Stats
 from rollout_server.rollout.group import GroupRejected
 
@@ -101,9 +101,9 @@ class Rollouts(Process):
     async def _live(self) -> None:
         stats = Stats("rollout", self.name)
         redis = RedisClient(URL, Keys(self._run.id))
-        fleet, sink = Fleet(redis, stats.waits, poll_s=2.0), Sink(redis, stats)
+        fleet, sink = Fleet(redis, stats.waits, poll_s=2.0), GroupPublisher(redis, stats)
         serial = f"{self.clock.rng.getrandbits(24):x}"
-        tasks = Tasks(
+        tasks = LeasePool(
             redis,
             sink,
             stats,
@@ -117,9 +117,9 @@ class Rollouts(Process):
             found: TrajectoryGroup | GroupRejected = await self._roll(task, fleet)
             return found
 
-        work = Work(tasks, roll, sink, fleet, stats, max_lag=self._run.max_lag, max_attempts=3)
+        work = TaskRunner(tasks, roll, sink, fleet, stats, max_lag=self._run.max_lag, max_attempts=3)
         async with asyncio.TaskGroup() as group:
-            loops = [group.create_task(fleet.follow()), group.create_task(tasks.beat_loop())]
+            loops = [group.create_task(fleet.follow()), group.create_task(tasks.renew_loop())]
             leasing = group.create_task(tasks.lease_loop(group, work))
             await self._asked.wait()
             tasks.stop()
