@@ -12,7 +12,7 @@ from rollout_server.search import DEFAULT_SEARCH, SearchSettings
 
 
 class RolloutSettings(Settings):
-    """One rollout server. Several of them may share one run: each leases tasks of its own."""
+    """One rollout server. Several of them may share one run: each leases other tasks."""
 
     id: str = Field(default="", max_length=200)
     """Name in metrics and on the trajectories it produces. Empty: `<hostname>-<pid>`."""
@@ -32,7 +32,7 @@ class RolloutSettings(Settings):
     drain_s: float = Field(default=30.0, ge=0)
     """After SIGTERM: seconds that groups in flight may take to finish before they are handed back."""
     max_attempts: int = Field(default=3, ge=1)
-    """Attempts at one task before it is given up (the learner books its seq as dead)."""
+    """Attempts at one task before it is given up (the learner records its seq as dead)."""
     max_engine_lag: int | None = Field(default=None, ge=0)
     """An engine more steps behind the target takes no training traffic. None: `run.max_lag`."""
     generate_timeout_s: float = Field(default=120.0, gt=0)
@@ -42,13 +42,13 @@ class RolloutSettings(Settings):
     stall_s: float = Field(default=20.0, gt=0)
     """An engine that has begun to answer and then says nothing for so long is given up, unless it loads weights."""
     adaptive: bool = True
-    """Bound the requests in flight at each engine by a window that shrinks when they queue there or are retracted."""
+    """Bound the requests in flight at each engine by a limit that shrinks when they queue there or are retracted."""
     generate_attempts: int = Field(default=4, ge=1)
     """Times one turn is tried after time-outs, errors or bad output. An unreachable engine does not count."""
     engine_wait_s: float = Field(default=600.0, gt=0)
-    """Seconds one turn may stand waiting for an engine that may take it before its trajectory fails."""
+    """Seconds that one turn may wait for an engine before its trajectory fails."""
     journal_routes: Path | None = None
-    """File that takes one line of JSON for each request to an engine: when, to which, at which version. For proofs."""
+    """File that gets one line of JSON for each request to an engine: when, to which, at which version. For audits."""
     pin_max_s: float = Field(default=3600.0, gt=0)
     """Longest time in seconds that engines keep one version for evaluations (`"pin": true`, also one after the other),
     and training waits for new weights to be loaded. After it the evaluation ends with an error.

@@ -21,7 +21,7 @@ from rollout_server.metric_tables import TABLES, WAITS
 
 PERIOD_S = 1.0
 LIFETIME_MS = 10_000
-"""A snapshot that is not renewed is gone after so long, and with it the process in every list."""
+"""A snapshot that is not renewed is gone after this time, and with it the process in every list."""
 RATE_WINDOW_S = 10.0
 MEAN_OVER = 256
 """Trajectories that the running means of rewards look back on."""
@@ -42,17 +42,17 @@ class Stats:
         self._started = time.monotonic()
 
     def observe(self, name: str, value: float) -> None:
-        """Adds one measurement to the running mean `name`."""
+        """Add a measurement to the running mean `name`."""
         self._recent.setdefault(name, deque(maxlen=MEAN_OVER)).append(value)
 
     def distribute(self, name: str, value: float) -> None:
-        """Adds one measurement to the histogram `name`, which has a row in the process' table."""
+        """Add a measurement to the histogram `name`, which has a row in the process' table."""
         if name not in self.histograms:
             self.histograms[name] = Histogram(TABLES[self.process][name].buckets)
         self.histograms[name].observe(value)
 
     def time(self, name: str, seconds: float) -> None:
-        """Adds one duration to the histogram `name`, and to the running mean `NAME_mean`."""
+        """Add a duration to the histogram `name`, and to the running mean `NAME_mean`."""
         self.distribute(name, seconds)
         self.observe(f"{name}_mean", seconds)
 
@@ -75,7 +75,7 @@ class Stats:
         )
 
     def count_segment(self, segment: Segment) -> None:
-        """Books one piece of a trajectory as it comes: a turn of the policy, or what the environment answered."""
+        """Count one piece of a trajectory as it comes: a turn of the policy, or an observation."""
         if segment.owner is Owner.POLICY:
             self.counts["turns"] += 1
             self.counts["tokens_generated"] += len(segment.ids)
@@ -83,7 +83,7 @@ class Stats:
             self.counts["tokens_observed"] += len(segment.ids)
 
     def count_trajectory(self, trajectory: Trajectory) -> None:
-        """Books the end of a trajectory."""
+        """Count a trajectory that has ended."""
         self.counts["trajectories"] += 1
         self.counts[f"ended_{trajectory.status}"] += 1
         if trajectory.status is Status.STALE:
@@ -146,7 +146,7 @@ async def _write(redis: RedisClient, stats: Stats) -> None:
     await redis.write(
         ("SET", key, raw, "PX", LIFETIME_MS),
         ("ZADD", keys.processes, until, member),
-        # whoever writes also sweeps: entries of processes that were killed
+        # each writer also removes entries of processes that were killed
         ("ZREMRANGEBYSCORE", keys.processes, "-inf", now - 60),
         full=(REPORT, [key, keys.processes], raw, LIFETIME_MS, str(until), member),
     )

@@ -3,20 +3,20 @@
                     Redis {run}:tasks                      Redis wv:target, engines
                           | lease, reclaim                        | every 0.5 s
                           v                                       v
-    beat_loop ---> Tasks.lease_loop                          Fleet.follow ---> FleetTable
-    (renews)              | one per lease                         |
+    renew_loop --> LeasePool.lease_loop                      Fleet.follow ---> FleetTable
+                          | one per lease                         |
                           v                                       v
-                        Work ---> run_group ---> generate ---> Router ---(HTTP)---> engines
+                      TaskRunner --> run_group --> generate --> Router ---(HTTP)---> engines
                           |           |
                           |           +--------> search -----(HTTP)---> retriever
                           v
-                    Sink.publish ---> Redis {run}:traj
+                 GroupPublisher.publish ---> Redis {run}:traj
 
     loop             consumes              produces            waits for              unblocked by
-    lease_loop       tasks                 a Work each         a place, credit,       a group's end, the learner,
-                                                               no backlog of turns,   the engines,
-                                                               a retriever            a probe that succeeds
-    beat_loop        leases in flight      fresh idle times    a third of task_idle   the clock
+    lease_loop       tasks                 a TaskRunner each   a slot, credit,        a group's end, the learner,
+                                                               no backpressure of     the engines,
+                                                               turns or searches      a probe that succeeds
+    renew_loop       leases in flight      fresh idle times    a third of task_idle   the clock
     Fleet.follow     engines, target       FleetTable          fleet_poll_s           the clock
     gate             FleetTable            accept / do not     a change               Fleet.follow
     publish_metrics  Stats                 metrics in Redis    one second             the clock
@@ -61,24 +61,22 @@ from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.dispatch.runner import TaskRunner
 from rollout_server.engine.client import SglangClient, pooled_connector
 from rollout_server.engine.continuation import StopChecker
-from rollout_server.engine.request_log import with_request_log
-from rollout_server.engine.router import Router, TurnLimits
+from rollout_server.engine.router import EngineClient, Router, TurnLimits, with_request_log
 from rollout_server.environment.environment import Environment, build_environment
+from rollout_server.instrumentation import InstrumentedSearch, with_instrumented_tools
 from rollout_server.metrics import RateGauge, Stats, deregister_metrics, publish_metrics
 from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop
 from rollout_server.search import build_search
-from rollout_server.search.client import InstrumentedSearch
-from rollout_server.tools.metrics import with_instrumented_tools
-
-# Which policy an answer is of: a version is a number within one run, and a model that nobody trains is always 0.0.
 
 PIECES, PIECE_BYTES = 16, 1 << 16
-"""What is read of a file of weights: so many pieces at equal distances, each of so many bytes."""
+"""What is read of a file of weights: pieces at equal distances, and bytes of each."""
 
 
 def model_digest(model: Path) -> str:
-    """sha256 (hex) over the names, sizes and samples of the files of a model directory that decide what it answers.
+    """Return the sha256 (hex) over names, sizes and samples of the files of a model directory that decide its answers.
+
+    Says which policy an answer is of: a version is a number within one run, and an untrained model is always 0.0.
 
     Weights are not read whole (that takes minutes for a large model): training changes every tensor, so samples differ.
     Of a directory without weights (a rollout server needs the tokenizer alone) the digest is of what is there.
@@ -97,7 +95,7 @@ def model_digest(model: Path) -> str:
 log = logging.getLogger(__name__)
 
 MOST_REFUSALS = 50
-"""Most different refusals of Redis that are told in the history: they may be a stranger's doing."""
+"""Most different refusals of Redis that are written to the history: they may be another client's doing."""
 
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
@@ -112,7 +110,7 @@ RATES = {"tokens_generated": "tokens_generated", "trajectories": "trajectories",
 async def serve(
     run: RunSettings, settings: RolloutSettings, *, port_file: Path | None = None, stop: ShutdownSignal | None = None
 ) -> None:
-    """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can mend."""
+    """Run until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can correct."""
     stop = stop or ShutdownSignal()
     stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
     built = build_environment(settings.episode, run.model, urls=getattr(settings.search, "urls", ()), day=run.date)
@@ -151,7 +149,7 @@ class RolloutServer:
         self._redis, self._search = redis, search
         self._compatibility = RunCompatibility(run, max_lag=run.max_lag)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
-        connect: Callable[[EngineInfo], SglangClient] = partial(
+        connect: Callable[[EngineInfo], EngineClient] = partial(
             _connect, session, read_access(os.environ), settings.stream_interval
         )
         if settings.journal_routes is not None:
@@ -232,7 +230,7 @@ class RolloutServer:
             await self._leave()
 
     def _backpressure(self) -> str:
-        """Why no group should be begun now: the name of what it would wait for, "" when it would not."""
+        """The name of what a new group would wait for, "" when it could begin."""
         if self._publisher.spool_full or not self._fleet.looked:  # the first look says whose run this is
             return "redis"
         if self._search.backpressure:
@@ -247,20 +245,20 @@ class RolloutServer:
         """Consumes the engine table; produces permission to lease; waits for a change; ended by cancellation.
 
         A run that is done has no use for more groups. A learner that starts again opens the gate. What Redis refuses
-        is told here too, once each.
+        is written to the history here, once each.
         """
         await self._refuse_eviction()
         await self._publisher.emit_event("joined", f"rollout server {self._stats.id} takes tasks")
-        told: set[str] = {""}
+        reported: set[str] = {""}
         while True:
-            if (refusal := self._redis.refusal) not in told and len(told) < MOST_REFUSALS:
-                told.add(refusal)
+            if (refusal := self._redis.refusal) not in reported and len(reported) < MOST_REFUSALS:
+                reported.add(refusal)
                 await self._publisher.emit_event("redis-refused", refusal)
             self._leases.accept(not self._fleet.table.done)
             await self._fleet.changed(timeout_s=1.0)
 
     async def _refuse_eviction(self) -> None:
-        """Raises UserError for a Redis that would throw away what it promised to keep; waits for one that is away."""
+        """Raises UserError for a Redis that may evict keys; waits for one that is away."""
         url = self._run.redis_url
         policy = await retry_until_available(
             Backoff("asking for the eviction policy", self._stats.waits), self._redis.eviction_policy
@@ -286,7 +284,7 @@ class RolloutServer:
 
     @asynccontextmanager
     async def _listening(self, stop: ShutdownSignal, port_file: Path | None) -> AsyncIterator[None]:
-        """The HTTP side for the time of the block. Raises UserError when nobody may listen there."""
+        """The HTTP side for the time of the block. Raises UserError when the address cannot be used."""
         pin = EvaluationPin(
             self._redis,
             self._fleet,
@@ -328,7 +326,7 @@ class RolloutServer:
                 await self._leases.deregister()
                 await deregister_metrics(self._redis, self._stats)
         except (RedisUnavailable, StateLost, TimeoutError) as error:
-            log.info("left without taking leave of Redis: %s", error)
+            log.info("left without deregistering in Redis: %s", error)
 
 
 def _connect(session: aiohttp.ClientSession, access: Access, stream_interval: int, engine: EngineInfo) -> SglangClient:

@@ -1,0 +1,1 @@
+"""Tasks in, groups out: the engine table, leases, running a task, publishing."""

@@ -34,17 +34,15 @@ from protocol.runtime.redis.url import redacted
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
-# Whether this process and the learner can work together: `Keys.meta`, compared at the start and at every change.
-#
-# Which run this process belongs to is said by the lineage id in its run directory; where it can read none (another disk),
-# the first one that it sees in Redis. A learner that takes the run over for another lineage so ends the processes of the
-# one before: their settings, prompts and rewards are not its own.
-
 log = logging.getLogger(__name__)
 
 
 class RunCompatibility:
-    """What this process is: the run it works for, its tokenizer, and the settings that the learner has too.
+    """Whether this process and the learner can work together: `Keys.meta`, compared at the start and at every change.
+
+    Which run this process belongs to is said by the lineage id in its run directory; where it can read none (another
+    disk), by the first one that it sees in Redis. A learner that takes the run over for another lineage thus ends the
+    processes of the one before: their settings, prompts and rewards are not its own.
 
     facts  settings that should be the learner's, by their names in `RunMeta.facts`; another value is logged
     """
@@ -54,7 +52,7 @@ class RunCompatibility:
         try:
             self._tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
         except OSError:
-            self._tokenizer = ""  # whoever needs it says what is wrong
+            self._tokenizer = ""  # reported where the tokenizer is loaded
         self._last: RunMeta | None = None
         self._lineage_id = ""
 
@@ -88,7 +86,7 @@ class RunCompatibility:
         self._last = theirs
 
     def _compare(self, raw: Mapping[bytes, bytes], lineage_id: str) -> None:
-        """The lineage in Redis is new to us."""
+        """Compare a lineage in Redis that is new to this process with its own. Raises UserError."""
         run = self._run
         try:
             ours = lineage_id_in((run.dir / LINEAGE_FILE).read_text(errors="replace"))
@@ -158,7 +156,7 @@ def same_tokenizer(engine: EngineInfo, tokenizer: str) -> bool:
 
 
 class Fleet:
-    """Keeps `table` fresh. `changed()` wakes whoever waits for an engine."""
+    """Keeps `table` fresh. `changed()` wakes those who wait for an engine."""
 
     def __init__(
         self, redis: RedisClient, waits: WaitTimer, *, poll_s: float, compatibility: RunCompatibility | None = None
@@ -170,7 +168,7 @@ class Fleet:
         self.read_at = -math.inf
         """When Redis answered last, by the monotonic clock."""
         self.listeners: list[Callable[[FleetTable], None]] = []
-        """Told of every look at Redis, whether or not anything is new. Must not raise."""
+        """Called with the table at every read, whether or not it changed. Must not raise."""
         self._changed = asyncio.Event()
         self._garbage: set[str] = set()
 

@@ -1,8 +1,8 @@
-"""Leasing tasks: which this server works on, that it still does, and what dead servers left behind.
+"""Leases on tasks: take them, renew them, and reclaim those of dead servers.
 
-A task that was read stays in the stream's pending list under our name until it is published. As long as we beat, it
-is ours; when we stop, another server takes it over after `idle_ms`. So a killed server costs its unfinished groups
-and nothing else, and a server that wakes from a long stop finds that its tasks are no longer its own.
+A task that was read stays in the stream's pending list under our name until it is published. As long as we renew the
+lease it is ours; when we stop, another server takes it over after `idle_ms`. So a killed server costs its unfinished
+groups and nothing else, and a server that wakes from a long stop finds that its leases are lost.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rollout_server.metrics import Stats
 log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 3
-"""A task that was taken over more often than this has probably killed its servers: it is given up as poison."""
+"""A task that was delivered more often than this has probably killed its servers: it is given up as poison."""
 NO_PROGRESS_S = 3.0
-"""How long a drain goes on without any engine: a restarted one may be back within it."""
+"""How long a drain waits without any engine: a restarted one may be back by then."""
 BACKLOG_LOOK_S = 0.05
-"""How often a server that is held up looks whether it still is."""
+"""How often a server under backpressure checks whether it still is."""
 HAND_BACK_S = 3.0
 """How long an orderly stop tries to hand tasks back. Without it they are taken over later."""
 
@@ -53,7 +53,7 @@ RunTask = Callable[[TaskLease], Awaitable[None]]
 
 
 class LeasePool:
-    """The leases of this server. `consumer` is unique to this process, so that nobody else beats under its name."""
+    """The leases of this server. `consumer` is unique to this process, so that no other renews under its name."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class LeasePool:
         idle_ms: int,
         backpressure: Callable[[], str] = lambda: "",
     ) -> None:
-        """held_up  what a group more would only wait for, by the name of the wait; "" when it could begin. The task is
-        better left in the stream: to a server that can, or until this one can"""
+        """backpressure  the name of what another group would have to wait for, "" when it could begin. While there is
+        one, tasks stay in the stream: another server may take them."""
         self._redis, self._publisher, self._stats = redis, publisher, stats
         self._consumer, self._concurrency, self._idle_ms = consumer, concurrency, idle_ms
         self._backpressure = backpressure
@@ -80,7 +80,7 @@ class LeasePool:
         self._next_reclaim = 0.0
 
     def accept(self, yes: bool) -> None:
-        """Whether new tasks are leased; those in flight go on either way."""
+        """Lease new tasks, or stop leasing. Those in flight go on either way."""
         if yes:
             self._accepting.set()
         else:
@@ -95,9 +95,9 @@ class LeasePool:
     async def lease_loop(self, group: asyncio.TaskGroup, run_task: RunTask) -> None:
         """Consumes tasks (new ones, and those whose server fell silent); produces one `run_task` in `group` for each.
 
-        Waits for a free place, for permission (`accept`), for engines or retriever (`backpressure`) and for credit: a task
-        in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease that ran
-        out. Ended by `stop`, within BLOCK_MS.
+        Waits for a free slot, for permission (`accept`), for engines or retriever (`backpressure`) and for credit: a
+        task in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease that
+        ran out. Ended by `stop`, within BLOCK_MS.
         """
         waiting = f"waiting for the learner to start run {self._redis.keys.run}"
         backoff = Backoff("leasing tasks", self._stats.waits, at_first=waiting)
@@ -169,7 +169,7 @@ class LeasePool:
             log.warning("Redis is away: the tasks not handed back are taken over when their leases run out")
 
     async def deregister(self) -> None:
-        """Remove our consumer from the group, when nothing is pending under its name; raises RedisUnavailable, StateLost."""
+        """Remove our consumer from the group, unless tasks are pending. Raises RedisUnavailable, StateLost."""
         tasks = self._redis.keys.tasks
         async with self._redis.commands() as commands:
             if not await commands.xpending_range(tasks, TASK_GROUP, "-", "+", 1, consumername=self._consumer):
@@ -181,7 +181,7 @@ class LeasePool:
         return self._concurrency - sum(not lease.publishing for lease, _ in self.in_flight.values())
 
     def finished(self, lease: TaskLease) -> None:
-        """Its group has come to its end and only has to be published: another one may begin."""
+        """Note that its group has ended and only has to be published: another one may begin."""
         lease.publishing = True
         self._freed.set()
 

@@ -1,10 +1,10 @@
-"""Where finished groups go: sealed, then published by one server-side function that also acknowledges the task.
+"""Publish finished groups: sealed, then sent by one server-side function that also acknowledges the task.
 
 Publishing twice is safe, and that is what makes it simple: after any error the same call is made again, and `DUP`
 (this task was published before, by us or by the server that took it over) is a success.
 
-While Redis is away or full, finished groups wait here: that is the spool. It is bounded by those who ask `spool_full`
-before they begin a group more.
+While Redis is away or full, finished groups wait here: that is the spool. It is bounded by the
+check of `spool_full` before another group begins.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rollout_server.metrics import Stats
 log = logging.getLogger(__name__)
 
 DLQ_LENGTH = 1000
-"""Entries kept in the dead-letter stream: evidence, not a queue."""
+"""Entries kept in the dead-letter stream."""
 DLQ_BYTES = 1 << 16
 """Bytes kept of one dead letter: with DLQ_LENGTH of them the stream stays below 64 MiB."""
 
 
 class GroupPublisher:
-    """Publishes by task entry id. Every method but `emit_event` waits while Redis is away, full or has lost its state."""
+    """Publishes by task entry id. All but `emit_event` wait while Redis is away, full or has lost its state."""
 
     def __init__(
         self, redis: RedisClient, stats: Stats, *, spool_groups: int = 32, spool_bytes: int = 512 << 20
@@ -67,7 +67,7 @@ class GroupPublisher:
 
     @property
     def spool_full(self) -> bool:
-        """Whether so much waits for Redis that no group more should be begun."""
+        """Whether so much waits for Redis that no other group should begin."""
         return self.spooled >= self._spool_groups or self.spooled_bytes >= self._spool_bytes
 
     async def publish(self, entry: str, message: TrajectoryGroup | GroupFailed) -> bool:
@@ -99,7 +99,7 @@ class GroupPublisher:
         return reply
 
     async def replace(self, entry: str, task: Task, tokens: int = 0) -> bool:
-        """Put `task` in the place of the one at `entry`; False when somebody else has settled that.
+        """Put `task` in the place of the one at `entry`; False when another server has settled that.
 
         With the next attempt's number this is a retry; with the same number the task is handed back, and another
         server takes it at once rather than after our lease has run out. `tokens` were sampled in vain.
@@ -121,7 +121,7 @@ class GroupPublisher:
             self._spool.pop(entry, None)
 
     async def dead_letter(self, entry: str, seq: int | None, raw: bytes, error: ProtocolError, run: str) -> None:
-        """A task that cannot be read: evidence to the dead-letter stream, and a failed attempt of its seq, if known."""
+        """Write a task that cannot be read to the dead-letter stream, and a failed attempt of its seq, if known."""
         reason = f"{TASK_UNREADABLE}{error.reason}"
         log.error("task %s (seq %s) is unreadable: %s: %s", entry, seq, reason, error)
         await self.write_dead_letter(entry, seq, raw, reason, str(error))
@@ -133,17 +133,17 @@ class GroupPublisher:
             await retry_until_available(backoff, lambda: self._acknowledge(entry))
 
     async def emit_event(self, kind: str, text: str) -> None:
-        """One line of the run's history (`protocol/events.py`). Lost, and counted, when Redis does not take it now."""
+        """Append a line to the run's history (`protocol/events.py`). Lost, and counted, when Redis does not take it."""
         fields = events.fields(self._stats.process, self._stats.id, kind, text)
         flat = [part for pair in fields.items() for part in pair]
         try:
             await self._redis.batch(("XADD", self._redis.keys.events, "MAXLEN", "~", events.MOST, "*", *flat))
         except (RedisUnavailable, StateLost, UserError) as error:
-            log.info("the event %r is not told: %s", kind, error)
+            log.info("the event %r is not written: %s", kind, error)
             self._stats.counts["events_lost"] += 1
 
     async def write_dead_letter(self, entry: str, seq: int | None, raw: bytes, reason: str, detail: str) -> None:
-        """A dead letter (`deploy/dlq/dead_letters.py` has its fields): what the task at `entry` was, and what is wrong."""
+        """Append a dead letter (fields: `deploy/dlq/dead_letters.py`) for the task at `entry`."""
         letter = {"id": entry, "seq": str(seq or 0), "reason": reason, "detail": detail[:1000], "from": self._stats.id}
         backoff = Backoff(f"keeping evidence of task {entry}", self._stats.waits)
         await retry_until_available(backoff, lambda: self._append_dead_letter(letter, raw))
@@ -154,7 +154,7 @@ class GroupPublisher:
         try:
             await self._redis.batch(("XADD", self._redis.keys.dlq, "MAXLEN", "~", DLQ_LENGTH, "*", *flat, *evidence))
         except RedisRefused as error:
-            # it informs people: what becomes of the task must not wait for it
+            # it is for people: the task must not wait for it
             log.error("evidence of task %s is not kept: %s", letter["id"], error)
 
     async def _acknowledge(self, entry: str) -> None:

@@ -21,7 +21,7 @@ RunGroup = Callable[[Task, ShouldStop, OnProgress], Awaitable[TrajectoryGroup | 
 
 
 class TaskRunner:
-    """What `LeasePool.lease_loop` starts for every lease."""
+    """Carries a lease to its end; `LeasePool.lease_loop` calls it for every lease."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class TaskRunner:
         try:
             outcome = await self._run_group(task, self.too_old, progress)
         except Exception as error:
-            # a fault of ours with one question must not end the others' groups: it is logged, counted and reported
+            # a bug met by one question must not end the groups of others: it is logged, counted and reported
             log.exception("seq %d broke", task.seq)
             outcome = GroupRejected(f"error_{type(error).__name__}", str(error)[:2000], 0)
         finally:

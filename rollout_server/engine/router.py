@@ -13,10 +13,12 @@ malformed data is dropped, and that piece is sampled again.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from protocol.messages import EngineInfo, NodeState
@@ -316,3 +318,26 @@ class Router:
 def size_of(request: GenerateRequest) -> int:
     """Tokens that a request may hold in an engine's cache."""
     return len(request.ids) + request.max_new_tokens
+
+
+def with_request_log(
+    connect: Callable[[EngineInfo], EngineClient], path: Path, fleet: Fleet
+) -> Callable[[EngineInfo], EngineClient]:
+    """Wrap `connect` to log a line for each call: the engine as the router saw it, and the target at that moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def connect_and_log(engine: EngineInfo) -> EngineClient:
+        target = fleet.table.target
+        line = {
+            "at": time.time(),
+            "engine": engine.id,
+            "incarnation": engine.incarnation,
+            "state": str(engine.state),
+            "version": engine.version.label,
+            "target": target.label if target else None,
+        }
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return connect(engine)
+
+    return connect_and_log

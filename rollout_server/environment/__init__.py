@@ -1,0 +1,1 @@
+"""The environment of a policy: prompts, actions, observations, tokenizer."""

@@ -1,7 +1,7 @@
 """What a turn of the policy means, and what the environment answers. Pure.
 
 Parsing sees the text of one policy-owned segment and nothing else, so neither the prompt's examples nor a passage can
-act. Passages are neutralised before they are shown: whatever they say, they cannot spell one of the protocol's tags.
+act. Passages are escaped before they are shown: whatever they say, they cannot spell one of the protocol's tags.
 Nothing else of them is changed.
 """
 
@@ -193,7 +193,7 @@ def escape_tags(text: str, tools: tuple[str, ...] = ()) -> str:
 def passages_text(
     template: PromptTemplate, passages: Sequence[Passage], max_tokens: int, tools: tuple[str, ...] = ()
 ) -> str:
-    """What stands between the tags of an observation: the passages, cut roughly, neutralised."""
+    """What stands between the tags of an observation: the passages, cut roughly, escaped."""
     return escape_tags(template.format_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN], tools)
 
 

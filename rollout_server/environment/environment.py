@@ -1,4 +1,4 @@
-"""What every trajectory of a process shares: template, tokenizer, limits and rewards, made once from the settings."""
+"""The environment of a policy: template, tokenizer, limits, tools and rewards."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rollout_server.tools.base import NoTool, Tool
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment's side of the protocol, in tokens.
+    """What every trajectory of a process shares, made once from the settings.
 
     prompt_tokenizer  encodes prompts, with the template's system message; `tokenizer` does everything else
-    before, after  ids of the tags around the passages of an observation
-    one_text       those tags are plain text to the tokenizer: an observation is encoded as one text, as the authors do
-    invalid        ids of the answer to a turn that did nothing, empty when such a turn ends the trajectory
-    io             what the rewards ask others through
-    tools          the enabled tools by their tags, in the order of the settings
+    resources         connections that the rewards share
+    before, after     ids of the tags around the passages of an observation
+    invalid           ids of the answer to a turn that did nothing, empty when such a turn ends the trajectory
+    one_text          those tags are plain text to the tokenizer: an observation is encoded as one text
+    tools             the enabled tools by their tags, in the order of the settings
     """
 
     settings: EnvironmentSettings
@@ -60,7 +60,7 @@ class Environment:
 
     @property
     def min_observation_tokens(self) -> int:
-        """Tokens of an observation with next to nothing in it."""
+        """Tokens of the shortest observation."""
         return len(self.before) + len(self.after) + 1
 
     def observation(self, passages: Sequence[Passage], limit: int, *, failed: bool = False) -> list[int]:
@@ -77,7 +77,7 @@ class Environment:
         )
 
     def text_observation(self, text: str, limit: int) -> list[int]:
-        """Ids of what a tool says in words, at most `limit` of them: neutralised and cut as passages are."""
+        """Ids of the text of a tool, at most `limit` of them: escaped and cut as passages are."""
         return self._framed(
             escape_tags(text[: limit * MAX_CHARS_PER_TOKEN], self.tags), limit, self.tokenizer.encode_untrusted
         )
@@ -130,15 +130,12 @@ class Environment:
         return passages
 
     def without_documents(self) -> Environment:
-        """The same episode, prompt and all, whose tools bring no documents: for where searches find nothing either."""
+        """Return this environment with tools that bring no documents, for where searches find nothing either."""
         silent = {tool.type for tool in self.settings.tools if tool.retrieves}
         return replace(self, tools={name: NoTool(name) if name in silent else t for name, t in self.tools.items()})
 
     async def close(self) -> None:
-        """Let go of what rewards and tools hold. Safe to call twice, and not needed where none of them holds anything.
-
-        Calls of tools in flight end.
-        """
+        """Close the connections of rewards and tools and end calls in flight. Safe to call twice."""
         for tool in self.tools.values():
             await tool.close()
         await self.resources.close()
@@ -147,7 +144,7 @@ class Environment:
 def build_environment(
     settings: EnvironmentSettings, model_dir: Path, *, urls: Sequence[str] = (), day: date | None = None
 ) -> Environment:
-    """The episode of a process; whoever scores with it, or plays it with tools, closes it.
+    """Build the environment of a process. The caller closes it.
 
     day   what a chat template that says the day says (`run.date`)
     urls  base addresses of the retrievers that searches go to: where tools fetch documents unless they say otherwise
@@ -187,7 +184,8 @@ def build_environment(
     if environment.min_observation_tokens > settings.max_obs_tokens:
         raise UserError(
             f"rollout.episode.max_obs_tokens = {settings.max_obs_tokens} is too small",
-            why=f"the tags of an observation of template {template.name!r} take {environment.min_observation_tokens - 1} tokens",
+            why=f"the tags of an observation of template {template.name!r} alone take "
+            f"{environment.min_observation_tokens - 1} tokens",
             todo="raise rollout.episode.max_obs_tokens",
         )
     return environment

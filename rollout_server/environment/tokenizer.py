@@ -1,16 +1,20 @@
 """Text to ids and back, from the tokenizer files of a model directory, without transformers.
 
 Three ways to encode, by who wrote the text:
-  prompt    ours, around a question: added tokens are recognised, chat template or the tokenizer's own prefix included
-  own       ours, inside a trajectory (tags, the invalid-action text): added tokens are recognised, nothing is added
-  foreign   a stranger's (a passage): no text can become a control token, by construction. The tokenizer used for it
-            does not know them, and the id of one that its vocabulary spells out is dropped.
+  prompt            ours, around a question: added tokens are recognised, chat template or the tokenizer's own prefix
+                    included
+  encode_trusted    ours, inside a trajectory (tags, the invalid-action text): added tokens are recognised, nothing is
+                    added
+  encode_untrusted  anyone's (a passage): no text can become a control token, by construction. The tokenizer used for it
+                    does not know them, and the id of one that its vocabulary spells out is dropped.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,134 +23,11 @@ from protocol.errors import UserError
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-import hashlib
-import uuid
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-# A tokenizer's chat template, rendered in jinja2's sandbox: the template came with a checkpoint, so it is not ours.
-#
-# The same text as transformers' `apply_chat_template(..., add_generation_prompt=True, tokenize=False)`, with one
-# difference: `strftime_now` is the run's day (`run.date`) and not the clock's, so that a prompt is a pure function of its
-# question. Without a day, templates that can do without get none, and others are refused when they are used.
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _NOW = "strftime_now"
 Message = Mapping[str, Any]
-
-
-class ChatTemplate:
-    """`source` is jinja2; `special` the spellings of the named special tokens; `day` what `strftime_now` tells.
-
-    Raises UserError when it is broken.
-    """
-
-    def __init__(self, source: str, special: Mapping[str, str], day: date | None = None) -> None:
-        from jinja2 import TemplateError
-
-        self.source, self.day = source, day
-        self._special = dict(special)
-        try:
-            self._template = _environment(day).from_string(source)
-        except (TemplateError, RecursionError) as error:
-            raise _unusable(error) from None
-        if day is not None or _NOW not in source:
-            self.render("")
-
-    def render(self, message: str) -> str:
-        """The conversation of one user message, up to where the assistant begins. Raises UserError."""
-        return self.render_messages([{"role": "user", "content": message}], True, {})
-
-    def render_messages(self, messages: Sequence[Message], begin: bool, variables: Mapping[str, Any]) -> str:
-        """A conversation, up to where the assistant begins if `begin`, with further variables of the template (`tools`,
-        `enable_thinking`, ..). Raises UserError where the template refuses it, or fails."""
-        given = {"tools": None, "documents": None, **variables, **self._special}
-        try:
-            return self._template.render(given | {"messages": messages, "add_generation_prompt": begin})
-        except Exception as error:  # a template is a program: whatever it raises is its own fault
-            if self.day is None and _NOW in str(error):
-                raise UserError(
-                    "the tokenizer's chat template asks for the day",
-                    why="a prompt must not change over night, so it is the day of the run and not the clock's",
-                    todo="set run.date, e.g. run.date=2026-01-31 (`foray up` sets it to the run's first day)",
-                ) from None
-            raise _unusable(error) from None
-
-
-def load_chat_template(model_dir: Path, config: Mapping[str, Any], day: date | None = None) -> ChatTemplate | None:
-    """The template of a model directory: `chat_template.jinja`, else the one in tokenizer_config.json, else None."""
-    path = model_dir / "chat_template.jinja"
-    found: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(found, list):
-        by_name = {entry["name"]: entry["template"] for entry in found}
-        found = by_name.get("default")
-    if not found:
-        return None
-    special = {name: _spelling(config.get(name)) for name in _NAMED}
-    return ChatTemplate(str(found), {name: text for name, text in special.items() if text}, day)
-
-
-def _environment(day: date | None) -> ImmutableSandboxedEnvironment:
-    """What transformers gives a template: its settings, extensions, filter and functions."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks what the assistant wrote, for training; here its content passes through. A block
-        that is called, as in transformers: what is set inside is not seen outside."""
-
-        tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-        def _content(self, caller: Any) -> Any:
-            return caller()
-
-    extensions = [Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    if day is not None:
-        environment.globals[_NOW] = datetime.combine(day, time()).strftime
-    return environment
-
-
-def _unusable(error: Exception) -> UserError:
-    return UserError(
-        "the tokenizer's chat template cannot be used",
-        why=str(error) or type(error).__name__,
-        todo="mend chat_template in the model directory, or remove it to prompt with plain text",
-    )
-
-
-def _spelling(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes for HTML, which no template means here.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
 
 
 class TrajectoryTokenizer:
@@ -163,7 +44,9 @@ class TrajectoryTokenizer:
         spec = {**spec, "truncation": None, "padding": None}
         self._whole: Tokenizer = Tokenizer.from_str(json.dumps(spec))
         # Without added tokens a text is nothing but words to it, whatever it spells.
-        self._foreign: Tokenizer = Tokenizer.from_str(json.dumps({**spec, "post_processor": None, "added_tokens": []}))
+        self._untrusted: Tokenizer = Tokenizer.from_str(
+            json.dumps({**spec, "post_processor": None, "added_tokens": []})
+        )
         self._chat = chat
         self._prefix: list[int] = list(self._whole.encode("", add_special_tokens=True).ids)
         self._expected: dict[tuple[str, str, bool], list[int]] = {}
@@ -176,8 +59,8 @@ class TrajectoryTokenizer:
         """Ids of `before + question + after`: one user message when `chat` and the tokenizer has a template, else
         plain text with the tokenizer's own prefix (Llama's begin-of-sequence).
 
-        The question is a stranger's. Encoded as one text, as the model's training has it, unless it brings a control
-        token of its own: then it is encoded apart as a foreign text.
+        The question is untrusted. It is encoded with the rest as one text, as in the model's training, unless it brings
+        a control token: then it is encoded apart, as untrusted text.
         """
         key = (before, after, chat)
         if key not in self._expected:
@@ -205,12 +88,12 @@ class TrajectoryTokenizer:
         return [i for i in ids if i in self.control_ids]
 
     def encode_trusted(self, text: str) -> list[int]:
-        """Ids of a text of ours, tags as the tokens that they are."""
+        """Ids of a text of ours: tags are encoded as the tokens that they are."""
         return list(self._whole.encode(text, add_special_tokens=False).ids)
 
     def encode_untrusted(self, text: str) -> list[int]:
-        """Ids of a stranger's text: never a control id."""
-        ids = self._foreign.encode(text, add_special_tokens=False).ids
+        """Ids of an untrusted text: never a control id."""
+        ids = self._untrusted.encode(text, add_special_tokens=False).ids
         return [i for i in ids if i not in self.control_ids]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -289,3 +172,121 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _digest(spec: dict[str, Any], eos_ids: frozenset[int], chat: ChatTemplate | None) -> str:
     parts = [spec, sorted(eos_ids), chat.source if chat else ""]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, rendered in jinja2's sandbox: it came with a checkpoint and is untrusted.
+
+    The same text as transformers' `apply_chat_template(..., add_generation_prompt=True, tokenize=False)`, with one
+    difference: `strftime_now` is the run's day (`run.date`) and not the clock's, so that a prompt is a pure function of
+    its question. Without a day, templates that can do without get none, and others are refused when they are used.
+
+    source   jinja2
+    special  spellings of the named special tokens
+    day      what `strftime_now` returns
+
+    Raises UserError when the template is broken.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], day: date | None = None) -> None:
+        from jinja2 import TemplateError
+
+        self.source, self.day = source, day
+        self._special = dict(special)
+        try:
+            self._template = _environment(day).from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise _unusable(error) from None
+        if day is not None or _NOW not in source:
+            self.render("")
+
+    def render(self, message: str) -> str:
+        """The conversation of one user message, up to where the assistant begins. Raises UserError."""
+        return self.render_messages([{"role": "user", "content": message}], True, {})
+
+    def render_messages(self, messages: Sequence[Message], begin: bool, variables: Mapping[str, Any]) -> str:
+        """A conversation, up to where the assistant begins if `begin`, with further variables of the template (`tools`,
+        `enable_thinking`, ..). Raises UserError where the template refuses it, or fails."""
+        given = {"tools": None, "documents": None, **variables, **self._special}
+        try:
+            return self._template.render(given | {"messages": messages, "add_generation_prompt": begin})
+        except Exception as error:  # a template is a program and may raise anything
+            if self.day is None and _NOW in str(error):
+                raise UserError(
+                    "the tokenizer's chat template asks for the day",
+                    why="a prompt must not change over night, so it is the day of the run and not the clock's",
+                    todo="set run.date, e.g. run.date=2026-01-31 (`foray up` sets it to the run's first day)",
+                ) from None
+            raise _unusable(error) from None
+
+
+def load_chat_template(model_dir: Path, config: Mapping[str, Any], day: date | None = None) -> ChatTemplate | None:
+    """The template of a model directory: `chat_template.jinja`, else the one in tokenizer_config.json, else None."""
+    path = model_dir / "chat_template.jinja"
+    found: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(found, list):
+        by_name = {entry["name"]: entry["template"] for entry in found}
+        found = by_name.get("default")
+    if not found:
+        return None
+    special = {name: _spelling(config.get(name)) for name in _NAMED}
+    return ChatTemplate(str(found), {name: text for name, text in special.items() if text}, day)
+
+
+def _environment(day: date | None) -> ImmutableSandboxedEnvironment:
+    """What transformers gives a template: its settings, extensions, filter and functions."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant wrote, for training; here its content passes through. A block
+        that is called, as in transformers: what is set inside is not seen outside."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+        def _content(self, caller: Any) -> Any:
+            return caller()
+
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    if day is not None:
+        environment.globals[_NOW] = datetime.combine(day, time()).strftime
+    return environment
+
+
+def _unusable(error: Exception) -> UserError:
+    return UserError(
+        "the tokenizer's chat template cannot be used",
+        why=str(error) or type(error).__name__,
+        todo="correct chat_template in the model directory, or remove it to prompt with plain text",
+    )
+
+
+def _spelling(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML, which no template means here.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)

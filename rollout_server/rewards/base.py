@@ -1,4 +1,4 @@
-"""The seam to rewards: facts of one finished trajectory in, a number out (or a number for each of its turns)."""
+"""The interface to rewards: facts of one finished trajectory in, a number out (or a number for each of its turns)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class TurnText:
 
     policy       what the policy wrote, without the end-of-sequence token
     observation  the passages that it was then shown, without the tags around them, cut as they were shown: of a search,
-                 or of a tool that brings documents. "" when it did neither. What else a tool says is no evidence and
-                 is not here
+                 or of a tool that brings documents. "" when it did neither. Other text of a tool is no evidence
+                 and is not here
     query        what it searched for, "" when it did not: a tool's argument is no query
     tool         the tool that it called, "" when it called none
     passage_ids, titles  of the passages that stood in the observation, at least in part: in the order of the index

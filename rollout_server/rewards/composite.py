@@ -34,7 +34,7 @@ class CompositeReward:
         """Raises RewardError for a number that is not finite, and the first error of a part: the others are ended."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(_ask(reward, outcome), name=reward.name) for reward, _ in self._parts]
+                asked = [tasks.create_task(_score(reward, outcome), name=reward.name) for reward, _ in self._parts]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         total, turns = 0.0, [0.0] * len(outcome.turns)
@@ -49,7 +49,7 @@ class CompositeReward:
         return TrajectoryReward(total, parts, tuple(turns))
 
 
-async def _ask(reward: Reward | TurnReward, outcome: RewardInput) -> tuple[float, tuple[float, ...]]:
+async def _score(reward: Reward | TurnReward, outcome: RewardInput) -> tuple[float, tuple[float, ...]]:
     """The score of the whole, and of each turn where it is a reward per turn."""
     each: tuple[float, ...] = ()
     if isinstance(reward, TurnReward):

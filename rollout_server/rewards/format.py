@@ -57,7 +57,7 @@ def well_formed(turns: tuple[TurnText, ...]) -> bool:
 
 
 class FormatReward:
-    """The table of the module."""
+    """Scores a trajectory by the table of the module."""
 
     name = "format"
 
@@ -92,19 +92,20 @@ class FormatSettings(RewardSettingsBase):
     """Added to a wrong, well-formed trajectory that had a gold answer in front of it."""
 
 
-# Per turn: whether it is <think>..</think> and then one <search>..</search> or <answer>..</answer>, or one call of an
-# enabled tool, nothing else.
-#
-# As in `format`, a tag of another kind makes a turn ill-formed, an observation's tag (<information>, <result>) included,
-# and what follows the closing tag of the action is ignored. By default an ill-formed turn costs and a well-formed one
-# earns nothing: were it the other way round, a trajectory would earn more by taking more turns.
-
-_turn_format_TAGS = "think|search|information|result|answer"
-_SHAPES = (turn_shape("search", _turn_format_TAGS), turn_shape("answer", _turn_format_TAGS))
+_TURN_TAGS = "think|search|information|result|answer"
+_TURN_SHAPES = (turn_shape("search", _TURN_TAGS), turn_shape("answer", _TURN_TAGS))
 
 
 class TurnFormat:
-    """`well` or `ill` for each turn."""
+    """`well` for each well-formed turn, `ill` for any other.
+
+    Well-formed: <think>..</think>, then one <search>..</search>, <answer>..</answer> or call of an enabled tool, and
+    nothing else.
+
+    As in `FormatReward`, a tag of another kind makes a turn ill-formed, an observation's tag (<information>, <result>)
+    included, and what follows the closing tag of the action is ignored. By default an ill-formed turn costs and a
+    well-formed one earns nothing: were it the other way round, a trajectory would earn more by taking more turns.
+    """
 
     name = "turn_format"
 
@@ -112,7 +113,7 @@ class TurnFormat:
         self._well, self._ill = settings.well, settings.ill
 
     async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
-        shapes = ((call_shape(turn.tool, _turn_format_TAGS),) if turn.tool else _SHAPES for turn in outcome.turns)
+        shapes = ((call_shape(turn.tool, _TURN_TAGS),) if turn.tool else _TURN_SHAPES for turn in outcome.turns)
         formed = (any(s.match(turn.policy) for s in each) for each, turn in zip(shapes, outcome.turns, strict=True))
         return [self._well if good else self._ill for good in formed]
 

@@ -1,11 +1,4 @@
-"""A soft price on length, in tokens that the policy sampled: what it read is not its doing. From -1 to 0.
-
-    overlong      0 up to max_tokens - buffer, then down in a straight line to -1 at max_tokens
-                  (DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13)
-    proportional  -tokens / max_tokens
-
-Both stay at -1 beyond max_tokens: without that cap one endless trajectory outweighs its whole group.
-"""
+"""Penalties on behaviour: long trajectories, repeated queries, many searches. Never above 0."""
 
 from __future__ import annotations
 
@@ -19,7 +12,14 @@ from rollout_server.rewards.text_match import normalise
 
 
 class LengthPenalty:
-    """See the module."""
+    """Scores length in tokens that the policy sampled, from -1 to 0: what it read is not its doing.
+
+    overlong      0 up to max_tokens - buffer, then down in a straight line to -1 at max_tokens
+                  (DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13)
+    proportional  -tokens / max_tokens
+
+    Both stay at -1 beyond max_tokens: without that cap one endless trajectory outweighs its whole group.
+    """
 
     name = "length_penalty"
 
@@ -51,13 +51,11 @@ class LengthPenaltySettings(RewardSettingsBase):
         return self
 
 
-# Per turn: a search for what this trajectory has searched for already costs, at the turn that did it.
-#
-# Two queries are the same when they are after Search-R1's normalisation (case, ASCII punctuation, articles, blanks).
-
-
 class RepeatedQuery(WithoutOptions):
-    """-1 for each turn whose query an earlier turn had, else 0."""
+    """-1 for each turn whose query an earlier turn had, else 0.
+
+    Queries are compared after Search-R1's normalisation (case, ASCII punctuation, articles, blanks).
+    """
 
     name = "repeated_query"
 
@@ -78,14 +76,11 @@ class RepeatedQuerySettings(RewardSettingsBase):
     type: Literal["repeated_query"] = "repeated_query"
 
 
-# A price on searches: -min(cap, each * (searches - free)), never above 0.
-#
-# A search that failed was made all the same. Calls of tools are no searches: they cost nothing here, and a setting of
-# each tool bounds them.
-
-
 class SearchCost:
-    """See the module."""
+    """Scores -min(cap, each * (searches - free)), never above 0.
+
+    A search that failed counts too. Calls of tools cost nothing here: a setting of each tool bounds them.
+    """
 
     name = "search_cost"
 

@@ -1,6 +1,6 @@
-"""One JSON service behind a reward: a deadline over all attempts, retries with jitter, and errors that say who failed.
+"""Rewards over a JSON service: one deadline over all attempts, retries with jitter, batches and a cache.
 
-The reply is data of a stranger: its size is capped while it is read, and the caller's `read` checks its shape before
+The reply is untrusted: its size is capped while it is read, and the caller's `read` checks its shape before
 anything uses it. Redirects are not followed, so that an API key goes nowhere else.
 """
 
@@ -10,8 +10,9 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import Field
 
@@ -21,9 +22,6 @@ from rollout_server.rewards.resources import RewardResources
 
 if TYPE_CHECKING:
     import aiohttp
-from collections import OrderedDict
-from collections.abc import Awaitable, Hashable, Sequence
-from typing import Generic
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 4.0
 MAX_BYTES = 64 << 20
@@ -54,19 +52,19 @@ class EndpointSettings(RewardSettingsBase):
 
 
 class RequestRefused(RewardError):
-    """The service will not take this request, however often it is asked."""
+    """The service rejects this request, however often it is sent."""
 
 
 class _RetryLater(Exception):
-    """One attempt failed and another may do better, not before `wait_s` seconds."""
+    """One attempt failed and another may succeed, not before `retry_after_s` seconds."""
 
-    def __init__(self, why: str, wait_s: float = 0.0) -> None:
+    def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
         super().__init__(why)
-        self.wait_s = wait_s
+        self.retry_after_s = retry_after_s
 
 
 class JsonEndpoint:
-    """See the module."""
+    """One route of a JSON service. Errors name the URL."""
 
     def __init__(self, settings: EndpointSettings, path: str, resources: RewardResources) -> None:
         """`path` follows `settings.url`. Raises UserError when the environment lacks the API key."""
@@ -82,7 +80,7 @@ class JsonEndpoint:
                 )
             self._headers["Authorization"] = f"Bearer {key}"
         self._deadline_s, self._attempts = settings.deadline_s, settings.attempts
-        self._places = asyncio.Semaphore(settings.concurrency)
+        self._slots = asyncio.Semaphore(settings.concurrency)
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """What `read` makes of the reply to `body`. What `read` cannot take (ValueError, KeyError, TypeError, ...) is
@@ -97,10 +95,10 @@ class JsonEndpoint:
                 pause = BACKOFF_S
                 for left in reversed(range(self._attempts)):
                     try:
-                        async with self._places:
+                        async with self._slots:
                             return read(await self._attempt(body))
                     except _RetryLater as failed:
-                        last, wait = str(failed), failed.wait_s
+                        last, wait = str(failed), failed.retry_after_s
                     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
                         last, wait = f"unusable reply: {error!r}"[:300], 0.0
                     # Jitter: hundreds of trajectories must not come back in step.
@@ -147,12 +145,6 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
-# Asking in batches and remembering: what rewards over a service have in common.
-#
-# Trajectories end at all times, each with a question or two. Keys that come within a short window of each other go out
-# as one request; a key that is asked already or was answered lately is not asked again. The trajectories of a group
-# often give the same answer, so most of them cost nothing.
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
@@ -160,7 +152,10 @@ Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
 
 
 class BatchLoader(Generic[K, V]):
-    """`await asking(key)`: the answer for a key, from memory, from a request in flight, or from the next batch.
+    """`await loader(key)`: the answer for a key, from the cache, from a request in flight, or from the next batch.
+
+    Keys that come within a short window of each other go out as one request. The trajectories of a group often give the
+    same answer, so most of them cost nothing.
 
     window_s    how long the first key of a batch waits for others; 0: each goes at once
     batch_size  most keys of one request
@@ -180,8 +175,8 @@ class BatchLoader(Generic[K, V]):
         self._resources, self._fetch, self._name = resources, fetch, name
         self._window_s, self._batch_size, self._capacity = window_s, batch_size, cache
         self._known: OrderedDict[K, V] = OrderedDict()
-        self._asked: dict[K, asyncio.Future[V]] = {}
-        self._line: list[K] = []
+        self._in_flight: dict[K, asyncio.Future[V]] = {}
+        self._waiting: list[K] = []
         self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, key: K) -> V:
@@ -191,13 +186,13 @@ class BatchLoader(Generic[K, V]):
             return self._known[key]
         if self._resources.closed:
             raise RewardError(f"{self._name}: closed")
-        future = self._asked.get(key)
+        future = self._in_flight.get(key)
         if future is None:
-            future = self._asked[key] = asyncio.get_running_loop().create_future()
-            # when nobody waits any more, a failure is nobody's business
+            future = self._in_flight[key] = asyncio.get_running_loop().create_future()
+            # mark a failure as seen, or asyncio would log it when no caller waits any more
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._line.append(key)
-            if len(self._line) >= self._batch_size or not self._window_s:
+            self._waiting.append(key)
+            if len(self._waiting) >= self._batch_size or not self._window_s:
                 self._send()
             elif self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(self._window_s, self._send)
@@ -207,10 +202,10 @@ class BatchLoader(Generic[K, V]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        keys, self._line = self._line, []
+        keys, self._waiting = self._waiting, []
         if keys:
             task = self._resources.spawn(self._run(keys), self._name)
-            # whatever ended it, even before it began: nobody is left waiting
+            # whatever ended it, even before it began: no caller is left waiting
             task.add_done_callback(lambda _: self._fail(keys, RewardError(f"{self._name}: closed")))
 
     async def _run(self, keys: Sequence[K]) -> None:
@@ -223,7 +218,7 @@ class BatchLoader(Generic[K, V]):
             if len(keys) == 1:
                 self._fail(keys, error)
                 return
-            # One key that the service will not take must not cost the others theirs.
+            # One key that the service rejects must not fail the others.
             async with asyncio.TaskGroup() as tasks:
                 for key in keys:
                     tasks.create_task(self._run([key]))
@@ -232,11 +227,11 @@ class BatchLoader(Generic[K, V]):
         else:
             for key, value in zip(keys, values, strict=True):
                 self._remember(key, value)
-                self._asked.pop(key).set_result(value)
+                self._in_flight.pop(key).set_result(value)
 
     def _fail(self, keys: Sequence[K], error: Exception) -> None:
         for key in keys:
-            future = self._asked.pop(key, None)
+            future = self._in_flight.pop(key, None)
             if future is not None:
                 future.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""What rewards that ask somebody else share: one pooled HTTP session, and the tasks that outlive a trajectory."""
+"""What rewards over services share: one pooled HTTP session, and the tasks that outlive a trajectory."""
 
 from __future__ import annotations
 

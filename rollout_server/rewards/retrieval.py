@@ -71,13 +71,11 @@ def _passage(name: str) -> str:
     return f"passage {name}"
 
 
-# Whether the searches brought what they should: gold answer or supporting passage in an observation (`evidence`).
-#
-# Search-R1's `is_retrieval_correct` (`qa_em_format.py`) with `by: answer`, on passages only and by whole words.
-
-
 class RetrievalHit:
-    """1 when one target was shown, 0 when none was or there is none; with `share`, the share of targets shown."""
+    """1 when one target was shown, 0 when none was or there is none; with `share`, the share of targets shown.
+
+    With `by: answer`: Search-R1's `is_retrieval_correct` (`qa_em_format.py`), on passages only and by whole words.
+    """
 
     name = "retrieval_hit"
 
@@ -103,13 +101,11 @@ class RetrievalHitSettings(RewardSettingsBase):
     """Score the share of what is looked for, not whether any of it was shown."""
 
 
-# Per turn: what a search brought that no earlier one had (`evidence`), as a share of all there is to find.
-#
-# The sum over the turns is at most 1, and finding the same again earns nothing, so searching more is no way to more.
-
-
 class TurnRetrieval:
-    """New targets of each turn over all targets."""
+    """New targets of each turn as a share of all targets.
+
+    The sum over the turns is at most 1, and finding the same again earns nothing, so searching more is no way to more.
+    """
 
     name = "turn_retrieval"
 

@@ -1,4 +1,7 @@
-"""Exact match after Search-R1's normalisation (`verl/utils/reward_score/qa_em.py`), the best over all gold answers."""
+"""Exact match, cover match and token F1, the best over all gold answers.
+
+Normalisation is Search-R1's (`verl/utils/reward_score/qa_em.py`).
+"""
 
 from __future__ import annotations
 
@@ -50,12 +53,6 @@ class ExactMatchSettings(RewardSettingsBase):
     type: Literal["em"] = "em"
 
 
-# Cover match: a gold answer's words occur, in order and unbroken, in the answer (`subem_check` of Search-R1).
-#
-# Whole words, unlike Search-R1's substring: the gold answer "no" is not covered by "I do not know". Scripts that are
-# written without spaces (Chinese, Japanese, Thai, Khmer, ...) have no such borders: there it is a substring, as in
-# Search-R1. `\boxed{Paris}` covers Paris, as there.
-
 _COMMAND = re.compile(r"\\[a-zA-Z]+\s*\{")
 _UNSPACED = re.compile(
     # Thai, Lao, Tibetan and Burmese; Khmer; Tai Le; Tai Tham; Balinese
@@ -68,7 +65,12 @@ _UNSPACED = re.compile(
 
 
 class CoverMatch(WithoutOptions):
-    """1 when some gold answer occurs in the answer after normalisation, else 0."""
+    """1 when the words of a gold answer occur, in order and unbroken, in the answer, else 0 (Search-R1's `subem_check`).
+
+    Whole words, unlike Search-R1's substring: the gold answer "no" is not covered by "I do not know". Scripts that are
+    written without spaces (Chinese, Japanese, Thai, Khmer, ...) have no such borders: there it is a substring, as in
+    Search-R1. `\\boxed{Paris}` covers Paris, as there.
+    """
 
     name = "cover_em"
 
@@ -114,8 +116,6 @@ class CoverMatchSettings(RewardSettingsBase):
     type: Literal["cover_em"] = "cover_em"
 
 
-# Token F1 of the answer against the best gold answer (HotpotQA's, as in ReSearch's `re_search.py`).
-
 _WHOLE = frozenset({"yes", "no", "noanswer"})
 
 
@@ -131,7 +131,7 @@ def f1(answer: str, gold: str) -> float:
 
 
 class F1(WithoutOptions):
-    """The best token F1 over the gold answers, 0 without an answer."""
+    """The best token F1 over the gold answers (HotpotQA's, as in ReSearch's `re_search.py`); 0 without an answer."""
 
     name = "f1"
 

@@ -1,0 +1,1 @@
+"""Trajectories, and groups of them for one question."""

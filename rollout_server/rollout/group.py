@@ -23,7 +23,7 @@ class GroupRejected:
 
     reason            the commonest cause among the trajectories that failed, e.g. no_engine, max_lag, search_timeout
     detail            every cause with its number
-    generated_tokens  sampled in vain, for the books
+    generated_tokens  sampled in vain, for the token accounting
     """
 
     reason: str

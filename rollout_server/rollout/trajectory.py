@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 ShouldStop = Callable[[PolicyVersion], bool]
 """Whether a trajectory (in a group: the group) whose first version is this one is too old to go on."""
 OnProgress = Callable[[Segment | Trajectory], None]
-"""Told of each segment as it is appended and of each trajectory as it ends: feeds the metrics. Must not raise."""
+"""Called with each segment as it is appended and each trajectory as it ends: feeds the metrics. Must not raise."""
 
 
 def never_stop(first_version: PolicyVersion) -> bool:
@@ -45,7 +45,7 @@ def never_stop(first_version: PolicyVersion) -> bool:
 
 
 def ignore_progress(event: Segment | Trajectory) -> None:
-    """Nobody counts."""
+    """Count nothing."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ class _Rollout:
         """Search, and append the observation in at most `limit` tokens."""
         result = await self.search(action.query)
         self.searches += 1
-        told = not result.error or self.environment.settings.on_search_error == "observe"
+        reported = not result.error or self.environment.settings.on_search_error == "observe"
         # A failed search that ends the trajectory is recorded as an observation without tokens.
-        ids = self.environment.observation(result.passages, limit, failed=bool(result.error)) if told else []
+        ids = self.environment.observation(result.passages, limit, failed=bool(result.error)) if reported else []
         segment = self.transcript.observe(
             ids,
             query=action.query,
@@ -156,7 +156,7 @@ class _Rollout:
             error=result.error,
         )
         self.on_progress(segment)
-        if not told:
+        if not reported:
             return _End(Status.FAILED, f"search_{result.error}"[:256])
         self.turns[-1] = replace(self.turns[-1], query=action.query)
         # The environment's own words for a search without passages are no evidence of anything.
@@ -175,9 +175,9 @@ class _Rollout:
             result = await environment.tools[name](call.argument)
         error = f"tool_{name}_{result.error}" if result.error else ""
         passages = () if error else result.passages
-        told = not error or environment.settings.on_search_error == "observe"
+        reported = not error or environment.settings.on_search_error == "observe"
         if error:
-            ids = environment.tool_failed(limit) if told else []
+            ids = environment.tool_failed(limit) if reported else []
         else:
             words = result.text and not passages
             ids = (
@@ -192,7 +192,7 @@ class _Rollout:
             tool=name,
         )
         self.on_progress(segment)
-        if not told:
+        if not reported:
             return _End(Status.FAILED, error[:256])
         self._show(passages, limit, ids)
         return None
@@ -260,7 +260,7 @@ async def run_trajectory(
         log.warning("trajectory %s: %s", session, error)
         end = _End(Status.FAILED, "reward")
     except Exception as error:
-        # A fault of ours on one question must not take its siblings and the server along; it is counted as FAILED.
+        # a bug met by one question must not end its siblings and the server: it is counted as FAILED
         log.exception("trajectory %s broke", session)
         end = _End(Status.FAILED, f"error_{type(error).__name__}")
     trajectory = Trajectory(

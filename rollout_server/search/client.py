@@ -11,19 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
 from protocol.settings import Settings
 from rollout_server.search.balancer import ReplicaBalancer
-from rollout_server.search.base import CLOSED, KNOWN, CauseLabels, SearchResult, SearchService
+from rollout_server.search.base import CLOSED, SearchResult
 from rollout_server.search.retry import QueryLimits, QueryResult, RetryingQuery
 from rollout_server.search.transport import Dialect, SearchTransport
-
-if TYPE_CHECKING:
-    from rollout_server.metrics import Stats
 
 
 class HttpSearchSettings(Settings):
@@ -156,44 +153,3 @@ class HttpSearch:
     def _forget(self, query: str, shared: _Shared) -> None:
         if self._in_flight.get(query) is shared:
             del self._in_flight[query]
-
-
-class InstrumentedSearch:
-    """Counts the searches of any search service, how they end and how long they take. Does not own the service.
-
-    Counts `searches`, of which `search_outcome_found`, `search_outcome_nothing` (answered without a passage, which
-    is no failure) and `search_errors`, of which `search_errors_CAUSE`.
-    """
-
-    def __init__(self, search: SearchService, stats: Stats) -> None:
-        self._search, self._stats = search, stats
-        self._labels = CauseLabels()
-        for name in ("searches", "search_errors", "search_outcome_found", "search_outcome_nothing"):
-            stats.counts[name] += 0
-        for cause in KNOWN:
-            stats.counts[f"search_errors_{cause}"] += 0
-        search.report(stats.counts, stats.gauges)
-        stats.text["search_outage"] = lambda: self.outage
-
-    @property
-    def outage(self) -> str:
-        """Why no query can be answered now, "" when one can."""
-        return self._search.outage
-
-    @property
-    def backpressure(self) -> bool:
-        """Whether a trajectory that begins now would have to wait for a retriever."""
-        return bool(self._search.outage) or self._search.backpressure
-
-    async def __call__(self, query: str) -> SearchResult:
-        with self._stats.waits.blocked_on("retriever"):
-            result = await self._search(query)
-        counts = self._stats.counts
-        counts["searches"] += 1
-        self._stats.time("search_seconds", result.latency_s)
-        if result.error:
-            counts["search_errors"] += 1
-            counts[f"search_errors_{self._labels(result.error)}"] += 1
-        else:
-            counts["search_outcome_found" if result.passages else "search_outcome_nothing"] += 1
-        return result

@@ -1,4 +1,4 @@
-"""The seam to tools: an argument in, a text or passages out, and failures that have a name.
+"""The interface to tools: an argument in, a text or passages out, and failures that have a name.
 
 A tool is called by its tag, as the search is: `<fetch> id </fetch>`. A new one is one file with a settings class and a
 callable, listed in `rollout_server/tools/__init__.py`; `tests/contracts/test_tool.py` finds it there.
@@ -20,7 +20,7 @@ from protocol.settings import Settings
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call brought. A stranger's text: it is neutralised and cut before the policy sees it.
+    """What a call brought. Untrusted text: it is escaped and cut before the policy sees it.
 
     text      what the policy is told, when there are no passages
     passages  what it is shown instead, as a search's are: they count as retrieved evidence, a text does not. Without
@@ -74,13 +74,11 @@ class ToolSettingsBase(Settings):
     """Most calls in one trajectory; a further one is answered by saying so. None: only `max_turns` bounds them."""
 
 
-# Calls of a tool in flight: timed, and ended as `closed` when the tool is closed.
-
 CLOSED = "closed"
 
 
 class InflightCalls:
-    """Belongs to one tool. A call whose caller is cancelled is cancelled with it."""
+    """Calls of one tool: timed, cancelled with their caller, ended as `closed` when the tool is closed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -114,11 +112,8 @@ class InflightCalls:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# A tool that brings nothing: what stands for a tool of documents where searching is switched off.
-
-
 class NoTool:
-    """Every call brings nothing, at once and without an error."""
+    """Stands for a tool of documents where searching is switched off: every call brings nothing, without an error."""
 
     def __init__(self, name: str) -> None:
         self.name = name

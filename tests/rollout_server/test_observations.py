@@ -91,8 +91,10 @@ def test_what_does_not_fit_is_cut_before_the_closing_tag(case: tuple[Environment
 def test_what_is_cut_is_encoded_once(case: tuple[Environment, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     environment, _ = case
     encoded: list[int] = []
-    foreign = environment.tokenizer.encode_untrusted
-    monkeypatch.setattr(environment.tokenizer, "foreign", lambda text: encoded.append(len(text)) or foreign(text))
+    encode = environment.tokenizer.encode_untrusted
+    monkeypatch.setattr(
+        environment.tokenizer, "encode_untrusted", lambda text: encoded.append(len(text)) or encode(text)
+    )
     assert len(environment.observation([Passage(contents="Reservation. " * 1000)], 60)) == 60
     assert len(encoded) == 1
 

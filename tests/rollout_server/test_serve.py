@@ -8,7 +8,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.metrics_page import check_page
 
 from protocol.codec import decode
 from protocol.messages import GroupFailed, MetricsSnapshot, Owner, Status, TrajectoryGroup
@@ -16,6 +15,7 @@ from protocol.versions import PolicyVersion
 from tests.support import rollout_process
 from tests.support.fake_engine import Fault
 from tests.support.messages import make_task
+from tests.support.metrics_page import check_page
 from tests.support.waiting import eventually
 
 V5 = PolicyVersion(1, 5)

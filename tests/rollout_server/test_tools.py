@@ -32,6 +32,7 @@ from rollout_server.environment.actions import (
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.environment.environment import Environment
 from rollout_server.environment.prompts import TEMPLATES
+from rollout_server.instrumentation import with_instrumented_tools
 from rollout_server.metrics import Stats
 from rollout_server.rewards import build_reward
 from rollout_server.rewards.base import RewardInput, TurnText
@@ -44,7 +45,6 @@ from rollout_server.rollout.trajectory import run_trajectory
 from rollout_server.tools import ToolSettings
 from rollout_server.tools.base import ToolResult
 from rollout_server.tools.fetch import FetchSettings
-from rollout_server.tools.metrics import with_instrumented_tools
 from rollout_server.tools.python import PythonSettings
 from tests.support.environments import make_environment
 from tests.support.fake_engine import FakeEngine, Play, in_turn

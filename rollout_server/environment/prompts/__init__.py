@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from rollout_server.environment.prompts import demo as demo_template
-from rollout_server.environment.prompts import research, search_r1
+from rollout_server.environment.prompts import demo, research, search_r1
 from rollout_server.environment.prompts.base import PromptTemplate
 
-# Every prompt template by name. A new one is one file and one line here.
-
 TEMPLATES: dict[str, PromptTemplate] = {
-    search_r1.TEMPLATE.name: search_r1.TEMPLATE,
-    research.BASE.name: research.BASE,
-    research.INSTRUCT.name: research.INSTRUCT,
-    demo_template.TEMPLATE.name: demo_template.TEMPLATE,
+    template.name: template for template in (search_r1.TEMPLATE, research.BASE, research.INSTRUCT, demo.TEMPLATE)
 }
+"""Every prompt template by name. A new one is one file and one entry here."""

@@ -110,9 +110,6 @@ class PromptTemplate:
         )
 
 
-# A tokenizer that says a system message first: for templates that have one.
-
-
 class SystemChatTemplate(ChatTemplate):
     """A chat template whose conversations begin with `system`. Raises UserError when it takes no system message."""
 

@@ -44,8 +44,6 @@ TAGS = (
 """Single tokens of the demo's vocabulary."""
 
 
-# The demo's constants as a template. They live apart, in `demo.py`, because the warm start reads them one by one.
-
 TEMPLATE = PromptTemplate(
     name=NAME,
     prompt=PROMPT,

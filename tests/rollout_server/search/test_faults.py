@@ -14,9 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.messages import Owner, Question, Sampling, Status, Task, TrajectoryGroup
 from rollout_server.engine.base import GenerateRequest
 from rollout_server.environment.environment import Environment
+from rollout_server.instrumentation import InstrumentedSearch
 from rollout_server.metrics import Stats, prometheus_text
 from rollout_server.rollout.group import GroupRejected, run_group
-from rollout_server.search.client import HttpSearch, HttpSearchSettings, InstrumentedSearch
+from rollout_server.search.client import HttpSearch, HttpSearchSettings
 from tests.support.environments import make_environment
 from tests.support.fake_engine import FakeEngine, Play
 from tests.support.fake_search import HTML, FakeRetriever, Fault

@@ -1,0 +1,80 @@
+"""Searches and tools that are counted: how many, how they ended, how long they took."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollout_server.environment.environment import Environment
+from rollout_server.metrics import Stats
+from rollout_server.search.base import KNOWN, CauseLabels, SearchResult, SearchService
+from rollout_server.tools.base import Tool, ToolResult
+
+
+class InstrumentedSearch:
+    """Counts the searches of any search service, how they end and how long they take. Does not own the service.
+
+    Counts `searches`, of which `search_outcome_found`, `search_outcome_nothing` (answered without a passage, which
+    is no failure) and `search_errors`, of which `search_errors_CAUSE`.
+    """
+
+    def __init__(self, search: SearchService, stats: Stats) -> None:
+        self._search, self._stats = search, stats
+        self._labels = CauseLabels()
+        for name in ("searches", "search_errors", "search_outcome_found", "search_outcome_nothing"):
+            stats.counts[name] += 0
+        for cause in KNOWN:
+            stats.counts[f"search_errors_{cause}"] += 0
+        search.report(stats.counts, stats.gauges)
+        stats.text["search_outage"] = lambda: self.outage
+
+    @property
+    def outage(self) -> str:
+        """Why no query can be answered now, "" when one can."""
+        return self._search.outage
+
+    @property
+    def backpressure(self) -> bool:
+        """Whether a trajectory that begins now would have to wait for a retriever."""
+        return bool(self._search.outage) or self._search.backpressure
+
+    async def __call__(self, query: str) -> SearchResult:
+        with self._stats.waits.blocked_on("retriever"):
+            result = await self._search(query)
+        counts = self._stats.counts
+        counts["searches"] += 1
+        self._stats.time("search_seconds", result.latency_s)
+        if result.error:
+            counts["search_errors"] += 1
+            counts[f"search_errors_{self._labels(result.error)}"] += 1
+        else:
+            counts["search_outcome_found" if result.passages else "search_outcome_nothing"] += 1
+        return result
+
+
+class InstrumentedTool:
+    """Counts the calls of a tool: all, those that the policy made wrongly, those in which the tool failed, by cause."""
+
+    def __init__(self, tool: Tool, stats: Stats) -> None:
+        self.name = tool.name
+        self._tool, self._stats = tool, stats
+        for kind in ("calls", "mistakes", "errors"):
+            stats.counts[f"tool_{kind}_{self.name}"] += 0
+
+    async def __call__(self, argument: str) -> ToolResult:
+        with self._stats.waits.blocked_on("tool"):
+            result = await self._tool(argument)
+        counts = self._stats.counts
+        counts[f"tool_calls_{self.name}"] += 1
+        counts[f"tool_mistakes_{self.name}"] += bool(result.mistake)
+        counts[f"tool_errors_{self.name}"] += bool(result.error)
+        if result.error:
+            counts[f"tool_failures_{self.name}/{result.error}"] += 1
+        return result
+
+    async def close(self) -> None:
+        await self._tool.close()
+
+
+def with_instrumented_tools(environment: Environment, stats: Stats) -> Environment:
+    """Return the environment with tools that count into `stats`: `tool_calls_NAME` and so on, from now on as zeros."""
+    return replace(environment, tools={name: InstrumentedTool(tool, stats) for name, tool in environment.tools.items()})
