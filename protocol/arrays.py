@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class _Wire:
-    """Pydantic schema of a one-dimensional array of `dtype`, read from bytes and written as bytes."""
+    """Return the pydantic schema of a one-dimensional array of `dtype`, read from and written as bytes."""
 
     def __init__(self, dtype: str, *, finite: bool = False) -> None:
         self.dtype = np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: a msgpack envelope {v, kind, body}.
+"""Encode and decode messages: a msgpack envelope {v, kind, body}.
 
 Order of the checks in `decode`: size, msgpack and how many values it holds, envelope, kind, then the body's types,
 lengths and finiteness (pydantic). Whatever is wrong raises a `ProtocolError` with a `reason`, nothing else escapes.
@@ -53,7 +53,7 @@ C = TypeVar("C", bound=Collection[Any])
 
 
 def encode(message: Message) -> bytes:
-    """The envelope's bytes. Raises MessageTooLarge for what no reader would take."""
+    """Encode a message. Raises MessageTooLarge if no reader would accept it."""
     name, body = _NAMES[type(message)], message.model_dump(mode="python")
     raw: bytes = msgpack.packb({"v": [SCHEMA_MAJOR, SCHEMA_MINOR], "kind": name, "body": body}, use_bin_type=True)
     _check_size(name, raw)
@@ -63,7 +63,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(raw: bytes, *, max_bytes: int = MAX_BYTES) -> Message:
-    """The message in `raw`; raises a ProtocolError (MessageTooLarge, CorruptMessage, ...) and nothing else."""
+    """Decode a message. Raises a ProtocolError (MessageTooLarge, CorruptMessage, ...) and nothing else."""
     if len(raw) > max_bytes:
         raise MessageTooLarge(f"{len(raw)} bytes are beyond the limit of {max_bytes}")
     envelope = unpack(raw)
@@ -89,7 +89,7 @@ def decode(raw: bytes, *, max_bytes: int = MAX_BYTES) -> Message:
 
 
 def decode_as(kind: type[M], raw: bytes) -> M:
-    """The message in `raw`, which must be of `kind`; raises ProtocolError."""
+    """Decode a message of `kind`. Raises ProtocolError."""
     message = decode(raw, max_bytes=LIMITS[_NAMES[kind]])
     if not isinstance(message, kind):
         raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
@@ -97,13 +97,13 @@ def decode_as(kind: type[M], raw: bytes) -> M:
 
 
 def pack(value: Any) -> bytes:
-    """Plain values (a stream header) to bytes."""
+    """Encode plain values (a stream header)."""
     raw: bytes = msgpack.packb(value, use_bin_type=True)
     return raw
 
 
 def unpack(raw: bytes) -> Any:
-    """Plain values from bytes; raises CorruptMessage, or MessageTooLarge for more than MAX_VALUES."""
+    """Decode plain values. Raises CorruptMessage, or MessageTooLarge for more than MAX_VALUES."""
     left = MAX_VALUES
 
     def counted(value: C) -> C:
@@ -137,10 +137,10 @@ def _check_size(name: str, raw: bytes) -> None:
 
 
 def number_of(raw: bytes) -> int:
-    """A count as a plain field of Redis holds it, digits; 0 for what is none, or is absurdly long."""
+    """Parse a count in digits, as a field of Redis holds it; 0 for anything else or an absurd length."""
     return int(raw) if raw.isdigit() and len(raw) <= 15 else 0
 
 
 def checksum(raw: bytes) -> int:
-    """CRC-32 of a message, carried in its stream header."""
+    """Return the CRC-32 of a message, which its stream header carries."""
     return zlib.crc32(raw)

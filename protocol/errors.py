@@ -1,7 +1,12 @@
-"""Every way a message, a setting or a state can be wrong, as a type.
+"""The exceptions of all packages.
 
-`ProtocolError` is data's fault: the message goes to the dead-letter stream and nobody stops.
-`UserError` is a person's to mend: it says what happened, why, and what to do, and is printed without a traceback.
+ForayError
+  ProtocolError            invalid message: it goes to the dead-letter stream, and no process stops
+    MessageTooLarge  CorruptMessage  UnknownKind  UnsupportedVersion  InvalidBody
+  Fenced                   another learner took the lease
+  StateLost                Redis lost its streams
+  RedisUnavailable ...     see `protocol.runtime.redis.errors`
+  UserError                needs a person: says what happened, why and what to do, printed without a traceback
 """
 
 from __future__ import annotations
@@ -14,13 +19,13 @@ class ForayError(Exception):
 
 
 class ProtocolError(ForayError):
-    """Bytes that are not a message of ours. `reason` is a short word for metrics and the dead-letter stream."""
+    """Bytes that are no valid message. `reason` is a short word for metrics and the dead-letter stream."""
 
     reason = "protocol"
 
 
 class MessageTooLarge(ProtocolError):
-    """More bytes than the limit; found before anything is decoded."""
+    """More bytes than the limit; raised before anything is decoded."""
 
     reason = "too_large"
 
@@ -58,7 +63,7 @@ class StateLost(ForayError):
 
 
 class UserError(ForayError):
-    """Something only a person can mend.
+    """An error that needs a person.
 
     what  what happened, in one sentence
     why   why it matters or why it happened ("" when it is obvious)
@@ -70,7 +75,7 @@ class UserError(ForayError):
         self.what, self.why, self.todo = what, why, todo
 
     def render(self) -> str:
-        """The message as it is printed: one to three lines, secrets cut out."""
+        """Return the message as it is printed: one to three lines, secrets cut out."""
         lines = [f"error: {self.what}"]
         if self.why:
             lines.append(f"  why: {self.why}")

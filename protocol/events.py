@@ -1,7 +1,7 @@
 """One line of a run's history, for people: what happened, where, and when. `Keys.events` holds the newest ones.
 
-Events inform and decide nothing: they are written after the fact, by whoever saw it, and may be lost with Redis. The
-counters and the books are the record. An entry's time is its id (milliseconds by the clock of Redis).
+Events only inform: they are written after the fact by the process that saw it, and may be lost with Redis. The
+counters and the ledger are the record. An entry's time is its id (milliseconds by the clock of Redis).
 """
 
 from __future__ import annotations

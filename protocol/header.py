@@ -18,7 +18,7 @@ MAX_HEADER_BYTES = 1 << 20
 
 
 class EntryHeader(Message):
-    """What the learner must know of an entry before it reads the body.
+    """What the learner needs to know of an entry before it reads the body.
 
     lengths   tokens of each trajectory, prompt and observations included
     sampled   tokens the policy sampled, of each trajectory
@@ -47,7 +47,7 @@ class EntryHeader(Message):
 
 
 def seal(message: TrajectoryGroup | GroupFailed) -> tuple[bytes, bytes]:
-    """(header bytes, body bytes) of an entry for the trajectory stream."""
+    """Return (header bytes, body bytes) of an entry for the trajectory stream."""
     body = encode(message)
     if isinstance(message, GroupFailed):
         header = EntryHeader(
@@ -77,7 +77,7 @@ def seal(message: TrajectoryGroup | GroupFailed) -> tuple[bytes, bytes]:
 
 
 def read_header(raw: bytes) -> EntryHeader:
-    """The header in `raw`; raises CorruptMessage or InvalidBody."""
+    """Decode a header. Raises CorruptMessage or InvalidBody."""
     if len(raw) > MAX_HEADER_BYTES:
         raise CorruptMessage(f"a header of {len(raw)} bytes")
     try:
@@ -88,6 +88,6 @@ def read_header(raw: bytes) -> EntryHeader:
 
 
 def check_body(header: EntryHeader, body: bytes) -> None:
-    """Raises CorruptMessage when the body is not the one that the header was made for."""
+    """Raise CorruptMessage if the body is not the one that the header was made for."""
     if len(body) != header.num_bytes or checksum(body) != header.crc:
         raise CorruptMessage(f"seq {header.seq}: the checksum of the body does not fit its header")

@@ -1,4 +1,4 @@
-"""Every Redis key, as a function of the run id. The braces keep a run in one slot of a Redis Cluster.
+"""Every Redis key, as a function of the run id. The braces are a hash tag: all keys of a run share one slot.
 
 key                 type     owner      lost?
 tasks               stream   learner    reissued from the sampler (group `rollout`)

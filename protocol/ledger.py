@@ -24,20 +24,20 @@ class Outcome(StrEnum):
 
 
 REOPENABLE = frozenset({Outcome.STALE, Outcome.DEAD})
-"""What may be tried again: nothing was learned from it."""
+"""Outcomes that may be reopened: nothing was learned from them."""
 
 
 class AlreadySettled(ForayError):
-    """A seq was about to be settled a second time: a bug that must never reach the optimiser."""
+    """A seq was about to be settled a second time: a bug that must not reach the optimiser."""
 
 
 class NotReopenable(ForayError):
-    """A seq that is open, trained or filtered was to be tried again. The message says which."""
+    """A seq that is open, trained or filtered cannot be reopened. The message says which."""
 
 
 @dataclass
 class Ledger:
-    """Mutable books of one learner; `to_state` and `from_state` are what the checkpoint holds."""
+    """Outcome of every seq, mutable. `to_state` and `from_state` convert to what the checkpoint holds."""
 
     watermark: int = 0
     above: set[int] = field(default_factory=set)
@@ -52,11 +52,11 @@ class Ledger:
 
     @property
     def settled(self) -> int:
-        """Number of seqs settled."""
+        """Return how many seqs are settled."""
         return self.watermark - len(self.reopened) + len(self.above)
 
     def settle(self, seq: int, outcome: Outcome, reason: str = "") -> None:
-        """Book `seq`; raises AlreadySettled when it is in the books, ValueError below 1."""
+        """Record the outcome of `seq`. Raises AlreadySettled if it has one, ValueError below 1."""
         if seq < 1:
             raise ValueError(f"seq {seq} is below 1")
         if seq in self:
@@ -73,7 +73,7 @@ class Ledger:
             self.above.remove(self.watermark)
 
     def reopen(self, seq: int) -> tuple[Outcome, str]:
-        """Take `seq` back out of the books; returns what had become of it and why. Raises NotReopenable."""
+        """Remove the outcome of `seq` and return it with its reason. Raises NotReopenable."""
         found = next((note for note in self.notes if note[0] == seq), None)
         if found is None or found[1] not in REOPENABLE:
             is_now = found[1] if found else Outcome.TRAINED if seq in self and seq > 0 else "not settled"
@@ -87,20 +87,20 @@ class Ledger:
         return found[1], found[2]
 
     def missing(self, issued: int) -> list[int]:
-        """Seqs in [1, issued] that are not settled, ascending."""
+        """Return the seqs in [1, issued] that are not settled, ascending."""
         return sorted(self.reopened) + [seq for seq in range(self.watermark + 1, issued + 1) if seq not in self.above]
 
     def open(self, issued: int) -> int:
-        """How many seqs `missing` would name."""
+        """Return how many seqs `missing` would return."""
         settled = sum(seq <= issued for seq in self.above)
         return len(self.reopened) + max(0, issued - self.watermark) - settled
 
     def closes(self) -> bool:
-        """Conservation: the counts by outcome add up to the number of settled seqs."""
+        """Return whether the counts by outcome add up to the number of settled seqs."""
         return sum(self.counts.values()) == self.settled
 
     def to_state(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             "watermark": self.watermark,
             "above": sorted(self.above),
@@ -111,7 +111,7 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Ledger:
-        """Inverse of `to_state`; raises ForayError when these are no books, or books that do not close."""
+        """Return the ledger of `to_state`. Raises ForayError if the values are none, or inconsistent."""
         try:
             ledger = cls(
                 watermark=int(state["watermark"]),

@@ -1,4 +1,4 @@
-"""The messages: frozen facts, with the shape of every array beside it.
+"""The wire messages: frozen, with the shape of every array beside it.
 
 How they may change (a reader of schema 1.x reads every 1.y):
   1. add a field only with a default; 2. never change the meaning or type of a field; 3. never reuse a name;
@@ -44,7 +44,7 @@ class Question(Message):
 
 
 class Sampling(Message):
-    """What the sampler did, so that the learner knows what the log-probs mean: they are of softmax(logits / T)."""
+    """How the sampler drew, so that the learner knows what the log-probs mean: they are of softmax(logits / T)."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -52,7 +52,7 @@ class Sampling(Message):
 
 
 class Task(Message):
-    """Permission to roll out one occurrence of a question: seq `seq`, for the `attempt`-th time."""
+    """One occurrence of a question to roll out: seq `seq`, for the `attempt`-th time."""
 
     seq: Count
     attempt: Count = 1
@@ -143,7 +143,7 @@ class Status(StrEnum):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the trajectory says something about the policy, so that it counts in its group's baseline."""
+        """Return whether the trajectory counts in its group's baseline: it ended by the policy's behaviour."""
         return self not in (Status.STALE, Status.FAILED)
 
 
@@ -194,15 +194,15 @@ class Trajectory(Message):
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """Return how many tokens the policy sampled."""
         return sum(len(s.ids) for s in self.segments if s.owner is Owner.POLICY)
 
     def first_version(self) -> PolicyVersion | None:
-        """Oldest version among the sampled tokens."""
+        """Return the oldest version among the sampled tokens."""
         return min((span.version for s in self.segments for span in s.spans), default=None)
 
     def last_version(self) -> PolicyVersion | None:
-        """Newest version among the sampled tokens."""
+        """Return the newest version among the sampled tokens."""
         return max((span.version for s in self.segments for span in s.spans), default=None)
 
 
@@ -221,16 +221,16 @@ class TrajectoryGroup(Message):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     def first_version(self) -> PolicyVersion | None:
-        """Oldest version among all sampled tokens: decides how stale the group is."""
+        """Return the oldest version among all sampled tokens, which decides how stale the group is."""
         return min((v for t in self.trajectories if (v := t.first_version()) is not None), default=None)
 
     def last_version(self) -> PolicyVersion | None:
-        """Newest version among all sampled tokens."""
+        """Return the newest version among all sampled tokens."""
         return max((v for t in self.trajectories if (v := t.last_version()) is not None), default=None)
 
 
 TASK_UNREADABLE = "task_"
-"""How reasons of `GroupFailed` begin when the task itself could not be read: nothing is known of its attempt."""
+"""Prefix of a `GroupFailed` reason where the task could not be decoded, so its attempt is unknown."""
 
 
 class GroupFailed(Message):
@@ -287,7 +287,7 @@ class WeightView(Message):
     number    counts the views of an epoch from 1
     phase     prepare: join `group` and answer; transfer: pause, receive every bucket, answer with the checksum;
               commit: name the version and go on (its WeightUpdate is the target now); abort: the view is over,
-              whoever has received a tensor holds weights of no version
+              a member that has received a tensor holds weights of no version
     members   "engine id/incarnation" of rank 1, 2, ... in order; one rank each, times `ranks_each` (tensor parallel)
     deadline  seconds by Redis' clock; who has heard nothing by then treats the view as aborted
     """
@@ -314,7 +314,7 @@ class WeightView(Message):
 
 
 class ViewAnswer(Message):
-    """Where one member of a view stands.
+    """The state of one member of a view.
 
     phase     prepared: in the group; loaded: every tensor is there, generation still paused; failed: see `detail`
     checksum  of all weights as the engine holds them, comparable between engines of one `kind`; "" when it has none
@@ -339,7 +339,7 @@ class ViewAnswer(Message):
 
 
 class NodeState(StrEnum):
-    """Where an engine stands. Only READY takes traffic."""
+    """The state of an engine. Only READY takes traffic."""
 
     JOINING = "joining"
     SYNCING = "syncing"
@@ -352,7 +352,7 @@ class NodeState(StrEnum):
 
 
 class EngineInfo(Message):
-    """What a node says of its engine; renewed with each heartbeat, gone when its lease ends."""
+    """What a node reports of its engine; renewed with each heartbeat, gone when its lease ends."""
 
     id: Name
     url: Name
@@ -378,11 +378,11 @@ class EngineInfo(Message):
     adapter: Name = ""
     """Name of the LoRA adapter that holds `version`; requests must ask for it. "": the weights themselves do."""
     max_tokens: Count = 0
-    """Tokens its KV cache holds; 0 where it does not say."""
+    """Tokens that its KV cache holds; 0 if unknown."""
     retractions: Count = 0
-    """Requests put back for want of KV cache since its start: the sign of too many at once."""
+    """Requests that it retracted for lack of KV cache since its start: a sign of too many at once."""
     dtype: Name = ""
-    """torch's word for that of its weights; "" where it does not say what it holds tensor by tensor."""
+    """dtype of its weights in torch's words; "" where it does not report what it holds tensor by tensor."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -390,7 +390,7 @@ class EngineInfo(Message):
 
 
 class MetricsSnapshot(Message):
-    """What one process measured: gauges, and counters since its start. `waits`: seconds stood waiting, by cause."""
+    """What one process measured: gauges, and counters since its start. `waits`: seconds spent waiting, by cause."""
 
     process: Name
     id: Name

@@ -1,7 +1,7 @@
-"""Secrets never leave a process in words: what logs, error messages and tracebacks show goes through `redact`.
+"""Cut secrets out of text: logs, error messages and tracebacks go through `redact`.
 
-Two nets. Forms that are secret whatever they hold: the password in a URL, a bearer token. And the very values that
-this process knows to be secret: those of environment variables that are named like one, and what is `remember`ed.
+It cuts out what has the form of a secret (the password in a URL, a bearer token) and the values that this process knows
+to be secret: those of environment variables that are named like one, and what was given to `remember`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from urllib.parse import quote, unquote, urlsplit
 
 SHOWN = "[secret]"
 SHORTEST = 8
-"""Characters: a shorter value is a word that texts hold by chance; to cut it out would harm them."""
+"""Least number of characters of a remembered value: shorter ones occur in text by chance."""
 SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?|REDISCLI_AUTH)$", re.IGNORECASE)
 """Names of environment variables whose values are secrets."""
 _URL_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@:]*):[^\s/?#]*@")
 _STANDS_IN = r"\$\([a-z][\w./-]*\s|(?:\$\{?[A-Z_][A-Z0-9_]*\}?|\.{2,3})(?=[\s'\"&]|$)"
-"""What advice writes in the place of a secret: a command that makes one, a variable that holds one, or dots."""
+"""Placeholders that advice shows instead of a secret: a command that makes one, a variable that holds one, or dots."""
 _PARAMETER = re.compile(rf"((?i:password|passwd|api_?key|token|secret)=)(?!{_STANDS_IN})[^&\s'\"]+")
 _BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 
@@ -26,13 +26,13 @@ _known: set[str] = set()
 
 
 def remember(secret: str) -> None:
-    """From now on `secret` is cut out of every text that this process shows, as it is and as escaped in URLs, JSON."""
+    """Cut `secret` out of every text from now on, as it is and as escaped in URLs and JSON."""
     if len(secret) >= SHORTEST:
         _known.update((secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]))
 
 
 def remember_environment(environ: Mapping[str, str]) -> None:
-    """Remembers the values of variables that are named like secrets, and the passwords of URLs in any of them."""
+    """Remember the values of variables that are named like secrets, and passwords of URLs in any variable."""
     for name, value in environ.items():
         if is_secret_name(name):
             remember(value)
@@ -43,12 +43,12 @@ def remember_environment(environ: Mapping[str, str]) -> None:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret."""
+    """Return whether an environment variable of this name holds a secret."""
     return SECRET_NAME.search(name) is not None
 
 
 def redact(text: str) -> str:
-    """`text` as it may be shown."""
+    """Return `text` with all secrets replaced by SHOWN."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, SHOWN)
     text = _URL_PASSWORD.sub(rf"\1:{SHOWN}@", text)

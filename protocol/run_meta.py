@@ -27,7 +27,7 @@ _OWN = ("schema", "tokenizer", LINEAGE_FIELD)
 
 
 def tokenizer_digest(tokenizer_json: bytes) -> str:
-    """sha256 of a model directory's tokenizer.json, whatever its spacing and order of keys; "" when it is no JSON."""
+    """Return the sha256 of a tokenizer.json, independent of spacing and order of keys; "" if it is no JSON."""
     try:
         spec = json.loads(tokenizer_json)
     except (ValueError, RecursionError):
@@ -36,7 +36,7 @@ def tokenizer_digest(tokenizer_json: bytes) -> str:
 
 
 def lineage_id_in(text: str) -> str:
-    """The lineage id that `text` consists of (32 hex digits); "" when it is something else."""
+    """Return the lineage id that `text` consists of (32 hex digits), "" for anything else."""
     text = text.strip()
     return text if _LINEAGE_ID.fullmatch(text) else ""
 
@@ -57,7 +57,7 @@ class RunMeta:
     lineage_id: str = ""
 
     def fields(self) -> dict[str, str]:
-        """What HSET takes."""
+        """Return the mapping for HSET."""
         own = {"schema": _dotted(self.schema), "tokenizer": self.tokenizer}
         return dict(self.facts) | own | ({LINEAGE_FIELD: self.lineage_id} if self.lineage_id else {})
 
@@ -73,12 +73,12 @@ def parse_run_meta(raw: Mapping[bytes, bytes]) -> RunMeta | None:
 
 
 def text_of(raw: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The hash as text; bytes that are none are replaced."""
+    """Decode the hash; bytes that are no UTF-8 are replaced."""
     return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in raw.items()}
 
 
 def lineage_id_of(raw: Mapping[bytes, bytes]) -> str:
-    """The lineage id in the hash: there from the first lease on, before the rest; "" where there is none."""
+    """Return the lineage id in the hash, "" if there is none. It is written with the first lease, before the rest."""
     return lineage_id_in(raw.get(LINEAGE_FIELD.encode(), b"").decode("ascii", "replace"))
 
 
@@ -104,7 +104,7 @@ def incompatibility(theirs: RunMeta, *, run: str, tokenizer: str) -> UserError |
 def another_run_error(
     raw: Mapping[bytes, bytes], *, run: str, redis: str, ours: str, more: str = "", todo: str
 ) -> UserError:
-    """The error of a process that found another run under its run id: `raw` is that run's hash.
+    """Return the error of a process that found another run under its run id: `raw` is that run's hash.
 
     redis  where that is, without passwords
     ours   whom this process works for, in words

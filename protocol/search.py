@@ -20,7 +20,7 @@ MAX_TOPK = 1000
 
 
 def _searchable(query: object, info: ValidationInfo) -> object:
-    """A query as it can be searched: no lone surrogates (UTF-8 cannot spell them), no NUL, at most MAX_QUERY_CHARS.
+    """Return a searchable query: no lone surrogates (UTF-8 cannot spell them), no NUL, at most MAX_QUERY_CHARS.
 
     Policies write such queries; refusing one would fail the whole batch of a client that sends many. The validation's
     context, where it is a Counter, counts them by cause: surrogate, nul, long.
@@ -43,7 +43,7 @@ def _searchable(query: object, info: ValidationInfo) -> object:
 Query = Annotated[str, BeforeValidator(_searchable)]
 """Text to search for: any text is one."""
 Queries = Annotated[list[Query], FailFast()]
-"""Validation ends at the first item that is no text: a list of a million numbers must not become a million errors."""
+"""Validation stops at the first item that is no text: a list of a million numbers must not become a million errors."""
 
 
 class _Body(BaseModel):
@@ -67,7 +67,7 @@ class SearchRequest(_Body):
     @model_validator(mode="before")
     @classmethod
     def _other_names(cls, body: Any) -> Any:
-        """`query` (one text or several) for `queries`, `top_k` for `topk`."""
+        """Accept `query` (one text or several) for `queries` and `top_k` for `topk`."""
         if not isinstance(body, dict):
             return body
         body = dict(body)
@@ -92,12 +92,12 @@ class Passage(_Body):
 
     @property
     def title(self) -> str:
-        """First line of the contents, without its quotes."""
+        """Return the first line of the contents, without its quotes."""
         return self.contents.partition("\n")[0].strip().strip('"')
 
     @property
     def text(self) -> str:
-        """What follows the title line."""
+        """Return what follows the title line."""
         return self.contents.partition("\n")[2]
 
 

@@ -1,4 +1,4 @@
-"""How old data may be: pure arithmetic, in one place.
+"""How old training data may be: the arithmetic, in one place.
 
 The first bound is at issue: a task is a permission to generate, and there are only so many (`issue_limit`). The
 second is at routing, the third at consumption. Example with max_lag 2, B = 16 groups a step: at start 48 tasks are
@@ -12,12 +12,12 @@ from protocol.versions import PolicyVersion
 
 
 def lag(now_step: int, token: PolicyVersion) -> int:
-    """Steps between the version that sampled a token and the one being trained; never negative."""
+    """Return the steps between the version that sampled a token and the one being trained; at least 0."""
     return abs(now_step - token.step)
 
 
 def issue_limit(*, settled: int, watermark: int, max_lag: int, groups_per_step: int) -> int:
-    """Highest seq that may be issued now (credit gate).
+    """Return the highest seq that may be issued now (credit gate).
 
     settled    number of seqs in the ledger, whatever became of them
     watermark  every seq up to here is settled

@@ -22,18 +22,18 @@ class PolicyVersion(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The form engines are told, e.g. `"3.120"` (SGLang's `weight_version`)."""
+        """Return the form that engines use, e.g. `"3.120"` (SGLang's `weight_version`)."""
         return f"{self.epoch}.{self.step}"
 
     @classmethod
     def parse(cls, label: str) -> PolicyVersion | None:
-        """The version named by `label`, or None where it is not one of ours (an engine's own default)."""
+        """Return the version that `label` names, None for another string (an engine's default)."""
         found = _LABEL.match(label)
         return cls(int(found[1]), int(found[2])) if found else None
 
 
 def is_orphan(version: PolicyVersion, lineage: Sequence[PolicyVersion]) -> bool:
-    """Whether `version` was made on a branch that did not survive.
+    """Return whether `version` was made on a branch that did not survive.
 
     lineage  first version of each learner start, in order: [(1, 0), (2, 40), ...]. Start e+1 at step s abandons
              every version of an earlier epoch with a step beyond s.

@@ -1,4 +1,4 @@
-"""One sum over the tensors of a version: the learner takes it of what it has, an engine of what it holds."""
+"""The checksum of all tensors of a version, computed by the learner and by each engine, and compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def sum_of(sums: Mapping[str, str]) -> str:
-    """sha256 hex over the names and the sha256 of each tensor, in order of name."""
+    """Return the sha256 hex over the names and sha256 of all tensors, in order of name."""
     digest = hashlib.sha256()
     for name in sorted(sums):
         digest.update(f"{name} {sums[name]}\n".encode())

@@ -19,14 +19,13 @@ from protocol.runtime.settings_errors import explain, repaired, suggest
 from protocol.settings import SECTIONS, Settings
 
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
-"""What PyYAML raises: dates such as 2026-99-99 and numbers such as 0b2 are ValueErrors there."""
+"""What PyYAML raises for invalid text: dates such as 2026-99-99 and numbers such as 0b2 are ValueErrors there."""
 
 S = TypeVar("S", bound=Settings)
 
 
 class SettingsTree(dict[str, Any]):
-    """A tree of settings that knows how its overrides were spelt: `spelt` has the text of each by its path, where YAML
-    read it as something other than text."""
+    """All sections as plain values. `spelt` has the text of overrides that YAML read as something else."""
 
     def __init__(self, tree: Mapping[str, Any], spelt: Mapping[tuple[str, ...], str]) -> None:
         super().__init__(tree)
@@ -34,7 +33,7 @@ class SettingsTree(dict[str, Any]):
 
 
 def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> SettingsTree:
-    """The YAML file as a dict with `a.b=c` overrides applied (values are YAML: numbers, lists, null).
+    """Return the YAML file with `a.b=c` overrides applied (values are YAML: numbers, lists, null).
 
     Raises UserError for a missing or malformed file, an unknown section, or an override that is not `key=value`.
     """
@@ -43,7 +42,7 @@ def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> SettingsTree:
 
 
 def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree:
-    """`tree` with `a.b=c` overrides applied in place; raises UserError as `read_tree` does."""
+    """Apply `a.b=c` overrides to `tree` in place and return it. Raises UserError as `read_tree` does."""
     for item in overrides:
         key, found, raw = item.partition("=")
         if not found or not key:
@@ -66,12 +65,12 @@ def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree
 
 
 def not_an_override(item: str) -> UserError:
-    """The error for an argument that should have been an override."""
+    """Return the error for an argument that should have been an override."""
     return UserError(f"override {item!r} is not of the form key=value", todo="write e.g. learner.optim.lr=1e-4")
 
 
 def section(tree: Mapping[str, Any], name: str, kind: type[S]) -> S:
-    """Section `name` of the tree as `kind`, or UserError that names each wrong key and what is legal there."""
+    """Return section `name` as `kind`. Raises UserError, which names each wrong key and what is legal there."""
     value = tree.get(name) or {}
     try:
         return kind.model_validate(value)

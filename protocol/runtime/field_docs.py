@@ -1,4 +1,4 @@
-"""What a settings class says of its fields, read when a page or a `--help` wants it.
+"""The docstrings of settings fields, read from the source when a page or a `--help` needs them.
 
 pydantic's `use_attribute_docstrings` reads the same at import: a quarter of the time that a process takes to start.
 """
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 @functools.cache
 def descriptions(kind: type[BaseModel]) -> dict[str, str]:
-    """Field name -> the docstring under it. A field that a subclass declares again without one keeps its base's."""
+    """Return field name -> the docstring under it. A field that a subclass redeclares without one keeps its base's."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if issubclass(base, BaseModel) and base is not BaseModel:
@@ -28,6 +28,6 @@ def descriptions(kind: type[BaseModel]) -> dict[str, str]:
 
 @functools.cache
 def _classes(path: str) -> dict[str, ast.ClassDef]:
-    """The classes of a source file that are not within another."""
+    """Return the top-level classes of a source file by name."""
     with open(path, encoding="utf-8") as file:
         return {node.name: node for node in ast.parse(file.read()).body if isinstance(node, ast.ClassDef)}

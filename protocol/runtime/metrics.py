@@ -1,4 +1,4 @@
-"""What processes measure, as Prometheus wants it: tables of names with a kind and a sentence, and a page made of them.
+"""Metrics of every process: tables of names, and the Prometheus page that is made of them; timers of waits.
 
 A value has one name in every place: the line of a step, `metrics.jsonl`, the trackers, snapshots in Redis. Prometheus
 has that name behind `foray_PROCESS_`, with units spelt out (`prometheus_name`).
@@ -46,17 +46,17 @@ Table = dict[str, Metric]
 
 
 def counter(help: str, *labels: str, name: str = "") -> Metric:
-    """Never falls while the process lives."""
+    """Return a row for a value that never falls while the process lives."""
     return Metric("counter", help, labels, name)
 
 
 def gauge(help: str, *labels: str, name: str = "") -> Metric:
-    """A value of the moment."""
+    """Return a row for a value of the moment."""
     return Metric("gauge", help, labels, name)
 
 
 def histogram(help: str, buckets: tuple[float, ...]) -> Metric:
-    """How often a value fell into each bucket."""
+    """Return a row for how often a value fell into each bucket."""
     return Metric("histogram", help, buckets=buckets)
 
 
@@ -69,12 +69,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """One value, measured so often."""
+        """Add a value, measured `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many were at most that), as Prometheus wants it: each bucket holds those below it too."""
+        """Return (upper bound, how many values were at most that), cumulative as in Prometheus."""
         total, found = 0, []
         for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
             total += count
@@ -122,11 +122,11 @@ class WaitTimer:
 
 
 EXTENSION = gauge("A number that is in no table: an extension reports it under this name.", "name")
-"""One family for all of them, so that no two names can be spelt alike once they are Prometheus names."""
+"""One family for all of them, so that no two names become the same Prometheus name."""
 
 
 def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
-    """Key, row and values of the labels for `name`: its own, else those of the longest pattern, else of EXTENSION."""
+    """Return (key, row, label values) for `name`: its own row, else the longest pattern's, else EXTENSION."""
     if name in table:
         return name, table[name], []
     for key in sorted(table, key=len, reverse=True):
@@ -139,7 +139,7 @@ def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
 
 
 def prometheus_name(prefix: str, key: str, row: Metric) -> str:
-    """The name of a family, without `_total` of counters: base units in words, and no character but a word's."""
+    """Return the name of a family, without `_total` of counters: base units spelt out, slashes replaced."""
     name = row.name or key.replace("*", "").rstrip("_/")
     name = name.removesuffix("_total") if row.kind == "counter" else name
     for short, long in (("_per_s", "_per_second"), ("_s", "_seconds")):
@@ -151,7 +151,7 @@ def prometheus_name(prefix: str, key: str, row: Metric) -> str:
 
 @dataclass(eq=False)
 class MetricsPage:
-    """A process' `/metrics`: a collector for a registry of prometheus_client.
+    """A collector of prometheus_client over one process' tables: the body of its `/metrics`.
 
     prefix      of every family, e.g. foray_learner_
     read        the present values
@@ -168,7 +168,7 @@ class MetricsPage:
     waits: Metric | None = None
 
     def collect(self) -> Iterator[Family]:
-        """Every family with its samples."""
+        """Yield every family with its samples."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         now, families = self.read(), dict[str, CounterMetricFamily | GaugeMetricFamily]()
@@ -181,7 +181,7 @@ class MetricsPage:
             yield waits
         for name, value in now.values.items():
             if f"{name}_*" in self.table:
-                continue  # the sum of families that are told apart by a label
+                continue  # the sum of families that a label distinguishes
             key, row, own = row_of(self.table, name)
             kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
             whole = prometheus_name(self.prefix, key, row)
@@ -202,11 +202,11 @@ class MetricsPage:
                 yield drawn
 
     def describe(self) -> Iterator[Family]:
-        """Nothing before it is asked for: what there is depends on the moment."""
+        """Yield nothing: which families there are depends on the moment."""
         return iter(())
 
     def text(self) -> bytes:
-        """The body of `GET /metrics`."""
+        """Return the body of `GET /metrics`."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)

@@ -1,7 +1,7 @@
-"""Free TCP ports of this machine, chosen before the processes start.
+"""Free TCP ports, and which process listens on a port.
 
 A restarted process must come back at the same address, so its port is fixed for the whole run. Ports are taken from
-below the range that the kernel hands out to outgoing connections: one of those could take ours before it is bound.
+below the range that the kernel hands out to outgoing connections: one of those could take the port before it is bound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DRAW = random.SystemRandom()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that can be bound now and that this function has not given out before."""
+    """Return a port of `host` that can be bound now and that this function has not returned before."""
     highest = _highest()
     for _ in range(200):
         port = _DRAW.randint(LOWEST, highest)
@@ -32,7 +32,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether `port` can be bound on `host` now."""
+    """Return whether `port` can be bound on `host` now."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -43,7 +43,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def require_free(host: str, port: int, setting: str) -> None:
-    """Raises UserError, with the name of the holder where it can be seen, when `port` cannot be bound."""
+    """Raise UserError, naming the process that listens there if it is visible, if `port` cannot be bound."""
     if is_free(host, port):
         return
     found = port_owner(port)
@@ -57,13 +57,13 @@ def _highest() -> int:
         lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return DEFAULT_HIGHEST
-    # Where the kernel's range leaves us no room, the race is the lesser evil.
+    # where the kernel's range leaves no ports below it, the race is the lesser evil
     return lowest_outgoing - 1 if lowest_outgoing > LOWEST + 1000 else DEFAULT_HIGHEST
 
 
 @dataclass(frozen=True)
 class PortOwner:
-    """A process that holds a socket, as /proc shows it. `stopped`: by SIGSTOP or a debugger, so it answers nobody."""
+    """A process that listens on a socket, as /proc shows it. `stopped`: by SIGSTOP or a debugger."""
 
     pid: int
     name: str
@@ -71,7 +71,7 @@ class PortOwner:
 
 
 def port_owner(port: int) -> PortOwner | None:
-    """Who listens on TCP `port` of this machine; None where nobody does, or /proc does not show it to us."""
+    """Return the process that listens on TCP `port` of this machine; None if /proc shows none."""
     inodes: set[str] = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for words in _rows(table):
@@ -82,7 +82,7 @@ def port_owner(port: int) -> PortOwner | None:
 
 
 def unix_socket_owner(path: str) -> PortOwner | None:
-    """Who listens on the unix socket at `path`; None as above."""
+    """Return the process that listens on the unix socket at `path`; None as for `port_owner`."""
     # flags 00010000: it accepts connections; others at the same path are connections themselves
     rows = (words for words in _rows("/proc/net/unix") if len(words) > 7 and words[7] == path)
     return _owner({words[6] for words in rows if words[3] == "00010000"})
@@ -103,5 +103,5 @@ def _owner(inodes: set[str]) -> PortOwner | None:
                 name, _, rest = (process / "stat").read_text().rpartition(")")
                 return PortOwner(int(process.name), name.partition("(")[2], rest.split()[0] in ("T", "t"))
         except OSError:
-            continue  # it ended meanwhile, or belongs to somebody else
+            continue  # it ended meanwhile, or belongs to another user
     return None

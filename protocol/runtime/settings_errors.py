@@ -1,4 +1,4 @@
-"""What is wrong with a section of the settings, in plain words, and what a person evidently meant."""
+"""Explain what is wrong with a section of the settings, and repair what its author evidently meant."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _GROUP = {"model_attributes_type", "model_type", "dict_type", "mapping_type"}
 
 
 def suggest(name: str, legal: Sequence[str]) -> str:
-    """The nearest of `legal`, or all of them."""
+    """Return advice that names the nearest of `legal`, or all of them."""
     near = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(sorted(legal))
 
 
 def explain(error: ValidationError, name: str, kind: type[BaseModel]) -> Iterator[str]:
-    """One text for each wrong value of section `name`."""
+    """Yield one message for each wrong value of section `name`."""
     for item in error.errors():
         where = ".".join([name, *(str(part) for part in item["loc"])])
         if item["type"] == "extra_forbidden":
@@ -45,14 +45,14 @@ def explain(error: ValidationError, name: str, kind: type[BaseModel]) -> Iterato
 
 
 def _shown(name: str, value: Any) -> Any:
-    """`value` without what may be a secret: somebody may have written the key where its variable's name belongs."""
+    """Return `value` without what may be a secret: a key may stand where the name of its variable belongs."""
     if isinstance(value, Mapping):
         return {key: SHOWN if _MAY_BE_SECRET.search(str(key)) else inner for key, inner in value.items()}
     return SHOWN if isinstance(value, str) and _MAY_BE_SECRET.search(name) else value
 
 
 def _legal_tags(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Values that `type` may have in the union at `path` below `kind`."""
+    """Return the values that `type` may have in the union at `path` below `kind`."""
     names = [part for part in path if not part.isdigit()]
     if not names:
         return []
@@ -65,7 +65,7 @@ def _legal_tags(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
 
 
 def _legal_keys(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Field names at `path` below `kind`; members of a union are searched by their tag."""
+    """Return the field names at `path` below `kind`; members of a union are searched by their tag."""
     candidates: list[type[BaseModel]] = [kind]
     for part in path:
         below = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
@@ -88,7 +88,7 @@ def _tags(kind: type[BaseModel]) -> tuple[str, ...]:
 def repaired(
     value: Any, error: ValidationError, kind: type[BaseModel], spelt: Mapping[tuple[str, ...], str]
 ) -> Any | None:
-    """`value` as a person evidently meant it, None where that is not evident.
+    """Return `value` as its author evidently meant it, None where that is not evident.
 
     A field of text or of a path that YAML read as something else (`query: ` is a mapping, 2024 a number) gets the
     override as it was spelt (`spelt`, by path in the section), and the bare name of a kind stands for it: `[wandb]` for
@@ -112,7 +112,7 @@ def repaired(
 
 
 def _place(value: Any, loc: Sequence[int | str]) -> tuple[Any, int | str, tuple[str, ...]] | None:
-    """(holder, key in it, path from `value`) of an error; an error's location also names the tags of unions."""
+    """Return (container, key in it, path from `value`) of an error, whose location also names the tags of unions."""
     found: tuple[Any, int | str, tuple[str, ...]] | None = None
     path: tuple[str, ...] = ()
     for part in loc:
@@ -126,7 +126,7 @@ def _place(value: Any, loc: Sequence[int | str]) -> tuple[Any, int | str, tuple[
 
 
 def _in_words(item: ErrorDetails, kind: type[BaseModel]) -> str:
-    """What pydantic says, in words of YAML rather than of Python where those differ."""
+    """Return pydantic's message, in terms of YAML rather than of Python where those differ."""
     name, context = item["type"], item.get("ctx") or {}
     tags = _legal_tags(kind, [str(part) for part in item["loc"]])
     if name in _LIST:

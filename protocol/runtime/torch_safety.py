@@ -1,4 +1,4 @@
-"""Where gloo listens. It asks nobody who he is, so on one machine both ends of an update group keep it on loopback."""
+"""Two rules for torch: gloo listens on loopback where it can, and pickled weights are not loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextmanager
 def gloo_at(address: str) -> Iterator[None]:
-    """Groups made in the block send over loopback where `address` is there, not by the address of the host's name."""
+    """Make gloo groups in the block listen on loopback if `address` is loopback: gloo authenticates no peer."""
     if not is_loopback(address) or INTERFACE in os.environ or not sys.platform.startswith("linux"):
         yield
         return
@@ -27,8 +27,6 @@ def gloo_at(address: str) -> Iterator[None]:
         os.environ.pop(INTERFACE, None)
 
 
-# Weights are safetensors, everywhere: torch's own format is pickle, and its author's program runs where it is read.
-
 _CONVERT = (
     "import sys, torch; from safetensors.torch import save_file; "
     "state = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
@@ -37,13 +35,13 @@ _CONVERT = (
 
 
 def refuse_pickled(folder: Path) -> None:
-    """Raises UserError where `folder` holds weights, and none of them as safetensors. No file is opened."""
+    """Raise UserError if `folder` holds weights, none of them as safetensors: a pickle runs code. Opens no file."""
     pickled = sorted(path for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if not pickled or any(folder.glob("*.safetensors")):
         return
     raise UserError(
         f"{pickled[0]} holds pickled weights, and only safetensors are loaded",
-        why="whoever wrote a pickle can run a program where it is read",
+        why="the author of a pickle can run a program where it is read",
         todo=f'where you trust its author, convert it once: python -c "{_CONVERT}" {pickled[0]} '
         f"{pickled[0].with_name('model.safetensors')}",
     )

@@ -32,32 +32,32 @@ MAY: Mapping[Role, frozenset[Role]] = {
     "node": frozenset({"node", "operator"}),
     "operator": frozenset({"operator"}),
 }
-"""Roles that a route for the key's role takes."""
+"""Role that a route needs -> roles that it accepts."""
 
 MIN_CHARS, MIN_DISTINCT = 32, 10
-"""A token is at least so long, with so many different characters: `token_urlsafe(32)` has 43, of about 31 kinds."""
+"""Least length of a token and of its set of characters: `token_urlsafe(32)` has 43 characters, about 31 different."""
 MAKE_ONE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _TOKEN = re.compile(r"[!-~]+")
 
 
 def variable(role: Role) -> str:
-    """The environment variable that holds the token of `role`; with `_FILE` behind it, the one that names its file."""
+    """Return the environment variable with the token of `role`; the one with `_FILE` appended names a file instead."""
     return f"FORAY_{role.upper()}_TOKEN"
 
 
 @dataclass(frozen=True)
 class Access:
-    """The tokens of this process by role, never shown. Without any the service is open."""
+    """The tokens of this process by role, never shown. Without any token the service is open."""
 
     tokens: Mapping[Role, str] = field(default_factory=dict, repr=False)
 
     @property
     def open(self) -> bool:
-        """Whether nobody is asked for a token."""
+        """Return whether no token is needed."""
         return not self.tokens
 
     def role_of(self, authorization: str) -> Role | None:
-        """The role whose token stands in an `Authorization` header; every token is compared, in constant time."""
+        """Return the role whose token is in an `Authorization` header. Compares every token, in constant time."""
         scheme, _, given = authorization.partition(" ")
         found: Role | None = None
         for role, token in self.tokens.items():
@@ -67,13 +67,13 @@ class Access:
         return found
 
     def headers(self, *roles: Role) -> dict[str, str]:
-        """The `Authorization` header of a client: the first of `roles` that this process has a token of, or none."""
+        """Return the `Authorization` header of a client for the first of `roles` that has a token, {} if none has."""
         token = next((self.tokens[role] for role in roles if role in self.tokens), None)
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def read_access(environ: Mapping[str, str]) -> Access:
-    """The tokens in `environ`. Raises UserError for one that is weak, given twice, unreadable or that of two roles."""
+    """Read the tokens in `environ`. Raises UserError for one that is weak, given twice, unreadable or of two roles."""
     tokens: dict[Role, str] = {}
     for role in ROLES:
         value = read_secret(environ, variable(role))
@@ -87,9 +87,9 @@ def read_access(environ: Mapping[str, str]) -> Access:
 
 
 def read_secret(environ: Mapping[str, str], name: str) -> str:
-    """The secret in variable `name`, or in the file that `name`_FILE names; "" where neither is set.
+    """Return the secret in variable `name`, or in the file that `name`_FILE names; "" if neither is set.
 
-    Raises UserError when both are set or the file cannot be read; no text of this process shows it from then on.
+    It is redacted from then on. Raises UserError if both are set or the file cannot be read.
     """
     value, path = environ.get(name, "").strip(), environ.get(f"{name}_FILE", "")
     if value and path:
@@ -104,7 +104,7 @@ def read_secret(environ: Mapping[str, str], name: str) -> str:
 
 
 def check_bind(host: str, access: Access, setting: str, *, off: str = "") -> None:
-    """Raises UserError when a service without tokens would listen beyond this machine.
+    """Raise UserError if a service without tokens would listen beyond this machine.
 
     setting  name of the setting that says where, e.g. "retriever.host"
     off      the override that leaves the service out, where one does
@@ -120,7 +120,7 @@ def check_bind(host: str, access: Access, setting: str, *, off: str = "") -> Non
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, can only be this machine. Names are not resolved."""
+    """Return whether `host`, a name or an address, can only be this machine. Names are not resolved."""
     if host.rstrip(".").lower() == "localhost":
         return True
     try:
@@ -130,10 +130,10 @@ def is_loopback(host: str) -> bool:
 
 
 def engine_key(access: Access, engine_id: str, incarnation: str) -> str:
-    """The API key of one incarnation of a launched engine, "" without a node token.
+    """Return the API key of one incarnation of a launched engine, "" without a node token.
 
-    Its node and the rollout servers derive it each for itself, HMAC-SHA256 of the engine's name by the node token: so
-    nothing secret stands in Redis, and the key of one engine opens no other.
+    Node and rollout servers each derive it, as HMAC-SHA256 of the engine's name by the node token. So Redis holds no
+    secret, and the key of one engine opens no other.
     """
     token = access.tokens.get("node", "")
     if not token:
@@ -153,7 +153,7 @@ def _strong(token: str, name: str) -> str:
 
 JSON = "application/json"
 OWN_SITES = frozenset({"", "none", "same-origin"})
-"""Values of `Sec-Fetch-Site` that are let in: no browser, an address typed by hand, a page of the service itself."""
+"""Accepted values of `Sec-Fetch-Site`: no browser, an address typed into one, a page of the service itself."""
 
 
 class Headers(Protocol):

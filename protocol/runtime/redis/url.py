@@ -5,7 +5,7 @@
     redis+sentinel://[user:password@]h1[:26379],h2,.../name[/db]  the primary that these Sentinels call `name`
 
 `rediss` in place of `redis` is TLS: the server's certificate is verified against `?ssl_ca_certs=FILE` (or the system's
-authorities) and its name; `ssl_certfile` and `ssl_keyfile` name ours. User and password are those of the data servers;
+authorities) and its name; `ssl_certfile` and `ssl_keyfile` name the client's. User and password are for the servers;
 Sentinels that want some take `?sentinel_username=` and `?sentinel_password=`. Other options are refused: time-outs and
 retries in a URL would override the rules that delivery rests on. Redis Cluster is not supported: the keys of a run
 share one slot, so a single shard would serve all of them.
@@ -58,17 +58,17 @@ class RedisUrl:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether what is sent stays on this machine."""
+        """Return whether what is sent stays on this machine."""
         return self.kind == "socket" or all(_is_loopback(host) for host, _ in self.hosts)
 
     @property
     def verifies(self) -> bool:
-        """Whether the server must prove who it is: TLS with both checks on."""
+        """Return whether the server is authenticated: TLS with both checks on."""
         return self.tls is not None and self.tls["ssl_cert_reqs"] == "required" and bool(self.tls["ssl_check_hostname"])
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """`url` taken apart; raises UserError, without the password in it, for what is none of the forms above."""
+    """Parse `url`. Raises UserError, without the password in it, for what is none of the forms above."""
     try:
         return _parse(url)
     except ValueError as error:
@@ -76,13 +76,13 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 
 def redacted(url: str) -> str:
-    """`url` as it may be shown: user and place, no password (of the servers or the Sentinels)."""
+    """Return `url` without passwords of servers and Sentinels."""
     place, mark, query = url.partition("?")
     parts = query.split("&") if query else []
     if any("@" in part and "password" not in part.partition("=")[0].lower() for part in parts) or (
         "@" in query and "@" not in place
     ):
-        # a password that somebody forgot to quote: nobody knows where it ends
+        # a password that was not quoted: there is no telling where it ends
         return f"{url.partition('://')[0]}://{SHOWN}"
     # the last "@": such a password may hold others, and slashes too
     scheme, colons, rest = place.partition("://")
@@ -95,7 +95,7 @@ def redacted(url: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """`url` without user and password. Raises UserError as `parse` does."""
+    """Return `url` without user and password. Raises UserError as `parse_redis_url` does."""
     parse_redis_url(url)
     scheme, colons, rest = url.partition("://")
     place, mark, query = rest.partition("?")
@@ -103,13 +103,13 @@ def place_of(url: str) -> str:
 
 
 def with_login(url: str, username: str, password: str) -> str:
-    """`url` for another user. Raises UserError as `parse` does."""
+    """Return `url` for another user. Raises UserError as `parse_redis_url` does."""
     scheme, colons, rest = place_of(url).partition("://")
     return f"{scheme}{colons}{quote(username, '')}:{quote(password, '')}@{rest}"
 
 
 def cli(url: str) -> str:
-    """`redis-cli` for the server at `url`, as far as it is known without a password."""
+    """Return the `redis-cli` command for the server at `url`, without a password."""
     where = parse_redis_url(url)
     if where.kind == "socket":
         return f"redis-cli -s {where.path}"
