@@ -115,6 +115,7 @@ def replacements() -> dict[str, Any]:
     return {
         "learner.delivery.store.connect": lambda url, timeout_s=10.0: world.sync_client(timeout_s),
         "protocol.runtime.redis.aio.connect_async": lambda url: world.async_client(),
+        "protocol.runtime.redis.aio.close_async": lambda client: client.aclose(),
         "learner.main.load_questions": lambda path: QUESTION_SET,
         "learner.main.deferred_shutdown": _deferred_shutdown,
         "learner.main.DeliveryState": _books(DeliveryState),
