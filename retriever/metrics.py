@@ -111,9 +111,9 @@ class Metrics:
         self._registry.register(_Provider(name, totals))
 
     def families(self) -> Iterable[Metric]:
-        """All metrics, those of labels without a value yet included."""
+        """Return all metrics, those of labels without a value yet included."""
         return self._registry.collect()
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Return the Prometheus text format."""
         return generate_latest(self._registry)

@@ -101,7 +101,7 @@ def _embedding(service: AppState) -> EmbeddingService:
 
 
 def render(vectors: Sequence[npt.NDArray[np.float32]], body: EmbeddingRequest, model: str) -> bytes:
-    """The answer. Tokens are counted as words: the encoder's own count is not known here."""
+    """Return the answer. Tokens are counted as words: the encoder's own count is not known here."""
     words = sum(len(text.split()) for text in body.input)
     data: list[dict[str, Any]] = [
         {"object": "embedding", "index": index, "embedding": _spelt(vector, body.encoding_format)}

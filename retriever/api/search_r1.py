@@ -56,7 +56,7 @@ def render(
 
 
 def _for_rllm(answer: QueryResult) -> list[dict[str, Any]]:
-    """One object a hit: the document's fields, its `contents` as `content`, and `score`."""
+    """Return one object a hit: the document's fields, its `contents` as `content`, and `score`."""
     hits = [json.loads(document) | {"score": score} for document, score in zip(*answer, strict=True)]
     return [hit | {"content": hit.pop("contents")} for hit in hits]
 

@@ -46,7 +46,9 @@ class Backend(Protocol):
         """Hash of everything that decides a result: part of every cache key."""
 
     async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
-        """One outcome a query, in order, at most k documents each. Queries are normalised, distinct and not blank.
+        """Return one outcome a query, in order, at most k documents each.
+
+        Queries are normalised, distinct and not blank.
 
         run  whose memory is searched and extended; "" for callers that name none. Only `memory` uses it.
         """
@@ -73,4 +75,4 @@ class Embedder(Protocol):
         """Its name, for logs and answers."""
 
     async def embed(self, texts: Sequence[str], kind: Kind) -> list[npt.NDArray[np.float32] | QueryFailure]:
-        """One vector [dim] of length 1 (or 0) a text, in order."""
+        """Return one vector [dim] of length 1 (or 0) a text, in order."""

@@ -170,7 +170,7 @@ class Searcher:
         }
 
     def _sent_fields(self) -> list[str] | None:
-        """Names of the fields of documents beside id and contents, None where that is not known."""
+        """Return the names of fields beside id and contents, None if that is not known."""
         known, chosen = self._manifest.fields, self._fields
         if known is None or chosen is None:
             given = known if chosen is None else chosen
@@ -178,8 +178,7 @@ class Searcher:
         return [name for name in known if name in chosen]
 
     def search(self, queries: Sequence[str], k: int) -> list[QueryResult]:
-        """The best documents of every query, best first: min(k, num_passages), fewer where an approximate index finds
-        fewer."""
+        """Return the best min(k, num_passages) documents of every query; an approximate index may find fewer."""
         hits = self._index.search(queries, k if self._reranking is None else max(k, self._reranking.candidates))
         ranked = list(map(_found, hits.rows.tolist(), hits.scores.tolist()))
         if self._reranking is not None:
@@ -187,13 +186,13 @@ class Searcher:
         return [QueryResult(tuple(map(self._document, rows[:k])), tuple(scores[:k])) for rows, scores in ranked]
 
     def embed(self, texts: Sequence[str], kind: Kind) -> npt.NDArray[np.float32]:
-        """float32 [len(texts), dim]. Only where `has_encoder`."""
+        """Return float32 [len(texts), dim]. Only where `has_encoder`."""
         encoder = self._index.encoder
         assert encoder is not None
         return encoder.encode_queries(texts) if kind == "query" else encoder.encode_passages(texts)
 
     def find(self, passage_id: str) -> Passage | None:
-        """The passage with this id, or None. Any thread."""
+        """Return the passage with this id, or None. Any thread."""
         passage = self._corpus.find(passage_id)
         return None if passage is None else self._with_sent_fields(passage)
 
@@ -234,7 +233,7 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
 
 
 def document_json(passage: Passage) -> bytes:
-    """A passage as it is sent."""
+    """Return a passage as it is sent."""
     further = passage.model_extra or {}
     return json.dumps({"id": passage.id, "contents": passage.contents, **further}, ensure_ascii=False).encode()
 

@@ -50,7 +50,7 @@ class Corpus:
         return len(self._offsets)
 
     def passage(self, row: int) -> Passage:
-        """The passage of a row in [0, len). IndexError outside: -1 is not the last passage here."""
+        """Return the passage of a row in [0, len). IndexError outside: -1 is not the last passage here."""
         if not 0 <= row < len(self._offsets):
             raise IndexError(f"row {row} of a corpus of {len(self._offsets)}")
         start = int(self._offsets[row])
@@ -58,7 +58,7 @@ class Corpus:
         return parse_line(self._map[start : end if end >= 0 else len(self._map)])
 
     def find(self, passage_id: str) -> Passage | None:
-        """The first passage with this id, or None."""
+        """Return the first passage with this id, or None."""
         wanted = np.uint64(_id_hash(cleaned(passage_id)))
         place = int(np.searchsorted(self._hashes, wanted))
         while place < len(self._hashes) and self._hashes[place] == wanted:
@@ -113,7 +113,7 @@ def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None
 
 
 def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
-    """Contents of every passage in order, from the line that starts at byte `offset`."""
+    """Yield the contents of every passage in order, from the line that starts at byte `offset`."""
     with open_corpus(path).open("rb") as file:
         file.seek(offset)
         for number, line in enumerate(file, start=1):
@@ -122,13 +122,14 @@ def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
 
 
 def open_offsets(directory: Path) -> npt.NDArray[Any]:
-    """int64 [n]: where the line of each row starts. A memory map."""
+    """Return int64 [n]: where the line of each row starts. A memory map."""
     return np.asarray(np.load(directory / _OFFSETS, mmap_mode="r"))
 
 
 def parse_line(line: bytes) -> Passage:
-    """One line as a passage with its further fields (`formats.base.fields_of`). Raises ValueError that says what is
-    wrong. Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
+    """Parse one line as a passage with its further fields (`formats.base.fields_of`).
+
+    Raises ValueError that says what is wrong. Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
     """
     passage_id, contents, record = _read(line)
     return Passage(id=passage_id, contents=contents, **fields_of(record, _OWN))
@@ -141,7 +142,7 @@ def file_sha256(path: Path) -> str:
 
 
 def open_corpus(path: Path) -> Path:
-    """`path` itself, or UserError when it cannot be read."""
+    """Return `path` itself, or UserError when it cannot be read."""
     try:
         with path.open("rb"):
             return path

@@ -68,7 +68,7 @@ def make_manifest(
     source: dict[str, Any],
     files: Sequence[str],
 ) -> Manifest:
-    """The manifest of the files now in `directory`."""
+    """Return the manifest of the files now in `directory`."""
     identity = {
         "format": FORMAT,
         "index": index_identity(index),
@@ -92,7 +92,7 @@ def make_manifest(
 
 
 def corpus_of(directory: Path, configured: Path | None) -> Path:
-    """The file of passages of a built index: the configured one, else what the manifest says.
+    """Return the file of passages of a built index: the configured one, else what the manifest says.
 
     Where the configured corpus is the one that the index was made from, and it was converted, the file in the index
     directory is meant. UserError when there is no such file.
@@ -111,7 +111,7 @@ def corpus_of(directory: Path, configured: Path | None) -> Path:
 
 
 def settings_of(directory: Path, changes: Mapping[str, Any] | None = None) -> IndexSettings:
-    """The settings that a built index was built with, for those who give none; `changes` go on top of them.
+    """Return the settings that a built index was built with, for those who give none; `changes` go on top of them.
 
     UserError when this version does not know the index's type or one of its settings.
     """
@@ -136,7 +136,7 @@ def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a built index. UserError if it is missing or damaged."""
+    """Return the manifest of a built index. UserError if it is missing or damaged."""
     path = directory / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())
@@ -157,7 +157,7 @@ def read_manifest(directory: Path) -> Manifest:
 def check_manifest(
     manifest: Manifest, directory: Path, index: dict[str, Any], corpus: Path, *, verify_corpus: bool
 ) -> None:
-    """UserError unless the index was built from this corpus with these settings by this format, and is whole."""
+    """Raise UserError unless the index was built from this corpus with these settings by this format, and is whole."""
     origin = manifest.source.get("spec", corpus)
     again = f"foray index build --corpus {origin} --out {directory} --index {index['type']} --overwrite"
     if manifest.format != FORMAT:

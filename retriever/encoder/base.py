@@ -32,10 +32,10 @@ class Encoder(Protocol):
         """
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim]."""
+        """Return float32 [len(texts), dim]."""
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim]."""
+        """Return float32 [len(texts), dim]."""
 
 
 class NotFinite(ForayError):

@@ -73,6 +73,6 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def family_of(name: str) -> EncoderFamily | None:
-    """The family that a model's name tells, None for an unknown one. `name` is a folder's or a hub's name."""
+    """Return the family that a model's name tells, None for an unknown one. `name` is a folder's or a hub's name."""
     lower = name.lower().replace("_", "-")
     return next((family for family in FAMILIES if re.search(family.pattern, lower)), None)

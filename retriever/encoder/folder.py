@@ -142,7 +142,7 @@ def resolve(settings: TransformerEncoderSettings) -> tuple[Recipe, ModelFolder, 
 
 
 def read_folder(root: Path) -> ModelFolder:
-    """What `root` says. UserError if it is not a model's folder, or asks for an unsupported step."""
+    """Read what `root` says. UserError if it is not a model's folder, or asks for an unsupported step."""
     if not root.is_dir():
         raise UserError(
             f"there is no model in {root}",
@@ -280,7 +280,7 @@ def _digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def _tensors(path: Path) -> list[tuple[str, str]]:
-    """Name and digest of every tensor of one safetensors file: 8 bytes of length, a JSON header, the data."""
+    """Return the name and digest of every tensor of one safetensors file: 8 bytes of length, a JSON header, the data."""
     with path.open("rb") as file:
         try:
             size = int.from_bytes(file.read(8), "little")
@@ -339,7 +339,7 @@ def _family(settings: TransformerEncoderSettings, folder: ModelFolder) -> Encode
 
 
 def _name(path: Path) -> str:
-    """The model's name: that of the folder; in a hub's cache (models--ORG--NAME/snapshots/REVISION) the model's."""
+    """Return the folder's name; in a hub's cache (models--ORG--NAME/snapshots/REVISION) the model's."""
     path = path.absolute()
     return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
 
@@ -374,5 +374,5 @@ def _length(name: str, asked: int | None, folder: ModelFolder, usual: int) -> in
 
 
 def _first(asked: T | None, said: T | None, usual: T) -> T:
-    """The first that is not None."""
+    """Return the first that is not None."""
     return asked if asked is not None else said if said is not None else usual

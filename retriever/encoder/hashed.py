@@ -34,7 +34,7 @@ class HashedEncoder:
         self._features = lru_cache(_WORD_CACHE)(self._word_features)
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim], rows of length 1 (or 0 for a text without a word)."""
+        """Return float32 [len(texts), dim], rows of length 1 (or 0 for a text without a word)."""
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for row, text in enumerate(texts):
             counts = Counter(_WORD.findall(text.lower()))

@@ -46,11 +46,11 @@ class OpenAIEncoder:
         self._close()
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
+        """Return float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
         return self._encode([self._settings.passage_prefix + text for text in texts])
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
+        """Return float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
         return self._encode([self._settings.query_prefix + text for text in texts])
 
     def _encode(self, texts: list[str]) -> Vectors:
@@ -68,7 +68,7 @@ class OpenAIEncoder:
         return vectors
 
     def _ask(self, texts: list[str]) -> Vectors:
-        """One request with its retries."""
+        """Return one request with its retries."""
         settings = self._settings
         asked: dict[str, Any] = {"model": settings.model, "input": texts, "encoding_format": "float"}
         if settings.send_dimensions:
@@ -97,7 +97,7 @@ class OpenAIEncoder:
         raise AssertionError("the last attempt returns or raises")
 
     def _request(self, body: bytes, count: int) -> tuple[int, float, bytes]:
-        """(status, seconds that Retry-After asks for, body). A kept connection that has died is opened again."""
+        """Return (status, seconds that Retry-After asks for, body). A kept connection that has died is opened again."""
         for fresh in (self._connection is None, True):
             connection = self._connection or self._connect()
             try:
@@ -140,7 +140,7 @@ class OpenAIEncoder:
             self._connection = None
 
     def _parse(self, answer: bytes, count: int) -> Vectors:
-        """Rows in the order of the request; `index` gives their order in the answer."""
+        """Return the rows in the order of the request; `index` gives their order in the answer."""
         try:
             data = json.loads(answer)["data"]
             order = sorted(range(len(data)), key=lambda i: data[i]["index"])

@@ -58,11 +58,11 @@ class TransformerEncoder:
             )
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim]. NotFinite where the model overflows."""
+        """Return float32 [len(texts), dim]. NotFinite where the model overflows."""
         return self._passages.encode([self.recipe.passage_prefix + text for text in texts], self.recipe.max_passage)
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dim]. NotFinite where the model overflows."""
+        """Return float32 [len(texts), dim]. NotFinite where the model overflows."""
         return self._queries.encode([self.recipe.query_prefix + text for text in texts], self.recipe.max_query)
 
 
@@ -81,7 +81,7 @@ class _Tower:
         self.dim = self._probe()
 
     def encode(self, texts: list[str], limit: int) -> Vectors:
-        """float32 [len(texts), dim] of texts with their prefix, cut to `limit` tokens. No token: the zero vector."""
+        """Encode texts with their prefix, cut to `limit` tokens: float32 [n, dim]. No token: the zero vector."""
         vectors: Vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         if not texts:
             return vectors
@@ -100,7 +100,7 @@ class _Tower:
         return torch.nn.functional.normalize(pooled, dim=1) if self._normalize else pooled
 
     def _probe(self) -> int:
-        """Width of a vector, found by making one. UserError where the model cannot be pooled as asked."""
+        """Return the width of a vector, found by making one. UserError where the model cannot be pooled as asked."""
         tokens: Any = self._tokenizer(["a"])
         with torch.inference_mode():
             for _, output, mask in forward(self._model, tokens, self._tokenizer.pad_token_id, 8, 8):
@@ -145,13 +145,13 @@ class Dense(torch.nn.Module):
         self.linear, self.activation = linear, activation
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """float32 [n, in] to [n, out]."""
+        """Return float32 [n, in] to [n, out]."""
         result: torch.Tensor = self.activation(self.linear(vectors))
         return result
 
 
 def _dense(folder: Path) -> Dense:
-    """A Dense step of sentence-transformers: config.json and model.safetensors."""
+    """Load a Dense step of sentence-transformers: config.json and model.safetensors."""
     refuse_pickled(folder)
     try:
         said = json.loads((folder / "config.json").read_bytes())
@@ -174,7 +174,7 @@ def _dense(folder: Path) -> Dense:
 def forward(
     model: Any, tokens: Mapping[str, Sequence[Sequence[int]]], pad_id: int | None, limit: int, budget: int
 ) -> Iterator[tuple[list[int], Any, torch.Tensor]]:
-    """(positions, the model's output, mask int64 [n, length]) of every batch; to be used under `inference_mode`.
+    """Yield (positions, the model's output, mask int64 [n, length]) of every batch; to be used under `inference_mode`.
 
     tokens  what a tokenizer gave for the texts, unpadded: input_ids and perhaps token_type_ids. A text without a token
             is in no batch.
@@ -196,12 +196,12 @@ def forward(
 
 
 def _padded(rows: Sequence[Sequence[int]], positions: list[int], length: int, value: int) -> torch.Tensor:
-    """int64 [len(positions), length], padded on the right."""
+    """Return int64 [len(positions), length], padded on the right."""
     return torch.tensor([[*rows[i], *[value] * (length - len(rows[i]))] for i in positions], dtype=torch.int64)
 
 
 def batches(lengths: Sequence[int], limit: int, budget: int) -> Iterator[tuple[list[int], int]]:
-    """(positions in `lengths`, padded length) of every batch, longest first, so that memory runs out early or never.
+    """Yield (positions in `lengths`, padded length) of every batch, longest first: memory runs out early or never.
 
     limit   longest input in tokens
     budget  most padded tokens in a batch; a single text may be longer
@@ -217,7 +217,7 @@ def batches(lengths: Sequence[int], limit: int, budget: int) -> Iterator[tuple[l
 
 
 def padded_length(length: int, limit: int) -> int:
-    """The next multiple of MULTIPLE, LEAST at least, but not beyond `limit` (the model may have no positions there)."""
+    """Return the next multiple of MULTIPLE, at least LEAST, at most `limit` (there may be no positions beyond)."""
     return min(max(-(-length // MULTIPLE) * MULTIPLE, LEAST), max(limit, length))
 
 
@@ -256,7 +256,7 @@ def load_model(folder: Path, compute: ComputeSettings, kind: str | None = None, 
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer."""
+    """Load the folder's tokenizer."""
     with _as_user_error(folder, "tokenizer"), quiet():
         return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
 

@@ -39,7 +39,7 @@ class PassageSource(Protocol):
         """Known before the first text is read."""
 
     def texts(self) -> Iterator[str]:
-        """Contents of every passage in the order of its row, from the start."""
+        """Yield the contents of every passage in the order of its row, from the start."""
 
     def vectors(self, encoder: EncoderSettings, dtype: Literal["float32", "float16"], directory: Path) -> None:
         """Encode every passage into `store.FILE` in `directory` ([num_passages, dim], see `index.store`).
@@ -60,7 +60,7 @@ class Index(Protocol):
         """What turns texts into this index's vectors, None for a lexical one."""
 
     def search(self, queries: Sequence[str], k: int) -> Hits:
-        """The best min(k, ntotal) rows of every query, k >= 1, best first, in the order of the module's docstring."""
+        """Return the best min(k, ntotal) rows of every query, k >= 1, in the order of the module's docstring."""
 
 
 class BuildableIndex(Index, Protocol):
@@ -86,7 +86,7 @@ class VectorIndex(Protocol):
 
 
 def top_rows(scores: Scores, k: int) -> Rows:
-    """Positions of the k best of `scores` [n], k <= n, by (score descending, position ascending)."""
+    """Return the positions of the k best of `scores` [n], k <= n, by (score descending, position ascending)."""
     n = len(scores)
     if k < n:
         # argpartition alone would pick any of those that tie with the k-th

@@ -173,7 +173,7 @@ class Bm25Index:
         return hits
 
     def _score(self, query: str) -> Scores:
-        """float32 [ntotal]."""
+        """Return float32 [ntotal]."""
         found = (self._vocabulary.get(term) for term in self._terms(query))
         scores: Scores = self._model.get_scores_from_ids([token for token in found if token is not None])
         return scores

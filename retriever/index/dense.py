@@ -155,7 +155,7 @@ class UnitLengthIndex(VectorIndex, Protocol):
     """An index whose exactness needs lengths of at most 1."""
 
     def longest(self) -> float:
-        """Length of its longest vector. Reads all of them."""
+        """Return the length of its longest vector. Reads all of them."""
 
 
 class QueryRescaler:
@@ -185,14 +185,14 @@ class QueryRescaler:
 
 
 def longest(vectors: npt.NDArray[Any]) -> float:
-    """Length of the longest row of vectors [ntotal, dim], read block by block."""
+    """Return the length of the longest row of vectors [ntotal, dim], read block by block."""
     return max(
         (float(np.sqrt(np.einsum("nd,nd->n", block, block).max())) for _, block in store.blocks(vectors)), default=0
     )
 
 
 def tolerance(dim: int) -> float:
-    """Bound on the difference of two float32 inner products of vectors of length <= 1, whatever their summation order.
+    """Bound the difference of two float32 inner products of vectors of length <= 1, summed in any order.
 
     One dot product summed in 8 or more lanes is off by at most (dim / 8 + 8) * 2**-24 (Higham, Accuracy and Stability
     of Numerical Algorithms, section 3.1); two of them together stay below dim * 2**-24 for dim >= 22.
@@ -201,13 +201,13 @@ def tolerance(dim: int) -> float:
 
 
 def rank(vectors: StoredVectors, queries: Vectors, rows: Rows, k: int) -> Hits:
-    """The k best of the candidate rows [n, c >= k], which may hold NO_ROW, scored again."""
+    """Return the k best of the candidate rows [n, c >= k], which may hold NO_ROW, scored again."""
     rows = rows.astype(np.int64, copy=False)
     return sort_hits(rows, rescore(vectors, queries, np.maximum(rows, 0)), k)
 
 
 def rescore(vectors: StoredVectors, queries: Vectors, rows: Rows) -> Scores:
-    """Inner products [n, c] of queries [n, dim] with `vectors[rows]`, rows [n, c], summed in float64.
+    """Return the inner products [n, c] of queries [n, dim] with `vectors[rows]`, rows [n, c], summed in float64.
 
     The same bits for a pair, always: a pair is summed by itself, whatever the shapes. In bounded memory.
     """
@@ -226,7 +226,7 @@ def rescore(vectors: StoredVectors, queries: Vectors, rows: Rows) -> Scores:
 
 
 def sort_hits(rows: Rows, scores: Scores, k: int) -> Hits:
-    """The first k of candidates [n, c], c >= k, by (score descending, row ascending), NO_ROW last."""
+    """Return the first k of candidates [n, c], c >= k, by (score descending, row ascending), NO_ROW last."""
     scores = np.where(rows == NO_ROW, np.float32(-np.inf), scores)
     order = np.lexsort((rows, -scores), axis=1)[:, :k]
     return Hits(np.take_along_axis(rows, order, axis=1), np.take_along_axis(scores, order, axis=1))

@@ -82,7 +82,7 @@ class FaissFlatVectors:
         return search_candidates(self._rough, self._vectors, np.ascontiguousarray(queries), k, SPARE)
 
     def _rough(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        """Best first. float16 vectors are widened block by block."""
+        """Return best first. float16 vectors are widened block by block."""
         if self._vectors.dtype == np.float32:
             scores, rows = faiss.knn(queries, self._vectors, count, metric=faiss.METRIC_INNER_PRODUCT)
             return scores, rows
@@ -101,7 +101,7 @@ def open_flat(settings: FileBase, directory: Path, *, threads: int) -> FaissFlat
 
 
 def open_flat_file(path: Path) -> StoredVectors:
-    """The vectors in a file, memory-mapped."""
+    """Return the vectors in a file, memory-mapped."""
     index = open_file(path, (faiss.IndexFlat, faiss.IndexScalarQuantizer), "a flat index")
     vectors = stored_vectors(index)
     if vectors is None:
@@ -113,7 +113,7 @@ def open_flat_file(path: Path) -> StoredVectors:
 
 
 def open_file(path: Path, kind: type[Any] | tuple[type[Any], ...], wanted: str) -> Any:
-    """The FAISS index in `path`, downcast. UserError unless it is of the FAISS class `kind`, in words `wanted`."""
+    """Open the FAISS index in `path`, downcast. UserError unless it is of the FAISS class `kind` (named `wanted`)."""
     try:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except (RuntimeError, MemoryError) as error:
@@ -138,7 +138,7 @@ def open_file(path: Path, kind: type[Any] | tuple[type[Any], ...], wanted: str) 
 
 
 def stored_vectors(index: Any) -> StoredVectors | None:
-    """The vectors inside an opened index as a view [ntotal, d] that keeps it open, None where it has none whole.
+    """Return the vectors inside an opened index as a view [ntotal, d] that keeps it open, None where it has none whole.
 
     float32, or float16 for a float16 scalar quantiser. In a file they begin at an odd offset: FAISS does not mind
     (measured: 200k x 384, the same time), numpy's matrix product would copy all (see `store.blocks`).
@@ -179,7 +179,7 @@ def check_readable(path: Path) -> None:
 
 
 def check_fits(path: Path, shape: tuple[int, int], settings: DenseBase, source: PassageSource) -> None:
-    """UserError unless the file's vectors [ntotal, dim] are one a passage, as wide as the encoder's."""
+    """Raise UserError unless the file's vectors [ntotal, dim] are one a passage, as wide as the encoder's."""
     ntotal, width = shape
     dim = build_encoder(settings.encoder).dim
     if ntotal != source.num_passages:

@@ -85,7 +85,7 @@ class GpuFlat:
             self._shards.add_shard(pieces)
 
     def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        """Best first, by products of float16 or float32 numbers."""
+        """Return best first, by products of float16 or float32 numbers."""
         scores, rows = self._shards.search(queries, count)
         return scores, rows
 
@@ -105,7 +105,7 @@ class GpuInvertedLists:
         faiss.GpuParameterSpace().set_index_parameter(self._index, "nprobe", min(settings.nprobe, nlist, _MAX_HITS))
 
     def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        """Best first; NO_ROW where the lists hold fewer."""
+        """Return best first; NO_ROW where the lists hold fewer."""
         scores, rows = self._index.search(queries, min(count, _MAX_HITS))
         return scores, rows
 
@@ -155,7 +155,7 @@ def plan_shards(
 
 
 def choose_devices(asked: Sequence[int], *, supported: bool, visible: int) -> tuple[int, ...]:
-    """The CUDA ordinals to use: those asked for, or all. UserError, in words, where that cannot be."""
+    """Return the CUDA ordinals to use: those asked for, or all. UserError, in words, where that cannot be."""
     on_cpu = "or take index.type=faiss_flat, or leave out index.devices, to search on the CPU"
     if not supported:
         raise UserError(
@@ -180,7 +180,7 @@ def choose_devices(asked: Sequence[int], *, supported: bool, visible: int) -> tu
 
 
 def visible_devices(asked: Sequence[int]) -> tuple[int, ...]:
-    """Those asked for, or all. UserError where this FAISS or this machine has none."""
+    """Return those asked for, or all. UserError where this FAISS or this machine has none."""
     supported = hasattr(faiss, "StandardGpuResources")
     return choose_devices(asked, supported=supported, visible=faiss.get_num_gpus() if supported else 0)
 

@@ -78,7 +78,7 @@ def open_hnsw(settings: FaissHnswSettings, directory: Path, *, threads: int) -> 
 
 
 def graph(settings: FaissHnswSettings, vectors: StoredVectors) -> Any:
-    """The linked vectors."""
+    """Return the linked vectors."""
     use_threads(settings.build_threads)
     dim = vectors.shape[1]
     index: Any

@@ -102,7 +102,7 @@ class InvertedLists:
             self._centroids = QueryRescaler(FaissFlatVectors(matrix, threads=threads))
 
     def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        """The best `count` passages in the nearest lists."""
+        """Return the best `count` passages in the nearest lists."""
         rotated = self._rotated(queries)
         nearest = self._nearest(rotated)
         scores, rows = self._ivf.search_preassigned(rotated, count, nearest.rows, nearest.scores)
@@ -130,7 +130,7 @@ class InvertedLists:
 def train(
     settings: IvfSettings, vectors: StoredVectors, parts: int
 ) -> tuple[faiss.IndexIVF, faiss.LinearTransform | None]:
-    """A trained, empty index, and the rotation to be done before it."""
+    """Return a trained, empty index, and the rotation to be done before it."""
     ntotal, dim = vectors.shape
     nlist = min(settings.nlist or auto_nlist(ntotal), ntotal)
     drawn = _draw(settings, vectors, nlist)
@@ -168,7 +168,7 @@ def _rotation(settings: FaissIvfPqSettings, drawn: Vectors, parts: int) -> faiss
 
 
 def _draw(settings: IvfSettings, vectors: StoredVectors, nlist: int) -> Vectors:
-    """float32 [n, dim]: distinct passages in the order of the corpus."""
+    """Return float32 [n, dim]: distinct passages in the order of the corpus."""
     least = max(nlist, 64 * 2**settings.pq_bits if isinstance(settings, FaissIvfPqSettings) else 0)
     count = min(len(vectors), max(settings.train_size or 64 * nlist, least))
     rows = np.random.default_rng(settings.seed).choice(len(vectors), count, replace=False)
@@ -188,18 +188,18 @@ def _parts(settings: IvfSettings) -> int:
 
 
 def auto_nlist(ntotal: int) -> int:
-    """The power of two nearest to 4 * sqrt(ntotal), at most ntotal / 39 (below that k-means has too little a list)."""
+    """Return the power of two nearest to 4 * sqrt(ntotal), at most ntotal / 39 (what k-means needs a list)."""
     wanted = 1 << round(math.log2(4 * math.sqrt(ntotal)))
     return max(1, min(wanted, ntotal // 39))
 
 
 def auto_parts(dim: int) -> int:
-    """The largest divisor of `dim` that is at most dim / 8 (or 1)."""
+    """Return the largest divisor of `dim` that is at most dim / 8 (or 1)."""
     return next(parts for parts in range(max(1, dim // 8), 0, -1) if dim % parts == 0)
 
 
 def exact_instead(settings: IvfSettings, ntotal: int) -> bool:
-    """Whether a corpus is too small for lists: below `exact_below`, or with fewer passages than a code has values."""
+    """Return whether a corpus is too small for lists: below `exact_below`, or below the number of codes."""
     codes = 2**settings.pq_bits if isinstance(settings, FaissIvfPqSettings) else 1
     return ntotal < max(settings.exact_below, codes)
 

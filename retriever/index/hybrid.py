@@ -21,7 +21,7 @@ RANK_CONSTANT = 60
 
 
 def folder(directory: Path, position: int, kind: str) -> Path:
-    """Where a member is built: `0-bm25`, `1-faiss_flat`, .."""
+    """Return where a member is built: `0-bm25`, `1-faiss_flat`, .."""
     return directory / f"{position}-{kind}"
 
 
@@ -68,7 +68,7 @@ class HybridIndex:
         return fused
 
     def _fuse(self, found: list[tuple[Rows, Scores]]) -> tuple[Rows, Scores]:
-        """Rows ascending, and their sums."""
+        """Return the rows ascending, and their sums."""
         voted, votes = [], []
         for (rows, scores), member, weight in zip(found, self._members, self._weights, strict=True):
             real = rows != NO_ROW

@@ -22,7 +22,7 @@ _STEP4 = (
 
 
 def _shape(word: str) -> str:
-    """`c` or `v` for each letter: `y` is a vowel after a consonant."""
+    """Return `c` or `v` for each letter: `y` is a vowel after a consonant."""
     shape = ""
     for letter in word:
         vowel = letter in "aeiou" or (letter == "y" and shape.endswith("c"))
@@ -31,7 +31,7 @@ def _shape(word: str) -> str:
 
 
 def _measure(word: str) -> int:
-    """How often a vowel is followed by a consonant."""
+    """Return how often a vowel is followed by a consonant."""
     return _shape(word).count("vc")
 
 
@@ -89,7 +89,7 @@ def _last(word: str) -> str:
 
 @lru_cache(maxsize=1 << 18)
 def stem(word: str) -> str:
-    """The stem of a lower-case word."""
+    """Return the stem of a lower-case word."""
     if len(word) < 3:
         return word
     word = _past(_plural(word))

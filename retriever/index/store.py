@@ -26,7 +26,7 @@ DIGEST_BLOCKS = 64
 
 
 def create(directory: Path, ntotal: int, dim: int, dtype: str) -> npt.NDArray[Any]:
-    """A writable map of a new file of zeros (or of the one that is there, where shape and dtype are the same)."""
+    """Create a file of zeros, or open the one with this shape and dtype, and return a writable map of it."""
     path = directory / FILE
     if path.exists():
         found: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r+")
@@ -36,14 +36,14 @@ def create(directory: Path, ntotal: int, dim: int, dtype: str) -> npt.NDArray[An
 
 
 def open_vectors(directory: Path) -> npt.NDArray[Any]:
-    """The matrix, read-only; plain view of the map (numpy's memmap class makes every slice slower)."""
+    """Return the matrix, read-only; plain view of the map (numpy's memmap class makes every slice slower)."""
     return np.asarray(np.load(directory / FILE, mmap_mode="r"))
 
 
 def blocks(
     vectors: npt.NDArray[Any], start: int = 0, stop: int | None = None, block_bytes: int | None = None
 ) -> Iterator[tuple[int, Vectors]]:
-    """(first row, aligned float32 [n, dim]) over rows start .. stop-1, in blocks of about `block_bytes` or BLOCK_BYTES.
+    """Yield (first row, aligned float32 [n, dim]) of rows start .. stop-1, in blocks of `block_bytes` or BLOCK_BYTES.
 
     A block is good until the next is asked for: float16 and unaligned vectors are copied into one buffer.
     """

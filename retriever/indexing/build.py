@@ -138,11 +138,11 @@ class _Build:
         return manifest
 
     def _is_built(self, journal: BuildJournal) -> bool:
-        """Whether an earlier builder came so far that only the checksums were missing."""
+        """Return whether an earlier builder came so far that only the checksums were missing."""
         return journal.index is not None and journal.index == index_identity(self._index)
 
     def _open_journal(self, *, fresh: bool) -> BuildJournal:
-        """The journal of what is kept of an interrupted build; the rest is deleted."""
+        """Return the journal of what is kept of an interrupted build; the rest is deleted."""
         journal = BuildJournal(self._directory)
         if fresh or not self._fits(journal):
             self._workdir.clear(keep=set())
@@ -152,7 +152,7 @@ class _Build:
         return journal
 
     def _fits(self, journal: BuildJournal) -> bool:
-        """Whether the scan of an interrupted build is of the corpus as it is now."""
+        """Return whether the scan of an interrupted build is of the corpus as it is now."""
         was, now = journal.input, self._given.stamp()
         if was is None:
             return False
@@ -216,7 +216,7 @@ class BuildSource:
         return self._scan.passages
 
     def texts(self) -> Iterator[str]:
-        """Contents of every passage in the order of its row, from the start."""
+        """Yield the contents of every passage in the order of its row, from the start."""
         with self._progress.track_pass("texts") as report, closing(read_texts(self._corpus)) as texts:
             for row, text in enumerate(texts):
                 if row % ENCODE_CHUNK == 0:
@@ -246,7 +246,7 @@ class BuildSource:
             )
 
     def _rows_done(self, name: str, path: Path, identity: dict[str, object]) -> int:
-        """Rows that an earlier builder made of the same corpus with the same encoder."""
+        """Return the rows that an earlier builder made of the same corpus with the same encoder."""
         was, rows = self._journal.rows(name)
         if not rows or not path.exists():
             return 0

@@ -35,7 +35,7 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def index_settings(kind: str | None, overrides: Sequence[str]) -> IndexSettings:
-    """The settings that `--index` and `key=value` say. UserError for what they cannot mean."""
+    """Return the settings that `--index` and `key=value` say. UserError for what they cannot mean."""
     items = [f"type={kind or 'bm25'}", *overrides]
     keys = {item.partition("=")[0] for item in overrides}
     if any(key.startswith("encoder.") for key in keys) and "encoder.type" not in keys:

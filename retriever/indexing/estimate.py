@@ -166,7 +166,7 @@ def _bm25(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
 
 
 def _vocabulary(facts: CorpusStats) -> float:
-    """Different words of the corpus, by Heaps' law with the constants of English Wikipedia-like text: 44 * N ** 0.5."""
+    """Return the number of distinct words, by Heaps' law with the constants of English Wikipedia: 44 * N ** 0.5."""
     return min(44 * math.sqrt(facts.words * facts.passages), facts.distinct * facts.passages)
 
 
@@ -190,7 +190,7 @@ STRUCTURES: dict[str, Callable[[Any, CorpusStats, int], ResourceEstimate]] = {
 
 
 def structure(settings: IndexSettings, facts: CorpusStats, dim: int) -> ResourceEstimate:
-    """The index alone, vectors included; with `file`, whose vectors lie elsewhere, only what reading it takes."""
+    """Estimate the index alone, vectors included; with `file`, whose vectors lie elsewhere, only reading it."""
     file = getattr(settings, "file", None)
     if file is not None:
         size = file.stat().st_size if file.is_file() else 0
@@ -199,7 +199,7 @@ def structure(settings: IndexSettings, facts: CorpusStats, dim: int) -> Resource
 
 
 def dense_members(settings: Any) -> int:
-    """How often the corpus is encoded."""
+    """Return how often the corpus is encoded."""
     if settings.type == "hybrid":
         return sum(dense_members(member) for member in settings.members)
     return int(hasattr(settings, "encoder") and getattr(settings, "file", None) is None)
@@ -208,7 +208,7 @@ def dense_members(settings: Any) -> int:
 def estimate(
     settings: IndexSettings, facts: CorpusStats, dim: int, encode_rate: float | None, model_bytes: int
 ) -> ResourceEstimate:
-    """Everything: conversion, scan, encoding, structure, checksums; `encode_rate` passages/s, None: not known."""
+    """Estimate conversion, scan, encoding, structure and checksums. `encode_rate`: passages/s, None: not known."""
     n = facts.passages
     need = structure(settings, facts, dim)
     corpus = facts.line_bytes * n if facts.converted else 0.0

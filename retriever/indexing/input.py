@@ -49,7 +49,7 @@ class CorpusInput:
         return sum(path.stat().st_size for path in self.paths)
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest says about the origin."""
+        """Return what the manifest says about the origin."""
         return {"spec": self.spec, "format": self.format, "words": self.words}
 
     def stamp(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ Tick = Callable[[float, int], None]
 
 
 def documents(given: CorpusInput, tick: Tick) -> Generator[Document, None, None]:
-    """Every passage of the input, named. UserError names the first record that does not fit the format."""
+    """Yield every passage of the input, named. UserError names the first record that does not fit the format."""
     split = _split(given.words) if given.words else iter_one
     seen: set[str] = set()
     count = 0
@@ -136,12 +136,12 @@ def refuse_large(settings: RetrieverSettings) -> None:
 
 
 def iter_one(document: Document) -> Iterator[Document]:
-    """The document as one passage."""
+    """Yield the document as one passage."""
     yield document
 
 
 def _named(given: CorpusInput, seen: set[str]) -> Iterator[tuple[Callable[[], float], Document]]:
-    """Documents with an id; those without one are named after their content, and of equal ones the first is kept.
+    """Yield the documents with an id; those without one are named after their content, and of equal ones the first is kept.
 
     `seen` takes about 100 bytes for each of the latter.
     """
@@ -187,7 +187,7 @@ def _documents_of(record: Record, number: int, path: Path, name: str) -> list[Do
 
 
 def _split(words: int) -> Callable[[Document], Iterator[Document]]:
-    """Passages of `words` words, the last one of a document shorter; white space becomes one space."""
+    """Yield passages of `words` words, the last one of a document shorter; white space becomes one space."""
 
     def split(document: Document) -> Iterator[Document]:
         parts = document.text.split()
@@ -199,7 +199,7 @@ def _split(words: int) -> Callable[[Document], Iterator[Document]]:
 
 
 def as_line(document: Document) -> bytes:
-    """A passage as a line of the corpus. Lone surrogates become `?`."""
+    """Return a passage as a line of the corpus. Lone surrogates become `?`."""
     record = {"id": document.id, "contents": document.contents, **document.fields}
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 

@@ -61,7 +61,7 @@ class BuildPlan:
 
 
 def lacks_encode_rate(plan: BuildPlan) -> bool:
-    """Whether there is something to encode and the speed is not known."""
+    """Return whether there is something to encode and the speed is not known."""
     return plan.dim > 0 and plan.encode_rate is None
 
 
@@ -77,7 +77,7 @@ def plan_build(given: CorpusInput, index: IndexSettings, rate: float | None = No
 
 
 def make_plan(index: IndexSettings, facts: CorpusStats, dim: int, encode_rate: float | None) -> BuildPlan:
-    """A plan on paper."""
+    """Return a plan on paper."""
     need = estimate(index, facts, dim, encode_rate, _model_bytes(index))
     first = _dense(index)
     dtype = "" if first is None else first.dtype
@@ -85,13 +85,13 @@ def make_plan(index: IndexSettings, facts: CorpusStats, dim: int, encode_rate: f
 
 
 def _dense(index: Any) -> Any:
-    """The first index with an encoder: itself, or a member."""
+    """Return the first index with an encoder: itself, or a member."""
     members = [index, *getattr(index, "members", ())]
     return next((member for member in members if hasattr(member, "encoder")), None)
 
 
 def dim_of(index: IndexSettings) -> int | None:
-    """Width of the vectors where the settings alone say it; 0 where there are none; None: only the model knows."""
+    """Return the width of the vectors if the settings say it; 0 without vectors; None: only the model knows."""
     dense = _dense(index)
     if dense is None:
         return 0
@@ -107,7 +107,7 @@ def _model_bytes(index: IndexSettings) -> int:
 
 
 def sample(given: CorpusInput) -> tuple[CorpusStats, list[str]]:
-    """The corpus in numbers from its first passages, and their texts."""
+    """Return the corpus in numbers from its first passages, and their texts."""
     count, lines, words, distinct, share = 0, 0, 0, 0, 0.0
     at_share = 0
     texts: list[str] = []
@@ -137,7 +137,7 @@ def sample(given: CorpusInput) -> tuple[CorpusStats, list[str]]:
 
 
 def probe(encoder: Encoder, texts: Sequence[str]) -> float:
-    """Passages/s of the encoder, over a second or two; the first chunk warms it up."""
+    """Return passages/s of the encoder, over a second or two; the first chunk warms it up."""
     encoder.encode_passages(texts[:PROBE_CHUNK])
     done, start = 0, time.monotonic()
     while (spent := time.monotonic() - start) < PROBE_S:
@@ -148,7 +148,7 @@ def probe(encoder: Encoder, texts: Sequence[str]) -> float:
 
 
 def memory_available() -> int | None:
-    """Bytes that a new process can take: the kernel's estimate, or what is left of the control group's limit."""
+    """Return the bytes that a new process can take: the kernel's estimate, or what is left of the control group's limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -163,7 +163,7 @@ def memory_available() -> int | None:
 
 
 def refuse_if_too_large(plan: BuildPlan, out: Path, *, have: int = 0) -> None:
-    """UserError unless disk and memory are enough. `have`: bytes that an interrupted build has on disk already."""
+    """Raise UserError unless disk and memory are enough. `have`: bytes that an interrupted build has on disk."""
     place = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free + have
     wanted = plan.need.disk + plan.need.scratch
@@ -184,7 +184,7 @@ def refuse_if_too_large(plan: BuildPlan, out: Path, *, have: int = 0) -> None:
 
 
 def constants() -> dict[str, float]:
-    """What the plan's seconds are made from."""
+    """Return what the plan's seconds are made from."""
     from retriever.indexing import estimate as formulas
 
     return RATES | {

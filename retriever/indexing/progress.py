@@ -151,7 +151,7 @@ def _make_bar() -> Progress:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `7 min 05 s`, `3 h 20 min`."""
+    """Return `42 s`, `7 min 05 s`, `3 h 20 min`."""
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -161,7 +161,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(size: float) -> str:
-    """`1.24 GB`, `35 MB`, `160 kB` (powers of ten)."""
+    """Return `1.24 GB`, `35 MB`, `160 kB` (powers of ten)."""
     if size >= 1e9:
         return f"{size / 1e9:,.2f} GB"
     return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e3:,.0f} kB"

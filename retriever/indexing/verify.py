@@ -37,7 +37,7 @@ def verify_index(
     quick: bool = False,
     changes: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """What was looked at and found to be right, one line each; UserError names the first thing that is wrong.
+    """Return what was looked at and found to be right, one line each; UserError names the first thing that is wrong.
 
     full     look at every vector and not at some      quick  sizes only, no checksums: seconds instead of minutes
     changes  settings of the index other than at the build, e.g. {"encoder": {"device": "cpu"}}
@@ -85,7 +85,7 @@ def _vectors(path: Path, passages: int, *, full: bool) -> str:
 
 
 def _rows(passages: int, *, full: bool) -> Iterator[slice]:
-    """Blocks of rows, all or evenly spread."""
+    """Yield blocks of rows, all or evenly spread."""
     blocks = max(1, -(-passages // _BLOCK))
     step = 1 if full else max(1, blocks // max(1, SAMPLE_ROWS // _BLOCK))
     for block in range(0, blocks, step):

@@ -169,7 +169,7 @@ class BuildJournal:
         self._write()
 
     def rows(self, name: str) -> tuple[dict[str, Any], int]:
-        """(identity, rows on disk) of a vector file; ({}, 0) when it is new."""
+        """Return (identity, rows on disk) of a vector file; ({}, 0) when it is new."""
         entry = self._content["vectors"].get(name)
         return ({}, 0) if entry is None else (entry["identity"], entry["rows"])
 
@@ -189,7 +189,7 @@ class BuildJournal:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a journal. UserError if it is damaged: its content must not be guessed."""
+    """Return the content of a journal. UserError if it is damaged: its content must not be guessed."""
     try:
         content = json.loads(path.read_text())
         vectors = content.get("vectors", {})
@@ -217,6 +217,6 @@ def fsync(path: Path) -> None:
 
 
 def files_in(directory: Path) -> list[str]:
-    """Names of the files below a directory, in order, except the lock."""
+    """Return the names of the files below a directory, in order, except the lock."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in found if name != _LOCK)

@@ -15,12 +15,12 @@ class Reranker(Protocol):
     """Scores of documents for a query. One thread at a time."""
 
     def scores(self, pairs: Sequence[tuple[str, Sequence[str]]]) -> list[Scores]:
-        """One float32 array [len(texts)] for every (query, texts), higher is better, all finite.
+        """Return one float32 array [len(texts)] for every (query, texts), higher is better, all finite.
 
         A query meets its own texts only (Search-R1's rerank server pairs every query with the documents of all).
         """
 
 
 def order(scores: Scores) -> npt.NDArray[np.int64]:
-    """Places [n] in the original ranking by (score descending, original place ascending): equal scores keep theirs."""
+    """Return the original ranks [n] by (score descending, original rank ascending)."""
     return np.lexsort((np.arange(len(scores)), -scores))

@@ -55,7 +55,7 @@ class CrossEncoder:
         return [flat[end - len(own) : end] for end, (_, own) in zip(ends, pairs, strict=True)]
 
     def _score(self, queries: list[str], texts: list[str]) -> Scores:
-        """float32 [n] of n pairs."""
+        """Return float32 [n] of n pairs."""
         scores = np.zeros(len(texts), dtype=np.float32)
         tokens = self._tokenizer(queries, texts, truncation="longest_first", max_length=self._limit)
         with torch.inference_mode():

@@ -79,7 +79,7 @@ class MemoryJournal:
             ) from None
 
     def load(self) -> Iterator[tuple[str, MemoryEntry]]:
-        """(run, entry) of all files, oldest file first, in the order of their writing. Mends what a crash tore
+        """Yield (run, entry) of all files, oldest file first, in the order of their writing. Repairs what a crash tore
         and skips what is no entry, with a warning."""
         paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         for path in paths:
@@ -108,7 +108,7 @@ class MemoryJournal:
         self._lines[run] = self._lines.get(run, 0) + len(entries)
 
     def must_rewrite(self, run: str, alive: int) -> bool:
-        """Whether most of the run's file is evicted entries."""
+        """Return whether most of the run's file is evicted entries."""
         return self._lines.get(run, 0) > 2 * alive + _SLACK
 
     def rewrite(self, run: str, entries: Sequence[MemoryEntry]) -> None:
@@ -133,7 +133,7 @@ class MemoryJournal:
 
 
 def document_id(document: bytes) -> str:
-    """The id of a document as it is sent."""
+    """Return the id of a document as it is sent."""
     return str(json.loads(document).get("id", ""))
 
 
@@ -156,8 +156,7 @@ def _lock_slot(directory: Path, fingerprint: str) -> tuple[Path, int]:
 
 
 def _without_torn_line(path: Path) -> list[bytes]:
-    """The file's whole lines; what follows the last line end is cut off the file, or the next entry would be glued to
-    it. Empty when not even the head is whole."""
+    """Return the complete lines of a file, perhaps none, and truncate it after the last: the next entry is appended."""
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content):

@@ -54,7 +54,7 @@ class SearchMemory:
         return sum(run.num_bytes for run in self._runs.values())
 
     def recall(self, run: str, vectors: npt.NDArray[np.float32], k: int) -> list[MemoryLookup]:
-        """One for each of vectors [n, dim]. What is found counts as used."""
+        """Return one for each of vectors [n, dim]. What is found counts as used."""
         memory = self._runs.get(run)
         if memory is None:
             return [MemoryLookup(None)] * len(vectors)
@@ -93,7 +93,7 @@ class SearchMemory:
             self._journal = None
 
     def find(self, passage_id: str) -> Passage | None:
-        """A document that some entry holds."""
+        """Return a document that some entry holds."""
         copies = self._documents.get(passage_id)
         return Passage.model_validate_json(copies[-1]) if copies else None
 
@@ -179,11 +179,11 @@ class RunMemory:
         return len(self._order)
 
     def entries(self) -> list[MemoryEntry]:
-        """All of them, least recently used first."""
+        """Return all of them, least recently used first."""
         return [entry for slot in self._order.values() if (entry := self._slots[slot]) is not None]
 
     def nearest(self, vector: npt.NDArray[np.float32], count: int, above: float) -> list[tuple[float, MemoryEntry]]:
-        """At most `count` entries with their cosines, best first, none below `above`. Changes nothing."""
+        """Return at most `count` entries with their cosines, best first, none below `above`. Changes nothing."""
         if not self._order or not count:
             return []
         slots = np.fromiter(self._order.values(), dtype=np.int64, count=len(self._order))
@@ -244,7 +244,7 @@ class RunMemory:
 
 
 def unit_rows(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """float32 [n, dim] with length 1 each (0 stays 0)."""
+    """Return float32 [n, dim] with length 1 each (0 stays 0)."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: npt.NDArray[np.float32] = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
     return unit

@@ -150,7 +150,7 @@ class OnlineBackend:
         return hit.with_text(page.title, page.text)
 
     async def _page_or_snippet(self, hit: WebHit, pages: PageFetcher) -> Passage:
-        """The page's text; where it cannot be had, or there is no page, what the provider gave."""
+        """Return the page's text; where it cannot be had, or there is no page, what the provider gave."""
         if not hit.url or hit.box:
             return hit.passage
         try:
@@ -191,7 +191,7 @@ class WebHit(NamedTuple):
     box: bool
 
     def with_text(self, title: str, text: str) -> Passage:
-        """The document under the same id with another text, and with its own title where there is no other."""
+        """Return the document under the same id with another text, and with its own title where there is no other."""
         return _passage(self.passage.id, title or self.passage.title, text, self.url)
 
 
@@ -217,7 +217,7 @@ class HitCache:
 
 
 def hits_of(found: Iterable[ProviderHit]) -> list[WebHit]:
-    """One hit a page, in order: empty ones left out, and the later of two with one id.
+    """Return one hit a page, in order: empty ones left out, and the later of two with one id.
 
     Ids: `url:` and a hash of the address; `box:` and a hash of all of an answer box, which may have a page's address
     but is not that page, and often has none.

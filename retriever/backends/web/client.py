@@ -269,7 +269,7 @@ class Secret:
         return "Secret(..)"
 
     def reveal(self) -> str:
-        """The key itself."""
+        """Return the key itself."""
         return self._value
 
     def redact(self, text: str) -> str:
@@ -312,7 +312,7 @@ def _once() -> aiohttp.ClientMiddlewareType:
 
 
 def _retry_after_s(value: str) -> float:
-    """Seconds (RFC 9110, 10.2.3: a number or a date); 0 for anything else."""
+    """Return the seconds (RFC 9110, 10.2.3: a number or a date); 0 for anything else."""
     value = value.strip()
     if value.isascii() and value.isdigit():
         return float(value[:9])

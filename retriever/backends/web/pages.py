@@ -26,8 +26,6 @@ from retriever.backends.web.provider import ProviderRequest, WebSearchError
 from retriever.backends.web.recordings import Recordings
 from retriever.backends.web.ssrf import Lookup, SsrfGuard
 
-# The text of a page: title and body without scripts, styles and navigation. Standard library only.
-
 _SKIPPED = frozenset(
     {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside", "form", "iframe", "select"}
 )
@@ -58,9 +56,9 @@ class WebPage(NamedTuple):
 
 
 def page_of_html(content: str, max_chars: int) -> WebPage:
-    """Title and text, one block a line, blanks collapsed, the text cut after `max_chars` characters.
+    """Return the title and text, one block a line, blanks collapsed, the text cut after `max_chars` characters.
 
-    Failed("garbage") where there is no reading it.
+    WebSearchError("garbage") if it cannot be parsed.
     """
     reader, end = _Reader(), time.monotonic() + _LONGEST_S
     content = _SECTION.sub("", content)
@@ -80,12 +78,12 @@ def page_of_html(content: str, max_chars: int) -> WebPage:
 
 
 def page_of_plain(content: str, max_chars: int) -> WebPage:
-    """A page that is text already."""
+    """Return a page that is text already."""
     return WebPage("", _tidy(content, max_chars))
 
 
 def decode(content: bytes, charset: str | None) -> str:
-    """Bytes as text: by byte order mark, header (`charset`), `meta`, else UTF-8; what does not fit becomes U+FFFD."""
+    """Decode by byte order mark, header (`charset`), `meta`, or UTF-8; what does not fit becomes U+FFFD."""
     for mark, name in (
         (codecs.BOM_UTF8, "utf-8-sig"),
         (codecs.BOM_UTF16_LE, "utf-16"),
@@ -162,7 +160,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The system's resolver."""
+    """Resolve by the system's resolver."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
@@ -182,7 +180,7 @@ class PageFetcher:
         self._semaphore = asyncio.Semaphore(settings.concurrency)
 
     async def read(self, url: str) -> WebPage:
-        """The page's title and text. Failed where it cannot be had, or must not."""
+        """Return the page's title and text. WebSearchError if it cannot be had, or must not."""
         recordings, request = self._recordings, ProviderRequest(url)
         if recordings is not None and self._record in ("replay", "auto"):
             try:
@@ -221,7 +219,7 @@ class PageFetcher:
         raise WebSearchError("redirects", f"more than {self._settings.max_redirects} redirects")
 
     async def _hop(self, url: URL) -> URL | tuple[bytes, str, str | None]:
-        """One request: where it is redirected to, or the content, its type and its charset."""
+        """Return one request: where it is redirected to, or the content, its type and its charset."""
         host = url.raw_host or ""
         try:
             address = self._guard.addresses(await self._lookup(host, url.port or 0))
@@ -244,7 +242,7 @@ class PageFetcher:
             raise WebSearchError("garbage", type(error).__name__) from None
 
     async def _capped(self, response: aiohttp.ClientResponse) -> bytes:
-        """At most `max_mb` of the content after decompression, which aiohttp does piece by piece."""
+        """Return at most `max_mb` of the content after decompression, which aiohttp does piece by piece."""
         limit, content = int(self._settings.max_mb * 2**20), bytearray()
         async for chunk in response.content.iter_any():
             content += chunk

@@ -39,7 +39,7 @@ class Recordings:
             ) from None
 
     def path(self, request: ProviderRequest) -> Path:
-        """Where the reply to a request is, or would be."""
+        """Return where the reply to a request is, or would be."""
         line = json.dumps([self._provider, _plain(request)], sort_keys=True, ensure_ascii=True)
         return self._directory / f"{self._provider}-{hashlib.sha256(line.encode()).hexdigest()[:32]}.json"
 

@@ -45,7 +45,7 @@ _NAME = re.compile(r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0
 
 
 def is_public(address: Address) -> bool:
-    """Whether this address is public: no range of a special purpose, no IPv4 inside an IPv6 address."""
+    """Return whether this address is public: no range of a special purpose, no IPv4 inside an IPv6 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return not any(address in net for net in _PRIVATE_4)
     return address in _PUBLIC_6 and not any(address in net for net in _PRIVATE_6)
@@ -59,7 +59,7 @@ class SsrfGuard:
         self._allowed = [ipaddress.ip_network(str(net)) for net in settings.allow_private]
 
     def url(self, text: str) -> URL:
-        """The address, parsed once; what is checked here is what is connected to."""
+        """Return the address, parsed once; what is checked here is what is connected to."""
         if len(text) > MAX_URL_CHARS or not text.isprintable() or any(c in text for c in "\\ \t"):
             raise WebSearchError(
                 "refused", "an address that is too long, or with blanks, backslashes or control characters"
@@ -92,7 +92,7 @@ class SsrfGuard:
             raise WebSearchError("refused", f"host {raw} is not allowed")
 
     def address(self, text: str) -> str:
-        """An address that may be connected to, in its normal form."""
+        """Return an address that may be connected to, in its normal form."""
         try:
             address = ipaddress.ip_address(text)
         except ValueError:
@@ -104,7 +104,7 @@ class SsrfGuard:
         return str(address)
 
     def addresses(self, texts: Sequence[str]) -> str:
-        """The first of a name's addresses. A name with one bad address is refused whole: it is a trick or a mistake."""
+        """Return the first of a name's addresses. A name with one bad address is refused: a trick or a mistake."""
         checked = [self.address(text) for text in texts]
         if not checked:
             raise WebSearchError("unreachable", "the name has no address")
@@ -138,7 +138,7 @@ class _PinnedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """The one address of the one name."""
+        """Return the one address of the one name."""
         if host.rstrip(".").lower() != self._host.rstrip(".").lower():
             raise OSError(f"no other name than the checked one: {host}")
         kind = socket.AF_INET6 if ":" in self._address else socket.AF_INET

@@ -176,7 +176,7 @@ class RecordReader:
 
 
 def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[tuple[int, Record]]:
-    """(number from 1, record) of every row. Holds one batch of rows; OSError for a file that is damaged."""
+    """Yield (number from 1, record) of every row. Holds one batch of rows; OSError for a file that is damaged."""
     try:
         with pq.ParquetFile(path) as file:
             # of the others only what a passage can carry: dumps often hold vectors
@@ -194,7 +194,7 @@ def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[t
 
 
 def columns_of(path: Path) -> list[str]:
-    """Names of the columns of a file; OSError for one that is damaged."""
+    """Return the names of the columns of a file; OSError for one that is damaged."""
     try:
         return list(pq.read_schema(path).names)
     except pa.ArrowInvalid as error:
@@ -202,21 +202,23 @@ def columns_of(path: Path) -> list[str]:
 
 
 def content_id(document: Document) -> str:
-    """16 hexadecimal digits that depend on title and text only, so that a passage has one name in every file."""
+    """Return 16 hexadecimal digits that depend on title and text only, so that a passage has one name in every file."""
     content = f"{document.title}\n{document.text}".encode("utf-8", "replace")
     return hashlib.blake2b(content, digest_size=8, person=b"foray passage").hexdigest()
 
 
 def text_of(value: Any, name: str) -> str:
-    """`value` if it is text; TypeError that names the field otherwise."""
+    """Return `value` if it is text; TypeError that names the field otherwise."""
     if not isinstance(value, str):
         raise TypeError(f"`{name}` is a {type(value).__name__} and not text")
     return value
 
 
 def fields_of(record: Record, without: Collection[str]) -> dict[str, Any]:
-    """The record's text, numbers, truth values and nulls, as clients of other servers read them. Lists, objects (a
-    vector!) and texts beyond MAX_FIELD_CHARS are left out, and so is what cannot be sent as JSON."""
+    """Return the record's texts, numbers, truth values and nulls, as clients of other servers read them.
+
+    Left out are lists, objects (a vector!), texts beyond MAX_FIELD_CHARS, and what cannot be sent as JSON.
+    """
     found: dict[str, Any] = {}
     for name, value in record.items():
         if name in without or len(name) > MAX_NAME_CHARS or len(found) == MAX_FIELDS:
@@ -239,12 +241,12 @@ def _is_scalar_value(value: Any) -> bool:
 
 
 def cleaned(text: str) -> str:
-    """Text with `?` for lone surrogates, which JSON can spell and UTF-8 cannot."""
+    """Return the text with `?` for lone surrogates, which JSON can spell and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode()
 
 
 def id_of(record: Record) -> str:
-    """The record's id as text, "" when it has none."""
+    """Return the record's id as text, "" when it has none."""
     value = record.get("id", record.get("_id", ""))
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"`id` is a {type(value).__name__} and not a string or an integer")

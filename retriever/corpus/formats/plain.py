@@ -14,7 +14,7 @@ _CONTENTS_KEYS = frozenset({"id", "_id", "contents"})
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """(title, text); the title is the first line where that stands in double quotes, and "" otherwise."""
+    """Return (title, text); the title is the first line where that stands in double quotes, and "" otherwise."""
     first, newline, rest = contents.partition("\n")
     first = first.strip()
     if newline and len(first) >= 2 and first.startswith('"') and first.endswith('"'):

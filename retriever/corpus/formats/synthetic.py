@@ -48,7 +48,7 @@ class Synthetic:
         return f"{PREFIX}{self.passages}:{self.seed}"
 
     def documents(self) -> Iterator[Document]:
-        """Documents "0", "1", ... in order; a prefix of a longer corpus with the same seed is the shorter one."""
+        """Yield documents "0", "1", ... in order; a prefix of a longer corpus with the same seed is the shorter one."""
         forms = _word_forms()
         choose = _zipf_table()
         for first in range(0, self.passages, _BLOCK):
@@ -73,7 +73,7 @@ def _mix(values: Words) -> Words:
 
 
 def _draw(rows: Words, seed: int, choose: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(places in `_word_forms` int64 [rows, TITLE_WORDS + MAX_WORDS], words of each text int64 [rows])."""
+    """Return (places in `_word_forms` int64 [rows, TITLE_WORDS + MAX_WORDS], words of each text int64 [rows])."""
     golden = _U(0x9E3779B97F4A7C15)
     base = _mix((rows + _U(1)) * golden ^ _mix(np.array([seed + 1], dtype=_U) * golden))
     position = np.arange(TITLE_WORDS + MAX_WORDS, dtype=_U)
@@ -92,7 +92,7 @@ def _draw(rows: Words, seed: int, choose: npt.NDArray[np.int64]) -> tuple[npt.ND
 
 
 def _word_forms() -> list[str]:
-    """Every word as it is, capitalised, and with a full stop: 3 * VOCABULARY."""
+    """Return every word as it is, capitalised, and with a full stop: 3 * VOCABULARY."""
     onsets, vowels, codas = "bdfgklmnprstvz", "aeiou", ("", "n", "r", "s", "l")
     syllables = [onset + vowel + coda for coda in codas for onset in onsets for vowel in vowels]
     words, count = [], len(syllables)
