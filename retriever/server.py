@@ -21,7 +21,7 @@ from protocol.runtime.http.auth import read_access
 from protocol.runtime.http.server import announce, listening
 from protocol.runtime.lifecycle import shutdown_on_signals
 from retriever.api.app import create_app
-from retriever.api.base import AppState, EmbeddingInput, EmbeddingService
+from retriever.api.base import EmbeddingInput, EmbeddingService, RetrieverState
 from retriever.backends.base import Embedder, QueryFailure
 from retriever.backends.factory import OpenBackend, open_backend
 from retriever.config import RetrieverSettings
@@ -54,7 +54,7 @@ async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -
 async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
     """A service that answers on the yielded port while the block runs."""
     access = read_access(os.environ)
-    service = AppState(settings)
+    service = RetrieverState(settings)
     async with listening(
         create_app(service, access),
         settings.host,
@@ -80,7 +80,7 @@ async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
             await opened.backend.close()
 
 
-def attach(service: AppState, opened: OpenBackend) -> dict[str, Coroutine[Any, Any, None]]:
+def attach(service: RetrieverState, opened: OpenBackend) -> dict[str, Coroutine[Any, Any, None]]:
     """Make the service ready. Returns the loops that must run from now on, by name.
 
     Searches and embeddings have a queue each, under one limit.
@@ -112,7 +112,7 @@ def attach(service: AppState, opened: OpenBackend) -> dict[str, Coroutine[Any, A
 
 
 def _embedding_batcher(
-    embedder: Embedder, service: AppState, queue_limit: QueueLimit
+    embedder: Embedder, service: RetrieverState, queue_limit: QueueLimit
 ) -> DynamicBatcher[EmbeddingInput, Vector]:
     async def embed(texts: Sequence[EmbeddingInput]) -> Sequence[Vector | QueryFailure]:
         vectors = await embedder.embed([item.text for item in texts], texts[0].kind)

@@ -12,7 +12,7 @@ from protocol.runtime.http.auth import Access, Role, Verdict
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
 from protocol.search import MAX_QUERY_CHARS
 from retriever.api import flashrag, openai, search_r1
-from retriever.api.base import NOT_OPEN, SERVICE, ApiError, AppState, api_error
+from retriever.api.base import NOT_OPEN, SERVICE, ApiError, RetrieverState, api_error
 from retriever.api.openapi import openapi
 from retriever.backends.base import Backend
 from retriever.backends.index import document_json
@@ -32,7 +32,7 @@ ROUTE_ROLES: Mapping[str, Role] = {
 """Routes that say how the service is. All others return passages or cost compute, or a provider's money: node."""
 
 
-def create_app(service: AppState, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
+def create_app(service: RetrieverState, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
     """Build the aiohttp application. Run it with `handler_cancellation=True`: abandoned requests are dropped."""
     limit = int(service.settings.max_body_mb * 2**20)
     auth = auth_middleware(access, ROUTE_ROLES, default="node", refuse=_unauthorized)

@@ -54,7 +54,7 @@ class EmbeddingService:
     texts: DynamicBatcher[EmbeddingInput, npt.NDArray[np.float32]]
 
 
-class AppState:
+class RetrieverState:
     """What the handlers share.
 
     backend, searches, embedding  None until the back-end is open
@@ -96,7 +96,7 @@ class AppState:
         return self.searches is not None and not self.draining
 
 
-SERVICE = web.AppKey("service", AppState)
+SERVICE = web.AppKey("service", RetrieverState)
 
 
 class ApiError(Exception):
@@ -135,7 +135,7 @@ async def request_body(kind: type[Body], request: web.Request) -> AsyncIterator[
         yield _checked(service, kind, raw)
 
 
-def _checked(service: AppState, kind: type[Body], raw: bytes) -> Body:
+def _checked(service: RetrieverState, kind: type[Body], raw: bytes) -> Body:
     odd = Counter[str]()
     try:
         # not pydantic's own parser: it refuses a body for one lone surrogate in it
@@ -158,7 +158,7 @@ def _checked(service: AppState, kind: type[Body], raw: bytes) -> Body:
     return body
 
 
-def _hits(service: AppState, asked: int) -> int:
+def _hits(service: RetrieverState, asked: int) -> int:
     """Return `asked`, or the whole corpus if that is smaller. Raises ApiError 400 beyond `max_topk`."""
     most, passages = service.settings.max_topk, service.num_passages
     if asked <= most:
@@ -169,7 +169,7 @@ def _hits(service: AppState, asked: int) -> int:
 
 
 async def search_outcomes(
-    service: AppState, queries: Sequence[str], k: int, run: str = ""
+    service: RetrieverState, queries: Sequence[str], k: int, run: str = ""
 ) -> list[QueryResult | QueryFailure]:
     """Return one outcome a query. Raises ApiError 400, 429 and 503."""
     if service.searches is None or service.draining:
@@ -188,7 +188,7 @@ async def search_outcomes(
         service.metrics.request_seconds.observe(time.perf_counter() - start)
 
 
-async def search_results(service: AppState, queries: Sequence[str], k: int, run: str = "") -> list[QueryResult]:
+async def search_results(service: RetrieverState, queries: Sequence[str], k: int, run: str = "") -> list[QueryResult]:
     """Return one result a query. Raises ApiError for the first that failed: clients of this form cannot tell a failed
     query from one without hits."""
     outcomes = await search_outcomes(service, queries, k, run)
@@ -198,7 +198,7 @@ async def search_results(service: AppState, queries: Sequence[str], k: int, run:
     return results
 
 
-def overloaded(service: AppState, error: Overloaded) -> ApiError:
+def overloaded(service: RetrieverState, error: Overloaded) -> ApiError:
     """Count a refused request and return its response."""
     service.metrics.rejected.inc()
     return ApiError(error.status, str(error), retry_after_s=error.retry_after_s)

@@ -24,9 +24,9 @@ from retriever.api.base import (
     NOT_OPEN,
     SERVICE,
     ApiError,
-    AppState,
     EmbeddingInput,
     EmbeddingService,
+    RetrieverState,
     api_error,
     overloaded,
     request_body,
@@ -92,7 +92,7 @@ async def models(request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [entry]})
 
 
-def _embedding(service: AppState) -> EmbeddingService:
+def _embedding(service: RetrieverState) -> EmbeddingService:
     if not service.ready:
         raise ApiError(503, NOT_OPEN, retry_after_s=1)
     if service.embedding is None:

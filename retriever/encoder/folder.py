@@ -280,7 +280,7 @@ def _digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def _tensors(path: Path) -> list[tuple[str, str]]:
-    """Return the name and digest of every tensor of one safetensors file: 8 bytes of length, a JSON header, the data."""
+    """Return (name, digest) of every tensor of a safetensors file: 8 bytes of length, a JSON header, the data."""
     with path.open("rb") as file:
         try:
             size = int.from_bytes(file.read(8), "little")

@@ -141,7 +141,7 @@ def iter_one(document: Document) -> Iterator[Document]:
 
 
 def _named(given: CorpusInput, seen: set[str]) -> Iterator[tuple[Callable[[], float], Document]]:
-    """Yield the documents with an id; those without one are named after their content, and of equal ones the first is kept.
+    """Yield the documents with an id: those without one get a hash of their content, and duplicates are dropped.
 
     `seen` takes about 100 bytes for each of the latter.
     """

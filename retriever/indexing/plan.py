@@ -148,7 +148,7 @@ def probe(encoder: Encoder, texts: Sequence[str]) -> float:
 
 
 def memory_available() -> int | None:
-    """Return the bytes that a new process can take: the kernel's estimate, or what is left of the control group's limit."""
+    """Return the bytes a new process can take: the kernel's estimate, or what the control group's limit leaves."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -27,7 +27,7 @@ from protocol.runtime.http.auth import Access
 from protocol.runtime.http.server import SERVER_OPTIONS
 from protocol.runtime.log import without_trace_of_clients
 from retriever.api.app import create_app
-from retriever.api.base import AppState
+from retriever.api.base import RetrieverState
 from retriever.config import RetrieverSettings
 from retriever.corpus.formats.base import RecordReader
 from retriever.index.faiss_flat import check_readable
@@ -157,7 +157,7 @@ def _rollout() -> web.Application:
 
 
 def _retriever() -> web.Application:
-    return create_app(AppState(RetrieverSettings()))
+    return create_app(RetrieverState(RetrieverSettings()))
 
 
 def _engine() -> web.Application:
@@ -188,7 +188,7 @@ async def _pieces() -> AsyncIterator[bytes]:
 
 
 async def test_a_token_that_is_no_text_is_refused() -> None:
-    app = create_app(AppState(RetrieverSettings()), Access({"node": "t-0123456789-abcdefghijklmnopqrstuvw"}))
+    app = create_app(RetrieverState(RetrieverSettings()), Access({"node": "t-0123456789-abcdefghijklmnopqrstuvw"}))
     async with served(app) as url:
         host, _, port = url.removeprefix("http://").partition(":")
         import asyncio

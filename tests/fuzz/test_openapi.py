@@ -10,7 +10,7 @@ from aiohttp import web
 
 from retriever.api import openapi as retriever_openapi
 from retriever.api.app import create_app
-from retriever.api.base import AppState
+from retriever.api.base import RetrieverState
 from retriever.config import RetrieverSettings
 from rollout_server.api import openapi as rollout_openapi
 from rollout_server.api.app import build_app
@@ -50,7 +50,7 @@ def engine_app() -> web.Application:
 
 APPS = {
     "rollout": (lambda: build_app(cast(Any, None)), rollout_openapi.describe),
-    "retriever": (lambda: create_app(AppState(RetrieverSettings())), retriever_openapi.describe),
+    "retriever": (lambda: create_app(RetrieverState(RetrieverSettings())), retriever_openapi.describe),
     "engine": (engine_app, engine_openapi.describe),
 }
 

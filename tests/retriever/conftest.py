@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from retriever.api.app import create_app
-from retriever.api.base import AppState
+from retriever.api.base import RetrieverState
 from retriever.backends.base import QueryResult
 from retriever.backends.factory import OpenBackend
 from retriever.backends.index import IndexBackend, Searcher, open_searcher
@@ -109,7 +109,7 @@ def bench(settings: Callable[..., RetrieverSettings]) -> Callable[..., AbstractA
     @asynccontextmanager
     async def start(**fields: Any) -> AsyncIterator[Bench]:
         chosen = settings(**fields)
-        service = AppState(chosen)
+        service = RetrieverState(chosen)
         with ThreadPoolExecutor(1) as owner:
             loop = asyncio.get_running_loop()
             watched = Watched(await loop.run_in_executor(owner, open_searcher, chosen))

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from protocol.search import SearchRequest, SearchResponse
 from retriever.api.app import create_app
-from retriever.api.base import AppState
+from retriever.api.base import RetrieverState
 from retriever.api.flashrag import ManyQueries
 from retriever.api.search_r1 import render
 from retriever.backends.base import QueryResult
@@ -243,7 +243,7 @@ async def test_requests_in_flight_are_answered_when_the_service_ends(settings: S
 
 
 async def test_before_the_index_is_open_the_service_is_healthy_and_not_ready(settings: Settings) -> None:
-    runner = web.AppRunner(create_app(AppState(settings())), access_log=None)
+    runner = web.AppRunner(create_app(RetrieverState(settings())), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 from protocol.errors import UserError
 from protocol.search import Passage, SearchResponse
 from retriever.api.app import create_app
-from retriever.api.base import AppState
+from retriever.api.base import RetrieverState
 from retriever.backends.base import QueryFailure, QueryResult
 from retriever.backends.factory import OpenBackend
 from retriever.backends.index import RerankStage, Searcher, document_json, open_searcher
@@ -69,9 +69,9 @@ class Scripted:
 @asynccontextmanager
 async def serving(
     backend: Scripted, max_concurrent_batches: int = 1, max_batch: int = 512, **fields: Any
-) -> AsyncIterator[tuple[aiohttp.ClientSession, AppState]]:
+) -> AsyncIterator[tuple[aiohttp.ClientSession, RetrieverState]]:
     """A service over a scripted backend, and a session to it."""
-    service = AppState(RetrieverSettings.model_validate({"window_ms": 0, **fields}))
+    service = RetrieverState(RetrieverSettings.model_validate({"window_ms": 0, **fields}))
     opened = OpenBackend(
         backend, None, max_concurrent_batches=max_concurrent_batches, max_batch=max_batch, per_run=True
     )

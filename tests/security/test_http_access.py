@@ -18,7 +18,7 @@ from protocol.errors import UserError
 from protocol.runtime.http.auth import ROLES, Access, Role, read_access, variable
 from protocol.runtime.http.server import auth_middleware, listening
 from retriever.api.app import create_app
-from retriever.api.base import AppState
+from retriever.api.base import RetrieverState
 from retriever.config import RetrieverSettings
 from retriever.server import running
 from rollout_server.api.app import ROUTE_ROLES, build_app
@@ -155,7 +155,7 @@ def test_every_route_says_what_it_needs() -> None:
     """A route that is added and forgotten is the operator's (rollout server) or node's (retriever), never open."""
     routes = {r.resource.canonical for r in build_app(SERVED_BY_NOBODY).router.routes() if r.resource is not None}
     assert routes == {"/health", "/ready"} | ROUTE_ROLES.keys()
-    served = create_app(AppState(RetrieverSettings()), Access())
+    served = create_app(RetrieverState(RetrieverSettings()), Access())
     assert {"/health", "/ready"} < {r.resource.canonical for r in served.router.routes() if r.resource is not None}
 
 
