@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_server.rewards.base import Outcome, WeightedReward
+from rollout_server.rewards.base import RewardInput, WeightedReward
 
 
 class NumberSettings(WeightedReward):
@@ -25,7 +25,7 @@ class NumberMatch:
     def __init__(self, settings: NumberSettings) -> None:
         self._tolerance = settings.tolerance
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, outcome: RewardInput) -> float:
         answer, golds = _number(outcome.answer or ""), map(_number, outcome.question.answers)
         return float(any(math.isclose(answer, gold, rel_tol=self._tolerance) for gold in golds))
 

@@ -6,12 +6,12 @@ Its line in `rollout_server.tools.REGISTRY`: `CalculatorSettings: "examples.exte
 import ast
 from typing import ClassVar, Literal
 
-from rollout_server.tools.base import Calls, ToolBase, ToolResult
+from rollout_server.tools.base import Calls, ToolResult, ToolSettingsBase
 
 OPERATORS = {ast.Add: float.__add__, ast.Sub: float.__sub__, ast.Mult: float.__mul__, ast.Div: float.__truediv__}
 
 
-class CalculatorSettings(ToolBase):
+class CalculatorSettings(ToolSettingsBase):
     sentence: ClassVar[str] = "<calculate> 2 * (3 + 4) </calculate> returns the value between {open} and {close}."
     type: Literal["calculate"] = "calculate"
 

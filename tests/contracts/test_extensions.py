@@ -24,8 +24,8 @@ from retriever import encoder, index
 from retriever.backends.web import providers
 from retriever.backends.web.provider import ProviderHit, WebSearchError
 from rollout_server import rewards, tools
-from rollout_server.rewards.base import Outcome
-from rollout_server.rewards.resources import Io
+from rollout_server.rewards.base import RewardInput
+from rollout_server.rewards.resources import RewardResources
 from rollout_server.tools.base import Tool
 from tests.contracts import test_algorithm, test_encoder, test_index, test_tool
 
@@ -70,9 +70,9 @@ def test_the_algorithm() -> None:
     ("answer", "worth"), [("1,000", 1.0), ("1.005e3", 1.0), ("1020", 0.0), ("many", 0.0), (None, 0)]
 )
 async def test_the_reward(answer: str | None, worth: float) -> None:
-    reward: Any = rewards.build_reward(NumberSettings(), Io())
+    reward: Any = rewards.build_reward(NumberSettings(), RewardResources())
     question = Question(id="q", text="how many?", answers=("1000", "a thousand"))
-    assert await reward(Outcome(question, Status.ANSWERED, answer, (), 0)) == worth
+    assert await reward(RewardInput(question, Status.ANSWERED, answer, (), 0)) == worth
     assert reward.name == NumberSettings().key
 
 
