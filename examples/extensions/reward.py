@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_server.rewards.base import RewardInput, WeightedReward
+from rollout_server.rewards.base import RewardInput, RewardSettingsBase
 
 
-class NumberSettings(WeightedReward):
+class NumberSettings(RewardSettingsBase):
     """Answers that are numbers, compared as such: 1,000 is 1e3."""
 
     type: Literal["number"] = "number"

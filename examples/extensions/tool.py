@@ -6,7 +6,7 @@ Its line in `rollout_server.tools.REGISTRY`: `CalculatorSettings: "examples.exte
 import ast
 from typing import ClassVar, Literal
 
-from rollout_server.tools.base import Calls, ToolResult, ToolSettingsBase
+from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
 
 OPERATORS = {ast.Add: float.__add__, ast.Sub: float.__sub__, ast.Mult: float.__mul__, ast.Div: float.__truediv__}
 
@@ -16,7 +16,7 @@ class CalculatorSettings(ToolSettingsBase):
     type: Literal["calculate"] = "calculate"
 
 
-class Calculator(Calls):
+class Calculator(InflightCalls):
     name = "calculate"
 
     def __init__(self, settings: CalculatorSettings, urls: tuple[str, ...]) -> None:
