@@ -87,12 +87,12 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
             raise ForayError(f"{', '.join(restarted)} died and was started again: that run measures something else")
     directory = prepared.config.run.dir
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    from deploy.monitor.snapshot import read_books
+    from deploy.monitor.snapshot import read_ledger_totals
 
-    books = read_books(directory)
+    totals = read_ledger_totals(directory)
     return {
         **figures(steps, window, samples),
-        "groups_discarded": sum(books.counts.get(name, 0) for name in DISCARDED) if books else 0,
+        "groups_discarded": sum(totals.counts.get(name, 0) for name in DISCARDED) if totals else 0,
     }
 
 

@@ -1,7 +1,7 @@
 """`foray bench engine`: tokens a second of the embedded engine, against `generate` of transformers.
 
 The same model, prompts, lengths and threads, round by round in turn. Ours goes over HTTP and returns log-probs, as
-rollouts need them; the baseline is one static batch in a process of its own without either, and since all lengths are
+rollouts need them; the baseline is one static batch in a separate process without either, and since all lengths are
 equal it pads nothing: its best case. Value and ratio are of streaming requests, which is how rollouts generate.
 """
 

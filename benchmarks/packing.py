@@ -42,7 +42,7 @@ class PackingBench(SkewedBatch):
     ranks: int = Field(default=8, ge=1)
     """Ranks among which micro-batches are dealt, for `rank_balance`."""
     batches: int = Field(default=8, ge=1)
-    """Batches, each drawn anew; the figures are means over them, `worst` is the smallest share."""
+    """Batches, each newly drawn; the figures are means over them, `worst` is the smallest share."""
 
     def measure(self, say: Say) -> BenchResult:
         """Packs and pads each batch."""
@@ -72,7 +72,7 @@ def shares(settings: PackingBench, number: int) -> dict[str, float]:
     """Figures of one batch."""
     from learner.data.batch import split_for_ranks
 
-    # a micro-batch of its own for each trajectory: what has to be read of it
+    # one micro-batch for each trajectory: what has to be read of it
     alone = _batch(settings, number, row_tokens=0, micro_batch_tokens=1)
     lengths = {int(m.trajectory[0]): m.ids.size for m in alone.micro_batches}
     arrived = [lengths[i] for i in sorted(lengths)]

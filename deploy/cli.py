@@ -1,6 +1,6 @@
 """The `foray` command: find the verb, let it parse the rest, turn errors into words and exit codes.
 
-Exit codes: 0 all is well, 1 the run (or the check) failed, 2 something a person must mend (usage, configuration),
+Exit codes: 0 all is well, 1 the run (or the check) failed, 2 a person must act (usage, configuration),
 75 another learner took over, 130 stopped by Ctrl-C. No verb imports torch, aiohttp or transformers to print its help.
 """
 
@@ -49,7 +49,7 @@ VERBS: dict[str, Verb] = {
     "replay": Verb("print trained trajectories, with what the policy wrote and what it read", "deploy.commands.replay"),
     "export": Verb("write the policy of a checkpoint as a Hugging Face folder", "deploy.commands.export"),
     "eval": Verb("ask a running rollout server questions and score the answers", "deploy.commands.eval"),
-    "doctor": Verb("look for what would stop a run, and say how to mend it", "deploy.commands.doctor"),
+    "doctor": Verb("look for what would stop a run, and how to fix it", "deploy.commands.doctor"),
     "index": Verb("build a retriever's index, look into one, plan one", "deploy.commands.index"),
     "redis": Verb("run a Redis in the foreground, set up as a run needs it", "deploy.commands.redis"),
     "retriever": Verb("run one retriever", process="retriever"),

@@ -1,4 +1,4 @@
-"""Signs of life: what a command waits for, at the latest so many seconds after it last said anything."""
+"""Progress lines: what a command waits for, after `every_s` seconds of silence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Strangers' text and bytes as they may be put on a terminal. Pure.
+"""Untrusted text and bytes, escaped for a terminal. Pure.
 
-A dead letter is by definition what somebody sent who should not have. Control characters could move the cursor, change
+A dead letter may come from anyone. Control characters could move the cursor, change
 the title or, in some terminals, type commands; marks that turn the direction of writing make a line say another thing
 than it holds. So nothing but printable characters goes out, and what is replaced can be told from what was there.
 """

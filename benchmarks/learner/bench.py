@@ -1,6 +1,6 @@
 """`foray bench learner`: trained tokens a second of the learner, against a padded transformers loop and against TRL.
 
-Everyone makes the same GRPO step from the same weights on the same trajectories, each in a process of its own, round
+Each contender makes the same GRPO step from the same weights on the same trajectories, in its own process, round
 by round in turn: ours (the real Trainer: packed rows, logits of trained tokens only and in chunks, DeepSpeed), ours
 with all logits at once, a plain loop that pads (trajectories as they came, and sorted by length), and TRL's
 GRPOTrainer where an environment has it. Losses and gradient norms of the first round must agree, or nothing is

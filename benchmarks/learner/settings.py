@@ -30,9 +30,9 @@ class SkewedBatch(BenchSettings):
     sigma: float = Field(default=0.8, ge=0)
     """Standard deviation of the logarithm of both."""
     longest: int = Field(default=4096, ge=2)
-    """Trajectories are cut at so many tokens."""
+    """Trajectories are cut at this many tokens."""
     vocabulary: int = Field(default=16384, ge=32)
-    """Ids are drawn from so many."""
+    """Number of ids to draw from."""
     seed: int = 0
     """Of all that is drawn."""
 
@@ -67,7 +67,7 @@ class LearnerBench(SkewedBatch):
     observation_tokens: int = Field(default=96, ge=0)
     """Median tokens of what one search found."""
     longest: int = Field(default=1536, ge=2)
-    """Trajectories are cut at so many tokens."""
+    """Trajectories are cut at this many tokens."""
     shape: Literal["tiny", "small", "0.5b", "1.5b"] = "small"
     """Size of the Qwen2 that is trained, with random weights: 0.2 and 3 million parameters and those of Qwen2.5, all
     without the embeddings, which `vocabulary` sizes."""

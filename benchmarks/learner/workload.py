@@ -3,7 +3,7 @@
 `batch.npz` says all that a GRPO step needs, one trajectory after the other, so that a contender with nothing of ours
 installed can read it: ids and lengths, which tokens are trained, their log-probs when sampled, advantages.
 
-`python -m benchmarks.learner.workload DIR` writes it, from the settings in DIR: in a process of its own, since
+`python -m benchmarks.learner.workload DIR` writes it, from the settings in DIR: in a separate process, since
 libraries print where the report belongs.
 """
 

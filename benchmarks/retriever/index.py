@@ -34,7 +34,7 @@ def index_of(bench: RetrieverBench, directory: Path, say: Say) -> RetrieverSetti
 
 
 def synthetic_index(passages: int, directory: Path, say: Say) -> RetrieverSettings:
-    """Settings that serve a new faiss_flat index over so many seeded passages."""
+    """Settings that serve a new faiss_flat index over `passages` seeded passages."""
     from retriever.indexing.build import build_index
 
     build_index(f"synthetic:{passages}", directory, FaissFlatSettings(), progress=say)
@@ -51,7 +51,7 @@ def served(directory: Path) -> RetrieverSettings:
 def distinct_queries(settings: RetrieverSettings, count: int, seed: int = 0) -> tuple[list[str], int]:
     """`count` queries of eight words that follow each other in some passage, no two equal; and the passages there are.
 
-    Raises UserError for a corpus that has not so many.
+    Raises UserError for a smaller corpus.
     """
     from retriever.corpus.corpus import Corpus
 

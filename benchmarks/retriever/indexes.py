@@ -110,7 +110,7 @@ def recalls(
     """Means over the queries; None where there is nothing to compare with.
 
     found, exact  ids of the hits of each query, best first
-    supporting    ids of the passages that support the answer, or none where nobody knows
+    supporting    ids of the passages that support the answer, or none where they are unknown
     """
     known = [(set(ids), hits) for ids, hits in zip(supporting, found, strict=True) if ids]
     support: dict[str, float | None] = {

@@ -32,7 +32,7 @@ from protocol.settings import REDIS_URL_VARIABLE
 
 RUN = "bench"
 LEASE_MS = 86_400_000
-"""Nobody renews the lease: it outlives the benchmark."""
+"""The lease is not renewed: it outlives the benchmark."""
 READY_S, SHUTDOWN_S = 120.0, 10.0
 HEARTBEAT_S, SNAPSHOT_S = 0.5, 1.5
 """Between two reports of an engine; until the last counters of a rollout server are in Redis."""

@@ -6,7 +6,7 @@
     T <think> a b c ... </think> <answer> T </answer>   the last turn
 
 The trajectories of a group have one prompt, so the first turn gives each its number; from then on it stands in its
-own ids. Whoever continues a turn from the ids so far, this engine or another, writes exactly what is missing.
+own ids. Any engine that continues a turn from the ids so far writes exactly what is missing.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Script:
         return place, [self.ids[word] for word in self.turn(place)[written:]]
 
     def _claim(self, play: int, seed: int, group: int) -> int:
-        """A number within the group that nobody had yet. A file that only one process can create is a claim."""
+        """Return an unused number within the group. A file that only one process can create is a claim."""
         for member in range(self.group_size):
             try:
                 os.close(os.open(self.directory / "claims" / f"{play}-{seed}-{group}-{member}", os.O_CREAT | os.O_EXCL))

@@ -2,7 +2,7 @@
 
 chain    encode + publish (the function that also acknowledges the task) + read + decode and check, a group at a time;
          beside it the same bytes by plain XADD and XREADGROUP, in turn, so that both see the same machine
-load     64 rollout clients in processes of their own. First nobody reads, until Redis refuses (back-pressure); then
+load     64 rollout clients in separate processes. First nothing reads, until Redis refuses (back-pressure); then
          the learner's side reads, decodes and acknowledges for as long as `minutes` says, while memory and event loops
          are watched. Every seq must arrive exactly once.
 """
@@ -113,7 +113,7 @@ def _clients(settings: TransportBench, made: TransportRing, directory: Path) -> 
 
 
 def _fill(settings: TransportBench, pump: Pump, client: redis.Redis, say: Say) -> dict[str, Any]:
-    """Nobody reads: groups pile up until Redis refuses, and the clients keep them."""
+    """Nothing reads: groups pile up until Redis refuses, and the clients keep them."""
     traj = Keys(RUN).traj
     most = settings.maxmemory_mb * (1 << 20) // (settings.group_size * settings.tokens * 4) + 4 * settings.clients
     pump.issue(most)
@@ -210,7 +210,7 @@ def _rss_mib(pid: int) -> float:
 
 
 def measure(bench: TransportBench, say: Say) -> BenchResult:
-    """The chain, then the load, each on a Redis of its own."""
+    """The chain, then the load, each on its own Redis."""
     from benchmarks.transport.chain import chain
 
     with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:

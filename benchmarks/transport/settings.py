@@ -34,7 +34,7 @@ class TransportBench(BenchSettings):
     groups: int = Field(default=400, ge=10)
     """Groups of the chain, ours and the baseline's."""
     clients: int = Field(default=64, ge=1)
-    """Rollout clients of the load, each with connections of its own."""
+    """Rollout clients of the load, each with its own connections."""
     processes: int = Field(default=2, ge=1)
     """Processes among which the clients are divided."""
     minutes: float = Field(default=1.0, gt=0)

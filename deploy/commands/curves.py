@@ -88,7 +88,7 @@ def labels_of(runs: Sequence[Path], given: str) -> list[str]:
     if len(labels) != len(runs):
         raise UserError(f"{len(labels)} labels for {len(runs)} runs", todo="give --labels one name a run")
     if len(set(labels)) < len(labels):
-        raise UserError("two runs have the same name", todo="give each a name of its own in --labels")
+        raise UserError("two runs have the same name", todo="give each its own name in --labels")
     return labels
 
 

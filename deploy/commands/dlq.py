@@ -5,7 +5,7 @@
     foray dlq requeue SEQ ... [RUN_DIR]         have dead or stale seqs tried again; or --reason R, or --all
     foray dlq purge [RUN_DIR] [--reason R]      forget the evidence in Redis; with --files the learner's file too
 
-A letter is evidence and changes nothing. What counts is the ledger: a seq that it books as dead (or stale) stays so
+A letter is evidence and changes nothing. What counts is the ledger: a seq that it records as dead (or stale) stays so
 until it is requeued. The run is the latest below ./runs unless RUN_DIR or --config says otherwise.
 """
 
@@ -203,7 +203,7 @@ def _tell(client: redis.Redis, found: locate.Located, kind: str, text: str) -> N
 
 def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        raise UserError("nobody can be asked whether to purge", todo="add --yes")
+        raise UserError("cannot ask whether to purge: no terminal", todo="add --yes")
     if input(question).strip().lower() not in ("y", "yes"):
         raise UserError("nothing was purged")
 

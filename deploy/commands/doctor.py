@@ -1,4 +1,4 @@
-"""Look for what would stop a run on this machine, or with this configuration, and say how to mend it."""
+"""Look for what would stop a run on this machine, or with this configuration, and how to fix it."""
 
 from __future__ import annotations
 

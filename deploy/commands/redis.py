@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
     url = f"redis://127.0.0.1:{args.port}/0"
     print(f"{server.path} {server.version} ({server.origin})\nexport FORAY_REDIS_URL={url}", flush=True)
     if acl is not None:
-        print(f"with the user and password of {args.secrets}/ROLE.env; without them nobody gets in", flush=True)
+        print(f"with the user and password of {args.secrets}/ROLE.env; without them access is refused", flush=True)
     argv = redis_argv(server.path, args.dir.absolute(), url, maxmemory_mb=args.maxmemory_mb, acl=acl)
     os.execv(argv[0], argv)

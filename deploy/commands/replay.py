@@ -33,14 +33,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0; raises UserError when there is nothing to show."""
     from deploy.monitor.replay_view import choose, render, to_json
-    from deploy.monitor.snapshot import read_books
+    from deploy.monitor.snapshot import read_ledger_totals
     from learner.checkpoint.journal import read_journal
 
     if args.show < 1:
         raise UserError("--show must be at least 1")
     directory = args.run_dir if args.run_dir and (args.run_dir / "journal").is_dir() else require(args.run_dir)
-    books = read_books(directory)
-    entries = read_journal(directory / "journal", lineage=books.lineage if books else ())
+    totals = read_ledger_totals(directory)
+    entries = read_journal(directory / "journal", lineage=totals.lineage if totals else ())
     run = _settings(directory)
     shown = choose(entries, show=args.show, seq=args.seq, every=args.all, max_lag=run.max_lag if run else None)
     if not shown:

@@ -1,7 +1,7 @@
 """Run the demo under several settings from one warm start, and say how each learned.
 
 The file names the variants: `name: [key=value, ...]`, each a list of overrides of the demo. Every variant is a whole
-demo of its own (processes, Redis, held-out questions before and after) in a folder of its own, one after the other;
+demo (processes, Redis, held-out questions before and after) in its own folder, one after the other;
 the first one's warm start is shared. The value `last:NAME` is the last weights that variant NAME published.
 `foray curves DIR/* --plot FILE.svg` draws the curves.
 """

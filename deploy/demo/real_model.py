@@ -35,7 +35,7 @@ WARM_UP_STEPS = 30
 SHOW_EVERY = 20
 DRILLED = 4
 DRILLS_PER_LESSON = 4
-"""Of so many batches one is of whole episodes, the others are drills."""
+"""One batch in this many is of whole episodes, the others are drills."""
 OBSERVATION_TOKENS = 96
 PRACTICE_SHARE = 0.5
 """Share of demonstrations made from the corpus alone: there are thousands of titles and only hundreds of questions."""

@@ -25,7 +25,7 @@ from deploy.launcher.launcher import Launcher
 from deploy.launcher.progress import parse_record
 from deploy.launcher.run_dir import is_held, read_record, unique_id
 from deploy.monitor.evaluate import EvalScore, evaluate
-from deploy.monitor.snapshot import RunSnapshot, read_books, take_snapshot
+from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
 from protocol.runtime.config import read_tree
@@ -189,7 +189,7 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
         blind = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED], search=False), doing)
         say(describe("after", after, hops))
         seconds["ask_after"] = time.monotonic() - mark
-    summary = scores(before, after, blind, hops) | books(prepared.config.run.dir, seen)
+    summary = scores(before, after, blind, hops) | accounting(prepared.config.run.dir, seen)
     summary["examples"] = example(prepared.held_out, before[0], after[0])
     summary["seconds"] = round(time.monotonic() - began, 1)
     summary["seconds_by_phase"] = {name: round(value, 1) for name, value in seconds.items()}
@@ -227,7 +227,7 @@ def await_last_version(launcher: Launcher) -> RunSnapshot:
 
 
 def exact_match(score: EvalScore, hops: Sequence[int], wanted: int) -> float:
-    """Mean exact match of the questions of so many hops. An episode that failed counts as wrong."""
+    """Mean exact match of the questions of `hops` hops. An episode that failed counts as wrong."""
     values = [float(e["rewards"].get("em", 0.0)) for e, h in zip(score.episodes, hops, strict=True) if h == wanted]
     return sum(values) / len(values)
 
@@ -264,10 +264,10 @@ def scores(
     return found
 
 
-def books(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
+def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
     """The part of the summary that is about the run: steps, delivery, lag, tokens."""
     steps = [parse_record(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    ledger = read_books(directory)
+    ledger = read_ledger_totals(directory)
     rollouts, learner = seen.of("rollout"), seen.learner
     trained = sum(step["tokens_trained"] for step in steps)
     return {

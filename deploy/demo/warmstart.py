@@ -3,7 +3,7 @@
     practice (drills, ideal trajectories) -> gate: does it quote the right evidence in a new world?
       no: practise on, a chunk at a time                     yes: a short stage of imperfect trajectories -> save
 
-Worlds are dealt anew every few steps, so there is nothing to learn by heart. What comes out knows how to search and
+New worlds are drawn every few steps, so there is nothing to learn by heart. What comes out knows how to search and
 to read but, sampled, mostly guesses, asks for the wrong thing or stops early: what reinforcement learning is to cure.
 
     python -m deploy.demo.warmstart --out MODEL_DIR [--seed 0]
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # (the answer only copies the quote).
 
 GATE_WORLD = 2_000_000
-"""Seeds of the worlds that gates ask about start here; nobody trains on them."""
+"""Seeds of the worlds that gates ask about start here; none is trained on."""
 WORST_AT_LEAST = 0.90
 MEAN_AT_LEAST = 0.96
 

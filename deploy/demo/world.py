@@ -1,6 +1,6 @@
 """A generated world: persons, cities and companies, six facts about them, passages that state the facts, questions.
 
-All names are pairs from one pool of name words, whatever they name, and every world deals them anew. That is
+All names are pairs from one pool of name words, whatever they name, and every world draws new ones. That is
 on purpose: a word then says nothing about the kind or the facts of what it names, so that a model can answer about a
 world it has not seen only by finding and copying, never from what it learned of another world.
 """
@@ -125,7 +125,7 @@ class World:
         return frozenset(self.kind_of)
 
     def text(self, name: str) -> str:
-        """What the passage about `name` says: its two facts in an order of its own."""
+        """What the passage about `name` says: its two facts, in an order drawn for it."""
         (first, _), (second, _) = RELATIONS[self.kind_of[name]][:: -1 if name in self.flipped else 1]
         return TEXT.format(
             name=name,
@@ -148,7 +148,7 @@ class World:
         return Fact(name, relation, self.facts[name, relation])
 
     def puzzles(self, hops: Hops) -> list[Puzzle]:
-        """Every question of so many hops, in a fixed order, without two-hop chains that lead back to their start."""
+        """Every question of `hops` hops, in a fixed order, without two-hop chains that lead back to their start."""
         found = []
         for name, kind in self.kind_of.items():
             for relation, value_kind in RELATIONS[kind]:

@@ -1,6 +1,6 @@
 """Dead letters: entries that could not be used, as evidence for people, and what became of their seqs.
 
-One letter has one shape, whoever wrote it (`learner/delivery/consumer.py`, `rollout_server/dispatch/publisher.py`):
+Both writers use one format (`learner/delivery/consumer.py`, `rollout_server/dispatch/publisher.py`):
 
     id      the entry it was: of the stream of trajectory groups, or of tasks (reasons that begin with `task_`)
     seq     which seq the entry was of, 0 where not even that could be read

@@ -1,7 +1,7 @@
 """Whether a user of Redis may do what its role needs, and no more: asked of Redis itself, without doing any of it.
 
 Inside MULTI a command is checked and queued, and DISCARD forgets all of them: so every right can be tried, FLUSHALL
-included, and nothing happens. What a function does inside is tried as commands of its own.
+included, and nothing happens. The commands inside a function are tried one by one.
 """
 
 from __future__ import annotations

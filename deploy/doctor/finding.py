@@ -1,4 +1,4 @@
-"""What a check of `foray doctor` gives: one thing that was looked at, the verdict, and how to mend it."""
+"""What a check of `foray doctor` gives: one thing that was checked, the verdict, and how to fix it."""
 
 from __future__ import annotations
 

@@ -89,14 +89,14 @@ def ports(config: RunConfig) -> Iterator[Finding]:
     if not taken:
         yield Finding("ports", "ok", "free")
         return
-    told, mends = [], []
+    busy, fixes = [], []
     for name, (host, port) in taken.items():
         found = port_owner(port)
-        told.append(f"{name} = {port}" + (f" by process {found.pid} ({found.name})" if found else f" on {host}"))
-        mends.append(
+        busy.append(f"{name} = {port}" + (f" by process {found.pid} ({found.name})" if found else f" on {host}"))
+        fixes.append(
             (f"kill {found.pid}, or " if found else "stop what listens there, or ") + f"{name}=0 (a free port)"
         )
-    yield Finding("ports", "fail", f"taken: {', '.join(told)}", "; ".join(mends))
+    yield Finding("ports", "fail", f"taken: {', '.join(busy)}", "; ".join(fixes))
 
 
 def disk(config: RunConfig) -> Iterator[Finding]:

@@ -126,7 +126,7 @@ def _version(url: str, info: dict[str, Any]) -> Iterator[Finding]:
     elif product == "Redis" and (7, 2) <= numbers < FIXED_IN:
         yield Finding("redis", "warn", f"{detail} has CVE-2026-23479 (use after free, blocked clients)", newest)
     elif product == "Redis" and numbers < (7, 2):
-        detail += ": CVE-2025-49844 (Lua) unless its distribution has mended that, which the number does not tell"
+        detail += ": CVE-2025-49844 (Lua) unless its distribution has fixed that, which the number does not tell"
         yield Finding("redis", "ok", detail)
     else:
         yield Finding("redis", "ok", detail)

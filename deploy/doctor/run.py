@@ -1,6 +1,6 @@
 """Checks of this machine and of a configuration: what would stop a run, or make it stall later. Nothing is changed.
 
-Each check gives findings; a finding that is not `ok` says how to mend it, by a command where one does.
+Each check gives findings; a finding that is not `ok` says how to fix it, by a command where one does.
 """
 
 from __future__ import annotations

@@ -125,12 +125,12 @@ def _holds_password(url: str) -> bool:
 
 
 def seen_from_here(config: RunConfig, place: str) -> str:
-    """The URL by which the launcher, and whoever looks at the run, reaches the Redis at `place`."""
+    """Return the URL by which the launcher and viewers reach the Redis at `place`."""
     return redis_url_for(config.launch.secrets, "viewer", place) if config.launch.secrets else place
 
 
 def choose_redis(config: RunConfig, environ: Mapping[str, str]) -> str:
-    """The URL of a Redis that somebody else runs; "" where `foray up` starts its own. Raises UserError without one.
+    """Return the URL of a Redis that runs already; "" where `foray up` starts its own. Raises UserError without one.
 
     With `launch.secrets` it is a place, without a login: each role has its own.
     """

@@ -158,7 +158,7 @@ def _redis(config: RunConfig, addresses: Addresses) -> ProcessSpec:
 
 
 def _drain(section: str, given: set[str]) -> tuple[str, ...]:
-    # The launcher stops all processes together: work handed over at that time has nobody to go to.
+    # The launcher stops all processes together: work handed over at that time has no taker.
     return () if "drain_s" in given else (f"{section}.drain_s={DRAIN_S}",)
 
 

@@ -1,6 +1,6 @@
 """One process that the launcher started: spawn, look, stop. Exactly these processes are ever signalled.
 
-Each child leads a session of its own, so that a Ctrl-C in the terminal reaches only the launcher (which then stops
+Each child leads its own session, so that a Ctrl-C in the terminal reaches only the launcher (which then stops
 everything in order), and a signal to its group reaches what it started itself. The kernel sends the child SIGTERM
 when the launcher dies without a word (SIGKILL), so none is left behind.
 """
@@ -121,7 +121,7 @@ class ManagedProcess:
         try:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
-            # nobody left in it, or only zombies
+            # empty, or only zombies
             pass
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import expand
-from deploy.monitor.snapshot import read_books
+from deploy.monitor.snapshot import read_ledger_totals
 from deploy.secrets.env import login_at, redis_url_for
 from protocol.errors import UserError
 from protocol.runtime.config import SettingsTree, read_tree, section, with_overrides
@@ -190,11 +190,11 @@ def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
 
 def saved(directory: Path, again: str) -> list[str]:
     """Lines for a person. `again`: the command that the run was started with, "" where it is not known."""
-    books = read_books(directory)
-    if books is None:
+    totals = read_ledger_totals(directory)
+    if totals is None:
         lines = [f"no checkpoint was written yet; logs are in {directory / 'logs'}"]
     else:
-        lines = [f"saved: the checkpoint of step {books.step}, in {directory / 'checkpoints'}"]
+        lines = [f"saved: the checkpoint of step {totals.step}, in {directory / 'checkpoints'}"]
     if again:
-        lines.append(f"go on {'from it' if books else 'from the start'} with: {again}")
+        lines.append(f"go on {'from it' if totals else 'from the start'} with: {again}")
     return lines

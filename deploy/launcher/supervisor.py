@@ -1,6 +1,6 @@
 """Start processes, wait until each is ready, restart what may be restarted, stop all in order.
 
-There is no thread here: whoever holds a Supervisor calls `check` now and then. What dies beyond its restarts raises
+There is no thread here: the owner of a Supervisor calls `check` now and then. What dies beyond its restarts raises
 `ProcessFailed`, and the holder then calls `stop`. The order of stopping is that of the data: the learner first (it
 writes its checkpoint), then those who feed it, Redis last.
 """

@@ -15,7 +15,7 @@ class _StayHere(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
     ) -> None:
-        """No: our services redirect nobody, and who sits in their place must not be handed the token's way on."""
+        """Refuse: our services do not redirect, and a process in their place must not send the token elsewhere."""
 
 
 _opener = urllib.request.build_opener(_StayHere)

@@ -1,4 +1,4 @@
-"""One look at a run: what its processes say of themselves, what is in the streams, what the books say.
+"""One look at a run: what its processes say of themselves, what is in the streams, what the ledger says.
 
 Everything comes from Redis and the run directory, in one round trip, so `foray status`, `foray top` and the dashboard
 show the same thing and work on any host that reaches both. Nothing here is written.
@@ -40,7 +40,7 @@ class Stream:
 
     @property
     def total(self) -> int:
-        """Entries that nobody has acknowledged."""
+        """Entries that are not acknowledged."""
         return self.waiting + self.held
 
 
@@ -57,7 +57,7 @@ class LedgerTotals:
     counts: dict[str, int]
     lineage: tuple[PolicyVersion, ...] = ()
     tokens: dict[str, int] = field(default_factory=dict)
-    """The law by token of what was decided: "generated", and how many in each bucket. {}: no such books."""
+    """Tokens of what was decided: "generated", and how many in each bucket. {}: not counted."""
 
     @property
     def closes(self) -> bool:
@@ -104,7 +104,7 @@ class RunSnapshot:
     gave these counts lies beside them.)"""
     memory: int = 0
     max_memory: int = 0
-    books: LedgerTotals | None = None
+    totals: LedgerTotals | None = None
     unreadable: tuple[str, ...] = field(default=())
     stopped: bool = False
     """A person stopped the run, and it goes on with the command `again`."""
@@ -171,19 +171,19 @@ def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, time
     """Look at run `run`; never raises for a Redis that is away or a message that cannot be read: it says so."""
     import redis
 
-    books = read_books(run_dir) if run_dir is not None else None
+    totals = read_ledger_totals(run_dir) if run_dir is not None else None
     client = connect(redis_url, timeout_s=timeout_s)
     try:
-        return _look(client, redis_url, run, books)
+        return _look(client, redis_url, run, totals)
     except (redis.RedisError, OSError) as error:
-        return RunSnapshot(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", books=books)
+        return RunSnapshot(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", totals=totals)
     except UserError as error:
-        return RunSnapshot(run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, books=books)
+        return RunSnapshot(run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, totals=totals)
     finally:
         client.close()
 
 
-def read_books(run_dir: Path) -> LedgerTotals | None:
+def read_ledger_totals(run_dir: Path) -> LedgerTotals | None:
     """The ledger of the checkpoint that CURRENT names, None before the first. Raises ForayError when it is broken."""
     manifest = _manifest(run_dir)
     if manifest is None:
@@ -217,7 +217,7 @@ def _manifest(run_dir: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _look(client: redis.Redis, url: str, run: str, books: LedgerTotals | None) -> RunSnapshot:
+def _look(client: redis.Redis, url: str, run: str, totals: LedgerTotals | None) -> RunSnapshot:
     from protocol.runtime.redis.errors import unusable_keys
 
     keys = Keys(run)
@@ -266,14 +266,14 @@ def _look(client: redis.Redis, url: str, run: str, books: LedgerTotals | None) -
         tokens={name.decode(): number_of(number) for name, number in tokens.items() if number.isdigit()},
         memory=int(memory.get("used_memory", 0)),
         max_memory=int(memory.get("maxmemory", 0)),
-        books=books,
+        totals=totals,
         unreadable=tuple(unreadable),
     )
 
 
 def _time(entry_id: bytes) -> float:
     milliseconds = entry_id.partition(b"-")[0]
-    return int(milliseconds) / 1000 if len(milliseconds) < 16 else 0.0  # whoever may add entries may choose their ids
+    return int(milliseconds) / 1000 if len(milliseconds) < 16 else 0.0  # clients may choose ids
 
 
 def _living(client: redis.Redis, key: str, now: float) -> list[str]:

@@ -20,12 +20,12 @@ from rollout_server.search.base import NO_SUCH_PATH
 
 BUCKETS = ("trained", "untrained", "filtered", "stale", "failed", "duplicate", "in_flight")
 GROWING = 3
-"""So many dead letters within a minute are no accident of one entry."""
+"""Dead letters within WINDOW_S that are more than an accident."""
 WINDOW_S = 60.0
 SPOOLING_S = 5.0
-"""A group that has waited so long for Redis waits for more than a reply."""
+"""A group that has waited this long for Redis waits for more than a reply."""
 LATE = 3
-"""A checkpoint is old when it is so many times later than it should be."""
+"""A checkpoint is old when its age is this many times the expected one."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def token_balance(seen: RunSnapshot) -> TokenBalance | None:
         parts = {name: int(values.get(f"tokens_law_{name}", 0)) for name in BUCKETS}
         lost = int(values.get("tokens_law_redis_lost", 0))
         return TokenBalance(int(values["tokens_generated_total"]), parts, rejected, lost)
-    if seen.learner is None and seen.books is not None and seen.books.tokens:
+    if seen.learner is None and seen.totals is not None and seen.totals.tokens:
         # what was not decided then is not in it: it comes again
-        parts = {name: seen.books.tokens.get(name, 0) for name in BUCKETS}
-        return TokenBalance(seen.books.tokens["generated"], parts, rejected)
+        parts = {name: seen.totals.tokens.get(name, 0) for name in BUCKETS}
+        return TokenBalance(seen.totals.tokens["generated"], parts, rejected)
     return None
 
 
@@ -213,12 +213,12 @@ def conservation(seen: RunSnapshot) -> Conservation:
     if learner is not None and "issued" in learner.values:
         value = {name: int(learner.values.get(name, 0)) for name in ("issued", *_OUTCOMES, "in_flight")}
         return Conservation("learner", **value)
-    if seen.books is None:
+    if seen.totals is None:
         return Conservation("", seen.issued, 0, 0, 0, 0, seen.tasks.total + seen.traj.total)
-    counts = {name: seen.books.counts.get(name, 0) for name in _OUTCOMES}
-    issued = max(seen.issued, seen.books.settled)
-    # Without a learner nobody knows more of a seq that is not settled than that it will be issued again.
-    return Conservation("checkpoint", issued, **counts, in_flight=issued - seen.books.settled)
+    counts = {name: seen.totals.counts.get(name, 0) for name in _OUTCOMES}
+    issued = max(seen.issued, seen.totals.settled)
+    # Without a learner nothing more is known of a seq that is not settled than that it will be issued again.
+    return Conservation("checkpoint", issued, **counts, in_flight=issued - seen.totals.settled)
 
 
 _OUTCOMES = ("trained", "filtered", "stale", "dead")
@@ -278,10 +278,12 @@ def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
     found = [
         Problem(f"a message cannot be read: {text}", "are all processes of one version?") for text in seen.unreadable
     ]
-    books = conservation(seen)
+    totals = conservation(seen)
     if seen.is_done:
-        if not books.closes or books.in_flight:
-            found.append(Problem(f"the run is over but {books.line()}", "start the learner again: it settles the rest"))
+        if not totals.closes or totals.in_flight:
+            found.append(
+                Problem(f"the run is over but {totals.line()}", "start the learner again: it settles the rest")
+            )
         return found + of_tokens(seen)
     if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
         found.append(
@@ -322,7 +324,7 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
     found = [
         Problem(
             f"engine {e.id} is {e.state}: {e.detail or 'no reason given'}",
-            "it gets no requests; its node loads the target whole, or starts it anew, and only then it serves again. "
+            "it gets no requests; its node loads the target whole, or restarts it, and only then it serves again. "
             "If that does not help, the reason is in the log of the node and of the engine",
         )
         for e in seen.engines
@@ -341,7 +343,7 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
 
 def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
     """The same, for programs. Stable: names are added, never changed."""
-    wrong, books = problems(seen, max_lag=max_lag), conservation(seen)
+    wrong, totals = problems(seen, max_lag=max_lag), conservation(seen)
     return {
         "run": seen.run,
         "healthy": not wrong,
@@ -371,8 +373,8 @@ def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
         "letters": [{"at": at, "reason": reason} for at, reason in seen.letters],
         "events": [asdict(event) for event in seen.events],
         "tokens": asdict(law) | {"closes": law.closes} if (law := token_balance(seen)) else None,
-        "ledger": asdict(books) | {"closes": books.closes},
-        "checkpoint": asdict(seen.books) | {"closes": seen.books.closes} if seen.books else None,
+        "ledger": asdict(totals) | {"closes": totals.closes},
+        "checkpoint": asdict(seen.totals) | {"closes": seen.totals.closes} if seen.totals else None,
     }
 
 
@@ -418,7 +420,7 @@ def span(seconds: float) -> str:
 
 def render(seen: RunSnapshot, *, max_lag: int) -> str:
     """The page of `foray status`."""
-    wrong, books = problems(seen, max_lag=max_lag), conservation(seen)
+    wrong, totals = problems(seen, max_lag=max_lag), conservation(seen)
     lines = [
         f"run {seen.run}: {state(seen)}, {'healthy' if not wrong else 'NOT healthy'}",
         f"redis     {seen.redis_url}",
@@ -450,14 +452,14 @@ def render(seen: RunSnapshot, *, max_lag: int) -> str:
         f"trajectory groups {seen.traj.waiting} ready, {seen.traj.held} unacknowledged; "
         f"dead letters {letters_line(seen)}"
     )
-    if books.source:
-        lines.append(f"ledger    {books.line()} ({books.source})")
+    if totals.source:
+        lines.append(f"ledger    {totals.line()} ({totals.source})")
     if law := token_balance(seen):
         lines.append(f"tokens    {law.line()}")
-    if seen.books:
-        verdict = "closes" if seen.books.closes else "DOES NOT CLOSE"
+    if seen.totals:
+        verdict = "closes" if seen.totals.closes else "DOES NOT CLOSE"
         lines.append(
-            f"checkpoint step {seen.books.step}, epoch {seen.books.epoch}: {seen.books.settled} settled, {verdict}"
+            f"checkpoint step {seen.totals.step}, epoch {seen.totals.epoch}: {seen.totals.settled} settled, {verdict}"
         )
     lines += [f"event     {line}" for line in event_lines(seen)]
     if seen.stopped:

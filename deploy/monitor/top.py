@@ -77,7 +77,7 @@ class Frame:
         return "\n".join(text for _, text in self.rows())
 
     def fitted(self, width: int, height: int) -> str:
-        """The frame in a terminal of so many columns and lines: long lines are continued below, and what has no room
+        """The frame in a terminal of `columns` and `lines`: long lines are continued below, and what has no room
         is named in the last line.
         """
         rows = [(part, piece) for part, line in self.rows() for piece in _wrapped(line, width)]
@@ -215,7 +215,7 @@ class Looks:
 def _weights(seen: RunSnapshot) -> str:
     if seen.target:
         return seen.target.version.label
-    return f"{seen.books.epoch}.{seen.books.step} (checkpoint)" if seen.books else "none yet"
+    return f"{seen.totals.epoch}.{seen.totals.step} (checkpoint)" if seen.totals else "none yet"
 
 
 def _tokens_line(seen: RunSnapshot) -> str:

@@ -24,7 +24,7 @@ def document(config: RunConfig | None = None) -> str:
     """YAML that reads back as `config` (default: all defaults), with each field's description above it.
 
     What `config` sets itself is written as it is, defaults are commented out: a default that is written down would
-    count as a wish (a port that was asked for, a retriever that somebody else runs).
+    count as a wish (a port that was asked for, a retriever that runs already).
     """
     given = config or RunConfig()
     lines = [HEAD]

@@ -26,7 +26,7 @@ ROLE_OF_KIND: Mapping[str, str] = {
 """Kind of process -> name of its file. Redis itself gets the ACL file and nothing in its environment."""
 _NAMES = (*(variable(role) for role in ROLES), RUN_KEY_VARIABLE)
 SECRET_VARIABLES = (REDIS_URL_VARIABLE, *_NAMES, *(f"{name}_FILE" for name in _NAMES))
-"""What a process must not inherit from whoever starts it, where it has a file of its own."""
+"""Variables that a process with its own environment file must not inherit."""
 _LINE = re.compile(r"([A-Z_][A-Z0-9_]*)=([^\s'\"\\]*)")
 
 

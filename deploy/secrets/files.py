@@ -2,7 +2,7 @@
 
 users.acl redis.conf ca.pem redis.crt redis.key      for the host of Redis (ca.pem goes to every host)
 learner.env rollout.env node.env retriever.env       for the processes of the run
-viewer.env operator.env admin.env                    for people: who looks, who acts, who mends the Redis
+viewer.env operator.env admin.env                    for people: to look, to act, to repair the Redis
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RedisEndpoint:
 
 
 def write_secrets(directory: Path, run: str, place: RedisEndpoint, *, force: bool) -> list[Written]:
-    """Makes every secret of run `run` anew. Raises UserError when `directory` holds some already, unless `force`."""
+    """Write new secrets for run `run`. Raises UserError when `directory` holds some already, unless `force`."""
     directory = directory.absolute()
     if any(not (char.isalnum() or char in "/._-+@,=") for char in str(directory)):
         raise UserError(
@@ -140,9 +140,9 @@ def _uses(directory: Path) -> dict[str, str]:
         "rollout.env": f"to hosts of rollout servers: `{source}rollout.env`, then `foray rollout`",
         "node.env": f"to hosts of engines: `{source}node.env`, then `foray engine`",
         "retriever.env": f"to hosts of retrievers: `{source}retriever.env`, then `foray retriever`",
-        "viewer.env": f"to whoever watches: `{source}viewer.env`, then `foray status` or `foray top`",
-        "operator.env": f"to whoever acts: `{source}operator.env`, then `foray eval` or `foray dlq requeue`",
-        "admin.env": "to whoever mends the Redis itself; no process of the run needs it",
+        "viewer.env": f"for viewers: `{source}viewer.env`, then `foray status` or `foray top`",
+        "operator.env": f"for operators: `{source}operator.env`, then `foray eval` or `foray dlq requeue`",
+        "admin.env": "to administer the Redis itself; no process of the run needs it",
     }
 
 

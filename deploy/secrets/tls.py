@@ -1,6 +1,6 @@
 """A certificate for a Redis of one's own, and the authority that signed it, made on the spot.
 
-The authority signs this one certificate and its key is never written down: nobody can make another in its name. More
+The authority signs this one certificate and its key is never written down: no second one can be made in its name. More
 hosts, or an expired certificate, mean a new pair (`foray init --secure --force`).
 """
 

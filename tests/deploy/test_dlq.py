@@ -172,7 +172,7 @@ def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pyt
         (("requeue", "3", "--all"), "it is not said which seqs"),
         (("requeue", "17-0"), "ids of entries cannot be requeued"),
         (("show", "77"), "there is no letter of 77"),
-        (("purge",), "nobody can be asked"),
+        (("purge",), "cannot ask whether to purge"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_what_to_do(

@@ -14,7 +14,7 @@ from deploy.commands import status as status_command
 from deploy.commands import top as top_command
 from deploy.commands.up import shown
 from deploy.launcher.run_dir import write_record
-from deploy.monitor.snapshot import RunSnapshot, read_books, take_snapshot
+from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from deploy.monitor.status import conservation, problems, render, state, to_json, with_record
 from deploy.monitor.top import frame, waits_in_words
 from protocol import events
@@ -101,8 +101,8 @@ def test_the_json_says_the_same(look: Callable[[], RunSnapshot]) -> None:
 
 def test_books_that_do_not_add_up_are_shown_as_such(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "learner", "l", values=LEARNER | {"in_flight": 2.0})
-    books = conservation(look())
-    assert not books.closes and books.line().startswith("issued 20 != ")
+    totals = conservation(look())
+    assert not totals.closes and totals.line().startswith("issued 20 != ")
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_without_a_learner_the_checkpoint_keeps_the_books(
     ledger.settle(3, Outcome.DEAD, "why")
     write_checkpoint(tmp_path, ledger)
     client.zrem(KEYS.processes, "learner:l")
-    books = conservation(look())
-    assert books.source == "checkpoint" and books.closes
-    assert (books.issued, books.trained, books.dead, books.in_flight) == (20, 3, 1, 16)
+    totals = conservation(look())
+    assert totals.source == "checkpoint" and totals.closes
+    assert (totals.issued, totals.trained, totals.dead, totals.in_flight) == (20, 3, 1, 16)
 
 
 def test_without_a_learner_the_law_by_token_is_the_checkpoints(
@@ -185,11 +185,11 @@ def test_without_a_learner_the_law_by_token_is_the_checkpoints(
 
 
 def test_a_broken_manifest_is_an_error_and_a_missing_one_is_none(tmp_path: Path) -> None:
-    assert read_books(tmp_path) is None
+    assert read_ledger_totals(tmp_path) is None
     write_checkpoint(tmp_path, Ledger())
     (tmp_path / "checkpoints" / "step_9.e1" / "manifest.json").write_text("{")
     with pytest.raises(ForayError, match="is not JSON"):
-        read_books(tmp_path)
+        read_ledger_totals(tmp_path)
 
 
 def test_the_command_finds_the_run_and_its_exit_code_says_whether_it_is_well(

@@ -158,7 +158,7 @@ def test_top_reads_run_json_again_and_ends_with_the_run(found: Located) -> None:
 
 def test_a_finished_run_is_shown_from_its_files(found: Located) -> None:
     write_record(found.directory, {"state": "done"})
-    seen = replace(look(found), books=LedgerTotals(30, 1, 60, {"trained": 60}))
+    seen = replace(look(found), totals=LedgerTotals(30, 1, 60, {"trained": 60}))
     text = frame(seen, None, {}, max_lag=2).plain()
     assert "30 of 30, 2.0 s per step, weights 1.30 (checkpoint)" in text and "to go" not in text
     assert f"260 generated, 250 trained (mean of the last {RECENT} steps)" in text

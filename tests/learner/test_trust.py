@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.monitor.snapshot import read_books
+from deploy.monitor.snapshot import read_ledger_totals
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.replay import replay
 from learner.checkpoint.signing import KEY_FILE
@@ -71,7 +71,7 @@ def test_books_that_were_changed_by_hand_are_refused_and_those_who_only_look_sti
     path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="its signature does not fit"):
         serve(trained, settings)
-    delivery = read_books(trained.dir)
+    delivery = read_ledger_totals(trained.dir)
     assert delivery and delivery.step == 8
     assert Checkpoints(trained.checkpoint_dir, 2).load()
     again = trained.model_copy(update={"dir": tmp_path / "replay", "redis_url": ""})
