@@ -26,17 +26,17 @@ from rollout_server.config import RolloutSettings as RolloutSettings
 from rollout_server.environment.environment import Environment as Environment
 from rollout_server.environment.environment import build_environment as build_environment
 from rollout_server.node.config import NodeSettings as NodeSettings
-from rollout_server.rewards.base import RewardInput as RewardInput
 from rollout_server.rewards.base import Reward as Reward
 from rollout_server.rewards.base import RewardError as RewardError
+from rollout_server.rewards.base import RewardInput as RewardInput
+from rollout_server.rewards.base import RewardSettingsBase as RewardSettingsBase
 from rollout_server.rewards.base import TurnReward as TurnReward
 from rollout_server.rewards.base import TurnText as TurnText
-from rollout_server.rewards.base import RewardSettingsBase as RewardSettingsBase
 from rollout_server.search.base import Search as Search
 from rollout_server.search.base import SearchResult as SearchResult
 from rollout_server.tools.base import Tool as Tool
-from rollout_server.tools.base import ToolSettingsBase as ToolSettingsBase
 from rollout_server.tools.base import ToolResult as ToolResult
+from rollout_server.tools.base import ToolSettingsBase as ToolSettingsBase
 
 if TYPE_CHECKING:
     from learner.algorithms.base import Algorithm as Algorithm
