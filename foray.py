@@ -1,6 +1,6 @@
 """The public API: what a script, a reward, a tool or an algorithm of your own imports. Re-exports, nothing else.
 
-from foray import Outcome, load_config
+from foray import RewardInput, load_config
 
 Names that need torch are imported when they are first asked for: a rollout server's environment may lack it.
 """
