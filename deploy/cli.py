@@ -56,7 +56,7 @@ VERBS: dict[str, Verb] = {
     "engine": Verb("run one engine node, or --attach it to an engine that runs already", process="rollout_server.node"),
     "rollout": Verb("run one rollout server", process="rollout_server"),
     "learner": Verb("run the learner", process="learner"),
-    "bench": Verb("measure one part beside a baseline of the same run", "deploy.commands.bench"),
+    "bench": Verb("measure one part beside a baseline of the same run (needs a checkout)", "deploy.commands.bench"),
     "version": Verb("print the versions that matter in a bug report", "deploy.commands.version"),
 }
 

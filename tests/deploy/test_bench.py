@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -99,6 +100,16 @@ def test_every_benchmark_says_what_it_does_and_has_a_small_run(name: str) -> Non
     kind = BENCHMARKS[name]
     assert kind.help and kind.model_validate(kind.quick) != kind()
     assert all(descriptions(kind).get(name) for name in kind.model_fields)
+
+
+def test_outside_a_checkout_it_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wheel has the command and not the benchmarks."""
+    monkeypatch.setattr("deploy.commands.bench.ROOT", tmp_path)
+    assert main(["bench", "rollout", "--json"]) == 2
+    err = capsys.readouterr().err
+    assert "needs a checkout" in err and "make setup" in err
 
 
 def test_figures_have_four_digits() -> None:
