@@ -24,8 +24,10 @@ from protocol.settings import RunSettings
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") -> int:
-    """Exit status: 0 at the end of the run or after SIGTERM, 1 when the accounting is not consistent or the weights are not
-    finite, 2 when something needs a person, 75 when another learner took over.
+    """Run the learner; return the exit status.
+
+    0 at the end of the run or after SIGTERM, 1 when the accounting is not consistent or the weights are not finite,
+    2 when something needs a person, 75 when another learner took over.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") 
         help="go on from a checkpoint that is not signed with the run's key (FORAY_RUN_KEY, or run.dir/run.key)",
     )
     parser.add_argument("--replay", type=Path, metavar="DIR", help="train from the journal of this run, without Redis")
-    parser.add_argument("--rebatch", action="store_true", help="with --replay: form batches of its groups anew")
+    parser.add_argument("--rebatch", action="store_true", help="with --replay: form new batches of its groups")
     # what the deepspeed launcher adds; the environment says it too
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     rank, size = ranks()

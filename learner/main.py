@@ -357,7 +357,7 @@ def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
         raise UserError("the last checkpoint could not be written", todo="make room on the disk and start again")
     retry(lambda: loop.announce("done"))
     if problem := retry(ctx.audit.problem):
-        ctx.event_log.emit("books", f"the accounting is not consistent: {problem}")
+        ctx.event_log.emit("inconsistent", f"the accounting is not consistent: {problem}")
         raise ForayError(f"the accounting is not consistent: {problem}")
     settled = ctx.delivery.ledger.settled
     ctx.event_log.emit("done", f"done: {ctx.delivery.step} steps, {settled} seqs, the accounting is consistent")

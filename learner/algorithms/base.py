@@ -1,7 +1,7 @@
-"""The seam to algorithms: outcomes in, advantages out; token scores in, a loss out.
+"""The interface of algorithms: outcomes in, advantages out; token scores in, a loss out.
 
 outcomes --advantages--> one number a trajectory   (before packing, numpy)
-scored   --judge-------> advantages and returns of tokens   (before the first update, over all ranks)
+scores   --advantages--> advantages and returns of tokens   (before the first update, over all ranks)
 tokens   --loss--------> one number a micro-batch   (in every update)
 """
 
@@ -50,8 +50,8 @@ class TokenScores:
     rewards     what was earned at this token: the outcome stands at its trajectory's last one
     advantages  from the outcomes
     behaviour   log-probs when the tokens were sampled
-    old         log-probs of the policy as it is, None where nobody asked
-    reference   log-probs of the reference, None where nobody asked
+    old         log-probs of the policy as it is, None where not required
+    reference   log-probs of the reference, None where not required
     values      of the critic, None without one
     last_values the critic's value of the state after the trajectory's last token, where truncation ended it and
                 `Algorithm.bootstraps`; 0 elsewhere. None without a critic
@@ -103,7 +103,7 @@ class TokenInputs:
     behaviour  log-probs when the tokens were sampled
     old        log-probs of the proximal policy (see `Requirements.old`)
     reference  log-probs of the reference, None where the algorithm does not ask for one
-    advantages as judged
+    advantages as `compute_advantages` returned them
     weights    share of each token in the loss of the whole batch (`learner.aggregation`)
     mask       bool, False only in dummies that fill up a rank
     trajectory int64, number of the token's trajectory in the batch
@@ -146,7 +146,7 @@ class Algorithm(Protocol):
     """One way to learn from outcomes.
 
     aggregation, aggregation_length  how token losses become one number (`learner.aggregation`)
-    minibatches                      parts of a batch, each with an update of its own
+    minibatches                      parts of a batch, each with its own update
     epochs                           passes over the batch
     filters                          whether groups with nothing to learn from should be replaced by others
     bootstraps                       whether `compute_advantages` reads `TokenScores.last_values`

@@ -1,17 +1,17 @@
-"""Checkpoints: policy, optimiser and books in one directory, renamed into place, named by `CURRENT`.
+"""Checkpoints: policy, optimiser and delivery state in one directory, renamed into place, named by `CURRENT`.
 
 The order that makes it safe: write into a temporary directory, manifest last, flush, confirm the lease, rename,
 replace CURRENT. Only when `write` has returned may entries be acknowledged. A crash between any two lines leaves the
 previous checkpoint in force, and every entry since then pending.
 
-The manifest lists every file with its sha256 and is signed with the run's key (`learner.run_key`), so a learner goes on
-only from what a learner of this run has written, to the last byte. A checkpoint without a signature (written before
-there were any, or by somebody else: nobody can tell) is refused like a foreign one; a person who knows where it is from
-says --trust-checkpoint once, and the next checkpoint is signed.
+The manifest lists every file with its sha256 and is signed with the run's key (`learner.checkpoint.signing`), so a
+learner goes on only from what a learner of this run has written, to the last byte. A checkpoint without a signature
+(written before there were any, or by another program: that cannot be told apart) is refused like a foreign one; a
+person who knows where it is from says --trust-checkpoint once, and the next checkpoint is signed.
 
 The name of a checkpoint is bound to its manifest, which says step and epoch too. `CURRENT` is not signed: by its text a
 person goes back to an older checkpoint of the run, and so can everybody who may write to the folder. A newer one that
-was passed over is told in the log. The state is read from its files after they were hashed, by every rank:
+was passed over is logged. The state is read from its files after they were hashed, by every rank:
 `confirm_unchanged` looks again when all have read, and refuses what was written to or exchanged meanwhile. It cannot
 see a writer that turns back the clock of the file system, or writes below it.
 """
@@ -129,7 +129,7 @@ class Checkpoints:
         inside = list(path.rglob("*"))
         there = {str(p.relative_to(path)) for p in inside if not p.is_dir() or p.is_symlink()}
         if strange := sorted(there - {MANIFEST, *facts["files"]}):
-            raise self._damaged(path / strange[0], "the manifest does not list it, so nobody vouches for it")
+            raise self._damaged(path / strange[0], "the manifest does not list it, so its content is not verified")
         looks = {p: _look(p) for p in (path, *inside) if p.is_dir()}
         for name, expected in facts["files"].items():
             looks[path / name] = self._verified(path / name, expected)
@@ -253,7 +253,7 @@ class Checkpoints:
         elif why:
             raise UserError(
                 f"the checkpoint {path} is not trusted: {why}",
-                why="the policy and the books of this run would be whatever its writer made them",
+                why="the policy and the delivery state of this run would be whatever its writer made them",
                 todo="if you know who wrote it (an older Foray did not sign, a copied run has another run.key), start "
                 "once with --trust-checkpoint; else restore the right key, or a checkpoint of your own",
             )

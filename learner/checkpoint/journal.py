@@ -1,7 +1,7 @@
 """The journal: every group that was trained, as it came, with the step it was trained in. For replay and for people.
 
 Frames (u32 length, u32 CRC-32, msgpack {step, epoch, batch, h, b}; little-endian) in files `groups-NNNNN.bin`, each
-with an index (`learner.journal_index`); each learner start begins a new file. Groups are written after the optimiser
+with an index ; each learner start begins a new file. Groups are written after the optimiser
 step and before its checkpoint, a whole batch at once, in the order in which they were given to the policy; `batch`
 says what else the step was made with (`BatchConditions`), so that it can be made again bit for bit. Steps that a crash
 rolled back are still in there, under their old epoch: `surviving` leaves them out. A frame cut short by a crash ends
@@ -30,9 +30,9 @@ from protocol.versions import PolicyVersion, is_orphan
 
 # The index beside each file of the journal: where every group lies, so that none is read to find another.
 #
-# `groups-NNNNN.idx` holds one record of fixed size for each frame of `groups-NNNNN.bin`, with a checksum of its own.
+# `groups-NNNNN.idx` holds one record of fixed size for each frame of `groups-NNNNN.bin`, with its own checksum.
 # What is missing, cut short or damaged is found again from the data, which alone is the truth. Readers do that in
-# memory; only the learner that begins a new file of the journal writes the older ones' indices anew.
+# memory; only the learner that begins a new file of the journal rewrites the older ones' indices.
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +78,12 @@ def places(data: Path) -> list[FrameLocation]:
 
 
 def rebuild_index(data: Path) -> None:
-    """Writes the index anew unless it says exactly what it should."""
+    """Rewrite the index unless it says exactly what it should."""
     wanted = b"".join(record(place) for place in places(data))
     index = index_of(data)
     if index.is_file() and index.read_bytes() == wanted:
         return
-    log.warning("%s is written anew from the data", index)
+    log.warning("%s is rewritten from the data", index)
     atomic_write(index, wanted, durable=True)
 
 
@@ -142,7 +142,7 @@ def _scan(data: Path, start: int) -> Iterator[FrameLocation]:
 
 FILE_BYTES = 64 << 20
 MIN_FILES = 4
-"""A journal of limited size has at least so many files, since it can only be shortened by whole ones."""
+"""A journal of limited size has at least this many files, since it can only be shortened by whole ones."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class BatchConditions:
     """What a batch was made with, beside its groups.
 
     now_step     step of the policy that was updated, from which lag is counted
-    lineage      first version of each learner start until then, from which orphans are told
+    lineage      first version of each learner start until then, by which orphans are recognised
     temperature  of sampling
     size         groups in the batch that are journalled with it
     mixed        (step, seq) of the groups that were trained before and mixed into it once more

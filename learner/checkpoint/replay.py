@@ -5,7 +5,7 @@
 
 The batches, the steps they were made in and the versions in them are those of the run, so the same settings, seed and
 initial weights give the same parameters bit for bit; other settings give another policy from the same experience.
-It consumes a journal and produces checkpoints in a run directory of its own. It waits for nothing.
+It consumes a journal and produces checkpoints in another run directory. It waits for nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from protocol.runtime.files import durable_mkdir
 from protocol.runtime.lifecycle import deferred_shutdown
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
-
-# The weights that a replay ends with, written as a run would publish them, for nobody in particular.
 
 
 class NoEngines:
@@ -155,7 +153,7 @@ class ReplayLoop:
         return min(self.run_settings.steps, self.batches.total)
 
     def run(self) -> None:
-        """Train to the end, or until told to stop; checkpoint."""
+        """Train to the end, or until stopped; checkpoint."""
         more = f"; the journal has {self.batches.total}" if self.batches.total > self.steps else ""
         log.info("the replay begins at step %d of %d (run.steps%s)", self.delivery.step, self.steps, more)
         while self.delivery.step < self.run_settings.steps and not self.stopping():

@@ -1,4 +1,4 @@
-"""Batches out of a journal: as the run had them, or formed anew. Where one stands in them fits into a checkpoint."""
+"""Batches out of a journal: as the run had them, or newly formed. The position in them fits into a checkpoint."""
 
 from __future__ import annotations
 

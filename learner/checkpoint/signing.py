@@ -3,7 +3,7 @@
 The key is FORAY_RUN_KEY, or the text of the file that FORAY_RUN_KEY_FILE names, or else one that the first start
 makes in `run.dir/run.key` (mode 0600).
 
-What that protects against: a checkpoint of another run, one from somebody else that was copied into the directory, one
+What that protects against: a checkpoint of another run, one of another person that was copied into the directory, one
 whose manifest was changed by accident or by hand. With the key from the environment also against whoever may write to
 the run directory but does not know the key. With the key in the run directory not against that one: who can read
 `run.key` can sign. Nothing in a checkpoint is executed when it is read, signed or not.
@@ -85,7 +85,7 @@ def run_key(run_dir: Path, environ: Mapping[str, str]) -> RunKey:
         raise UserError(
             f"the run's key cannot be read: {path}",
             why=str(error),
-            todo=f"mend the file or {KEY_FILE_VARIABLE}; without its key the run's checkpoints are not trusted",
+            todo=f"repair the file or {KEY_FILE_VARIABLE}; without its key the run's checkpoints are not trusted",
         ) from None
 
 

@@ -44,7 +44,7 @@ class DapoSettings(GroupSettings):
     overlong_length: int = Field(default=0, ge=0)
     """Most tokens that a policy may write in a trajectory without losing all of `overlong_penalty`; 0: no shaping."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """The punishment grows linearly over the last so many tokens before overlong_length."""
+    """The punishment grows linearly over this many tokens before overlong_length."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """Taken off the reward at overlong_length and beyond."""
 

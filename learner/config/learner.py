@@ -19,22 +19,22 @@ from protocol.settings import RunSettings, Settings
 class FilterSettings(Settings):
     """Dynamic filtering (DAPO, arXiv 2503.14476, section 3.2): groups that teach nothing are left out.
 
-    A group whose voters all earned the same is booked as filtered and never trained; another seq is issued in its
-    place. Redis holds filtered groups, too, until the next checkpoint.
+    A group whose valid trajectories all earned the same is settled as filtered and never trained; another seq is
+    issued in its place. Redis holds filtered groups, too, until the next checkpoint.
     """
 
     metric: str = ""
     """Part of the reward that must differ within a group, e.g. `em`; `reward` is the whole; "" filters nothing, unless
     the algorithm asks for it (`algorithm.filter`): then the whole reward decides."""
     patience: int = Field(default=8, ge=1)
-    """After so many batches' worth of filtered groups in a row, groups are taken as they come until a step is done: a
+    """After this many batches' worth of filtered groups in a row, groups are taken as they come until a step is done: a
     policy that is always right or always wrong must not stand still unnoticed."""
 
 
 class MixSettings(Settings):
     """Off-policy mix: groups that were trained in the last steps are trained again, beside the new ones.
 
-    On purpose, and beside the books: "each seq is trained at most once" counts the commits of a seq.
+    On purpose, and beside the accounting: "each seq is trained at most once" counts the commits of a seq.
     """
 
     share: float = Field(default=0.0, ge=0, le=4)
@@ -48,7 +48,7 @@ class ReplaySettings(Settings):
     passes: int = Field(default=1, ge=1)
     """How often the journal is gone through; `run.steps` ends it earlier."""
     rebatch: bool = False
-    """Form batches of `run.groups_per_step` groups anew, and filter; off: the batches of the run, as they were."""
+    """Form new batches of `run.groups_per_step` groups, and filter; off: the batches of the run, as they were."""
     export: bool = False
     """Write the final weights into `run.dir/weights` as a published version."""
 
@@ -62,7 +62,7 @@ class BatchSettings(Settings):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Most tokens, padding included, in one forward pass; a longer trajectory goes alone. GPUs like many more."""
     row_tokens: int = Field(default=0, ge=0)
-    """Trajectories are packed into rows of so many tokens (or of the longest one); 0 = each has a row of its own."""
+    """Trajectories are packed into rows of this many tokens (or of the longest one); 0 = each has its own row."""
     shuffle_rewards: bool = False
     """Control experiment: rewards are permuted among all trajectories of the batch before advantages are computed, so
     that there is nothing to learn. The metrics still show the true rewards."""
@@ -110,9 +110,9 @@ class FilesSettings(Settings):
     """Newest published versions that are kept, besides those that a live engine still reports."""
     fsync: bool = True
     """Flush weights to the device before they are announced. Off: a power cut may leave a torn version behind, which
-    nodes refuse by its sha256; the next start publishes the checkpoint's weights anew."""
+    nodes refuse by its sha256; the next start publishes the checkpoint's weights again."""
     max_norm_jump: float = Field(default=4.0, ge=0)
-    """Weights whose Euclidean norm, all tensors together, is more than so many times that of the version before, or
+    """Weights whose Euclidean norm, all tensors together, is more than this many times that of the version before, or
     less than that part of it, are not published, and the learner stops. No sane step does that; 0: never looked at."""
 
 
@@ -151,7 +151,7 @@ class DistributedPublishSettings(FilesSettings):
     stall_s: float = Field(default=20.0, gt=0)
     """How long one bucket, or the last engine's checksum, may take: an engine that hangs must not hold up training."""
     patience_s: float = Field(default=5.0, ge=0)
-    """An engine that serves and missed a version waits so long for the next one before files are written for it."""
+    """An engine that serves and missed a version waits this long for the next one before files are written for it."""
 
 
 class AdapterPublishSettings(FilesSettings):
@@ -191,7 +191,7 @@ class LearnerSettings(TrainerSettings):
     prefetch_steps: int = Field(default=2, ge=1)
     """Groups read ahead of training, in batches. The rest stay in Redis."""
     max_attempts: int = Field(default=3, ge=1)
-    """Attempts at a seq whose group arrives unreadable before it is booked as dead."""
+    """Attempts at a seq whose group arrives unreadable before it is settled as dead."""
     max_skipped: int = Field(default=3, ge=1)
     """Batches in a row with a loss or gradient that is not finite before the learner stops."""
     journal: bool = True

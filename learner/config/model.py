@@ -150,7 +150,7 @@ class CriticSettings(Settings):
     """The value model of algorithms with a critic."""
 
     backbone: Literal["own", "policy"] = "own"
-    """A model of its own, or a head on the policy: half the memory, and both shape the same features."""
+    """Its own model, or a head on the policy: half the memory, and both shape the same features."""
     model: Path | None = None
     """backbone own: directory of the model that it starts from; none = run.model."""
     optim: CriticOptimSettings = CriticOptimSettings()

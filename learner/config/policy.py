@@ -185,7 +185,7 @@ class PolicySettings(Settings):
     epochs: int = Field(default=1, ge=1, le=16)
     """Passes over each batch."""
     minibatches: int = Field(default=1, ge=1)
-    """Parts of a batch, each with an optimiser update of its own in every pass."""
+    """Parts of a batch, each with its own optimiser update in every pass."""
     kl: KlSettings = KlSettings()
     """Divergence from a reference."""
     entropy_coefficient: float = 0.0

@@ -1,7 +1,7 @@
 """Trajectory groups to packed micro-batches (pure numpy): who is trained on, with which weight, in which row.
 
 A token is trained when the policy sampled it, its version belongs to the living branch and is at most `max_lag` steps
-old, and its trajectory votes (did not end for reasons of infrastructure). Everything that spans the batch
+old, and its trajectory is valid (did not end for reasons of infrastructure). Everything that spans the batch
 (advantages, denominators) is decided here, once, so that a micro-batch needs to know nothing of the others.
 """
 
@@ -171,16 +171,16 @@ def build_batch(
         row = _trained_part(trajectory, number, group, tally, now_step, lineage, max_lag, bootstraps)
         if row is not None:
             rows.append(row)
-    judged = outcomes
+    credited = outcomes
     if settings.shuffle_rewards:
-        judged = outcomes.shuffled(now_step)
+        credited = outcomes.shuffled(now_step)
         for row in rows:
-            row.rewards = np.append(np.zeros(len(row.trained) - 1), judged.rewards[row.number]).astype(np.float32)
-    scale = algorithm.reward_scale(judged)
+            row.rewards = np.append(np.zeros(len(row.trained) - 1), credited.rewards[row.number]).astype(np.float32)
+    scale = algorithm.reward_scale(credited)
     for row in rows:
         row.rewards = row.rewards * np.float32(scale)
-    advantages = algorithm.advantages(judged)
-    by_turn = None if settings.shuffle_rewards else algorithm.turn_advantages(judged, Turns.of(groups))
+    advantages = algorithm.advantages(credited)
+    by_turn = None if settings.shuffle_rewards else algorithm.turn_advantages(credited, Turns.of(groups))
     # one column for every turn, or one for all
     table = advantages[:, None] if by_turn is None else by_turn
     # The capacity is the batch's, not the part's: a row's width should not depend on how the batch is divided.
@@ -344,13 +344,13 @@ def _statistics(
     advantages: npt.NDArray[np.float64],
 ) -> dict[str, float]:
     lags = np.concatenate([r.lags for r in rows]) if rows else np.zeros(1, np.int64)
-    room = sum(m.ids.size for m in micro_batches)
+    slots = sum(m.ids.size for m in micro_batches)
     read = sum(len(r.ids) for r in rows)
-    voting = outcomes.rewards[outcomes.valid]
+    valid = outcomes.rewards[outcomes.valid]
     return {
         "lag_mean": float(lags.mean()),
         "lag_max": float(lags.max()),
-        "reward_mean": float(voting.mean()) if len(voting) else 0.0,
+        "reward_mean": float(valid.mean()) if len(valid) else 0.0,
         "trajectories": float(len(advantages)),
         "trajectories_trained": float(len(rows)),
         "zero_advantage_share": float((advantages == 0).mean()) if len(advantages) else 0.0,
@@ -359,6 +359,6 @@ def _statistics(
         "tokens_orphan": float(tally.orphan),
         "tokens_unvoted": float(tally.unvoted),
         "tokens_read": float(read),
-        "padding_share": 1.0 - read / room if room else 0.0,
+        "padding_share": 1.0 - read / slots if slots else 0.0,
         "micro_batches": float(len(micro_batches)),
     }

@@ -19,7 +19,7 @@ WHOLE = "reward"
 
 
 class GroupFilter:
-    """Refuses groups whose voters all earned the same. Thread-safe.
+    """Refuses groups whose valid trajectories all earned the same. Thread-safe.
 
     After `patience` batches' worth of refused groups in a row, none is refused until there was a step.
     """

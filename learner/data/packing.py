@@ -18,7 +18,7 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     The rows are then levelled: the smallest width is looked for that needs as many rows, so that no row is left nearly
     empty beside full ones, where it would be padded, or would keep one rank idle while the others compute.
 
-    capacity 0 gives every trajectory a row of its own; one longer than the capacity gets a row of its own too.
+    capacity 0 gives every trajectory its own row; one longer than the capacity gets its own row too.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows = _first_fit(lengths, order, capacity)
@@ -39,15 +39,15 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def _first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
-    room = np.zeros(len(order), np.int64)
+    free = np.zeros(len(order), np.int64)
     for i in order:
-        fits = room[: len(rows)] >= lengths[i]
+        fits = free[: len(rows)] >= lengths[i]
         place = int(fits.argmax()) if fits.any() else len(rows)
         if place == len(rows):
             rows.append([])
-            room[place] = capacity
+            free[place] = capacity
         rows[place].append(i)
-        room[place] -= lengths[i]
+        free[place] -= lengths[i]
     return rows
 
 
@@ -79,8 +79,8 @@ def partition_balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
 # How token losses become one number, as a weight for each token (pure numpy).
 #
 # The loss of a batch is sum_i weight_i * loss_i. Every denominator is taken over the whole batch before it is cut, so
-# the gradient does not depend on how the batch is packed, split into micro-batches or spread over ranks. (Peers divide by
-# counts of the micro-batch or rank and scale back, or not; with an engine that averages over ranks and accumulation
+# the gradient does not depend on how the batch is packed, split into micro-batches or spread over ranks. (Peers divide
+# by counts of the micro-batch or rank and scale back, or not; with an engine that averages over ranks and accumulation
 # steps, the caller undoes that average.)
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]

@@ -1,6 +1,6 @@
 """Off-policy mix: a few groups that were trained lately are trained once more, within the lag bound.
 
-They are extra: no seq is booked for them, nothing is acknowledged. Which ones is a function of (seed, step) and of
+They are extra: no seq is settled for them, nothing is acknowledged. Which ones is a function of (seed, step) and of
 what the surviving steps trained, so a resumed learner draws the same ones; it reads them from the journal.
 """
 

@@ -16,7 +16,7 @@ from protocol.messages import Question
 
 
 class Sampler:
-    """Passes over the questions without end; each pass is a permutation of its own.
+    """Passes over the questions without end; each pass is another permutation.
 
     Seq 1..N is the first pass, N+1..2N the second, and so on.
     """

@@ -1,7 +1,14 @@
-"""Whether the books close: verified at every checkpoint, told when they do not, and decisive at the end of a run.
+"""Audits of conservation: made at every checkpoint, reported when they fail, and decisive at the end of a run.
 
-By seq: issued = trained + filtered + stale + dead + in flight. By token: `learner/delivery/token_accounting.py`. Against Redis:
-`learner/delivery/audit.py`. Here too, because they happen at the same moments: `meta`, the run's event_log, and requests.
+By seq: issued = trained + filtered + stale + dead + in flight. By token: `token_accounting.py`. Against Redis:
+
+    published - received - waiting in the stream = offset,   a constant as long as Redis forgets nothing
+
+`published` is counted by the publishing function, atomically with adding the entry. When Redis was restarted, wiped or
+failed over, or this learner goes on from an older checkpoint than the last one, the offset changes: the difference is
+logged and added to `redis_lost`. It is positive for tokens that were published and that no learner received, negative
+for tokens that were received and whose count Redis has lost. A difference without such an explanation is a fault of the
+accounting: `RedisAudit.compare` reports it.
 """
 
 from __future__ import annotations
@@ -19,16 +26,6 @@ from learner.delivery.store import RunStore
 from protocol.errors import Fenced, StateLost
 from protocol.run_meta import RunMeta
 from protocol.runtime.redis.errors import RedisFull, RedisUnavailable
-
-# What Redis counted, against what the learner received: the only judge of tokens that is not the learner itself.
-#
-#     published - received - waiting in the stream = offset,   a constant as long as Redis forgets nothing
-#
-# `published` is counted by the publishing function, in the same breath as the entry is added. When Redis was restarted,
-# wiped or failed over, or this learner goes on from an older checkpoint than the last one, the offset is another one:
-# the difference is told and added to `redis_lost`. It is positive for tokens that were published and that no learner
-# received, negative for tokens that were received and that Redis has forgotten to have counted. A difference that
-# nothing explains is a fault of the books: `compare` says so.
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +72,7 @@ class RedisAudit:
         """Entries that are here and that Redis has lost: a resumed learner will not receive them."""
 
     def compare(self) -> str:
-        """Compares; "" when nothing is wrong. Raises RedisUnavailable or StateLost, and may be called again."""
+        """Compare with Redis; "" if nothing is wrong. Raises RedisUnavailable or StateLost, and may be called again."""
         server, census = self._moment()
         delivery, now = self._delivery, self._offset
         with delivery.lock:
@@ -104,13 +101,13 @@ class RedisAudit:
             if same:
                 return _problem(moved)
             now.offset, now.lost = offset, now.lost + moved
-        text = f"Redis has changed since the last look, and {_problem(moved)}; booked as redis_lost"
+        text = f"Redis has changed since the last comparison, and {_problem(moved)}; counted as redis_lost"
         log.warning("%s", text)
         self._event_log.emit("redis-lost", text)
         return ""
 
     def _moment(self) -> tuple[str, Census]:
-        """The census, and the Redis process that gave it."""
+        """Return the Redis process and its census, taken from the same process."""
         tries = 0
         while True:
             tries += 1
@@ -121,7 +118,7 @@ class RedisAudit:
                 return server, census
 
     def update(self) -> None:
-        """The rejected tokens as they are now; may be called at any time, by any thread."""
+        """Count the tokens of rejected attempts; may be called at any time, by any thread."""
         counted, life = self._store.rejected()
         with self._delivery.lock:
             if life == self._offset.life:
@@ -142,8 +139,8 @@ class RedisAudit:
             return asdict(replace(now, offset=now.offset + unseen, lost=now.lost + unseen))
 
     def committed(self, name: str) -> None:
-        """A checkpoint of this name is in force: leaves a mark, by which a resumed learner knows that it has the last
-        one. Raises RedisUnavailable; without the mark a difference would be told and booked, not called a fault.
+        """Mark the checkpoint of this name as the one in force: a resumed learner knows by it that it has the last
+        one. Raises RedisUnavailable; without the mark a difference would count as lost by Redis, not as a fault.
         """
         self._store.committed(name)
 
@@ -166,7 +163,7 @@ def _order(id_: bytes) -> tuple[int, int]:
 
 
 class ConservationAudit:
-    """Used by the training thread alone, but for `values`."""
+    """All audits of a run, at the moments when they are due. Only `values` may be called by other threads."""
 
     def __init__(
         self,
@@ -182,7 +179,7 @@ class ConservationAudit:
         self._reported = ""
 
     def begin(self) -> None:
-        """The run begins, or goes on. Raises RedisUnavailable or StateLost, and may be called again."""
+        """Audit the run when it begins or goes on. Raises RedisUnavailable or StateLost, and may be called again."""
         self._store.write_meta(self._meta.fields())
         with self._delivery.lock:
             honoured = sorted(self._delivery.requeue_requests)
@@ -190,14 +187,16 @@ class ConservationAudit:
         self._report(self._delivery.inconsistency(whole=False) or self._compared())
 
     def repaired(self, why: str, *, epoch: int, lost: bool, lapsed: bool) -> None:
-        """All is there again. lost: streams or functions were gone. lapsed: the lease had lapsed and was acquired again.
+        """Record a repair. lost: streams or functions were gone; lapsed: the lease was acquired again.
 
         Raises RedisUnavailable or StateLost, and may be called again.
         """
         try:
             self._store.write_meta(self._meta.fields())
         except Fenced as error:
-            raise StateLost(f"the lease went again: {error}") from error  # whose it is now, regaining it says
+            raise StateLost(
+                f"the lease went again: {error}"
+            ) from error  # `LearnerLease.reacquire` says whose it is now
         with self._delivery.lock:
             self._delivery.counters.state_lost += lost
             self._delivery.counters.lease_lapsed += lapsed
@@ -207,11 +206,11 @@ class ConservationAudit:
             self._event_log.emit("epoch", f"the lease had lapsed: epoch {epoch} begins ({why})")
 
     def to_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint keeps of the audits."""
         return {"redis": self._cross.to_state()}
 
     def committed(self, state: dict[str, Any], name: str) -> None:
-        """The checkpoint `name` with `state` is in force, and what it decided is acknowledged."""
+        """Audit after the checkpoint `name` with `state` is in force, and what it decided is acknowledged."""
         self._event_log.emit("checkpoint", f"checkpoint {name} is in force")
         self._requests.committed(state["requests"])
         problem = self._delivery.inconsistency(whole=False)
@@ -223,7 +222,7 @@ class ConservationAudit:
         self._report(problem)
 
     def problem(self) -> str:
-        """At the end: where the accounting is not consistent; "" when they do. Raises RedisUnavailable or StateLost."""
+        """Return where the accounting is not consistent at the end of the run; "" if it is. Raises RedisUnavailable."""
         left = self._delivery.in_flight()
         return (
             self._delivery.inconsistency()
@@ -248,5 +247,5 @@ class ConservationAudit:
     def _report(self, problem: str) -> None:
         if problem and problem != self._reported:
             log.error("the accounting is not consistent: %s", problem)
-            self._event_log.emit("books", f"the accounting is not consistent: {problem}")
+            self._event_log.emit("inconsistent", f"the accounting is not consistent: {problem}")
         self._reported = problem

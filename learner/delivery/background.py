@@ -1,6 +1,6 @@
-"""The maintenance: what must happen on time however long a training step takes.
+"""Background threads: what must happen on time however long a training step takes.
 
-An I/O thread. It renews the lease, issues tasks as credit allows, reconciles, publishes the metrics of each second
+The maintenance thread renews the lease, issues tasks as credit allows, reconciles, publishes the metrics of each second
 and looks for what people ask. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled,
 there is credit.
 """
@@ -22,17 +22,15 @@ from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot
 from protocol.runtime.redis.errors import BestEffort, RedisFull, RedisUnavailable
 
-# Threads beside the training thread, and how they tell it of what only it can mend.
-
 log = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 2.0
 SILENCE_S = 15.0
-"""Complaints about Redis come at most so often: some calls may work while others do not (a full Redis)."""
+"""Shortest time between warnings about Redis: some calls may work while others do not (a full Redis)."""
 
 
 class ErrorSlot:
-    """The first fault that an I/O thread could not mend. While it stands, the I/O threads stand still."""
+    """Holds the first error that a background thread could not handle; while it is set, these threads pause."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
@@ -41,31 +39,31 @@ class ErrorSlot:
         self.is_clear.set()
 
     def set(self, error: BaseException) -> None:
-        """Raises the alarm; later ones are consequences and dropped."""
+        """Set the error, unless there is one: later errors are consequences."""
         with self._lock:
             if self._error is None:
                 self._error = error
                 self.is_clear.clear()
 
     def raise_if_set(self) -> None:
-        """Raises the fault, if there is one."""
+        """Raise the error if there is one."""
         if self._error is not None:
             raise self._error
 
     def clear(self) -> None:
-        """The fault is mended: the I/O threads go on."""
+        """Clear the error: the background threads go on."""
         with self._lock:
             self._error = None
             self.is_clear.set()
 
 
 class BackgroundLoop:
-    """Calls `tick` again and again in a thread of its own.
+    """Calls `tick` repeatedly in its own thread.
 
-    A turn that finds Redis unavailable is repeated after a pause. StateLost, Fenced and UserError sound the alarm and
-    the loop waits until the training thread has cleared it, perhaps for another thread's fault. Anything else sounds
-    the alarm and ends the loop.
-    Unblocked by: the turn's own waits, `errors.clear`, `stop`.
+    A tick that finds Redis unavailable is repeated after a pause. StateLost, Fenced and UserError set `errors`, and the
+    loop waits until the training thread has cleared it, perhaps for another thread's error. Anything else sets
+    `errors` and ends the loop.
+    Unblocked by: the tick's own waits, `errors.clear`, `stop`.
     """
 
     def __init__(self, name: str, tick: Callable[[], None], errors: ErrorSlot) -> None:
@@ -109,7 +107,7 @@ METRICS_S = 1.0
 
 
 class Interval:
-    """True once in `seconds`. Starts due."""
+    """Due once in `seconds`, at first immediately."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._next = seconds, 0.0
@@ -122,7 +120,7 @@ class Interval:
         return True
 
     def make_due(self) -> None:
-        """What was due has failed: it is due at once."""
+        """Make it due immediately: what was due has failed."""
         self._next = 0.0
 
 

@@ -1,15 +1,14 @@
-"""Where batches come from: the stream of trajectory groups, read once each, whatever happens.
+"""The consumer of the stream of trajectory groups, which hands out each group once, whatever happens.
 
 An entry is acknowledged only when a durable checkpoint says what became of it. Until then it stays pending, and a
-successor takes it over. So an entry may come twice, and the books decide: a seq that is here or settled is a
-duplicate.
+successor takes it over. So an entry may come twice: a seq that is pending or settled already is a duplicate.
 
 An entry that kills the learner while it is read would kill every successor too. So entries that were pending already
-are read one at a time, each after Redis has counted that it was handed out; one that was handed out DELIVERIES times
-and never got through is a dead letter without being read again.
+are read one at a time, each after Redis has counted the delivery; one that was delivered DELIVERIES times and never
+survived reading becomes a dead letter without being read again.
 
 The reader thread consumes stream entries and produces buffered groups. It waits for Redis (BLOCK_MS at a time) and
-for room in the buffer; it is unblocked by entries and by `take`.
+for capacity in the buffer; it is unblocked by entries and by `take`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,15 @@ log = logging.getLogger(__name__)
 
 READ_COUNT = 16
 DELIVERIES = 3
-"""So many times an entry may be handed out without getting through."""
+"""An entry may be delivered this often without surviving reading."""
 POISON = "poison"
 
 
 class StreamConsumer:
-    """The buffer between Redis and training. `capacity`: most groups held; at least one batch."""
+    """The buffer between Redis and training.
+
+    capacity  most groups buffered; at least one batch
+    """
 
     def __init__(
         self,
@@ -59,13 +61,13 @@ class StreamConsumer:
         self._tries: Counter[bytes] = Counter()
         self._changed = threading.Condition(delivery.lock)
         self.reclaim = threading.Event()
-        """Set: pending entries must be gone through again (start, lost replies, entries given to a predecessor)."""
+        """Set to read the pending entries again (start, lost replies, entries delivered to a predecessor)."""
         self.reclaim.set()
 
     # --- the reader thread ---
 
     def tick(self) -> None:
-        """Reads what there is room for. Raises RedisUnavailable, StateLost or Fenced; may be called again."""
+        """Read what the buffer has capacity for. Raises RedisUnavailable, StateLost or Fenced; may be called again."""
         with self._changed:
             if len(self._buffer) >= self._capacity:
                 self._changed.wait(0.5)
@@ -81,7 +83,7 @@ class StreamConsumer:
             for id_, fields in self._store.read(min(free, READ_COUNT)):
                 self.ingest(id_, fields)
         except BaseException:
-            # Entries may have been given to us in a reply that never arrived: they are pending, and ours.
+            # A reply that never arrived may have delivered entries: they are pending for this consumer.
             self.reclaim.set()
             raise
 
@@ -96,7 +98,7 @@ class StreamConsumer:
     def _replay(self, count: int) -> None:
         for _ in range(min(count, len(self._backlog))):
             id_ = self._backlog[0]
-            # Without our own tries (a reply may get lost), what is left are the lives that ended over it.
+            # Deliveries beyond our own tries (a reply may get lost) are those that ended a learner.
             self._tries[id_] += 1
             handed, fields = self._store.redeliver(id_)
             if fields is not None and id_ not in self._delivery.unacked:
@@ -118,11 +120,11 @@ class StreamConsumer:
 
     @property
     def caught_up(self) -> bool:
-        """Whether every entry that is pending for us has been looked at."""
+        """Whether every pending entry has been read."""
         return not self._backlog and not self.reclaim.is_set()
 
     def ingest(self, id_: bytes, fields: Fields) -> None:
-        """One entry: buffered, settled, known already, or bad. May ask Redis, to settle doubts."""
+        """Buffer, settle, or reject one entry. May ask Redis whether its seq was issued."""
         with self._changed:
             if id_ in self._delivery.unacked:
                 return
@@ -147,7 +149,7 @@ class StreamConsumer:
             log.warning("seq %d is dead: %s %s", seq, message.reason, message.detail[:200])
             delivery.settle([seq], Outcome.DEAD, message.reason, tokens=entry.tokens)
         elif self._filter.refuses(message):
-            # The credit is given back: another seq is issued in its place.
+            # Its credit is returned: another seq is issued instead.
             delivery.settle([seq], Outcome.FILTERED, NO_VARIANCE, tokens=entry.tokens)
         else:
             delivery.mark_pending(seq, arrived)
@@ -159,7 +161,7 @@ class StreamConsumer:
             raise BadEntry("not_issued", f"seq {entry.seq} was never issued", 0)
 
     def _refuse_unreadable_task(self, entry: StreamEntry) -> None:
-        """A failed attempt, unless another task of the seq is at work: then this one was one too many, and no more."""
+        """Raise BadEntry for an unreadable task: a failed attempt, unless another task of the seq is running."""
         message = entry.message
         if isinstance(message, GroupFailed) and message.reason.startswith(TASK_UNREADABLE):
             detail = f"{message.producer} could not read a task of seq {entry.seq}"
@@ -172,7 +174,7 @@ class StreamConsumer:
         return seq > self._delivery.issued and (seq > self._delivery.credit or seq > self._store.issued())
 
     def _refuse(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
-        """A dead letter. Its tokens failed; its seq, where that is known and one of ours, is due again or dead."""
+        """Keep a dead letter. Its tokens failed; its seq, if it is known and was issued, is due again or dead."""
         if self._unissued(bad.seq):
             bad = BadEntry(bad.reason, f"{bad.detail}; seq {bad.seq} was never issued", 0, bad.attempt)
         log.warning("entry %s (seq %d) is unusable: %s; `foray dlq show %d`", id_.decode(), bad.seq, bad, bad.seq)
@@ -184,17 +186,17 @@ class StreamConsumer:
             delivery.receive(bad.seq, ReceivedEntry(id_, tokens, tokens))
             delivery.accounting.record(TokenOutcome.FAILED, tokens)
             delivery.counters.dead_letters += 1
-            # Without a seq the reconciler finds missing what its task was for, if it was ours.
+            # Without a seq, the reconciler will miss the seq of its task, if it was issued.
             if bad.seq:
                 delivery.record_failed_attempt(bad.seq, bad.attempt, self._max_attempts, bad.reason)
 
     # --- the training thread ---
 
     def take(self, count: int, now_step: int, *, max_lag: int | None, timeout_s: float) -> list[StreamEntry]:
-        """The next `count` groups in order of arrival, or [] when they are not here after `timeout_s`.
+        """Return the next `count` groups in order of arrival, or [] if they have not arrived after `timeout_s`.
 
         max_lag  drop (settle as stale) groups whose oldest token is older than this many steps; None: take them all
-        The seqs stay `held` until they are settled.
+        The seqs stay pending until they are settled.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._drop_stale(now_step, max_lag) >= count, timeout_s)
@@ -212,14 +214,14 @@ class StreamConsumer:
         return len(self._buffer)
 
     def drain(self) -> int:
-        """The end of the run: what is buffered will not be trained. Returns its tokens."""
+        """Drop what is buffered at the end of the run, and return its tokens."""
         with self._changed:
             tokens = sum(e.tokens for e in self._buffer)
             self._buffer.clear()
             return tokens
 
     def wake(self) -> None:
-        """Makes `take` look again (a signal arrived)."""
+        """Make `take` check again (a signal arrived)."""
         with self._changed:
             self._changed.notify_all()
 

@@ -23,22 +23,22 @@ log = logging.getLogger(__name__)
 FIELD_BYTES = 1 << 20
 STREAM_BYTES = 1 << 16
 FILE_BYTES = 64 << 20
-"""A file of so many bytes takes no more letters: it becomes the older one, and the older one before it goes."""
+"""At this size a file is rotated: it replaces the rotated one before it."""
 
 
 def rotated(path: Path) -> Path:
-    """Where the letters before those of `path` are."""
+    """Return the path of the rotated file of `path`."""
     return path.with_name(f"{path.name}.1")
 
 
 class DeadLetterStore:
-    """Appends to `path`, and to the dead-letter stream."""
+    """Keeps unusable entries: appends to `path`, and to the dead-letter stream."""
 
     def __init__(self, store: RunStore, path: Path) -> None:
         self._store, self._path = store, path
 
     def add(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
-        """One dead letter. Raises nothing: evidence that cannot be kept must not stop the learner."""
+        """Append one dead letter. Raises nothing: a dead letter that cannot be kept must not stop the learner."""
         head, body = (fields.get(name, b"")[:FIELD_BYTES] for name in (b"h", b"b"))
         facts: dict[str, str | int] = {"id": id_.decode(), "seq": bad.seq, "reason": bad.reason, "detail": bad.detail}
         facts["from"] = "learner"
@@ -50,25 +50,26 @@ class DeadLetterStore:
                 file.write(json.dumps(line) + "\n")
             self._store.dead_letter({**facts, "h": head[:STREAM_BYTES], "b": body[:STREAM_BYTES]})
         except (OSError, RedisUnavailable, UserError) as error:
-            log.error("evidence of the unusable entry %s could not be kept: %s", id_.decode(), error)
+            log.error("the unusable entry %s could not be kept: %s", id_.decode(), error)
 
-
-# The learner's lines in the run's history (`protocol/events.py`). They inform: one that is lost is no fault.
 
 LEARNER_ID = "0"
 """Rank in metrics and events: a restarted learner takes the place of its predecessor."""
 
 
 class EventLog:
-    """Thread-safe."""
+    """Writes the learner's lines of the run's history (`protocol/events.py`). Thread-safe.
+
+    They inform people: one that is lost is no fault.
+    """
 
     def __init__(self, store: RunStore) -> None:
         self._store, self._best_effort = store, BestEffort()
 
     def emit(self, kind: str, text: str) -> None:
-        """One line. Raises nothing."""
+        """Write one line. Raises nothing."""
         fields = events.fields("learner", LEARNER_ID, kind, text)
         try:
             self._best_effort(lambda: self._store.add_event(fields))
         except (RedisUnavailable, StateLost) as error:
-            log.info("the event %r is not told: %s", kind, error)
+            log.info("the event %r is not kept: %s", kind, error)

@@ -1,7 +1,7 @@
 """Which run this is: its lineage id on disk, and whether what Redis holds under its run id is the same run's.
 
 The id is random, made once for a run directory and never changed. A run id is only a name: a directory that was
-removed or copied, or somebody else's configuration, may use one that Redis already knows. Its `issued`, tasks and
+removed or copied, or another person's configuration, may use one that Redis already knows. Its `issued`, tasks and
 trajectories would then be taken for ours, and its learner would be fenced. So a learner compares before it writes.
 """
 
@@ -48,7 +48,7 @@ def ensure_lineage_id(run: RunSettings) -> str:
     if committed and committed != found:
         raise UserError(
             f"the checkpoint in {run.checkpoint_dir} is of lineage {committed[:8]}, the run directory of {found[:8]}",
-            why=f"it was copied from another run: seqs, books and weights of two runs would mix ({path})",
+            why=f"it was copied from another run: seqs, ledgers and weights of two runs would mix ({path})",
             todo="for a new run from its weights: `foray export` the copied run, and give the result as run.model with "
             f"an empty run.dir; to go on with the copied run here, write its id into the file: {committed}",
         )

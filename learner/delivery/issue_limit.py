@@ -1,7 +1,7 @@
 """How far tasks may have been issued, on disk: an upper bound of `issued` that does not depend on Redis.
 
 Written ahead, as databases cache a range of a sequence: a number is durable before any task up to it is issued, and
-AHEAD further, so that it is written seldom. Each epoch has a file of its own beside the file that claims it: a learner
+AHEAD further, so that it is written seldom. Each epoch has its own file beside the one that claims it: a learner
 that was fenced and does not know it yet cannot lower its successor's.
 """
 
@@ -17,7 +17,7 @@ SUFFIX = ".issued"
 
 
 class IssueReservation:
-    """The files in `epochs_dir` (`learner.lease`)."""
+    """The files in `epochs_dir` (`learner.delivery.lease`)."""
 
     def __init__(self, epochs_dir: Path) -> None:
         self._folder = epochs_dir

@@ -18,8 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class TaskIssuer:
-    """Turns credit into tasks. `enabled` is the valve: closed until the first weights are published, and while
-    checkpoints fail (what is trained could not be acknowledged, so Redis would fill up).
+    """Turns credit into tasks.
+
+    `enabled` is clear until the first weights are published, and while checkpoints fail: what is trained could not be
+    acknowledged, so Redis would fill up.
 
     What Redis says was issued is believed up to what this learner, or one before it in this run directory, can have
     issued. All else that is counted by it is therefore bounded: seqs in flight, seqs due, memory.
@@ -41,7 +43,7 @@ class TaskIssuer:
         self.enabled = threading.Event()
 
     def task(self, seq: int, attempt: int = 1) -> bytes:
-        """The encoded task of `seq`: made from nothing but the questions and the seed."""
+        """Return the encoded task of `seq`, made from nothing but the questions and the seed."""
         return encode(
             Task(
                 seq=seq,
@@ -53,7 +55,7 @@ class TaskIssuer:
         )
 
     def recount(self) -> None:
-        """Takes `issued` from Redis, which may have lost it or know more than the checkpoint.
+        """Take `issued` from Redis, which may have lost it or know more than the checkpoint.
 
         Its floor is the watermark. Whatever lies between it and the limit is then issued again, but for what is
         settled or already here.
@@ -68,7 +70,7 @@ class TaskIssuer:
             self._counted = True
 
     def _limit(self) -> int:
-        """Highest seq that may be issued now."""
+        """Return the highest seq that may be issued now."""
         delivery, run = self._delivery, self._run
         with delivery.lock:
             limit = delivery.limit(max_lag=run.max_lag, groups_per_step=run.groups_per_step, steps=run.steps)
@@ -76,7 +78,7 @@ class TaskIssuer:
             return limit
 
     def _plausible(self, issued: int) -> int:
-        """What Redis says, or 0 when this run cannot have issued so many: then nothing is known."""
+        """Return what Redis says, or 0 if this run cannot have issued that many: then nothing is known."""
         delivery = self._delivery
         with delivery.lock:
             most = max(delivery.credit, delivery.issued)
@@ -93,7 +95,7 @@ class TaskIssuer:
         return 0
 
     def tick(self) -> int:
-        """Issues as far as credit reaches, and again what is due; returns how many tasks were added.
+        """Issue as far as credit reaches, and again what is due; return how many tasks were added.
 
         Raises RedisUnavailable, StateLost or Fenced; calling it again then is safe.
         """
@@ -124,7 +126,7 @@ class TaskIssuer:
         return len(seqs)
 
     def _reserve(self, limit: int) -> bool:
-        """Whether the disk says that tasks up to `limit` may be issued; without that, a restart would refuse them."""
+        """Reserve seqs up to `limit` on disk; without that, a restart would refuse them. Return whether it worked."""
         try:
             self._reserved.reserve(limit, self._store.epoch)
         except OSError as error:

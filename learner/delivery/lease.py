@@ -1,8 +1,8 @@
 """The lease: at most one learner at a time writes to a run. Every write that matters is refused without it.
 
-Two anchors. In Redis, the lease and its epoch, which every function compares. On disk, a file for each epoch that was
-ever begun: Redis may have forgotten, or be away, and a learner that slept through its successor's whole life must see
-that there was one. A learner that finds a higher epoch than its own in either has been fenced and stays so.
+It is held in two places: in Redis, the lease and its epoch, which every function compares; on disk, a file for each
+epoch that ever began: Redis may have forgotten, or be away, and a learner that slept through its successor's whole
+life must see that there was one. A learner that finds a higher epoch than its own in either is fenced and stays so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANOTHER_RUN = (
 class LearnerLease:
     """Who may write. `epoch` is 0 until the lease is acquired, and one more at each acquisition.
 
-    ttl_s      the lease lapses so long after its last renewal
+    ttl_s       the lease lapses this long after its last renewal
     epochs_dir  a file for every epoch ever used, made exclusively: a Redis that rolled back cannot repeat one
     lineage_id  the run it is a lease of: Redis refuses it for another one's ("": whichever it is)
     """
@@ -86,7 +86,7 @@ class LearnerLease:
         return create_once(self.epochs_dir / f"e{epoch}", self.token + "\n")
 
     def renew(self) -> None:
-        """Extends the lease; raises Fenced when it is not ours any more, RedisUnavailable when nobody knows."""
+        """Extend the lease. Raises Fenced if this learner does not hold it any more, RedisUnavailable if unknown."""
         if not self._store.renew(self._ttl_ms):
             raise Fenced("the lease of this learner lapsed or was taken")
 
@@ -96,7 +96,7 @@ class LearnerLease:
         return holder if holder and holder.token != self.token else self._successor()
 
     def reacquire(self) -> bool:
-        """After a doubt: the lease, renewed, or taken again when it had lapsed and nobody took it; then True.
+        """Renew the lease, or acquire it again if it lapsed and no other learner took it; then return True.
 
         Raises Fenced when another learner has begun meanwhile, RedisUnavailable.
         """
@@ -108,7 +108,7 @@ class LearnerLease:
         except Fenced:
             try:
                 self.acquire(self.epoch)
-            except UserError:  # somebody was faster just now, and is alive
+            except UserError:  # another learner was faster, and is alive
                 if (other := self.superseded_by()) is not None:
                     raise self.fenced_by(other) from None
                 raise

@@ -1,7 +1,7 @@
 """The reconciler: any seq that is issued but found nowhere is issued again.
 
-It closes the holes nobody thought of: a task deleted by hand, a Redis that lost its last second, an entry given to a
-learner that died. Being wrong costs one rollout, never a second training: the ledger sees to that.
+It covers what no other rule does: a task that a person deleted, a Redis that lost its last second, an entry delivered
+to a learner that died. Being wrong costs one rollout, never a second training: the ledger sees to that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
 log = logging.getLogger(__name__)
 
 AHEAD_S = 86_400.0
-"""Ids of entries may be ahead of the clock by so much: clocks are set back, a failover may find another one."""
+"""Ids of entries may be ahead of the clock by this much: clocks are set back, a failover may find another one."""
 
 
 class MissingSeqReconciler:
@@ -32,7 +32,7 @@ class MissingSeqReconciler:
         self._ahead_logged = False
 
     def tick(self) -> list[int]:
-        """Seqs that were missing twice in a row and are now due again."""
+        """Make seqs due again that were missing twice in a row, and return them."""
         found = self._store.snapshot()
         if found.ahead_s > AHEAD_S and not self._ahead_logged:
             self._ahead_logged = True
@@ -40,10 +40,10 @@ class MissingSeqReconciler:
             log.warning("%s: entries were added by hand, or the clock was set back; delivery goes on", text)
             self._event_log.emit("ids-ahead", text)
         if found.foreign_consumers:
-            # Read by a learner that lost the lease after it had asked: it will never acknowledge them.
+            # Delivered to a learner that lost the lease: it will never acknowledge them.
             self._source.reclaim.set()
         if found.unread or found.foreign_consumers or not self._source.caught_up:
-            # Entries nobody has looked at may be any seq. While there are some, training does not starve either.
+            # Unread entries may be of any seq. While there are some, training does not starve either.
             self._missing_once = frozenset()
             return []
         delivery = self._delivery

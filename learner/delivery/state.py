@@ -1,6 +1,6 @@
 """What the learner knows of every seq: ledger, entries that are not acknowledged, seqs to be issued again.
 
-Pure bookkeeping under one lock, shared by the training thread and the I/O threads. Nothing here talks to Redis or to
+Pure state under one lock, shared by the training thread and the I/O threads. Nothing here talks to Redis or to
 a disk, so that the delivery rules can be read, and tested, in one place.
 """
 
@@ -58,7 +58,7 @@ class DeliveryState:
     due        seqs that must be issued again as soon as Redis allows
     attempts   seq -> attempts known of, where more than one
     reasons    (outcome, reason) -> how many seqs, of those that were not trained
-    law        where the tokens of every entry went
+    accounting where the tokens of every entry went
     requests   seqs that were opened again because a person asked, while Redis may still hold the request
     closed     the last step is done: nothing is opened again
 
@@ -87,7 +87,7 @@ class DeliveryState:
         """Highest seq that may be issued now.
 
         Beyond the credit gate, at most as many seqs may be open as the remaining steps need: a run so ends with
-        nothing in flight. A seq settled without training makes room for another one.
+        nothing in flight. A seq settled without training lets another one be issued.
         """
         with self.lock:
             credit = issue_limit(
@@ -99,20 +99,23 @@ class DeliveryState:
             return min(credit, self.ledger.settled + max(0, steps - self.step) * groups_per_step)
 
     def receive(self, seq: int, arrived: ReceivedEntry) -> None:
-        """An entry was read; before anything is decided. seq: 0 when it cannot be known."""
+        """Count an entry that was read, before anything is decided. seq: 0 if it cannot be known."""
         with self.lock:
             self.unacked[arrived.id] = seq
             self.accounting.receive(arrived)
 
     def mark_pending(self, seq: int, arrived: ReceivedEntry) -> None:
-        """The group of `seq` is here, to be trained."""
+        """Track the group of `seq`, which arrived and is to be trained."""
         with self.lock:
             self.pending.add(seq)
             self.due.discard(seq)
             self.accounting.mark_pending(seq, arrived)
 
     def settle(self, seqs: Iterable[int], outcome: Outcome, reason: str = "", *, tokens: int = 0) -> None:
-        """Books seqs; raises AlreadySettled. tokens: sampled in those that were here, unless they were trained."""
+        """Record the outcome of seqs. Raises AlreadySettled.
+
+        tokens  sampled in those that had arrived, unless they were trained
+        """
         with self.lock:
             for seq in seqs:
                 self.ledger.settle(seq, outcome, reason)
@@ -128,7 +131,7 @@ class DeliveryState:
                 self.accounting.record(TOKEN_OUTCOME[outcome], tokens)
 
     def commit_step(self, seqs: Iterable[int], *, sampled: int, trained: int, own: TokenSplit | None = None) -> None:
-        """Books the groups of a completed step, in one piece: a checkpoint sees all of it or nothing.
+        """Record the groups of a completed step at once: a checkpoint sees all of it or nothing.
 
         trained  tokens with a gradient, mixed groups included
         own      tokens of these seqs; None: there was nothing mixed in
@@ -146,7 +149,7 @@ class DeliveryState:
                 self.accounting.record(TokenOutcome.UNTRAINED, own.masked)
 
     def reopen(self, seq: int) -> str:
-        """A dead or stale seq is due again, with all its attempts; what it was, in words. Raises NotReopenable."""
+        """Make a dead or stale seq due again, with all its attempts; return what it was. Raises NotReopenable."""
         with self.lock:
             if self.finished:
                 raise NotReopenable(f"seq {seq}: the run has done its last step")
@@ -159,7 +162,7 @@ class DeliveryState:
             return f"{outcome} ({reason})" if reason else str(outcome)
 
     def record_failed_attempt(self, seq: int, attempt: int, most: int, reason: str) -> None:
-        """The group of `seq` arrived unusable: it becomes due again, or dead after `most` attempts."""
+        """Make `seq`, whose group arrived unusable, due again, or dead after `most` attempts."""
         with self.lock:
             if seq in self.ledger or seq in self.pending or seq in self.due:
                 return
@@ -171,17 +174,17 @@ class DeliveryState:
             self.due.add(seq)
 
     def filtered_counts(self) -> dict[str, int]:
-        """Numbers for the metrics: seqs filtered since the beginning of the run, by reason."""
+        """Return the seqs filtered since the beginning of the run, by reason, for the metrics."""
         with self.lock:
             return {f"groups_filtered_{r}": n for (o, r), n in self.reasons.items() if o is Outcome.FILTERED}
 
     def in_flight(self) -> list[int]:
-        """Seqs that are issued and not settled, ascending."""
+        """Return the seqs that are issued and not settled, ascending."""
         with self.lock:
             return self.ledger.missing(self.issued)
 
     def to_state(self) -> dict[str, Any]:
-        """Plain JSON values for the checkpoint."""
+        """Return JSON values for the checkpoint."""
         with self.lock:
             undecided = {arrived.id for arrived in self.accounting.pending.values()}
             return {
@@ -196,9 +199,9 @@ class DeliveryState:
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `to_state`, for books that are still empty; raises ForayError when the ledger does not close.
+        """Inverse of `to_state`, for a state that is still empty. Raises ForayError if the ledger is not consistent.
 
-        What the checkpoint had decided may not have been acknowledged: `commit(state)` says what is left to do.
+        What the checkpoint had decided may not have been acknowledged: `mark_durable(state)` says what is left to do.
         """
         known = {f.name for f in fields(RunCounters)}
         with self.lock:
@@ -215,7 +218,7 @@ class DeliveryState:
             self.requeue_requests = {int(seq) for seq in state.get("requests", ())}
 
     def mark_durable(self, state: dict[str, Any]) -> list[bytes]:
-        """A checkpoint with `state` is durable: the entries that may now be acknowledged."""
+        """Note that a checkpoint with `state` is durable; return the entries that may now be acknowledged."""
         with self.lock:
             self.committed = Ledger.from_state(state["ledger"])
             decided = [id_ for name in state.get("entries", ()) if (id_ := name.encode()) in self.unacked]
@@ -223,22 +226,22 @@ class DeliveryState:
             return decided
 
     def has_uncommitted(self) -> bool:
-        """Whether something was decided that no durable checkpoint says."""
+        """Return whether something was decided that no durable checkpoint has."""
         with self.lock:
             undecided = {arrived.id for arrived in self.accounting.pending.values()}
             return self.ledger != self.committed or not self.unacked.keys() <= undecided | self.durable
 
     def mark_acknowledged(self, ids: Iterable[bytes]) -> None:
-        """These entries are acknowledged."""
+        """Forget these entries: they are acknowledged."""
         with self.lock:
             for id_ in ids:
                 self.unacked.pop(id_, None)
                 self.durable.discard(id_)
 
     def inconsistency(self, *, whole: bool = True) -> str:
-        """Where the books do not close, in words; "" when they do.
+        """Describe where the accounting is not consistent; "" if it is.
 
-        whole  also what was issued: not while Redis is being mended, when that is counted anew
+        whole  also check what was issued: not while Redis is repaired, when that is counted again
         """
         with self.lock:
             counts, settled = self.ledger.counts, self.ledger.settled
@@ -247,7 +250,7 @@ class DeliveryState:
                 return f"the outcomes add up to {sum(counts.values())}, not to the {settled} seqs settled"
             if counts[Outcome.TRAINED] != self.counters.taken:
                 return (
-                    f"{counts[Outcome.TRAINED]} seqs are booked as trained, {self.counters.taken} groups were trained"
+                    f"{counts[Outcome.TRAINED]} seqs are recorded as trained, {self.counters.taken} groups were trained"
                 )
             if whole and self.issued != settled + flying:
                 return f"{self.issued} issued, but {settled} settled + {flying} in flight"

@@ -1,6 +1,6 @@
-"""The learner's only door to Redis: typed calls in, and every way they may fail as one of four errors
-(`protocol/runtime/redis/errors.py`). What must be there first is in `learner/delivery/redis_setup.py`, what is counted and told beside
-the delivery itself in `learner/delivery/redis_accounts.py`.
+"""The learner's typed calls to Redis. Each may raise the errors of `protocol/runtime/redis/errors.py`.
+
+`redis_setup.py` creates what must exist first; `redis_accounts.py` has counts, events and requests.
 
 Two clients, as redis-py 8 needs it: its own retries would duplicate an XADD whose reply was lost, and a blocking read
 needs a socket time-out longer than its block.
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """Who holds the lease: epoch, token, and seconds until it lapses.
+    """The holder of the lease: epoch, token, and seconds until it lapses.
 
     renewed_s  seconds since it was last renewed; None where the holder does not say (an older Foray)
     since      when it was taken, in seconds since 1970 by the clock of Redis; 0.0 likewise
@@ -61,8 +61,8 @@ class StreamSnapshot:
     """Where seqs are at one moment (atomic).
 
     tasks     seqs with a task that is undelivered or leased
-    unread    trajectory entries wait that no learner was given: their seqs are unknown
-    foreign_consumers    trajectory entries were given to a learner that is not this one
+    unread    trajectory entries wait that were delivered to no learner: their seqs are unknown
+    foreign_consumers    trajectory entries were delivered to a learner that is not this one
     ahead_s   seconds by which the ids of trajectory entries are ahead of the clock of Redis, which makes them
     """
 
@@ -90,7 +90,7 @@ class RunStore(AccountingStore):
         self._reader.close()
 
     def set_owner(self, epoch: int, token: str) -> None:
-        """From now on fenced calls are made in this name."""
+        """Make fenced calls in this name from now on."""
         self._owner = (str(epoch), token)
 
     @property
@@ -99,7 +99,8 @@ class RunStore(AccountingStore):
         return int(self._owner[0])
 
     def prepare(self) -> bool:
-        """Loads the functions and creates streams and groups where they are missing; whether a stream or group was.
+        """Load the functions and create missing streams and groups; return whether a stream or group was missing.
+
         May be called at any time.
         """
         return prepare(self._db, self.keys)
@@ -217,7 +218,7 @@ class RunStore(AccountingStore):
         leased = {item["message_id"] for item in pending}
         delivered = _order(_group(groups, TASK_GROUP)["last-delivered-id"])
         # The stream also holds acknowledged tasks until the floor passes them.
-        # One that a stranger has put there may have no seq.
+        # One that another program has added may have no seq.
         seqs = [fields.get(b"seq", b"") for id_, fields in tasks if id_ in leased or _order(id_) > delivered]
         read = _order(_group(readers, TRAJ_GROUP)["last-delivered-id"])
         mine = self.consumer.encode()
@@ -244,12 +245,12 @@ class RunStore(AccountingStore):
         return [(id_, fields) for _, entries in reply or [] for id_, fields in entries]
 
     def claim(self) -> list[bytes]:
-        """Makes every pending entry ours, whoever had it, and returns their ids, oldest first."""
+        """Claim every pending entry for this consumer; return their ids, oldest first."""
         ids: list[bytes] = []
         cursor: bytes | str = "0-0"
         while True:
             with translate_errors(self.keys.traj):
-                # JUSTID: K steps of groups may be pending; their bodies are fetched as the buffer has room.
+                # JUSTID: K steps of groups may be pending; their bodies are fetched as the buffer has capacity.
                 reply: Any = self._db.execute_command(  # type: ignore[no-untyped-call]
                     "XAUTOCLAIM", self.keys.traj, TRAJ_GROUP, self.consumer, 0, cursor, "COUNT", 500, "JUSTID"
                 )
@@ -274,8 +275,9 @@ class RunStore(AccountingStore):
         return done
 
     def redeliver(self, id_: bytes) -> tuple[int, Fields | None]:
-        """A pending entry, and how often Redis has counted that it was handed out, this time included. The fields are
-        None where it is not there (any more).
+        """Return how often Redis has delivered a pending entry, this time included, and its fields.
+
+        The fields are None if the entry is not there (any more).
         """
         with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             pipe.xpending_range(self.keys.traj, TRAJ_GROUP, id_, id_, 1)
@@ -285,7 +287,7 @@ class RunStore(AccountingStore):
         return handed, claimed[0][1] if claimed else None
 
     def reset_deliveries(self, id_: bytes) -> None:
-        """The entry was read and did no harm: it counts as never handed out."""
+        """Reset the delivery count of an entry that was read and did no harm."""
         with translate_errors(self.keys.traj):
             self._db.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_], retrycount=0, justid=True)
 

@@ -1,19 +1,19 @@
-"""Conservation by token: where every token went that a received entry brought.
+"""Token accounting: the outcome of every token that a received stream entry brought.
 
     generated = trained + untrained + filtered + stale + failed + duplicate + in flight
 
 `generated` is counted on arrival, before anything is decided, from what the publisher says (`t`, else the header). The
-other side is counted where the decision falls, from the groups themselves. So a group that is dropped on the way, or
-booked twice, shows as a difference of so many tokens.
+other side is counted where the outcome is decided, from the groups themselves. So a group that is dropped on the way,
+or recorded twice, shows as a difference of its tokens.
 
-trained    had a gradient                     untrained  in trained groups, but masked (stale, orphan, not voting, ...)
+trained    had a gradient                     untrained  in trained groups, but masked (stale, orphan, invalid, ...)
 filtered   of groups that teach nothing       stale      of groups too old as a whole
 failed     of unreadable, poisonous, failed and not finite groups
 duplicate  of entries whose seq was here or settled already
-in flight  of groups that are held and not decided
+in flight  of groups whose outcome is not decided yet
 
-Only tokens of attempts that ended are in these books. What a rollout server had generated when it was killed nobody
-counts; attempts that were rejected are counted by Redis (`Keys.tokens`, `rejected`) and shown beside the law.
+Only tokens of attempts that ended are counted here, not what a rollout server had generated when it was killed.
+Attempts that were rejected are counted by Redis (`Keys.tokens`, `rejected`) and shown beside these totals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from protocol.messages import TrajectoryGroup
 
 
 class TokenOutcome(StrEnum):
-    """Where a token can end."""
+    """What became of a token. The values are names in checkpoints and metrics."""
 
     TRAINED = "trained"
     UNTRAINED = "untrained"
@@ -46,11 +46,15 @@ TOKEN_OUTCOME = {
     Outcome.STALE: TokenOutcome.STALE,
     Outcome.DEAD: TokenOutcome.FAILED,
 }
-"""Of seqs that were not trained."""
+"""Ledger outcome of a seq that was not trained -> outcome of its tokens."""
 
 
 class ReceivedEntry(NamedTuple):
-    """An entry as it came. tokens: sampled for it; counted: those of them that Redis counted when it was published."""
+    """A stream entry when it arrived.
+
+    tokens   sampled for it
+    counted  those of them that Redis counted when it was published
+    """
 
     id: bytes
     tokens: int
@@ -58,7 +62,7 @@ class ReceivedEntry(NamedTuple):
 
 
 class TokenSplit(NamedTuple):
-    """Tokens of trained groups, with a gradient and without."""
+    """Tokens of trained groups with a gradient, and without one (masked)."""
 
     trained: int
     masked: int
@@ -66,42 +70,48 @@ class TokenSplit(NamedTuple):
 
 @dataclass
 class TokenAccounting:
-    """The books by token. `pending`: by seq, the entries that are not decided. `received_counted`: as Redis counted them."""
+    """Counts tokens by outcome. Not thread-safe: `DeliveryState` guards it with its lock.
+
+    generated         tokens of all received entries
+    received_counted  the same as Redis counted them when they were published
+    totals            tokens by outcome
+    pending           seq -> entry, of those whose outcome is not decided yet
+    """
 
     generated: int = 0
     received_counted: int = 0
     totals: dict[TokenOutcome, int] = field(default_factory=lambda: dict.fromkeys(TokenOutcome, 0))
     pending: dict[int, ReceivedEntry] = field(default_factory=dict)
 
-    def receive(self, arrived: ReceivedEntry) -> None:
-        """An entry came. What becomes of it follows: `record`, or `mark_pending` now and `record` and `settle` later."""
-        self.generated += arrived.tokens
-        self.received_counted += arrived.counted
+    def receive(self, entry: ReceivedEntry) -> None:
+        """Count the tokens of a new stream entry. Every entry is later recorded once with `record`."""
+        self.generated += entry.tokens
+        self.received_counted += entry.counted
 
-    def mark_pending(self, seq: int, arrived: ReceivedEntry) -> None:
-        """Nothing is decided yet."""
-        self.pending[seq] = arrived
+    def mark_pending(self, seq: int, entry: ReceivedEntry) -> None:
+        """Track an entry whose outcome is not decided yet."""
+        self.pending[seq] = entry
 
     def settle(self, seq: int) -> None:
-        """What became of `seq` is decided."""
+        """Stop tracking `seq`: its outcome is recorded."""
         self.pending.pop(seq, None)
 
-    def record(self, bucket: TokenOutcome, tokens: int) -> None:
-        """So many tokens ended there."""
-        self.totals[bucket] += tokens
+    def record(self, outcome: TokenOutcome, tokens: int) -> None:
+        """Add `tokens` to an outcome's total."""
+        self.totals[outcome] += tokens
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens of groups that are not decided."""
-        return sum(arrived.tokens for arrived in self.pending.values())
+        """Tokens of entries whose outcome is not decided yet."""
+        return sum(entry.tokens for entry in self.pending.values())
 
     def inconsistency(self) -> str:
-        """Where the law is broken, in words; "" when it holds."""
+        """Describe how the totals differ from `generated`; "" if they are equal."""
         ended = sum(self.totals.values()) + self.pending_tokens
         if ended == self.generated:
             return ""
         parts = " + ".join(
-            f"{tokens} {bucket}" for bucket, tokens in [*self.totals.items(), ("in flight", self.pending_tokens)]
+            f"{tokens} {outcome}" for outcome, tokens in [*self.totals.items(), ("in flight", self.pending_tokens)]
         )
         how = (
             f"{self.generated - ended} are missing" if ended < self.generated else f"{ended - self.generated} too many"
@@ -109,8 +119,8 @@ class TokenAccounting:
         return f"{self.generated} tokens were generated, but {parts} = {ended}: {how}"
 
     def values(self) -> dict[str, float]:
-        """Numbers for the metrics."""
-        named = {f"tokens_law_{bucket}": float(tokens) for bucket, tokens in self.totals.items()}
+        """Return the totals for the metrics."""
+        named = {f"tokens_law_{outcome}": float(tokens) for outcome, tokens in self.totals.items()}
         return named | {
             "tokens_generated_total": float(self.generated),
             "tokens_law_in_flight": float(self.pending_tokens),
@@ -118,28 +128,29 @@ class TokenAccounting:
         }
 
     def to_state(self) -> dict[str, Any]:
-        """Plain JSON values of what is decided. What is in flight is not acknowledged: it comes, and counts, again."""
-        flying = self.pending.values()
+        """Return JSON values of what is decided. Pending entries are not acknowledged: they are received again."""
+        pending = self.pending.values()
         return {
-            "generated": self.generated - sum(arrived.tokens for arrived in flying),
-            "received": self.received_counted - sum(arrived.counted for arrived in flying),
-            "buckets": {str(bucket): tokens for bucket, tokens in self.totals.items()},
+            "generated": self.generated - sum(entry.tokens for entry in pending),
+            "received": self.received_counted - sum(entry.counted for entry in pending),
+            "buckets": {str(outcome): tokens for outcome, tokens in self.totals.items()},
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> TokenAccounting:
-        """Inverse of `to_state`. A checkpoint of a version that kept no such books has {}: they begin there."""
-        buckets = {TokenOutcome(name): int(tokens) for name, tokens in state.get("buckets", {}).items()}
+        """Inverse of `to_state`. A checkpoint of a version that did not count tokens has {}: counting begins there."""
+        totals = {TokenOutcome(name): int(tokens) for name, tokens in state.get("buckets", {}).items()}
         return cls(
             generated=int(state.get("generated", 0)),
             received_counted=int(state.get("received", 0)),
-            totals=dict.fromkeys(TokenOutcome, 0) | buckets,
+            totals=dict.fromkeys(TokenOutcome, 0) | totals,
         )
 
 
 def token_split(batch: Batch, groups: Sequence[TrajectoryGroup], own: int) -> TokenSplit:
-    """What of the first `own` of `groups`, from which `batch` was made, is in it and what is not. The rest was mixed
-    in: those tokens were booked when they were trained for the first time.
+    """Count the tokens of the first `own` of `groups` that are trained in `batch`, and those that are masked.
+
+    The other groups are replayed: their tokens were recorded when they were trained for the first time.
     """
     order = sorted(range(len(groups)), key=lambda i: (groups[i].seq, groups[i].attempt))  # as build_batch numbers them
     pairs = [(i, trajectory) for i in order for trajectory in groups[i].trajectories]

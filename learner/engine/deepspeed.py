@@ -17,7 +17,7 @@ from learner.engine.partition import EMA, byte_chunks, gathered, partition_of, w
 from learner.engine.ranks import join_ranks
 from learner.engine.state import StateFiles
 
-# DeepSpeed, told what to leave alone.
+# DeepSpeed, configured to leave alone what the learner does itself.
 #
 # It divides by accumulation steps (a batch has as many micro-batches as it needs, and the loss is already a share of
 # the batch's), builds C++ operations while starting, looks for MPI, and writes to stdout: none of it here.
@@ -34,9 +34,9 @@ def import_deepspeed() -> Any:
 
     # It would ask gcc which of its C++ operations can be built, and then build one for minutes to save microseconds.
     deepspeed.ops.__compatible_ops__ = {}
-    # Its optimiser for stage 1 with bfloat16 collects garbage ten times while starting, to report memory to nobody.
+    # Its optimiser for stage 1 with bfloat16 collects garbage ten times while starting, to report memory.
     deepspeed.runtime.bf16_optimizer.see_memory_usage = _unseen
-    # Its logger writes to stdout, which belongs to whoever runs us.
+    # Its logger writes to stdout, which belongs to the caller.
     logger = logging.getLogger("DeepSpeed")
     logger.handlers.clear()
     logger.propagate = True
@@ -56,8 +56,9 @@ def _no_gossip(record: logging.LogRecord) -> bool:
 
 
 def deepspeed_config(optim: OptimSettings, engine: DeepSpeedSettings, dtype: str, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration, for a model of so many parameters. `engine.deepspeed` is merged last; the settings
-    refuse what would clash.
+    """Return DeepSpeed's own configuration, for a model of this many parameters.
+
+    `engine.deepspeed` is merged last; the settings refuse what would clash.
     """
     stage, low = engine.zero_stage, dtype == "bfloat16"
     pinned = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -74,7 +75,7 @@ def deepspeed_config(optim: OptimSettings, engine: DeepSpeedSettings, dtype: str
         "train_micro_batch_size_per_gpu": 1,
         # step() is the boundary, whatever the number of micro-batches before it
         "managed_gradient_accumulation": False,
-        # at stage 0 the optimiser clips (learner.optimizer)
+        # at stage 0 the optimiser clips (learner.engine.optimizer)
         "gradient_clipping": optim.clip_norm if stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -193,7 +194,7 @@ class DeepSpeedEngine:
         return self.total(torch.tensor(sums, dtype=torch.float64)).tolist(), largest.tolist()
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in a tensor of its own with the same dtype, on the same device; collective."""
+        """Return the sum over the ranks, in a new tensor with the same dtype, on the same device; collective."""
         if self.world_size == 1:
             return tensor.clone()
         added = tensor.detach().to(self.device, copy=True)
@@ -201,7 +202,7 @@ class DeepSpeedEngine:
         return added.to(tensor.device)
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the module, tensor of its own on `device`) of every parameter and saved buffer, shared ones once.
+        """Yield (name in the module, a new tensor on `device`) of every parameter and saved buffer, shared ones once.
 
         As the forward pass reads them, in its dtype. Collective: every rank must consume it to the end, and every rank
         gets the whole tensors.
@@ -219,7 +220,7 @@ class DeepSpeedEngine:
         return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self.stage == 3)
 
     def iter_state(self, key: str, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """(parameter's name, whole float32 tensor of its own on `device`) of every optimised parameter; collective.
+        """Yield (parameter's name, a new whole float32 tensor on `device`) of every optimised parameter; collective.
 
         key  master | exp_avg | exp_avg_sq | ema (after `start_ema`)
         """
@@ -254,7 +255,7 @@ class DeepSpeedEngine:
         """Take up what `save_state` wrote, with any number of ranks and at any stage; collective.
 
         With as many ranks at the same stage training goes on bit for bit. Ranks that have no saved random state draw
-        from their own seed. An average that was not saved begins anew, one that was saved is kept. Raises UserError on
+        from their own seed. An average that was not saved begins again, one that was saved is kept. Raises UserError on
         all ranks when a file is missing, damaged, or of another model for one of them.
         """
         self.updates, saved = self._files(directory).load()

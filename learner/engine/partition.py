@@ -116,7 +116,7 @@ def set_low(partition: Partition, name: str, whole: torch.Tensor) -> None:
 # Whole tensors out of the pieces that ranks hold.
 
 CHUNK_BYTES = 256 << 20
-"""Tensors are gathered in chunks of so many bytes: one by one is ten times slower, all at once may not fit."""
+"""Tensors are gathered in chunks of this many bytes: one by one is ten times slower, all at once may not fit."""
 
 
 def byte_chunks(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -145,7 +145,7 @@ def gathered(
     out: str,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole float32 tensor of its own on `out`) of the parameters that are `wanted` here; collective.
+    """Yield (name, a new whole float32 tensor on `out`) of the parameters that are `wanted` here; collective.
 
     kept    id of a flat master tensor -> what is asked for, shaped like it
     device  where ranks can talk to each other

@@ -29,7 +29,7 @@ FORMAT = 1
 INDEX = "state.json"
 BUFFERS = "buffers.safetensors"
 FILE_BYTES = 1 << 30
-"""A rank begins a new file beyond so many bytes: what is written at once is held in memory."""
+"""A rank begins a new file beyond this many bytes: what is written at once is held in memory."""
 
 
 class StateFiles:

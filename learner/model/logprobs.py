@@ -111,8 +111,8 @@ BUFFERS = 5
 # Output layer, log-softmax and their gradients in one: what is kept for the backward pass is one number a token.
 #
 # Plain autograd keeps logits, their float32 copies and a weight gradient for each chunk. Here logits are computed again
-# in the backward pass, chunk by chunk, turned into their own gradient in place, and added straight into the gradients of
-# hidden states and weight. With p = softmax(z), z = W h + b over the temperature, H the entropy:
+# in the backward pass, chunk by chunk, turned into their own gradient in place, and added into the gradients of hidden
+# states and weight. With p = softmax(z), z = W h + b over the temperature, H the entropy:
 #
 #     d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
 #

@@ -1,10 +1,10 @@
-"""Whether an architecture is scored rightly: our path against transformers' own, at load, on a few made-up tokens.
+"""Check at load that our scoring path agrees with transformers' own, on a few made-up tokens.
 
 For a few architectures the tests know it. For any other it is found out: scores of two texts, each alone by
 transformers with eager attention, beside those of our forward pass in training mode (so what dropout or noise is left
 shows), in rows of their own and packed into one row. And no text may change what the one beside it scores.
 
-The same check finds out whether a model can be computed span by span (learner/model/attention.py) and is given a mask if not.
+The same check finds out whether a model can be computed span by span (`attention.py`); if not, it is given a mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The learner's `GET /metrics`, in a thread beside the training. On loopback, or for whoever brings a token."""
+"""The learner's `GET /metrics`, in a thread beside the training. On loopback, or with a token."""
 
 from __future__ import annotations
 

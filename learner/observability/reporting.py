@@ -1,4 +1,4 @@
-"""A finished step, told: to the terminal, to metrics.jsonl, to the trackers, and into the next snapshot."""
+"""Reports each finished step to the terminal, metrics.jsonl, the trackers and the next snapshot."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from protocol.run_meta import RunMeta, tokenizer_digest
 from protocol.settings import RunSettings
 from protocol.staleness import lag
 
-# What the learner says of itself: the numbers of each second, the sum at the end, and what all others must share.
-
 SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "top_p", "top_k", "seed")
 """Settings of the run that every process must have alike."""
 
@@ -36,7 +34,7 @@ SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "t
 def snapshot_source(
     run: RunSettings, delivery: DeliveryState, lease: LearnerLease, meter: Meter, audit: ConservationAudit
 ) -> Callable[[], MetricsSnapshot]:
-    """What makes the present snapshot; thread-safe."""
+    """Return a function that makes the present snapshot; it is thread-safe."""
 
     def snapshot() -> MetricsSnapshot:
         with delivery.lock:
@@ -76,13 +74,13 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
 
     now_step  of the policy that is trained on them, before its update
 
-    Means are over all trajectories, those of rewards over the ones that vote. What these groups do not have (a reward
+    Means are over all trajectories, those of rewards over the valid ones. What these groups do not have (a reward
     of some name, a token of the policy) is left out, and never 0; without a trajectory there is nothing at all.
     """
     everyone = [t for g in groups for t in g.trajectories]
     if not everyone:
         return {}
-    voting = [t for t in everyone if t.status.is_valid]
+    valid = [t for t in everyone if t.status.is_valid]
     values = {f"status/{status}": _mean([t.status is status for t in everyone]) for status in Status}
     for name, of_each in {
         "response_length": [t.num_sampled for t in everyone],
@@ -95,11 +93,11 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
             values |= {f"{name}_mean": _mean(of_each), f"{name}_max": float(max(of_each))}
     values["tool_errors_mean"] = _mean([sum(bool(s.error) for s in t.segments) for t in everyone])
     values["invalid_actions_mean"] = _mean([_invalid_actions(t) for t in everyone])
-    if voting:
-        rewards = [t.reward for t in voting]
+    if valid:
+        rewards = [t.reward for t in valid]
         values |= {"reward_mean": _mean(rewards), "reward_std": float(np.std(np.asarray(rewards, np.float64)))}
-    for part in sorted({name for t in voting for name in t.rewards}):
-        values[f"reward/{part}"] = _mean([t.rewards[part] for t in voting if part in t.rewards])
+    for part in sorted({name for t in valid for name in t.rewards}):
+        values[f"reward/{part}"] = _mean([t.rewards[part] for t in valid if part in t.rewards])
     return values
 
 
@@ -126,7 +124,7 @@ def _invalid_actions(trajectory: Trajectory) -> int:
 
 
 def summary(delivery: DeliveryState) -> str:
-    """Both laws in one line, at the end of a run."""
+    """Return the accounting by seq and by token in one line, for the end of a run."""
     counts = ", ".join(f"{delivery.ledger.counts[outcome]} {outcome}" for outcome in Outcome)
     tokens = ", ".join(f"{number} {bucket}" for bucket, number in delivery.accounting.totals.items())
     return (
@@ -139,7 +137,7 @@ def run_meta(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
     """What every other process of the run must agree with."""
     try:
         tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
-    except OSError:  # a model without a tokenizer of its own: nobody can disagree
+    except OSError:  # a model without a tokenizer: no process can disagree
         tokenizer = ""
     facts = {name: str(getattr(run, name)) for name in SHARED} | {"run": run.id, "foray": version("foray")}
     facts |= location_facts(run) | {"questions": sampler.questions.fingerprint[:16]}

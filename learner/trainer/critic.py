@@ -1,4 +1,4 @@
-"""The critic: a value for the state before each trained token, by a backbone of its own."""
+"""The critic: a value for the state before each trained token, by its own backbone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_critic(run_model: Path, critic: CriticSettings, model: ModelSettings, *
 
 
 class Critic:
-    """A value model with an optimiser of its own, over the same packed rows as the policy.
+    """A value model with its own optimiser, over the same packed rows as the policy.
 
     updates_per_step  of the optimiser, for a warm-up that is counted in steps
     """
@@ -79,7 +79,7 @@ class Critic:
 
 def value_loss_output(values: torch.Tensor, forward: ForwardResult, settings: CriticSettings) -> LossOutput:
     """The clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the pieces of the explained
-    variance, which spans the batch (`learner.totals`).
+    variance, which spans the batch (`learner.trainer.update`).
     """
     t = forward.tensors
     assert forward.returns is not None and forward.values is not None

@@ -14,9 +14,9 @@ from learner.trainer.tensors import ForwardBatch, ForwardResult, MicroBatchTenso
 
 
 def forward_batch(rank_batch: RankBatch, models: Models, algorithm: Algorithm) -> ForwardBatch:
-    """Scores of every micro-batch by whoever the algorithm needs; collective at ZeRO stage 3.
+    """Run the models that the algorithm needs over every micro-batch; collective at ZeRO stage 3.
 
-    One model after the other over the whole share, so that a model may leave the device while it is not used.
+    One model after the other over the whole rank batch, so that a model may leave the device while it is not used.
     """
     requirements = algorithm.requirements
     minibatches = [

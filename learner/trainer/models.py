@@ -1,4 +1,4 @@
-"""The models of a trainer, each in an engine of its own: policy, critic and reference, over the same packed rows."""
+"""The models of a trainer, each in its own engine: policy, critic and reference, over the same packed rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Models:
             self.reference.after_update(self.policy.updates)
 
     def iter_published(self, device: str, *, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor of its own on `device`) of all that engines must hold; collective.
+        """Yield (Hugging Face name, a new tensor on `device`) of all that engines must hold; collective.
 
         adapters  of a model with adapters these alone, instead of merged weights
         """
@@ -58,13 +58,13 @@ class Models:
             yield from as_saved(self.policy.module.causal, plain)
 
     def save(self, directory: Path) -> None:
-        """Every engine's state, in a folder of its own; collective."""
+        """Save every engine's state in its own folder; collective."""
         self.policy.save_state(directory / POLICY)
         if self.critic is not None:
             self.critic.engine.save_state(directory / CRITIC)
 
     def load(self, directory: Path) -> None:
-        """Takes up what `save` wrote; collective."""
+        """Load what `save` wrote; collective."""
         self.policy.load_state(directory / POLICY)
         if self.critic is not None:
             self.critic.engine.load_state(directory / CRITIC)
@@ -72,7 +72,7 @@ class Models:
             self.reference.reload()
 
     def close(self) -> None:
-        """Of no use afterwards."""
+        """Free the engines."""
         if self.critic is not None:
             self.critic.engine.close()
         self.policy.close()

@@ -2,7 +2,7 @@
 
 The average itself lives in the policy's engine, in float32 and partitioned as its optimiser's state is, and is saved
 with it: in bfloat16 most of an update of (1 - tau) * difference would be lost. What is here is a module to score with,
-in the dtype of a forward pass, filled anew after each change. At ZeRO stage 3 it is cut over the ranks, below that it
+in the dtype of a forward pass, filled again after each change. At ZeRO stage 3 it is cut over the ranks, below that it
 is whole on each. A copy is an average that keeps nothing of the past (tau 0), so it survives a restart likewise.
 """
 

@@ -77,7 +77,7 @@ class MicroBatchTensors:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """One micro-batch and what was found of it. Fields as in `TokenScores` and `TopTokens`; top [N, k] int64."""
+    """One micro-batch and its forward results. Fields as in `TokenScores` and `TopTokens`; top [N, k] int64."""
 
     tensors: MicroBatchTensors
     old: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class ForwardResult:
 
     @property
     def token_scores(self) -> TokenScores:
-        """For the algorithm's advantages."""
+        """The input of `Algorithm.compute_advantages`."""
         t = self.tensors
         return TokenScores(
             rewards=t.rewards,
@@ -109,7 +109,7 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The parts of a share, result."""
+    """The forward results of a rank batch, by minibatch."""
 
     minibatches: tuple[tuple[ForwardResult, ...], ...]
 
@@ -119,7 +119,7 @@ class ForwardBatch:
         return [result.token_scores for part in self.minibatches for result in part]
 
     def with_advantages(self, advantages: Sequence[TokenAdvantages]) -> ForwardBatch:
-        """The same with advantages and returns, one advantages for each of `flat`."""
+        """Return the same with advantages and returns, one for each of `flat`."""
         given = iter(advantages)
         return ForwardBatch(
             tuple(tuple(_with_advantages(result, next(given)) for result in part) for part in self.minibatches)

@@ -1,8 +1,8 @@
-"""One training step: a batch in, moved weights and a report out. What the learner's service half talks to.
+"""One training step: a batch in, moved weights and a report out. Implements `learner.interfaces.TrainEngine`.
 
-share -> score (policy, reference, critic: no gradient) -> judge (advantages, returns: over all ranks)
-      -> epochs x parts: micro-batches forward and backward -> update of the policy, update of the critic
-      -> the reference follows
+rank batch -> forward passes (policy, reference, critic: no gradient) -> advantages and returns (over all ranks)
+           -> epochs x minibatches: micro-batches forward and backward -> update of the policy, update of the critic
+           -> the reference follows
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ STATE = "trainer.json"
 class Trainer:
     """The policy of `run.model` under training, on every rank of a launcher or alone.
 
-    Every rank must call the collective methods (`train` or `train_rank_batch`, `iter_weights`, `save_state`, `load_state`) in one
-    order. Raises UserError when there is no such model.
+    Every rank must call the collective methods (`train` or `train_rank_batch`, `iter_weights`, `save_state`,
+    `load_state`) in one order. Raises UserError when there is no such model.
 
     adapters  `iter_weights` gives the adapters of a model that has some, instead of merged weights
     """
@@ -80,7 +80,7 @@ class Trainer:
         return [path for path in files if not path.name.endswith(WEIGHT_SUFFIXES)]
 
     def rank_batches(self, batch: Batch) -> list[RankBatch]:
-        """What each rank is to `train_rank_batch` of a batch. Raises UserError when it holds tokens that the model has not."""
+        """Split a batch over the ranks. Raises UserError if it holds tokens that the model has not."""
         largest = max((int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches), default=0)
         if largest >= self._models.vocabulary:
             # On a GPU the embedding would fail asynchronously, naming nothing, and leave the process unusable.
@@ -117,7 +117,7 @@ class Trainer:
         )
 
     def _passes(self, rank_batch: RankBatch, forwards: ForwardBatch) -> UpdateResult:
-        """Every epoch over every part; ends early at an update that was not finite. Totals are of the last epoch."""
+        """Run every epoch over every minibatch, until an update is not finite. Totals are of the last epoch."""
         result = UpdateResult(OptimizerUpdate(0.0, False))
         for _ in range(self.algorithm.epochs):
             result.totals = MetricSums()

@@ -1,4 +1,4 @@
-"""One optimiser update of the policy, and one of the critic, with one part of a share."""
+"""One optimiser update of the policy, and one of the critic, on one minibatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from learner.trainer.tensors import ForwardBatch, ForwardResult
 
 @dataclass
 class MetricSums:
-    """What `LossOutput`s of one pass add up to. The order of names is that of their first occurrence."""
+    """Sums of the `LossOutput`s of one pass. The order of names is that of their first occurrence."""
 
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class MetricSums:
     maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, output: LossOutput) -> None:
-        """One micro-batch more."""
+        """Add the output of a micro-batch."""
         self.loss += float(output.loss.detach())
         for name, value in output.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
@@ -73,7 +73,7 @@ def _derive(found: dict[str, float]) -> None:
 
 @dataclass
 class UpdateResult:
-    """What has come of the updates of a batch so far. applied: whether any of them moved the weights."""
+    """Result of the updates of a batch so far. applied: whether any of them moved the weights."""
 
     update: OptimizerUpdate
     totals: MetricSums = field(default_factory=MetricSums)
@@ -84,7 +84,7 @@ class UpdateResult:
 def update_minibatch(
     number: int, forwards: ForwardBatch, models: Models, algorithm: Algorithm, result: UpdateResult
 ) -> None:
-    """Gradients of every micro-batch of part `number`, then the update; collective. `result` is brought up to date.
+    """Accumulate gradients over minibatch `number`, then update; collective. Adds to `result`.
 
     While the critic warms up it alone is updated. An update whose gradient is not finite on any rank is not applied
     on any (`DeepSpeedEngine.step`).

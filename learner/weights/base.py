@@ -1,7 +1,7 @@
-"""The seams of publishing: a transport of weights, and its line to the engines' nodes.
+"""Interfaces of weight publishing: a transport of weights, and its link to the engines' nodes.
 
-A version and its tensors in; what engines must be told out. Nothing a transport does makes an engine generate with
-the new version before `announce`, which is fenced by the learner's lease.
+A version and its tensors go in; what must be announced to engines comes out. Nothing a transport does makes
+an engine generate with the new version before `announce`, which is fenced by the learner's lease.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EngineLink(Protocol):
         ...
 
     def target(self, update: WeightUpdate, state: str) -> None:
-        """Announces the version that engines must hold; `state` is "ready" or "done"."""
+        """Announce the version that engines must hold; `state` is "ready" or "done"."""
         ...
 
     def view(self, view: WeightView, ttl_s: float) -> None:
@@ -107,9 +107,6 @@ class WeightPublisher(Protocol):
         ...
 
 
-# What is announced, and by whom it may be changed: the training thread sets it, another thread may add a path.
-
-
 class Announcement:
     """The target as this learner last announced it. Thread-safe; Link's errors pass through."""
 
@@ -121,7 +118,7 @@ class Announcement:
 
     @property
     def update(self) -> WeightUpdate | None:
-        """What engines were told last."""
+        """What was announced last."""
         return self._update
 
     def set(self, update: WeightUpdate, state: str) -> None:

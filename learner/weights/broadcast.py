@@ -38,11 +38,11 @@ from protocol.versions import PolicyVersion
 log = logging.getLogger(__name__)
 
 EXCLUDE_SLOW_MEMBER_S = 60.0
-"""A member that kept the others waiting is left out for so long."""
+"""A member that kept the others waiting is excluded for this long."""
 PIECES, SMALLEST_BUCKET = 8, 8 << 20
 """A model smaller than eight buckets is cut finer, so that there is something to overlap; but a call has its price."""
 MAX_SKIPPED_VERSIONS = 32
-"""After failures in a row 0, 1, 3, 7 ... versions go by files before the group is tried again, at most so many."""
+"""After failures in a row 0, 1, 3, 7 ... versions go by files before the group is tried again, at most this many."""
 
 
 class DistributedPublisher:
@@ -72,7 +72,7 @@ class DistributedPublisher:
         self._copy_lock, self._writing = threading.Lock(), threading.Lock()
         self._snapshots = SnapshotWriter(link, self._announcement, self._snapshot, patience_s=settings.patience_s)
 
-    # --- the seam ---
+    # --- the interface ---
 
     @property
     def device(self) -> str:
@@ -143,7 +143,7 @@ class DistributedPublisher:
     # --- a version over the group ---
 
     def _members(self, version: PolicyVersion) -> tuple[list[EngineInfo], str]:
-        """Who receives, in the order of their ranks; or nobody, and why."""
+        """Return the receiving engines in the order of their ranks; or [] and the reason."""
         last = self._announcement.update
         if last is None or last.epoch != version.epoch or not self._plan:
             return [], "first version of an epoch"
@@ -249,7 +249,7 @@ class DistributedPublisher:
     # --- files ---
 
     def _failed(self, transfer: Transfer, error: BaseException | None) -> None:
-        """The group is over, and the members are told if Redis takes it; their deadline tells them else."""
+        """Close the group and abort the view; if Redis is away, the members learn it by their deadline."""
         self._close_group()
         self._failures += 1
         self._skip_versions = min(MAX_SKIPPED_VERSIONS, 2 ** (self._failures - 1) - 1)
@@ -258,7 +258,7 @@ class DistributedPublisher:
         try:
             transfer.abort()
         except RedisUnavailable as unavailable:
-            log.warning("the members of view %d are not told: %s", transfer.view.number, unavailable)
+            log.warning("the members of view %d are not informed: %s", transfer.view.number, unavailable)
 
     def _fall_back(
         self,

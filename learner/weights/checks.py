@@ -1,4 +1,4 @@
-"""Are these the weights of a policy? Looked at tensor by tensor as they pass, before any engine is told of them.
+"""Check that tensors are the weights of a sane policy, one by one as they pass, before they are announced.
 
 Refused: a number that is not finite; a tensor of zeros that was not zero in the last published version; and a norm of
 all weights together that is many times, or a small fraction of, the last version's. An optimiser step moves weights by

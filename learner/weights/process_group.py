@@ -54,7 +54,7 @@ class BroadcastGroup:
         timeout = timedelta(seconds=timeout_s if join_s is None else join_s)
         self.name = name
         # Rank 0 owns the store, as `tcp://` would have it; the others are clients of it.
-        # It asks nobody who he is, so it listens at this address alone; left to itself it would at every interface.
+        # It has no authentication, so it listens at this address only; by default it would on every interface.
         listener = _listener(address, port)
         fd = None if listener is None else listener.detach()
         self._store = TCPStore(address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
@@ -98,7 +98,7 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 # The thread that speaks to torch: joins a weight-update group as rank 0, then broadcasts what it is given.
 #
-# gloo cannot be interrupted. So nobody waits for this thread but with a deadline of his own; one that hangs in a
+# gloo cannot be interrupted. So every wait for this thread has a deadline; one that hangs in a
 # broadcast ends when the group's timeout is over, and closes the group then.
 
 

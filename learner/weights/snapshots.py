@@ -1,6 +1,6 @@
 """Files of the present version for engines that were not in its view: joiners, and those that came to harm.
 
-A thread of its own, so that neither a training step nor a wait for data is in the way: an engine that needs the
+It has its own thread, so that neither a training step nor a wait for data is in the way: an engine that needs the
 files may be the only one there is.
 """
 
@@ -29,7 +29,7 @@ class SnapshotWriter:
     """Looks who needs files, and calls `write` for the version that is announced without any.
 
     write       the version's files, from the copy in main memory; None when there is no copy of it (any more)
-    patience_s  an engine that serves, and is only behind, is left for the next view for so long
+    patience_s  an engine that serves, and is only behind, is left for the next view for this long
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SnapshotWriter:
                 self._turn()
                 pause_s = LOOK_S
             except (RedisUnavailable, StateLost, Fenced, UserError) as error:
-                log.debug("no look at the engines: %s", error)  # the training thread mends it, or ends
+                log.debug("no look at the engines: %s", error)  # the training thread repairs it, or ends
             except OSError as error:
                 pause_s = min(LONGEST_PAUSE_S, 4 * pause_s)
                 log.error("no snapshot could be written: %s", error)

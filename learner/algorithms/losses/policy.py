@@ -189,8 +189,8 @@ def gmpo(
 
 # Policy losses that weigh grad log policy instead of clipping it away (pure torch).
 #
-# All take [N] tensors, of which `old`, `advantages` and whatever is made of them alone are constants, and give loss 0 and
-# no gradient where `mask` is False or the advantage is 0.
+# All take [N] tensors, of which `old`, `advantages` and what is made of them alone are constants, and give loss 0
+# and no gradient where `mask` is False or the advantage is 0.
 
 
 def reinforce(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Surrogate:

@@ -1,4 +1,4 @@
-"""The seam to trackers, and what they are told of a run when it starts."""
+"""The interface of trackers, and what they are given when a run starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocol.settings import RunSettings, Settings
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told of the run.
+    """What a tracker is given of the run.
 
     id          of the run: the same after every resume, so that a tracker goes on with the record it has
     directory   of the run, where trackers keep their files

@@ -1,10 +1,10 @@
-"""Every tracker in a thread of its own behind a bounded queue, so that none stops or delays training.
+"""Runs every tracker in its own thread behind a bounded queue, so that none stops or delays training.
 
 loop           consumes             produces           waits for        unblocked by
 _Lane._work    records of steps     calls of a tracker a record         the training thread, or `close`
 
-A tracker that raises loses that record and is tried again with the next; one that hangs loses what its queue has no
-room for. Both are counted, and said once.
+A tracker that raises loses that record and is tried again with the next; one that hangs loses what its queue cannot
+hold. Both are counted, and logged once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REOPEN_S = 30.0
 RESERVED = frozenset({"step", "time", "timestamp", "project", "run"})
 """Names of Trackio's own columns."""
 CLOSE_S = 15.0
-"""All trackers together may take so long to write out what is left."""
+"""All trackers together may take this long to write out what is left."""
 
 
 class Trackers:

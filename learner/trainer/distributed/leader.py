@@ -1,9 +1,9 @@
-"""A trainer on several ranks that looks like one: rank 0 has the loop, the others do what it tells them.
+"""A trainer on several ranks that looks like one: rank 0 has the loop, the others follow its commands.
 
 rank 0   RankedEngine: rank_batches of a batch out, the same call here and there, then whether all succeeded
 others   follow: one command after the other
 
-Only rank 0 knows of Redis, batches and the run's books. Checkpoint folders must be visible to every rank.
+Only rank 0 knows of Redis, batches and the delivery state. Checkpoint folders must be visible to every rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LeaderEngine:
     """`learner.interfaces.TrainEngine` on rank 0. All calls come from one thread.
 
     A call that fails on any rank for want of a disk or for a damaged file fails here, on all ranks in step, and the
-    engine can be used on. Anything else that goes wrong leaves ranks in different places: then `close` tells nobody,
+    engine can be used on. Anything else that goes wrong leaves ranks in different places: then `close` sends nothing,
     and the others end when they find their connections closed.
     """
 
@@ -152,7 +152,7 @@ def lead(trainer: SharedTrainer) -> TrainEngine:
 
 
 def run_follower(trainer: SharedTrainer) -> None:
-    """What every other rank does instead of a loop of its own. Raises RankLost when rank 0 ends without a word."""
+    """Follow the commands of rank 0. Raises RankLost if rank 0 ends without a word."""
     follow(trainer, RankChannel())
 
 

@@ -1,4 +1,4 @@
-"""The learner's process on every rank but the first: no Redis, no books, only the computing half.
+"""The learner's process on every rank but the first: no Redis, no delivery state, only the computing half.
 
 It ends when rank 0 says so or is gone. Signals are rank 0's affair: a launcher sends SIGTERM to all ranks alike, and
 rank 0 needs the others to finish its step and to write its last checkpoint.
