@@ -1,0 +1,1 @@
+"""The learner benchmark: one GRPO step against padded transformers loops and TRL."""

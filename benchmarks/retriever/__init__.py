@@ -1,0 +1,1 @@
+"""The retriever benchmark: the search service against bare FAISS."""

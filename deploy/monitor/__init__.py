@@ -1,0 +1,1 @@
+"""Views of a run: snapshot, status, live top, evaluation, plots, trajectories."""
