@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -13,7 +14,10 @@ from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
+from protocol.errors import UserError
 from protocol.runtime.net import is_free, port_owner
+from rollout_server.tools.python import PythonSettings, sandbox_for
+from rollout_server.tools.sandbox.base import SandboxError
 
 NEEDED = {
     "protocol": ("pydantic", "msgpack", "numpy", "yaml", "redis"),
@@ -119,6 +123,33 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         yield Finding("disk", "fail", detail, todo)
     else:
         yield Finding("disk", "ok", detail)
+
+
+def sandbox(config: RunConfig) -> Iterator[Finding]:
+    """Check that programs of the tool `python` can be run isolated, by running one."""
+    for settings in config.rollout.episode.tools if config.launch.rollouts else ():
+        if isinstance(settings, PythonSettings):
+            try:
+                output = asyncio.run(_run_program(settings))
+            except UserError as error:
+                yield Finding.of("tool python", error)
+            except SandboxError as error:
+                todo = (
+                    "start the sandbox service, correct `sandbox.url`, or leave the tool out of rollout.episode.tools"
+                )
+                yield Finding("tool python", "fail", "the sandbox runs no program", todo, str(error))
+            else:
+                yield Finding(
+                    "tool python", "ok", f"a sandbox of type {settings.sandbox.type} computes 6 * 7 = {output}"
+                )
+
+
+async def _run_program(settings: PythonSettings) -> str:
+    box = sandbox_for(settings)
+    try:
+        return (await box.run("print(6 * 7)")).stdout.decode("utf-8", "replace").strip()[:40]
+    finally:
+        await box.close()
 
 
 def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:

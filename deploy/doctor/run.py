@@ -69,6 +69,7 @@ def _before_start(config: RunConfig, environ: Mapping[str, str], clock: Callable
     yield from doctor_access.binds(config, environ)
     yield doctor_machine.usable(config)
     yield from doctor_machine.ports(config)
+    yield from doctor_machine.sandbox(config)
     yield from inputs(config)
 
 

@@ -15,7 +15,7 @@ from rollout_server.tools.python import PythonSettings
 ToolSettings = Annotated[FetchSettings | PythonSettings, Field(discriminator="type")]
 REGISTRY: dict[type[ToolSettingsBase], str] = {
     FetchSettings: "rollout_server.tools.fetch:Fetch",
-    PythonSettings: "rollout_server.tools.python:build_python",
+    PythonSettings: "rollout_server.tools.python:Python",
 }
 
 

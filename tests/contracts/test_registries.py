@@ -19,6 +19,7 @@ from retriever.encoder.config import EncoderSettings
 from retriever.index.config import IndexSettings
 from retriever.rerank.config import RerankSettings
 from rollout_server import rewards, search, tools
+from rollout_server.tools import sandbox
 
 PRODUCT = ("learner.", "retriever.", "rollout_server.")
 REGISTRIES: dict[str, tuple[Any, dict[Any, str]]] = {
@@ -28,6 +29,7 @@ REGISTRIES: dict[str, tuple[Any, dict[Any, str]]] = {
     "providers": (OnlineSettings, providers.REGISTRY),
     "rerankers": (RerankSettings, rerank.REGISTRY),
     "rewards": (rewards.RewardSettings, rewards.REGISTRY),
+    "sandboxes": (sandbox.SandboxSettings, sandbox.REGISTRY),
     "searches": (search.SearchSettings, search.REGISTRY),
     "tools": (tools.ToolSettings, tools.REGISTRY),
     "trackers": (TrackerSettings, trackers.REGISTRY),

@@ -16,6 +16,7 @@ import redis
 from deploy.commands import doctor as command
 from deploy.config import load_config
 from deploy.doctor.run import Finding, examine, memory_needed
+from tests.support.sandboxes import require_bubblewrap
 
 
 def findings(tmp_path: Path, *overrides: str) -> dict[str, Finding]:
@@ -38,6 +39,22 @@ def test_missing_files_and_a_taken_port_would_stop_a_run(run_files: Path) -> Non
         found = findings(run_files, "learner.questions=/nowhere.jsonl", f"rollout.port={port}")
     assert found["learner.questions"].verdict == "fail" and "/nowhere.jsonl" in found["learner.questions"].detail
     assert found["ports"].verdict == "fail" and f"rollout.port = {port}" in found["ports"].detail
+
+
+def test_a_sandbox_that_is_missing_is_named(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "tool python" not in findings(run_files)
+    monkeypatch.setattr("rollout_server.tools.sandbox.bubblewrap.shutil.which", lambda tool: None)
+    found = findings(run_files, "rollout.episode.tools=[python]")["tool python"]
+    assert found.verdict == "fail" and found.why == "bwrap is not installed" and "apt-get install" in found.mend
+    service = "[{type: python, sandbox: {type: service, url: 'http://127.0.0.1:1', attempts: 1}}]"
+    found = findings(run_files, f"rollout.episode.tools={service}")["tool python"]
+    assert found.verdict == "fail" and "127.0.0.1:1/run_code: unreachable" in found.why
+
+
+def test_a_sandbox_that_works_is_in_order(run_files: Path) -> None:
+    require_bubblewrap()
+    found = findings(run_files, "rollout.episode.tools=[{type: python, deadline_s: 20}]")["tool python"]
+    assert (found.verdict, found.detail) == ("ok", "a sandbox of type bubblewrap computes 6 * 7 = 42")
 
 
 def test_memory_is_the_bound_of_the_design_and_is_compared_with_the_limit(run_files: Path) -> None:

@@ -454,18 +454,18 @@ MUTANTS = (
         ("security/test_redaction.py",),
     ),
     Mutant(
-        "no filter of system calls",
-        "rollout_server/tools/sandbox/__main__.py",
-        "        seccomp.install()",
-        "        pass",
-        ("rollout_server/test_jail.py",),
+        "a sandbox with the host's network",
+        "rollout_server/tools/sandbox/bubblewrap.py",
+        '"--unshare-all", "--unshare-user"',
+        '"--unshare-all", "--share-net", "--unshare-user"',
+        ("rollout_server/test_sandbox.py",),
     ),
     Mutant(
-        "no Landlock",
-        "rollout_server/tools/sandbox/__main__.py",
-        "        landlock.restrict(spec.readable, os.getcwd())",
-        "        pass",
-        ("rollout_server/test_jail.py",),
+        "as many processes as a program likes",
+        "rollout_server/tools/sandbox/program.py",
+        "(resource.RLIMIT_NPROC, threads + 1, threads + 1),",
+        "",
+        ("rollout_server/test_sandbox.py",),
     ),
     # retriever
     Mutant(

@@ -10,27 +10,20 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import UserError
-from rollout_server.tools import python as module
+from rollout_server.tools import build_tool
 from rollout_server.tools.base import Tool
-from rollout_server.tools.python import Python, PythonSettings, build_python, describe, program_of
-from rollout_server.tools.sandbox.capabilities import MECHANISMS, missing
-from rollout_server.tools.sandbox.runner import JailError, Limits, Ran
-from tests.support.kernel import skip_or_fail
+from rollout_server.tools.python import Python, PythonSettings, describe, program_of
+from rollout_server.tools.sandbox.base import ProgramResult, SandboxError
+from rollout_server.tools.sandbox.bubblewrap import Bubblewrap
+from tests.support.sandboxes import require_bubblewrap
 
 SETTINGS = PythonSettings(deadline_s=8, memory_mb=256)
-LIMITS = Limits(8.0, 5, 256, 4, 8, 4000)
-
-
-@pytest.fixture(scope="module")
-def mechanisms() -> tuple[str, ...]:
-    return tuple(name for name in MECHANISMS if not missing(LIMITS, name))
 
 
 @pytest.fixture
-async def python(mechanisms: tuple[str, ...]) -> AsyncIterator[Tool]:
-    if not {"namespaces", "seccomp"} & set(mechanisms):
-        skip_or_fail("seccomp", missing(LIMITS, "seccomp"))
-    tool = Python(SETTINGS, mechanisms)
+async def python() -> AsyncIterator[Tool]:
+    require_bubblewrap()
+    tool = Python(SETTINGS)
     yield tool
     await tool.close()
 
@@ -51,23 +44,23 @@ def test_the_program_is_what_a_model_means(argument: str, program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ran", "text", "mistake"),
+    ("result", "text", "mistake"),
     [
-        (Ran(b"1\n2\n", b"", 0), "1\n2", ""),
-        (Ran(b"", b"", 0), "The program printed nothing.", ""),
-        (Ran(b"1\n", b"a warning\n", 0), "1\na warning", ""),
-        (Ran(b"1\n", b"Traceback\nKeyError: 1\n", 1), "1\nTraceback\nKeyError: 1", "raised"),
-        (Ran(b"1", b"", 143, late=True), "1\nThe program was stopped after 8 seconds.", "too_slow"),
-        (Ran(b"x" * 9999, b"", 143, flooded=True), "x" * 4000 + "\nThe program was stopped: it wrote more than 4000 characters.", "too_much_output"),  # noqa: E501
-        (Ran(b"", b"", 152), "The program was stopped after 5 seconds of processor time.", "too_slow"),
-        (Ran(b"", b"", 139), "The program was killed by signal 11.", "killed"),
-        (Ran(b"\xff\xfe", b"", 0), "\ufffd\ufffd", ""),
-        (Ran(b"", b"x" * 5000 + b"end", 1), "x" * 997 + "end", "raised"),
+        (ProgramResult(b"1\n2\n", b"", 0), "1\n2", ""),
+        (ProgramResult(b"", b"", 0), "The program printed nothing.", ""),
+        (ProgramResult(b"1\n", b"a warning\n", 0), "1\na warning", ""),
+        (ProgramResult(b"1\n", b"Traceback\nKeyError: 1\n", 1), "1\nTraceback\nKeyError: 1", "raised"),
+        (ProgramResult(b"1", b"", 143, timed_out=True), "1\nThe program was stopped after 8 seconds.", "too_slow"),
+        (ProgramResult(b"x" * 9999, b"", 143, output_exceeded=True), "x" * 4000 + "\nThe program was stopped: it wrote more than 4000 characters.", "too_much_output"),  # noqa: E501
+        (ProgramResult(b"", b"", 152), "The program was stopped after 5 seconds of processor time.", "too_slow"),
+        (ProgramResult(b"", b"", 139), "The program was killed by signal 11.", "killed"),
+        (ProgramResult(b"\xff\xfe", b"", 0), "\ufffd\ufffd", ""),
+        (ProgramResult(b"", b"x" * 5000 + b"end", 1), "x" * 997 + "end", "raised"),
     ],
 )  # fmt: skip
-def test_how_a_program_ended_is_told_in_words(ran: Ran, text: str, mistake: str) -> None:
-    result = describe(ran, SETTINGS)
-    assert (result.text, result.mistake, result.error, result.passages) == (text, mistake, "", ())
+def test_how_a_program_ended_is_said_in_words(result: ProgramResult, text: str, mistake: str) -> None:
+    said = describe(result, SETTINGS)
+    assert (said.text, said.mistake, said.error, said.passages) == (text, mistake, "", ())
 
 
 async def test_it_computes(python: Tool) -> None:
@@ -104,8 +97,9 @@ async def test_what_a_program_does_wrong_is_its_policys_mistake(
     assert said in result.text and "/" not in result.text, "no path of this machine is told"
 
 
-async def test_no_more_programs_run_at_once_than_are_allowed_and_the_others_wait(mechanisms: tuple[str, ...]) -> None:
-    tool = Python(SETTINGS.model_copy(update={"concurrency": 1, "wait_s": 0.3}), mechanisms)
+async def test_no_more_programs_run_at_once_than_are_allowed_and_the_others_wait() -> None:
+    require_bubblewrap()
+    tool = Python(SETTINGS.model_copy(update={"concurrency": 1, "wait_s": 0.3}))
     slow = asyncio.create_task(tool("import time; time.sleep(5)"))
     await asyncio.sleep(0.05)
     assert (await tool("print(1)")).error == "overloaded"
@@ -114,31 +108,30 @@ async def test_no_more_programs_run_at_once_than_are_allowed_and_the_others_wait
     assert (await slow).error == "closed" and time.monotonic() - started < 3
 
 
-async def test_a_jail_that_does_not_hold_is_the_tools_failure(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_sandbox_that_fails_is_the_tools_failure(
+    python: Tool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def cannot(*_: object) -> Ran:
-        raise JailError("unshare: Operation not permitted")
+    async def cannot(*_: object) -> ProgramResult:
+        raise SandboxError("bwrap: Operation not permitted")
 
-    monkeypatch.setattr(module, "run_confined", cannot)
-    result = await Python(SETTINGS, ("namespaces",))("print(1)")
-    assert (result.error, result.mistake, result.text) == ("jail", "", "")
-    assert "unshare" in caplog.text
+    monkeypatch.setattr(Bubblewrap, "run", cannot)
+    result = await python("print(1)")
+    assert (result.error, result.mistake, result.text) == ("sandbox", "", "")
+    assert "Operation not permitted" in caplog.text
 
 
-async def test_libraries_that_settings_name_can_be_imported(python: Tool, tmp_path: Path) -> None:
+async def test_libraries_that_settings_name_can_be_imported(tmp_path: Path) -> None:
+    require_bubblewrap()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "calculus.py").write_text("ANSWER = 42\n")
-    tool = build_python(PythonSettings(libraries=(tmp_path / "mine",), deadline_s=8))
+    tool = build_tool(PythonSettings(libraries=(tmp_path / "mine",), deadline_s=8), ())
     result = await tool("import calculus; print(calculus.ANSWER)\nopen(calculus.__file__, 'w')")
     await tool.close()
     assert result.text.startswith("42\n") and result.mistake == "raised"
     assert (tmp_path / "mine" / "calculus.py").read_text() == "ANSWER = 42\n"
 
 
-def test_a_machine_without_isolation_cannot_have_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout_server.tools.sandbox import capabilities as mechanisms
-
-    monkeypatch.setattr(mechanisms, "MECHANISMS", ("landlock",))
-    with pytest.raises(UserError, match="cannot isolate"):
-        build_python(PythonSettings())
+def test_a_machine_without_a_sandbox_cannot_have_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="no sandbox on this machine"):
+        build_tool(PythonSettings(), ())

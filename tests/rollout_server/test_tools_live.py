@@ -14,17 +14,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from protocol.errors import UserError
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from rollout_server.config import RolloutSettings
 from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.server import serve
-from rollout_server.tools.python import PythonSettings, build_python
 from tests.support.environments import write_tokenizer
 from tests.support.fake_engine import FakeServer
-from tests.support.kernel import skip_or_fail
+from tests.support.sandboxes import require_bubblewrap
 
 CORPUS = {
     "novels/emma": '"Emma"\nEmma is a novel of 1815.',
@@ -131,10 +129,7 @@ async def test_a_policy_computes_with_python_and_answers(world: Any, tmp_path: P
         "<think>count</think><python>\nimport math\nprint(math.comb(40, 20))\n</python>",
         "<think>so</think><answer> 137846528820 </answer>",
     ]
-    try:
-        build_python(PythonSettings(deadline_s=20))
-    except UserError as error:
-        skip_or_fail("seccomp", str(error))
+    require_bubblewrap()
     tools = [{"type": "python", "deadline_s": 20}]
     environment, values, _ = await episode_of(world, tmp_path, retriever, turns, tools)
     assert (environment["status"], environment["answer"], environment["searches"]) == ("answered", "137846528820", 0)

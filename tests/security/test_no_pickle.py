@@ -33,10 +33,10 @@ COLLECTIVES = frozenset(
 
 ALLOWED = {
     (
-        "rollout_server/tools/sandbox/__main__.py",
+        "rollout_server/tools/sandbox/program.py",
         "exec",
-    ): "the policy's program, in a jail without files, network or us",
-    ("rollout_server/tools/sandbox/__main__.py", "compile"): "the same",
+    ): "the policy's program, in a sandbox without network and files of the host",
+    ("rollout_server/tools/sandbox/program.py", "compile"): "the same",
     ("rollout_server/rewards/custom.py", "importlib.import_module"): "a reward that a person names in the settings",
     (
         "learner/observability/trackers/base.py",

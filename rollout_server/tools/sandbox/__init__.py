@@ -1,20 +1,28 @@
-"""What runs inside the sandbox of the tool `python`, between the start of the process and the policy's program.
+"""Sandboxes for programs of the policy: bubblewrap on this machine, or a service over HTTP. See docs/tools.md."""
 
-Standard library only: it is run by path with `python -I -S`. Linux only. What holds by which mechanism:
+from __future__ import annotations
 
-    property                       namespaces                       landlock                     seccomp
-    no network                     an own, empty network            (TCP by address, ABI >= 4)   no socket can be made
-    nothing outside is read        an own root: only the system's   only those may be opened,    -
-                                   and Python's libraries, read-    though names and sizes of
-                                   only; no /proc, /sys, /dev       others can still be asked
-    nothing outside is written     the same; what the program       only its own directory       no chmod, chown, mount
-                                   writes is memory of a bounded
-                                   size that goes with it
-    no process outlives it, or     an own process tree, which ends  (signals, ABI >= 6)          no process can be made,
-    touches one outside            with its first process                                        no other one signalled
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Annotated, cast
 
-Resource limits hold beside them in any case: processor seconds, address space, size of a file, open files; where there
-are namespaces also the number of threads and, without seccomp, of processes, of which each then has those limits.
-Privileges are dropped, `no_new_privs` is set, and as root the program gets a user id of its own. None of it is a
-defence against a hole in the kernel itself.
-"""
+from pydantic import Field
+
+from rollout_server.tools.sandbox.base import BubblewrapSettings, Sandbox, SandboxBase, SandboxLimits, ServiceSettings
+
+SandboxSettings = Annotated[BubblewrapSettings | ServiceSettings, Field(discriminator="type")]
+REGISTRY: dict[type[SandboxBase], str] = {
+    BubblewrapSettings: "rollout_server.tools.sandbox.bubblewrap:Bubblewrap",
+    ServiceSettings: "rollout_server.tools.sandbox.service:SandboxService",
+}
+"""Settings class -> "module:Class"; the class takes the settings, the limits and directories of libraries."""
+
+
+def build_sandbox(settings: SandboxBase, limits: SandboxLimits, libraries: Sequence[str] = ()) -> Sandbox:
+    """Instantiate the sandbox that `settings` select.
+
+    libraries  directories whose modules programs may import besides the standard library
+
+    Raises UserError when programs cannot be isolated on this machine.
+    """
+    return cast("Sandbox", resolve_name(REGISTRY[type(settings)])(settings, limits, libraries))

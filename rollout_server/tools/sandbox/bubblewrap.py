@@ -1,0 +1,239 @@
+"""Programs in a sandbox of this machine: `bwrap` starts a Python interpreter in namespaces of its own.
+
+    property                     held by
+    no network                   a network namespace without any interface
+    no file of the host          a root of its own: libraries of the system and of Python, read-only; no /proc, no /dev
+    nothing written outside      a tmpfs of `file_mb`, gone with the program; all else is read-only
+    no process outside touched   a process namespace, which ends with its first process (`--die-with-parent`)
+    no privileges                capabilities dropped, `no_new_privs`, no further user namespaces (`--disable-userns`)
+    memory, CPU, processes       resource limits that the interpreter sets on itself first (`program.py`)
+    time, output                 this process, which kills the sandbox
+
+As root a first `bwrap` shows the libraries under parents that anybody may enter, and a second one runs inside it as
+`nobody`: the kernel does not limit the processes of root. A hole in the kernel itself is not covered by any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from socket import create_server
+
+from protocol.errors import UserError
+from rollout_server.tools.sandbox.base import ProgramResult, SandboxBase, SandboxError, SandboxLimits
+from rollout_server.tools.sandbox.program import READY
+
+SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+WORK_DIR = "/program"
+NOBODY = 65534
+KILL_S = 1.0
+CHECK_S = 20.0
+"""Longest trial in seconds: a loaded machine is slow to start a process."""
+
+
+class Bubblewrap:
+    """Runs each program in a sandbox that starts and ends with it.
+
+    Raises UserError when `bwrap` is missing or does not isolate programs on this machine.
+    """
+
+    def __init__(self, settings: SandboxBase, limits: SandboxLimits, libraries: Sequence[str] = ()) -> None:
+        self._limits = limits
+        self._command = command(limits, libraries)
+        check_isolation(self._command)
+
+    async def run(self, source: str) -> ProgramResult:
+        """See `Sandbox`. Takes little longer than `wall_s`."""
+        limits = self._limits
+        process = await self._start()
+        assert process.stdin and process.stdout and process.stderr
+        stdout, stderr, timed_out = bytearray(), bytearray(), False
+        try:
+            async with asyncio.timeout(limits.wall_s):
+                await asyncio.gather(
+                    _write(process.stdin, source.encode("utf-8", "replace")),
+                    _read(process.stdout, stdout, limits.output_bytes + len(READY), process),
+                    _read(process.stderr, stderr, limits.output_bytes, process),
+                    process.wait(),
+                )
+        except TimeoutError:
+            timed_out = True
+        finally:
+            await _end(process)
+        code = process.returncode or 0
+        if not stdout.startswith(READY):
+            reason = stderr.decode("utf-8", "replace").strip()[-500:]
+            raise SandboxError(reason or ("not ready within its deadline" if timed_out else f"exit code {code}"))
+        output, most = stdout[len(READY) :], limits.output_bytes
+        return ProgramResult(
+            bytes(output[:most]),
+            bytes(stderr[:most]),
+            code if code >= 0 else 128 - code,
+            timed_out,
+            max(len(output), len(stderr)) > most,
+        )
+
+    async def close(self) -> None:
+        return None
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        """Start the sandbox. Raises SandboxError; a caller that is cancelled meanwhile leaves no process."""
+        pipe = asyncio.subprocess.PIPE
+        start = asyncio.create_subprocess_exec(
+            *self._command, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/", env={}, start_new_session=True
+        )
+        # shielded: asyncio would kill `bwrap` alone, which may not have its children in hand yet
+        starting = asyncio.ensure_future(start)
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                await _end(await starting)
+            raise
+        except OSError as error:
+            raise SandboxError(f"{self._command[0]} could not be started: {error.strerror}") from error
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill what runs, and read the streams to their end: they are closed when nothing of the sandbox is left."""
+
+    async def end() -> None:
+        _kill(process)
+        try:
+            async with asyncio.timeout(KILL_S):
+                await process.communicate()
+        except TimeoutError:  # it was being set up, and has no first process that could be killed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.communicate()
+
+    await asyncio.shield(asyncio.ensure_future(end()))
+
+
+async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+async def _read(stream: asyncio.StreamReader, into: bytearray, most: int, process: asyncio.subprocess.Process) -> None:
+    """Read a stream to its end, the first `most + 1` bytes into `into`; kill the process when it writes more."""
+    while chunk := await stream.read(1 << 16):
+        into += chunk[: most + 1 - len(into)]
+        if len(into) > most:
+            _kill(process)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill the first process of the sandbox, and so all in it. `bwrap` collects it: no zombie is left to others."""
+    if process.returncode is None:
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+
+
+def command(limits: SandboxLimits, libraries: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the command line that reads a program from stdin and runs it. Raises UserError where a tool is missing."""
+    bwrap = _which("bwrap", "bubblewrap")
+    # not the one of a virtual environment: that one looks its home up in a file beside it
+    python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+    shown = _show(*readable(libraries), python)
+    numbers = (limits.cpu_s, limits.memory_mb, limits.file_mb, limits.threads)
+    program = Path(__file__).with_name("program.py").read_text("utf-8")
+    inner = (
+        *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--die-with-parent"),
+        *("--cap-drop", "ALL", "--hostname", "sandbox"),
+        *("--clearenv", "--setenv", "LD_LIBRARY_PATH", os.path.join(sys.base_prefix, "lib")),
+        *shown,
+        *("--size", str(limits.file_mb << 20), "--tmpfs", WORK_DIR, "--chdir", WORK_DIR, "--remount-ro", "/"),
+        *(python, "-I", "-S", "-B", "-X", "utf8", "-c", program, *map(str, numbers), *libraries),
+    )
+    if os.getuid() != 0:
+        return inner
+    setpriv = _which("setpriv", "util-linux")
+    nobody = (setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+    # the second bwrap needs /proc, and /tmp to mount its root on; as the first process it leaves no zombie to others
+    outer = (bwrap, "--unshare-pid", "--as-pid-1", "--die-with-parent", *shown, *_show(bwrap, setpriv))
+    return (*outer, "--proc", "/proc", "--dir", "/tmp", *nobody, *inner)
+
+
+def _show(*paths: str) -> list[str]:
+    """Arguments that show `paths` under the same names, read-only, below parents that everybody may enter."""
+    parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/", *paths}
+    made = [argument for parent in sorted(parents, key=len) for argument in ("--dir", parent)]
+    return made + [argument for path in paths for argument in ("--ro-bind", path, path)]
+
+
+def readable(libraries: Sequence[str] = ()) -> list[str]:
+    """Return the directories that a program may read: libraries of the system and of Python, and `libraries`."""
+    python = (sysconfig.get_path("stdlib"), *(os.path.join(p, "lib") for p in (sys.base_prefix, sys.base_exec_prefix)))
+    wanted = [*SYSTEM_LIBRARIES, *python, *libraries]
+    found = {path for name in wanted for path in (name, os.path.realpath(name)) if os.path.isdir(path)}
+    return sorted(path for path in found if not any(str(parent) in found for parent in Path(path).parents))
+
+
+def _which(tool: str, package: str) -> str:
+    path = shutil.which(tool)
+    if path is None:
+        raise UserError(
+            "the tool python has no sandbox on this machine",
+            why=f"{tool} is not installed",
+            todo=f"apt-get install {package}; or let a service run the programs: "
+            "`sandbox: {type: service, url: ...}`; or leave the tool out",
+        )
+    return os.path.realpath(path)
+
+
+_ATTACK = """
+import os, socket
+escaped = []
+def attempt(what, act):
+    try:
+        act()
+        escaped.append(what)
+    except OSError:
+        pass
+attempt("network", lambda: socket.create_connection(("127.0.0.1", {port}), 1))
+attempt("files", lambda: open({canary!r}).read())
+attempt("files", lambda: open({canary!r} + ".new", "w").close())
+attempt("processes", lambda: os.kill({parent}, 0))
+print("tried", *escaped)
+"""
+
+
+@lru_cache
+def check_isolation(command: tuple[str, ...]) -> None:
+    """Run a program that attacks, once per process: containers may forbid namespaces, or hide them.
+
+    Raises UserError when it could not be run, or reached the network, a file or a process outside.
+    """
+    with tempfile.TemporaryDirectory(prefix="foray-canary-") as directory, create_server(("127.0.0.1", 0)) as near:
+        canary = Path(directory) / "canary"
+        canary.write_text("seen")
+        source = _ATTACK.format(port=near.getsockname()[1], canary=str(canary), parent=os.getpid())
+        try:
+            done = subprocess.run(
+                command, input=source.encode(), capture_output=True, cwd="/", env={}, timeout=CHECK_S, check=False
+            )
+            output, why = done.stdout.decode(), done.stderr.decode("utf-8", "replace").strip()[-300:]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            output, why = "", str(error)[-300:]
+    if output != f"{READY.decode()}tried\n":
+        escaped = output.split()[2:]
+        raise UserError(
+            "the tool python cannot isolate programs on this machine",
+            why=f"a program reached: {', '.join(escaped)}" if escaped else f"bwrap: {why or 'no answer'}",
+            todo="allow user namespaces to this process (bubblewrap 0.8, Linux 5.14; no plain container); or let "
+            "a service run the programs: `sandbox: {type: service, url: ...}`; or leave the tool out",
+        )

@@ -1,0 +1,92 @@
+"""Runs inside the sandbox: limits its own process, then runs the policy's program in it.
+
+    python -I -S -B -c "<text of this file>" CPU_S MEMORY_MB FILE_MB THREADS [LIBRARY ..] < source
+
+The text is passed on the command line, so that the sandbox need not show the directory of this file. The first line on
+stdout is READY; without it nothing of the program has run. Starting this is most of what a call costs, so it imports
+no more than it needs, and only the standard library.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import sys
+
+READY = b"ready\n"
+NAME = "program.py"
+"""What tracebacks call the program."""
+
+
+def main() -> None:
+    cpu_s, memory_mb, file_mb, threads = map(int, sys.argv[1:5])
+    source = sys.stdin.buffer.read().decode("utf-8", "replace")
+    sys.path += sys.argv[5:]
+    sys.argv = [""]
+    os.environ.clear()
+    os.nice(10)
+    for limit, soft, hard in (
+        (resource.RLIMIT_AS, memory_mb << 20, memory_mb << 20),
+        # the soft limit comes first: its signal can be told from a kill
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+        (resource.RLIMIT_FSIZE, file_mb << 20, file_mb << 20),
+        # the first process of the sandbox counts as one more
+        (resource.RLIMIT_NPROC, threads + 1, threads + 1),
+        (resource.RLIMIT_NOFILE, 64, 64),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    ):
+        resource.setrlimit(limit, (soft, hard))
+    _leave_keyring()
+    os.write(1, READY)
+    run(source)
+
+
+def _leave_keyring() -> None:
+    """Join a new session keyring: the kernel would let a program read the keys of the server's, in any namespace."""
+    import ctypes
+
+    keyctl = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
+    if keyctl is not None and ctypes.CDLL(None).syscall(keyctl, 1, None) < 0:
+        raise OSError("no session keyring of its own")
+
+
+def run(source: str) -> None:
+    """Run `source` as `__main__`. An exception is printed with its own lines of traceback, and ends this process.
+
+    Returns at the program's end; the interpreter then joins threads and flushes streams as it always does.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # by lines, so that the output of a program that is killed is not lost
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    # a new module, where dataclasses and pickle look names up; this one must stay alive, it is still running
+    _this, sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
+    try:
+        exec(compile(source, NAME, "exec"), sys.modules["__main__"].__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        try:
+            text = _traceback(error, source)
+        except MemoryError:  # the program has left none
+            text = f"{type(error).__name__}\n"
+        sys.stderr.write(text)
+        sys.exit(1)
+
+
+def _traceback(error: BaseException, source: str) -> str:
+    """Format `error` without the frames of libraries: their paths are this machine's and tell a policy nothing."""
+    import linecache  # only now: they take as long to import as the sandbox takes to start
+    import traceback
+
+    linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
+    formatted = traceback.TracebackException.from_exception(error, compact=True)
+    formatted.stack = traceback.StackSummary.from_list([f for f in formatted.stack if f.filename == NAME][-8:])
+    return "".join(formatted.format(chain=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Programs at a sandbox service with the HTTP API of SandboxFusion: `POST /run_code`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
+
+from protocol.errors import UserError
+from rollout_server.search.base import OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
+from rollout_server.search.transport import HttpConnections
+from rollout_server.tools.sandbox.base import ProgramResult, SandboxError, SandboxLimits, ServiceSettings
+
+MAX_BYTES = 16 << 20
+"""Largest answer that is read: the service keeps 1 MiB of each stream, which JSON may spell six times as long."""
+RETRIED = frozenset({UNREACHABLE, OVERLOADED, "http_500", "http_502", "http_504"})
+BACKOFF_S = 0.2
+
+
+class CommandRunResult(BaseModel):
+    """How one command ended. `return_code` is missing where it was ended at its time limit."""
+
+    status: Literal["Finished", "Error", "TimeLimitExceeded"]
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class RunCodeResponse(BaseModel):
+    """The answer. `SandboxError`: the service failed, and `message` says how."""
+
+    status: Literal["Success", "Failed", "SandboxError"]
+    message: str = ""
+    run_result: CommandRunResult | None = None
+
+
+class SandboxService:
+    """Sends each program to the service. Time and memory are limited there, the output is cut here."""
+
+    def __init__(self, settings: ServiceSettings, limits: SandboxLimits, libraries: Sequence[str] = ()) -> None:
+        if libraries:
+            raise UserError(
+                "a sandbox service brings its own libraries",
+                why="`libraries` of the tool python are directories of this machine",
+                todo="leave `libraries` out, or `sandbox: {type: bubblewrap}`",
+            )
+        self._settings, self._limits = settings, limits
+        self._url = settings.url.rstrip("/") + "/run_code"
+        self._connections = HttpConnections(max_bytes=MAX_BYTES)
+
+    async def run(self, source: str) -> ProgramResult:
+        """See `Sandbox`. A program may run more than once where the service fails meanwhile."""
+        body = {
+            "code": source.encode("utf-8", "replace").decode(),
+            "language": "python",
+            "run_timeout": self._limits.wall_s,
+            "memory_limit_MB": self._limits.memory_mb,
+        }
+        raw = await self._post(json.dumps(body).encode())
+        try:
+            answer = RunCodeResponse.model_validate_json(raw)
+        except (ValidationError, RecursionError) as error:
+            raise SandboxError(f"{self._url}: not an answer of a sandbox service") from error
+        ran = answer.run_result
+        if answer.status == "SandboxError" or ran is None or ran.status == "Error":
+            raise SandboxError(f"{self._url}: {(answer.message or 'no result')[:300]}")
+        stdout, stderr = ((text or "").encode("utf-8", "replace") for text in (ran.stdout, ran.stderr))
+        code, most = ran.return_code or 0, self._limits.output_bytes
+        return ProgramResult(
+            stdout[:most],
+            stderr[:most],
+            code if code >= 0 else 128 - code,
+            ran.status == "TimeLimitExceeded",
+            max(len(stdout), len(stderr)) > most,
+        )
+
+    async def _post(self, body: bytes) -> bytes:
+        """Return the body of a 200, after retries while the service is away or overloaded. Raises SandboxError."""
+        timeout_s, cause = self._limits.wall_s + self._settings.wait_s, TIMEOUT
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for attempt in range(1, self._settings.attempts + 1):
+                    try:
+                        return (await self._connections.exchange("POST", self._url, timeout_s, body))[1]
+                    except SearchError as error:
+                        cause, wait_s = error.cause, error.retry_after_s
+                    if cause not in RETRIED or attempt == self._settings.attempts:
+                        break
+                    # jitter: thousands of rollouts must not come back in step
+                    await asyncio.sleep(max(wait_s, random.uniform(0.5, 1.0) * BACKOFF_S * 2**attempt))
+        raise SandboxError(f"{self._url}: {cause}")
+
+    async def close(self) -> None:
+        await self._connections.close()
