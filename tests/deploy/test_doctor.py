@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_missing_files_and_a_taken_port_would_stop_a_run(run_files: Path) -> Non
 
 def test_a_sandbox_that_is_missing_is_named(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tool python" not in findings(run_files)
-    monkeypatch.setattr("rollout_server.tools.sandbox.bubblewrap.shutil.which", lambda tool: None)
+    monkeypatch.setattr("rollout_server.tools.sandbox.bubblewrap.shutil", SimpleNamespace(which=lambda tool: None))
     found = findings(run_files, "rollout.episode.tools=[python]")["tool python"]
     assert found.verdict == "fail" and found.why == "bwrap is not installed" and "apt-get install" in found.mend
     service = "[{type: python, sandbox: {type: service, url: 'http://127.0.0.1:1', attempts: 1}}]"

@@ -24,7 +24,7 @@ from rollout_server.tools.sandbox.base import BubblewrapSettings, ProgramResult,
 from rollout_server.tools.sandbox.bubblewrap import Bubblewrap, check_isolation, command
 from tests.support.sandboxes import require_bubblewrap
 
-LIMITS = SandboxLimits(wall_s=10.0, cpu_s=5, memory_mb=256, file_mb=4, threads=8, output_bytes=4000)
+LIMITS = SandboxLimits(wall_s=30.0, cpu_s=5, memory_mb=256, file_mb=4, threads=8, output_bytes=4000)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,7 +61,7 @@ def sandboxed(mark: str) -> list[int]:
 
 
 def wait_for_processes(mark: str, number: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while len(sandboxed(mark)) < number:
         assert time.monotonic() < deadline, "the program does not start"
         time.sleep(0.01)
@@ -289,7 +289,7 @@ async def test_no_process_outlives_it(attack: str, near: Path) -> None:
     # a library is named in the arguments of each process of the sandbox
     ran = await run(source, libraries=(str(near),))
     assert_all_ended(str(near))
-    assert ran.code == 0 and time.monotonic() - started < 8
+    assert ran.code == 0 and time.monotonic() - started < 28
 
 
 async def test_processes_and_threads_are_bounded_together() -> None:
@@ -368,13 +368,13 @@ async def test_memory_is_bounded(bomb: str) -> None:
 
 
 async def test_a_loop_ends_at_the_deadline_and_processor_time_before_it(near: Path) -> None:
-    limits = replace(LIMITS, wall_s=0.7)
+    limits = replace(LIMITS, wall_s=3.0)
     started = time.monotonic()
     stubborn = (
         "import signal, time\nfor n in range(1, 32):\n  try: signal.signal(n, signal.SIG_IGN)\n  except OSError: pass\n"
     )
     ran = await run(stubborn + "print('on')\nwhile True: pass", limits, libraries=(str(near),))
-    assert (ran.timed_out, ran.stdout) == (True, b"on\n") and time.monotonic() - started < 5
+    assert (ran.timed_out, ran.stdout) == (True, b"on\n") and time.monotonic() - started < 10
     assert_all_ended(str(near))
 
 
@@ -387,7 +387,7 @@ async def test_processor_time_is_bounded() -> None:
 async def test_output_is_read_to_its_cap_and_the_program_ended(stream: str) -> None:
     started = time.monotonic()
     ran = await run(f"import sys\nwhile True: sys.{stream}.write('x' * 10**6)")
-    assert ran.output_exceeded and not ran.timed_out and time.monotonic() - started < 8
+    assert ran.output_exceeded and not ran.timed_out and time.monotonic() - started < 28
     assert getattr(ran, stream) == b"x" * LIMITS.output_bytes
 
 

@@ -17,7 +17,7 @@ from rollout_server.tools.sandbox.base import ProgramResult, SandboxError
 from rollout_server.tools.sandbox.bubblewrap import Bubblewrap
 from tests.support.sandboxes import require_bubblewrap
 
-SETTINGS = PythonSettings(deadline_s=8, memory_mb=256)
+SETTINGS = PythonSettings(deadline_s=30, memory_mb=256)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_program_is_what_a_model_means(argument: str, program: str) -> None:
         (ProgramResult(b"", b"", 0), "The program printed nothing.", ""),
         (ProgramResult(b"1\n", b"a warning\n", 0), "1\na warning", ""),
         (ProgramResult(b"1\n", b"Traceback\nKeyError: 1\n", 1), "1\nTraceback\nKeyError: 1", "raised"),
-        (ProgramResult(b"1", b"", 143, timed_out=True), "1\nThe program was stopped after 8 seconds.", "too_slow"),
+        (ProgramResult(b"1", b"", 143, timed_out=True), "1\nThe program was stopped after 30 seconds.", "too_slow"),
         (ProgramResult(b"x" * 9999, b"", 143, output_exceeded=True), "x" * 4000 + "\nThe program was stopped: it wrote more than 4000 characters.", "too_much_output"),  # noqa: E501
         (ProgramResult(b"", b"", 152), "The program was stopped after 5 seconds of processor time.", "too_slow"),
         (ProgramResult(b"", b"", 139), "The program was killed by signal 11.", "killed"),
@@ -124,7 +124,7 @@ async def test_libraries_that_settings_name_can_be_imported(tmp_path: Path) -> N
     require_bubblewrap()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "calculus.py").write_text("ANSWER = 42\n")
-    tool = build_tool(PythonSettings(libraries=(tmp_path / "mine",), deadline_s=8), ())
+    tool = build_tool(PythonSettings(libraries=(tmp_path / "mine",), deadline_s=30), ())
     result = await tool("import calculus; print(calculus.ANSWER)\nopen(calculus.__file__, 'w')")
     await tool.close()
     assert result.text.startswith("42\n") and result.mistake == "raised"
