@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollout_server.tools.base import InflightCalls, ToolSettingsBase, ToolResult
+from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
 from rollout_server.tools.sandbox import SandboxSettings, build_sandbox
 from rollout_server.tools.sandbox.base import BubblewrapSettings, ProgramResult, Sandbox, SandboxError, SandboxLimits
 

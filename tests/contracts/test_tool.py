@@ -17,7 +17,7 @@ from rollout_server.environment.actions import RESERVED_TAGS, ToolAction, escape
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.tools import REGISTRY, build_tool
-from rollout_server.tools.base import Tool, ToolSettingsBase, ToolResult
+from rollout_server.tools.base import Tool, ToolResult, ToolSettingsBase
 from tests.support.sandboxes import require_bubblewrap
 
 MEMBERS: list[Any] = list(REGISTRY)
