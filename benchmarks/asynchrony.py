@@ -97,7 +97,7 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
 
 
 def figures(steps: Sequence[Mapping[str, Any]], window: MeasuredSteps, samples: CpuSamples) -> dict[str, Any]:
-    """What the learner's records, one a step, say of the window.
+    """Return what the learner's records, one a step, say of the window.
 
     wait_s, train_s  of a mean step: waiting for groups, and everything else (compute, publish, checkpoint). At lag 0
                      the learner waits exactly while the ring generates.
@@ -129,7 +129,7 @@ def figures(steps: Sequence[Mapping[str, Any]], window: MeasuredSteps, samples: 
 
 
 def _cores() -> tuple[int | None, int | None]:
-    """A core for the rollout side and one for the learner; none where there is only one."""
+    """Return a core for the rollout side and one for the learner; none where there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
 
@@ -258,7 +258,7 @@ def kept(path: Path, key: object, run: Callable[[], Row]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> BenchResult:
-    """Means over the seeds for each lag; the bound from the rows at lag 0 alone."""
+    """Return means over the seeds for each lag; the bound from the rows at lag 0 alone."""
     by_lag = {
         lag: _means([row for row in rows if row["max_lag"] == lag]) for lag in sorted({r["max_lag"] for r in rows})
     }

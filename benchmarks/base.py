@@ -114,7 +114,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def tree_cpu_seconds(root: int) -> float:
-    """The same of process `root` and of every living process below it: a node and its engine, say, which leads a
+    """Return the same of process `root` and of every living process below it: a node and its engine, say, which leads a
     separate session."""
     parents, seconds = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

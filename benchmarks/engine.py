@@ -90,7 +90,7 @@ class Baseline:
         self._process.wait()
 
     def round(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
-        """One batch. Raises ForayError when the child died."""
+        """Return one batch. Raises ForayError when the child died."""
         stdin, stdout = self._pipes()
         try:
             stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
@@ -263,7 +263,7 @@ class EngineBench(BenchSettings):
 
 
 def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The medians of one engine's rounds. Processor time is known for processes of ours only."""
+    """Return the medians of one engine's rounds. Processor time is known for processes of ours only."""
     return {name: median(row[name] for row in rows) for name in rows[0]}
 
 

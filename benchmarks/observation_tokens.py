@@ -26,7 +26,7 @@ from rollout_server.environment.environment import Environment, build_environmen
 
 
 def search_r1(contents: Sequence[str]) -> str:
-    """The observation of Search-R1: title line and rest of each document, numbered from 1."""
+    """Return the observation of Search-R1: title line and rest of each document, numbered from 1."""
     text = ""
     for number, document in enumerate(contents, 1):
         title, *rest = document.split("\n")
@@ -35,7 +35,7 @@ def search_r1(contents: Sequence[str]) -> str:
 
 
 def research(contents: Sequence[str]) -> str:
-    """The observation of ReSearch: documents as they are, an empty line between them."""
+    """Return the observation of ReSearch: documents as they are, an empty line between them."""
     return " <result>\n" + "\n\n".join(contents).strip() + "\n</result>"
 
 
@@ -51,7 +51,7 @@ _DAY = date(2026, 1, 31)
 def compare(
     environment: Environment, contents: Sequence[str], limit: int, original: Callable[[Sequence[str]], str]
 ) -> str:
-    """How one observation's ids compare with the original's: equal, cut, escaped or different.
+    """Return how one observation's ids compare with the original's: equal, cut, escaped or different.
 
     cut      the original is longer than `limit`, and ours equals it up to our closing tag
     escaped  a passage holds a protocol tag or a control token of the model: ours equals the original's text over the

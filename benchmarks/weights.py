@@ -82,7 +82,7 @@ class WeightsFleet:
         return announced, whole
 
     def await_version(self, version: PolicyVersion) -> list[EngineInfo]:
-        """The engines, once each of them is READY at `version`."""
+        """Return the engines, once each of them is READY at `version`."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             engines = self.store.engines()
@@ -94,7 +94,7 @@ class WeightsFleet:
             time.sleep(POLL_S)
 
     def pauses(self) -> list[float]:
-        """Seconds that each engine was paused by its last update."""
+        """Return seconds that each engine was paused by its last update."""
         return [engine.pause_s for engine in self.store.engines()]
 
 
@@ -162,7 +162,7 @@ class WeightsBench(BenchSettings):
         return value.split(",") if isinstance(value, str) else value
 
     def measure(self, say: Say) -> BenchResult:
-        """Each number of engines in turn: both transports, and both baselines beside them."""
+        """Return each number of engines in turn: both transports, and both baselines beside them."""
         import torch
 
         pass
@@ -242,7 +242,7 @@ def _summary(rows: list[dict[str, Any]]) -> BenchResult:
 
 
 def _model(directory: Path, megabytes: int, dtype: str) -> dict[str, torch.Tensor]:
-    """A Qwen2 of random weights, about that large, saved with a small tokenizer."""
+    """Return a Qwen2 of random weights, about that large, saved with a small tokenizer."""
     import torch
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -275,7 +275,7 @@ def _bytes(weights: dict[str, torch.Tensor]) -> int:
 
 
 def _raw_broadcast(store: Path, world: int, num_bytes: int, rounds: int) -> list[float]:
-    """Seconds of each round."""
+    """Return seconds of each round."""
     ranks = [
         subprocess.Popen(
             [

@@ -197,7 +197,7 @@ def _without_log_level(given: list[str]) -> list[str]:
 
 
 def unusable(error: OSError) -> UserError:
-    """What a person reads of a path that cannot be used."""
+    """Return what a person reads of a path that cannot be used."""
     return UserError(
         f"cannot read or write {error.filename}",
         why=error.strerror or str(error),
@@ -213,7 +213,7 @@ def _become(module: str, rest: list[str], *, prog: str) -> int:
 
 
 def overview() -> str:
-    """The help of `foray` itself."""
+    """Return the help of `foray` itself."""
     width = max(len(name) for name in VERBS)
     lines = [f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items()]
     return "\n".join(
@@ -232,7 +232,7 @@ def overview() -> str:
 
 
 def foray_version() -> str:
-    """The version of the installed distribution."""
+    """Return the version of the installed distribution."""
     try:
         return version("foray")
     except PackageNotFoundError:

@@ -100,7 +100,7 @@ class RunConfig(Settings):
         return 1 if search.type == "http" and "urls" not in search.model_fields_set else 0
 
     def to_yaml(self) -> str:
-        """Every setting with its value, defaults included, as a file that each process can read."""
+        """Return every setting with its value, defaults included, as a file that each process can read."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -115,12 +115,12 @@ _SECTIONS: dict[str, type[Settings]] = {
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> RunConfig:
-    """The configuration in `path` with `overrides`; raises UserError that names every wrong key."""
+    """Return the configuration in `path` with `overrides`; raises UserError that names every wrong key."""
     return from_tree(expand(read_tree(path, overrides), environ))
 
 
 def from_tree(tree: Mapping[str, Any]) -> RunConfig:
-    """The tree as a RunConfig; fields that the tree does not name stay out of `model_fields_set`.
+    """Return the tree as a RunConfig; fields that the tree does not name stay out of `model_fields_set`.
 
     Raises UserError with what is wrong in all sections.
     """

@@ -35,7 +35,7 @@ WARM_START = ("demo", "--prepare-only", "--fresh", "--seed", "0", "--dir", str(M
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when everything asked for is there, 1 when a figure failed or the page is another one."""
+    """Return 0 when everything asked for is there, 1 when a figure failed or the page is another one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description="Make the figures.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(figures())} (default: all)")
     parser.add_argument("--force", action="store_true", help="make those again that are up to date")
@@ -104,7 +104,7 @@ def _raw(root: Path, name: str) -> Path:
 
 
 def _run(name: str, argv: Sequence[str], root: Path, timeout_s: float) -> str:
-    """What `foray ARGV` printed; both of its streams are kept."""
+    """Return what `foray ARGV` printed; both of its streams are kept."""
     raw = _raw(root, f"{name}.out")
     raw.parent.mkdir(parents=True, exist_ok=True)
     with raw.open("wb") as out, raw.with_suffix(".log").open("wb") as log:

@@ -72,7 +72,7 @@ class _Page:
         return f"{first}\n\n<!-- made by `make figures` from docs/figures: change that, not this -->\n{rest}"
 
     def summary(self) -> str:
-        """A row for each benchmark: figure, ratio, targets, and when it was measured."""
+        """Return a row for each benchmark: figure, ratio, targets, and when it was measured."""
         rows = []
         for name, kept in self.kept.items():
             if name.partition("-")[0] in ("demo", "compare"):
@@ -107,7 +107,7 @@ class _Page:
         return "\n".join([*lines, *tables(kept)]).rstrip()
 
     def many(self, start: str, columns: Sequence[str]) -> str:
-        """A row for each figure that was measured and whose name starts so."""
+        """Return a row for each figure that was measured and whose name starts so."""
         rows = []
         for name, kept in self.kept.items():
             if not name.startswith(f"{start}-") or kept is None:
@@ -118,7 +118,7 @@ class _Page:
         return grid(["", *(c.replace("_", " ") for c in columns), "target", "measured"], rows)
 
     def curves(self) -> str:
-        """How each demo learned: means of TENTH steps."""
+        """Return how each demo learned: means of TENTH steps."""
         found = {
             name.removeprefix("demo-"): kept["curve"]
             for name, kept in self.kept.items()
@@ -200,13 +200,13 @@ def _nested(value: object) -> bool:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def shown(value: object) -> str:
-    """A figure for people: at most four digits, thousands apart."""
+    """Return a figure for people: at most four digits, thousands apart."""
     match value:
         case None:
             return ""

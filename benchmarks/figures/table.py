@@ -95,7 +95,7 @@ def _variant(name: str) -> Figure:
 
 
 def read(figure: Figure, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """What was measured; None where nothing was yet."""
+    """Return what was measured; None where nothing was yet."""
     path = folder / figure.path.name
     if not path.exists():
         return None

@@ -68,7 +68,7 @@ class Contender:
         self._line()
 
     def round(self) -> dict[str, float]:
-        """One step. Raises ForayError when the child died."""
+        """Return one step. Raises ForayError when the child died."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # said below
             self._process.stdin.write("step\n")
@@ -186,7 +186,7 @@ def refuse_other_work(bench: LearnerBench, row: dict[str, dict[str, float]]) -> 
 
 
 def _against(ours: dict[str, float], others: dict[str, dict[str, float]], what: str) -> dict[str, float]:
-    """How many times as much of `what` each of the others takes."""
+    """Return how many times as much of `what` each of the others takes."""
     return {kind: figures[what] / ours[what] for kind, figures in others.items()}
 
 

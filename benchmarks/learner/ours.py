@@ -14,7 +14,7 @@ import torch
 
 
 def own_stdout() -> IO[str]:
-    """The pipe to the parent; what libraries print goes to stderr from here on. Before they are imported."""
+    """Return the pipe to the parent; what libraries print goes to stderr from here on. Before they are imported."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return pipe
@@ -40,7 +40,7 @@ def serve(pipe: IO[str], step: Callable[[], dict[str, float]], tokens: int) -> N
 
 
 def peak_mib() -> float:
-    """The most memory that this process has had so far: on the GPU when there is one, else resident."""
+    """Return the most memory that this process has had so far: on the GPU when there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     # not getrusage: its maximum is inherited from the parent

@@ -95,5 +95,5 @@ class LearnerBench(SkewedBatch):
     """Contenders beside ours, by name and with commas (unfused, padded, padded_sorted, trl); empty: all."""
 
     def trl_interpreter(self) -> str:
-        """The interpreter that TRL is to be run by; empty: none."""
+        """Return the interpreter that TRL is to be run by; empty: none."""
         return self.trl_python or os.environ.get(TRL_VARIABLE, "")

@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused
 
 
 def load_batch(path: str) -> dict[str, Any]:
-    """What `_generate_and_score_completions` returns: prompts padded left, completions padded right."""
+    """Return what `_generate_and_score_completions` returns: prompts padded left, completions padded right."""
     with np.load(path) as file:
         data = {name: file[name] for name in file.files}
     lengths, prompts = data["lengths"], data["prompts"]
@@ -105,7 +105,7 @@ def peak_mib() -> float:
 
 
 def config_of(spec: dict[str, Any], directory: Path, count: int) -> GRPOConfig:
-    """The same step as the others': loss over all trained tokens, the same clipping, no reference, AdamW."""
+    """Return the same step as the others': loss over all trained tokens, the same clipping, no reference, AdamW."""
     settings = spec["settings"]
     return GRPOConfig(
         output_dir=str(directory / "trl"),

@@ -39,7 +39,7 @@ CEILING_S = 0.5
 
 
 def utilisation(settings: LearnerBench, model: Path, batch: Batch) -> Callable[[float], dict[str, float]]:
-    """Seconds of a step -> `tflops` and `mfu` against the machine's own matrix product in the same dtype.
+    """Return seconds of a step -> `tflops` and `mfu` against the machine's own matrix product in the same dtype.
 
     Per token read 6 operations a parameter of the layers (2 forward, 4 backward), per trained token 6 a parameter of
     the output layer, and 6 * width * s of attention in each layer for the s-th token of a trajectory, which sees s
@@ -107,7 +107,7 @@ FIRST_ID = 16
 
 
 def skewed_groups(settings: SkewedBatch, number: int = 0) -> list[TrajectoryGroup]:
-    """The groups of batch `number`: rewards 0 and 1, behaviour log-probs like those of an untrained policy."""
+    """Return the groups of batch `number`: rewards 0 and 1, behaviour log-probs like those of an untrained policy."""
     return [
         TrajectoryGroup(
             run="bench",
@@ -222,7 +222,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) -> Batch:
-    """The batch as our trainer takes it; needs the learner's packages."""
+    """Return the batch as our trainer takes it; needs the learner's packages."""
     pass
     from learner.config.algorithm import GrpoSettings
     from learner.config.learner import BatchSettings

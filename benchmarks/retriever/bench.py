@@ -71,7 +71,7 @@ def check(loads: dict[str, dict[str, Any]]) -> None:
 
 
 def _bare(*runs: dict[str, Any]) -> dict[str, float]:
-    """Means of two runs, one before and one after the service: what the machine had in between."""
+    """Return means of two runs, one before and one after the service: what the machine had in between."""
     means = {name: fmean(run[name] for run in runs) for name in ("queries_per_s", "cpu_ms_per_query", "load_1m")}
     cpu = [run["cpu_ms_per_query"] for run in runs]
     return means | {"cpu_ms_apart": max(cpu) - min(cpu)}

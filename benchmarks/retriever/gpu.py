@@ -125,7 +125,7 @@ def _refuse(need: int) -> None:
 
 
 def _fastest(work: Callable[[], object], rounds: int) -> float:
-    """Seconds of the fastest of `rounds`, after one that warms up."""
+    """Return seconds of the fastest of `rounds`, after one that warms up."""
     import torch
 
     seen = []
@@ -139,7 +139,7 @@ def _fastest(work: Callable[[], object], rounds: int) -> float:
 
 
 def _bandwidth(device: torch.device, rounds: int) -> float:
-    """Bytes a second of a copy, read and written counted both."""
+    """Return bytes a second of a copy, read and written counted both."""
     import torch
 
     source = torch.ones(1 << 30, dtype=torch.float16, device=device)

@@ -82,7 +82,7 @@ def chosen_index(name: str) -> dict[str, Any]:
 
 
 def table_of(bench: RetrieverBench, directory: Path, say: Say) -> list[dict[str, Any]]:
-    """A row for each of `bench.indexes`, in order. Raises UserError for one that cannot be."""
+    """Return a row for each of `bench.indexes`, in order. Raises UserError for one that cannot be."""
     chosen = {name: chosen_index(name) for name in bench.indexes}
     corpus, questions = _asked(bench, directory, say)
     asked = directory / "questions.json"
@@ -107,7 +107,7 @@ def _measure_of(name: str, found: dict[str, list[list[str]]]) -> list[list[str]]
 def recalls(
     found: Sequence[Sequence[str]], exact: Sequence[Sequence[str]] | None, supporting: Sequence[Sequence[str]]
 ) -> dict[str, float | None]:
-    """Means over the queries; None where there is nothing to compare with.
+    """Return means over the queries; None where there is nothing to compare with.
 
     found, exact  ids of the hits of each query, best first
     supporting    ids of the passages that support the answer, or none where they are unknown
@@ -131,7 +131,7 @@ def check_table(bench: RetrieverBench) -> None:
 
 
 def _asked(bench: RetrieverBench, directory: Path, say: Say) -> tuple[Path, list[tuple[str, list[str]]]]:
-    """The corpus, and each question with the ids of its supporting passages."""
+    """Return the corpus, and each question with the ids of its supporting passages."""
     if bench.data:
         data = Path(bench.data)
         lines = [line for path in sorted(data.glob("questions_*.jsonl")) for line in path.read_text().splitlines()]

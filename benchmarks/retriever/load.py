@@ -69,7 +69,7 @@ class Seen:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of `values` (not empty) do not exceed."""
+    """Return the smallest value that at least `share` of `values` (not empty) do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 

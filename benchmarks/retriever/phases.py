@@ -68,7 +68,7 @@ class Phases:
         return figures
 
     def service(self) -> dict[str, dict[str, Any]]:
-        """The steady phase, and the burst by Foray's client and by plain POSTs, on one process."""
+        """Return the steady phase, and the burst by Foray's client and by plain POSTs, on one process."""
         bench, steady = self._bench, self._steady
         with serving(self._settings, self._directory, "service", self._say) as service:
             self._load(service, "warm-up", self._rest, WARM_UP, 1)

@@ -42,7 +42,7 @@ class RetrieverProcess:
     pid: int
 
     def counters(self) -> dict[str, float]:
-        """Every series of its GET /metrics."""
+        """Return every series of its GET /metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
             text = response.read().decode()
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))

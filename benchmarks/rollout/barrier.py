@@ -79,7 +79,7 @@ async def _generate(
 
 
 def _search(url: str, queries: Sequence[str]) -> SearchResponse:
-    """One call for all queries; it blocks, as in the original."""
+    """Return one call for all queries; it blocks, as in the original."""
     body = SearchRequest(queries=list(queries), topk=3, return_scores=True).model_dump_json().encode()
     request = urllib.request.Request(f"{url}/retrieve", data=body, headers={"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:

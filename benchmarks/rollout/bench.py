@@ -100,7 +100,7 @@ class RolloutBench(BenchSettings):
         return _summary(rows)
 
     def faults(self, script: Script, seed: int) -> Faults:
-        """The last of the fastest engines is away in the first half; updates at a sixth and at six tenths."""
+        """Return the last of the fastest engines is away in the first half; updates at a sixth and at six tenths."""
         fastest = max(i for i, slowness in enumerate(self.slowness) if slowness == min(self.slowness))
         whole = bound_s(script.draws, seed, script.speeds, OBSERVATION_TOKENS)
         alone = len(self.slowness) == 1
@@ -113,7 +113,7 @@ class RolloutBench(BenchSettings):
         )
 
     def _seed(self, ring: RolloutRing, script: Script, seed: int, say: Say) -> list[dict[str, Any]]:
-        """Every policy on one seed."""
+        """Return every policy on one seed."""
         from benchmarks.rollout.routing import BROKEN, OURS
 
         faults = self.faults(script, seed)
@@ -176,7 +176,7 @@ def _barrier(ring: RolloutRing, script: Script, seed: int, *, timeout_s: float) 
 
 
 def _summary(rows: list[dict[str, Any]]) -> BenchResult:
-    """Means over the seeds by policy, and every play."""
+    """Return means over the seeds by policy, and every play."""
     from benchmarks.rollout.routing import OURS
 
     def mean(policy: str, name: str) -> float:

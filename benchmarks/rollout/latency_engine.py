@@ -60,7 +60,7 @@ class LatencyEngine:
         self._down_until = self._paused_until = 0.0
 
     def app(self) -> web.Application:
-        """The routes that the rollout side uses, and the benchmark's two."""
+        """Return the routes that the rollout side uses, and the benchmark's two."""
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/generate", self._generate)
         for path in ("/health", "/ready", "/health_generate"):

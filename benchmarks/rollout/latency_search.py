@@ -22,7 +22,7 @@ PASSAGES, PASSAGE_WORDS = 3, 100
 
 
 def hits() -> bytes:
-    """One query's hits as JSON, in the wire's shape (`protocol.search`): made once, so that it costs nothing."""
+    """Return one query's hits as JSON, in the wire's shape (`protocol.search`): made once, so that it costs nothing."""
     body = " ".join("abcdefgh"[i % 8] for i in range(PASSAGE_WORDS))
     documents = [{"id": f"p{i}", "contents": f'"a b"\n{body}'} for i in range(PASSAGES)]
     return json.dumps([{"document": document, "score": 1.0} for document in documents]).encode()
@@ -35,7 +35,7 @@ class LatencySearch:
         self._draws, self._hits = script.draws, hits()
 
     def app(self) -> web.Application:
-        """The routes."""
+        """Return the routes."""
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/retrieve", self._retrieve)
         app.router.add_get("/health", self._ok)

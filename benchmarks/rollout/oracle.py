@@ -22,7 +22,7 @@ NO_FAULTS = Faults()
 def bound_s(
     draws: Draws, seed: int, speeds: Sequence[Speed], observation_tokens: int, faults: Faults = NO_FAULTS
 ) -> float:
-    """Seconds that no scheduler can beat."""
+    """Return seconds that no scheduler can beat."""
     alone = min(speed.alone_s for speed in speeds)
     longest, tokens = 0.0, 0
     for trajectory in range(draws.trajectories):
@@ -71,7 +71,7 @@ def oracle_s(
     *,
     question_tokens: int = 8,
 ) -> float:
-    """Seconds of the schedule (see the module)."""
+    """Return seconds of the schedule (see the module)."""
     return _Schedule(draws, seed, speeds, observation_tokens, faults, question_tokens).seconds()
 
 

@@ -189,7 +189,7 @@ class Nodes:
                 client.zadd(self._store.keys.engines, {info.id: time.time() + LEASE_MS / 1000})
 
     def events(self, faults: Faults) -> list[ScheduledEvent]:
-        """What `faults` asks for, in the order of time."""
+        """Return what `faults` asks for, in the order of time."""
         found = []
         if faults.down >= 0:
             found.append(

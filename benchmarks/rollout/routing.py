@@ -20,7 +20,7 @@ Policy = Callable[[Sequence[Candidate], Sequence[str], int], str]
 
 
 def sound(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that failed this turn least often."""
+    """Return those that failed this turn least often."""
     fewest = min(c.failures for c in candidates)
     return sorted((c for c in candidates if c.failures == fewest), key=lambda c: c.id)
 
@@ -32,7 +32,7 @@ def at_random() -> Policy:
 
 
 def round_robin() -> Policy:
-    """One engine after the other, for every turn (prime-rl's and AReaL's default)."""
+    """Return one engine after the other, for every turn (prime-rl's and AReaL's default)."""
     numbers = count()
 
     def policy(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
@@ -43,12 +43,12 @@ def round_robin() -> Policy:
 
 
 def least_loaded() -> Policy:
-    """The engine with the fewest tokens in flight, for every turn."""
+    """Return the engine with the fewest tokens in flight, for every turn."""
     return lambda candidates, usual, size: min(sound(candidates), key=lambda c: (c.load, c.busy, c.id)).id
 
 
 def sticky() -> Policy:
-    """The least loaded engine for the first turn of a trajectory, which then stays there (verl)."""
+    """Return the least loaded engine for the first turn of a trajectory, which then stays there (verl)."""
 
     def policy(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
         choices = sound(candidates)

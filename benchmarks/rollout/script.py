@@ -44,12 +44,12 @@ class Draws:
     search_sigma: float = 1.0
 
     def tokens(self, seed: int, trajectory: int, turn: int) -> int:
-        """Tokens of this turn."""
+        """Return tokens of this turn."""
         drawn = self._draw("tokens", seed, trajectory, turn, self.turn_tokens, self.tokens_sigma)
         return min(max(round(drawn), self.least_tokens), self.most_tokens)
 
     def search_s(self, seed: int, trajectory: int, turn: int) -> float:
-        """Seconds that the search at the end of this turn takes."""
+        """Return seconds that the search at the end of this turn takes."""
         return self.scale * self._draw("search", seed, trajectory, turn, self.search_median_s, self.search_sigma)
 
     def _draw(self, what: str, seed: int, trajectory: int, turn: int, median: float, sigma: float) -> float:
@@ -78,7 +78,7 @@ class Faults:
         return [(begin, begin + self.pause_s) for begin in begins]
 
     def lost_s(self, engine: int) -> float:
-        """Seconds in which `engine` computes nothing."""
+        """Return seconds in which `engine` computes nothing."""
         return self.pause_s * len(self.swaps_s) + (self.away_s if engine == self.down else 0.0)
 
 
@@ -110,7 +110,7 @@ class Script:
 
     @classmethod
     def load(cls, path: Path) -> Script:
-        """What `save` wrote."""
+        """Return what `save` wrote."""
         given = json.loads(path.read_text())
         return cls(
             Path(given["directory"]),
@@ -137,11 +137,11 @@ class Script:
         return [str(n) for n in sorted({*range(max(self.draws.trajectories, 100)), *self.seeds})]
 
     def question(self, play: int, seed: int, group: int) -> str:
-        """The text of a question. `play` tells repetitions on the same draws apart."""
+        """Return the text of a question. `play` tells repetitions on the same draws apart."""
         return f"{play} {seed} {group} ?"
 
     def turn(self, place: ScriptPosition) -> list[str]:
-        """The words of a whole turn."""
+        """Return the words of a whole turn."""
         number = str(place.trajectory)
         if place.turn == self.draws.turns - 1:
             end = ["<answer>", number, "</answer>"]

@@ -77,7 +77,7 @@ class Pump:
 
 
 def load(settings: TransportBench, directory: Path, say: Say) -> dict[str, Any]:
-    """The figures of both phases. Raises ForayError when a group was lost or arrived twice."""
+    """Return the figures of both phases. Raises ForayError when a group was lost or arrived twice."""
     with ring(directory, settings.maxmemory_mb, say) as made:
         pump, client = Pump(made, settings.group_size), connect(made.url)
         try:
@@ -210,7 +210,7 @@ def _rss_mib(pid: int) -> float:
 
 
 def measure(bench: TransportBench, say: Say) -> BenchResult:
-    """The chain, then the load, each on its own Redis."""
+    """Return the chain, then the load, each on its own Redis."""
     from benchmarks.transport.chain import chain
 
     with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:

@@ -77,7 +77,7 @@ def a_group(group_size: int, tokens: int) -> TrajectoryGroup:
 
 
 def a_task(seq: int, group_size: int) -> bytes:
-    """The encoded task of `seq`."""
+    """Return the encoded task of `seq`."""
     from protocol.codec import encode
     from tests.support.messages import make_task
 

@@ -54,7 +54,7 @@ class Lateness:
             self.most_s = max(self.most_s, late)
 
     def quantile(self, share: float) -> float:
-        """Seconds that `share` of the looks were not later than, to a bin."""
+        """Return seconds that `share` of the looks were not later than, to a bin."""
         left = share * self._bins.total()
         for number in sorted(self._bins):
             left -= self._bins[number]

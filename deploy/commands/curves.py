@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def labels_of(runs: Sequence[Path], given: str) -> list[str]:
-    """A name for each run: as given, with commas, or its directory. Raises UserError when they do not fit."""
+    """Return a name for each run: as given, with commas, or its directory. Raises UserError when they do not fit."""
     labels = [label.strip() for label in given.split(",")] if given else [str(directory) for directory in runs]
     if len(labels) != len(runs):
         raise UserError(f"{len(labels)} labels for {len(runs)} runs", todo="give --labels one name a run")
@@ -159,7 +159,7 @@ def running_means(curve: dict[int, float], every: int) -> dict[int, float]:
 
 
 def render(curves: dict[str, dict[int, float]], metric: str, every: int) -> str:
-    """A table; with two runs or more the largest distance at equal steps, and that of the last common row."""
+    """Return a table; with two runs or more the largest distance at equal steps, and that of the last common row."""
     names = list(curves)
     lines = [f"{metric}, means of {every} steps" if every > 1 else metric, table(curves)]
     if len(names) > 1 and (spread := spreads(list(curves.values()))):

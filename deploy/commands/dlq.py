@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when it was done; raises UserError for what cannot be done."""
+    """Return 0 when it was done; raises UserError for what cannot be done."""
     wanted = [text for text in args.rest if _SEQ.match(text) or _ID.match(text)]
     args.given = [text for text in args.rest if text not in wanted]
     found = locate.locate(args)
@@ -209,7 +209,7 @@ def _confirm(question: str) -> None:
 
 
 def _json(told: dict[str, Any]) -> str:
-    """One line of printable ASCII: json escapes all of a stranger's control characters but DEL."""
+    """Return one line of printable ASCII: json escapes all of a stranger's control characters but DEL."""
     return json.dumps(told).replace("\x7f", "\\u007f")
 
 

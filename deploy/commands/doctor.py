@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when nothing would stop a run (warnings allowed), 1 otherwise."""
+    """Return 0 when nothing would stop a run (warnings allowed), 1 otherwise."""
     from deploy.config import load_config
     from deploy.doctor.run import examine
 

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when nothing runs there (any more); raises ForayError when the launcher does not end in time."""
+    """Return 0 when nothing runs there (any more); raises ForayError when the launcher does not end in time."""
     directory = require(args.run_dir)
     was_running = is_held(directory)
     if was_running:

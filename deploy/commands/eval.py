@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every episode was scored at one version, 1 when some failed or versions are mixed."""
+    """Return 0 when every episode was scored at one version, 1 when some failed or versions are mixed."""
     from deploy.heartbeat import Pulse, beside
     from deploy.monitor.evaluate import evaluate
     from learner.data.questions import load_questions
@@ -170,7 +170,7 @@ def _refuse_another_policy(episode: Episode, first: Episode) -> None:
 
 
 def _earlier(path: Path | None, how: dict[str, Any], questions: Sequence[Question]) -> list[Episode]:
-    """The episodes in an --out; a last line that was not finished is left out.
+    """Return the episodes in an --out; a last line that was not finished is left out.
 
     Raises UserError for those of other options, of another policy than the first, or of questions that were changed.
     """

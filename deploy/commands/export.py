@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the directory was written; raises UserError for what a person must correct."""
+    """Return 0 when the directory was written; raises UserError for what a person must correct."""
     model, settings = _settings(args.where, args.config)
     model = args.model or model
     if model is None:

@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when it was done; raises UserError for what a person must correct."""
+    """Return 0 when it was done; raises UserError for what a person must correct."""
     return _ACTIONS[args.action](args)
 
 

@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when all was written; raises UserError when it exists already."""
+    """Return 0 when all was written; raises UserError when it exists already."""
     from deploy.config import from_tree
     from deploy.reference.settings import document
     from protocol.runtime.config import read_tree

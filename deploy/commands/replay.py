@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; raises UserError when there is nothing to show."""
+    """Return 0; raises UserError when there is nothing to show."""
     from deploy.monitor.replay_view import choose, render, to_json
     from deploy.monitor.snapshot import read_ledger_totals
     from learner.checkpoint.journal import read_journal
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(directory: Path) -> RunSettings | None:
-    """What the run was started with; None where it was started by hand, from a file elsewhere."""
+    """Return what the run was started with; None where it was started by hand, from a file elsewhere."""
     path = configuration_of(directory)
     return section(read_configuration(path, directory), "run", RunSettings) if path is not None else None
 
 
 def _tokens(directory: Path, model: Path | None, run: RunSettings | None) -> TrajectoryTokenizer:
-    """The tokenizer of `model`, else of the run's newest published weights, else of its initial model."""
+    """Return the tokenizer of `model`, else of the run's newest published weights, else of its initial model."""
     from rollout_server.environment.tokenizer import load_tokenizer
 
     candidates = [model] if model is not None else sorted((directory / "weights").glob("v*/"), reverse=True)

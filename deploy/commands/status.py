@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the run is healthy (or finished), 1 when something is wrong with it."""
+    """Return 0 when the run is healthy (or finished), 1 when something is wrong with it."""
     from deploy.monitor.status import look, problems, render, to_json
 
     found = locate.locate(args)

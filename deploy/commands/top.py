@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _frames(found: locate.Located, interval: float) -> Iterator[Frame]:
-    """A frame a look, the last one of a run whose launcher has ended."""
+    """Yield a frame a look, the last one of a run whose launcher has ended."""
     from deploy.launcher.run_dir import read_record
     from deploy.monitor.status import look
     from deploy.monitor.top import Looks, frame, read_searches

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shown(override: str) -> str:
-    """An override without the password of a Redis URL: FORAY_REDIS_URL is the place for one."""
+    """Return an override without the password of a Redis URL: FORAY_REDIS_URL is the place for one."""
     key, equals, value = override.partition("=")
     return f"{key}{equals}{redacted(value) if key == 'run.redis_url' else value}"
 

@@ -20,7 +20,7 @@ ROWS = (("one-hop", "1hop_"), ("two-hop", "2hop_"), ("mean", ""))
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """The summary as a person reads it."""
+    """Return the summary as a person reads it."""
     s = summary
     lines = [
         "",
@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the demo ran to its end, 1 when a process failed, 130 after Ctrl-C."""
+    """Return 0 when the demo ran to its end, 1 when a process failed, 130 after Ctrl-C."""
     from deploy.demo.run import DemoOptions, prepare
     from deploy.launcher.process import ProcessFailed
 

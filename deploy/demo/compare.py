@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every variant ran to its end; the exit status of the first one that did not."""
+    """Return 0 when every variant ran to its end; the exit status of the first one that did not."""
     from deploy.demo.run import DemoOptions, prepare, run_demo
     from deploy.launcher.process import ProcessFailed
 
@@ -134,7 +134,7 @@ def row(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table for the terminal."""
+    """Return a table for the terminal."""
     columns = ("reached", "em_last", "em_best", "held_out_after", "held_out_greedy", "without_search", "seconds")
     width = max(len(name) for name in rows) + 2
     lines = [" " * width + "".join(f"{column:>17}" for column in columns)]

@@ -83,7 +83,7 @@ class Scene:
 
 
 def query(relation: str, name: str) -> str:
-    """What is put between the search tags to find a fact."""
+    """Return what is put between the search tags to find a fact."""
     return f"{relation} of {name}"
 
 

@@ -105,7 +105,7 @@ def train_tokenizer(texts: Iterator[str], directory: Path) -> None:
 
 
 def new_model(seed: int, context: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 1.4 million parameters, a third of them embeddings, that can copy from the start."""
+    """Return a Qwen2 of 1.4 million parameters, a third of them embeddings, that can copy from the start."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -133,7 +133,7 @@ def new_model(seed: int, context: int) -> Qwen2ForCausalLM:
 
 
 def turn(query: str) -> str:
-    """What the policy writes to search for `query`."""
+    """Return what the policy writes to search for `query`."""
     return f"<think> I should look for {query}. </think>\n<search> {query} </search>"
 
 

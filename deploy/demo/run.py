@@ -92,7 +92,7 @@ def prepare(options: DemoOptions, say: Say) -> PreparedDemo:
 
 
 def demo_tree(options: DemoOptions) -> dict[str, Any]:
-    """The demo's configuration with a run id, this run's paths and seed; overrides last."""
+    """Return the demo's configuration with a run id, this run's paths and seed; overrides last."""
     directory = options.directory.absolute()
     chosen = [
         f"run.id={unique_id('demo')}",
@@ -125,7 +125,7 @@ def write_worlds(seed: int, directory: Path) -> list[dict[str, Any]]:
 
 
 def _model(options: DemoOptions, config: RunConfig, say: Say) -> dict[str, Any]:
-    """The warm-started model at `run.model`, new or copied; returns what is to be said of it."""
+    """Return the warm-started model at `run.model`, new or copied; returns what is to be said of it."""
     if options.model is not None:
         if not (options.model / "model.safetensors").exists():
             raise UserError(f"{options.model} holds no model.safetensors", todo="give the model folder of a demo")
@@ -203,7 +203,7 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
 def ask(
     url: str, questions: Sequence[Question], temperatures: Sequence[float], *, search: bool = True
 ) -> list[EvalScore]:
-    """One score for each temperature, asked at the same time so that all are about one version of the policy."""
+    """Return one score for each temperature, asked at the same time so that all are about one version of the policy."""
 
     def one(temperature: float) -> EvalScore:
         return evaluate(url, questions, temperature=temperature, search=search, concurrency=len(questions))
@@ -227,18 +227,18 @@ def await_last_version(launcher: Launcher) -> RunSnapshot:
 
 
 def exact_match(score: EvalScore, hops: Sequence[int], wanted: int) -> float:
-    """Mean exact match of the questions of `hops` hops. An episode that failed counts as wrong."""
+    """Return the mean exact match of the questions of `hops` hops. An episode that failed counts as wrong."""
     values = [float(e["rewards"].get("em", 0.0)) for e, h in zip(score.episodes, hops, strict=True) if h == wanted]
     return sum(values) / len(values)
 
 
 def both(score: EvalScore, hops: Sequence[int]) -> float:
-    """Mean of one- and two-hop exact match."""
+    """Return the mean of one- and two-hop exact match."""
     return (exact_match(score, hops, 1) + exact_match(score, hops, 2)) / 2
 
 
 def describe(when: str, asked: Sequence[EvalScore], hops: Sequence[int]) -> str:
-    """One line for the terminal."""
+    """Return one line for the terminal."""
     sampled, greedy = asked
     return (
         f"{when}: exact match {both(sampled, hops):.3f} sampled ({exact_match(sampled, hops, 1):.3f} one-hop, "
@@ -250,7 +250,7 @@ def describe(when: str, asked: Sequence[EvalScore], hops: Sequence[int]) -> str:
 def scores(
     before: Sequence[EvalScore], after: Sequence[EvalScore], blind: Sequence[EvalScore], hops: Sequence[int]
 ) -> dict[str, Any]:
-    """The part of the summary that is about answers."""
+    """Return the part of the summary that is about answers."""
     found: dict[str, Any] = {"questions": len(hops)}
     for when, (sampled, greedy) in (("before", before), ("after", after)):
         found[f"em_{when}"] = round(both(sampled, hops), 4)
@@ -265,7 +265,7 @@ def scores(
 
 
 def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
-    """The part of the summary that is about the run: steps, delivery, lag, tokens."""
+    """Return the part of the summary that is about the run: steps, delivery, lag, tokens."""
     steps = [parse_record(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     ledger = read_ledger_totals(directory)
     rollouts, learner = seen.of("rollout"), seen.learner
@@ -287,7 +287,7 @@ def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
 
 
 def example(held_out: Sequence[dict[str, Any]], before: EvalScore, after: EvalScore) -> dict[str, Any]:
-    """The same question before and after: one that was missed and is now answered, two hops if there is one."""
+    """Return the same question before and after: one that was missed and is now answered, two hops if there is one."""
     rows = list(zip(held_out, before.episodes, after.episodes, strict=True))
     cured = [r for r in rows if not r[1]["rewards"].get("em") and r[2]["rewards"].get("em")]
     question, was, now = max(cured or rows, key=lambda row: int(row[0]["hops"]))

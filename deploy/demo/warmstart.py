@@ -66,7 +66,7 @@ class GateReport:
         return self.worst >= WORST_AT_LEAST and self.mean >= MEAN_AT_LEAST
 
     def line(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         table = " ".join(f"{relation} {share:.2f}" for relation, share in self.evidence.items())
         return f"evidence {table}; query {min(self.query.values()):.2f}"
 
@@ -209,7 +209,7 @@ SHAPE: dict[str, Any] = {
 
 
 def new_model(seed: int) -> Qwen2ForCausalLM:
-    """A freshly initialised policy in float32, the same for the same seed."""
+    """Return a freshly initialised policy in float32, the same for the same seed."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

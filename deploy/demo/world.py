@@ -125,7 +125,7 @@ class World:
         return frozenset(self.kind_of)
 
     def text(self, name: str) -> str:
-        """What the passage about `name` says: its two facts, in an order drawn for it."""
+        """Return what the passage about `name` says: its two facts, in an order drawn for it."""
         (first, _), (second, _) = RELATIONS[self.kind_of[name]][:: -1 if name in self.flipped else 1]
         return TEXT.format(
             name=name,
@@ -144,7 +144,7 @@ class World:
         return [{"id": self.passage_id(n), "contents": f'"{n}"\n{self.text(n)}'} for n in self.kind_of]
 
     def fact(self, name: str, relation: str) -> Fact:
-        """The fact itself; KeyError when `name` has no such relation."""
+        """Return the fact itself; KeyError when `name` has no such relation."""
         return Fact(name, relation, self.facts[name, relation])
 
     def puzzles(self, hops: Hops) -> list[Puzzle]:
@@ -273,7 +273,7 @@ def _words_of(template: str) -> list[str]:
 
 @cache
 def words() -> tuple[str, ...]:
-    """Every token in the order of its id: pad, eos, unknown, tags, grammar, names."""
+    """Return every token in the order of its id: pad, eos, unknown, tags, grammar, names."""
     texts = (demo.PROMPT, demo.PASSAGE, demo.OBSERVATION, demo.EMPTY_RESULT, demo.INVALID, TEXT, ONE_HOP, TWO_HOP)
     grammar = [word for text in (*texts, THOUGHT, GUESS_THOUGHT) for word in _words_of(text)]
     every = (PAD, EOS, UNKNOWN, *demo.TAGS, *grammar, *RELATION_NAMES, *VERBS.values(), *NAME_WORDS)
@@ -293,7 +293,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: list[int]) -> str:
-    """The words, joined by blanks."""
+    """Return the words, joined by blanks."""
     table = words()
     return " ".join(table[index] for index in ids)
 

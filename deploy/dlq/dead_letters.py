@@ -85,7 +85,7 @@ class Fates:
         return {seq: (outcome, reason) for seq, outcome, reason in notes}
 
     def of(self, seq: int) -> str:
-        """One word: dead, stale, filtered, trained, requeued, open (will be tried again) or unknown."""
+        """Return one word: dead, stale, filtered, trained, requeued, open (will be tried again) or unknown."""
         if not seq or self.ledger is None:
             return "unknown"
         if seq in self.requeued:
@@ -96,7 +96,7 @@ class Fates:
 
 
 def read_letters(client: redis.Redis | None, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:
-    """Every letter once, the oldest first; without a client those of the file.
+    """Return every letter once, the oldest first; without a client those of the file.
 
     `bodies` False leaves `header` and `body` empty: there may be gigabytes.
     """
@@ -183,7 +183,7 @@ def _of_file(path: Path, bodies: bool) -> Iterator[DeadLetter]:
 
 
 def _parsed(line: str, bodies: bool) -> DeadLetter | None:
-    """None for what is no letter: a line that a crash cut short."""
+    """Return None for what is no letter: a line that a crash cut short."""
     try:
         facts: Any = json.loads(line)
         if not isinstance(facts, dict):
@@ -206,7 +206,7 @@ SHOWN = 20
 
 
 def choose(seen: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str = "") -> list[int]:
-    """The seqs to requeue, ascending: `seqs`, or every dead or stale one with `reason`, or every dead one.
+    """Return the seqs to requeue, ascending: `seqs`, or every dead or stale one with `reason`, or every dead one.
 
     Raises UserError when the run is over, when there is no ledger to look at, or when a named seq is neither.
     """
@@ -238,7 +238,7 @@ def choose(seen: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str 
 
 
 def outlook(seen: RunSnapshot, seqs: Sequence[int]) -> str:
-    """What will happen, in a sentence or two."""
+    """Return what will happen, in a sentence or two."""
     if not seqs:
         return "nothing to requeue: what is dead was requeued already"
     some = ", ".join(map(str, seqs[:SHOWN])) + (", ..." if len(seqs) > SHOWN else "")

@@ -19,7 +19,7 @@ COLUMNS = ("seq", "fate", "reason", "found by", "when (UTC)", "entry", "detail")
 
 
 def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") -> list[str]:
-    """A table with a line for each letter, and one for each dead seq of which there is none."""
+    """Return a table with a line for each letter, and one for each dead seq of which there is none."""
     silent = _silent(letters, fates, reason)
     if not letters and not silent:
         return ["no dead letters, and no seq was given up"]
@@ -93,7 +93,7 @@ def read_facts(letter: DeadLetter) -> tuple[dict[str, Any], dict[str, str]]:
 def as_json(
     run: str, letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "", bodies: bool = False
 ) -> dict[str, Any]:
-    """The same, for programs: bytes in base64, text as it came (JSON escapes it)."""
+    """Return the same, for programs: bytes in base64, text as it came (JSON escapes it)."""
     told = []
     for letter in letters:
         row: dict[str, Any] = {

@@ -13,7 +13,7 @@ from protocol.runtime.http.auth import is_loopback, read_access
 
 
 def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """One finding for each service that would be refused at its start; one for all where none would."""
+    """Yield one finding for each service that would be refused at its start; one for all where none would."""
     hosts = {"rollout": ("rollout.host", config.rollout.host)}
     if config.num_retrievers:
         hosts["retriever"] = ("retriever.host", config.retriever.host)

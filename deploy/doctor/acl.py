@@ -152,7 +152,7 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
 
 
 def _refused(client: redis.Redis, commands: Sequence[Command]) -> list[Command]:
-    """Those of `commands` that the user of `client` may not send. None of them is carried out."""
+    """Return those of `commands` that the user of `client` may not send. None of them is carried out."""
     import redis
 
     pool: Any = client.connection_pool

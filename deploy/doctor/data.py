@@ -23,7 +23,7 @@ TO_LINES = (
 
 
 def files(config: RunConfig) -> Iterator[Finding]:
-    """One finding for each file or directory that the processes which are started here will read."""
+    """Yield one finding for each file or directory that the processes which are started here will read."""
     yield model(config)
     if config.num_retrievers and config.retriever.online is None:
         yield _unless_prepared(config, config.retriever.needed_corpus, _corpus(config))
@@ -32,12 +32,12 @@ def files(config: RunConfig) -> Iterator[Finding]:
 
 
 def awaits_preparation(config: RunConfig) -> bool:
-    """Whether `launch.prepare` runs before anything else, and makes the model."""
+    """Return whether `launch.prepare` runs before anything else, and makes the model."""
     return bool(config.launch.prepare) and not config.run.model.exists()
 
 
 def model(config: RunConfig) -> Finding:
-    """The directory of the initial policy."""
+    """Return the directory of the initial policy."""
     directory = config.run.model
     if awaits_preparation(config):
         return Finding("run.model", "ok", f"{directory} will be made by launch.prepare")
@@ -63,7 +63,7 @@ def model(config: RunConfig) -> Finding:
 
 
 def _shards(directory: Path) -> list[Path]:
-    """The weight files: those that an index names, else those that are there."""
+    """Return the weight files: those that an index names, else those that are there."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(directory.glob("*.safetensors"))
@@ -75,7 +75,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _damage(shard: Path) -> str:
-    """What is wrong with a file of weights, "" when it is whole (or cannot be judged here)."""
+    """Return what is wrong with a file of weights, "" when it is whole (or cannot be judged here)."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -90,7 +90,7 @@ def _damage(shard: Path) -> str:
 
 
 def _corpus(config: RunConfig) -> Finding:
-    """The first passages, read by the reader that the index builder uses."""
+    """Return the first passages, read by the reader that the index builder uses."""
     from retriever.corpus.manifest import corpus_of
     from retriever.indexing.input import first_passages, refuse_large
 
@@ -139,7 +139,7 @@ def _with_columns(path: Path, found: Finding) -> Finding:
 
 
 def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:
-    """A file that is missing is no failure where `launch.prepare` may make it."""
+    """Return a file that is missing is no failure where `launch.prepare` may make it."""
     if found.verdict == "fail" and path is not None and not path.exists() and awaits_preparation(config):
         return Finding(found.check, "warn", f"{path} is not there yet", "nothing, if launch.prepare makes it")
     return found

@@ -37,7 +37,7 @@ PROBE_S = 30.0
 
 
 def engine(config: RunConfig) -> Iterator[Finding]:
-    """The engine that is started here: whether it exists, and serves the model as long as episodes are."""
+    """Yield the engine that is started here: whether it exists, and serves the model as long as episodes are."""
     kind = config.engine.kind
     if not config.launch.engines:
         return
@@ -112,7 +112,7 @@ def _sampling(run: RunSettings) -> Iterator[Finding]:
 
 
 def read_facts(model: Path) -> dict[str, Any]:
-    """The model's config.json, {} where there is none that is an object."""
+    """Return the model's config.json, {} where there is none that is an object."""
     try:
         found = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -164,7 +164,7 @@ def _sglang(kind: SglangEngine) -> Finding:
 
 
 def _context(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Whether the longest episode fits into the positions that the model knows."""
+    """Yield whether the longest episode fits into the positions that the model knows."""
     scaled = not isinstance(config.engine.kind, CpuEngine)
     wanted, limit = config.rollout.episode.max_context, _positions(facts, scaled=scaled)
     if limit and wanted > limit:
@@ -187,7 +187,7 @@ def _positions(facts: dict[str, Any], *, scaled: bool) -> int:
 
 
 def _trainable(config: RunConfig, facts: dict[str, Any]) -> Finding:
-    """What the learner says at its load of the model, as far as config.json tells it."""
+    """Return what the learner says at its load of the model, as far as config.json tells it."""
     try:
         given = SimpleNamespace(**({"is_encoder_decoder": False, "model_type": "model"} | facts))
         if given.model_type.startswith("qwen") and not facts.get("use_sliding_window"):

@@ -23,7 +23,7 @@ class Finding:
 
     @classmethod
     def of(cls, check: str, error: UserError, verdict: Verdict = "fail") -> Finding:
-        """What a process would end with, found before it starts."""
+        """Return what a process would end with, found before it starts."""
         return cls(check, verdict, error.what, error.todo, error.why)
 
     def error(self) -> UserError:

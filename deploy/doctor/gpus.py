@@ -11,7 +11,7 @@ DRIVER = "libcuda.so.1"
 
 
 def without_cuda() -> str:
-    """Why torch finds no CUDA device in this environment; "" where it should find one."""
+    """Return why torch finds no CUDA device in this environment; "" where it should find one."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "torch is not installed"
@@ -24,7 +24,7 @@ def without_cuda() -> str:
 
 
 def _no_device() -> str:
-    """Why the NVIDIA driver shows no device, CUDA_VISIBLE_DEVICES included; "" where it shows one."""
+    """Return why the NVIDIA driver shows no device, CUDA_VISIBLE_DEVICES included; "" where it shows one."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

@@ -18,7 +18,7 @@ NEW = "new"
 
 
 def lineage(url: str, config: RunConfig) -> Iterator[Finding]:
-    """A finding where another run has the name, one that is ok where none has."""
+    """Yield a finding where another run has the name, one that is ok where none has."""
     run = config.run.model_copy(update={"redis_url": url})
     try:
         ours = lineage_id_in((run.dir / LINEAGE_FILE).read_text()) or NEW

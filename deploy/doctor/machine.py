@@ -31,7 +31,7 @@ SPARE_DISK = 2.0
 
 
 def packages(config: RunConfig | None = None) -> Iterator[Finding]:
-    """Which processes can run in this environment, and so whether those that `config` starts here can."""
+    """Yield which processes can run in this environment, and so whether those that `config` starts here can."""
     launch = config.launch if config is not None else None
     starts = {"protocol": True}
     if launch is not None:
@@ -56,7 +56,7 @@ def machine() -> Iterator[Finding]:
 
 
 def usable(config: RunConfig) -> Finding:
-    """Whether the run directory can be made and written: tried beside it, with a directory that goes at once."""
+    """Return whether the run directory can be made and written: tried beside it, with a directory that goes at once."""
     wanted = config.run.dir.absolute()
     place = _nearest(wanted)
     todo = "run.dir=DIR, a directory that you may write to"
@@ -176,7 +176,7 @@ def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:
 
 
 def _size(directory: Path) -> int:
-    """Bytes of all files. One that a learner deletes meanwhile counts as none."""
+    """Return bytes of all files. One that a learner deletes meanwhile counts as none."""
     size = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -24,7 +24,7 @@ MODEL_FLAGS = ("--tokenizer-path", "--model-path", "--model")
 
 
 def tokenizer(config: RunConfig) -> Iterator[Finding]:
-    """The tokenizer of run.model beside the model's config and the directory that SGLang is told."""
+    """Yield the tokenizer of run.model beside the model's config and the directory that SGLang is told."""
     model = config.run.model
     if not (model / "config.json").is_file():
         return  # that it is missing is said elsewhere

@@ -31,7 +31,7 @@ FIXED_IN = (8, 6, 3)
 
 
 def program() -> Iterator[Finding]:
-    """The server that `foray up` would start."""
+    """Yield the server that `foray up` would start."""
     try:
         server = find_server()
     except UserError as error:
@@ -74,7 +74,7 @@ def memory_needed(config: RunConfig) -> int:
 
 
 def memory(needed: int, limit: int, setting: str, todo: str = "") -> Finding:
-    """Whether `limit` (0: none) bytes hold what a run may have in flight."""
+    """Return whether `limit` (0: none) bytes hold what a run may have in flight."""
     detail = f"at most {needed / 2**20:.0f} MiB of groups in flight and until the next checkpoint"
     if limit == 0:
         return Finding("redis memory", "warn", f"{detail}; no limit is set: the kernel may end it instead", todo)
@@ -86,7 +86,7 @@ def memory(needed: int, limit: int, setting: str, todo: str = "") -> Finding:
 
 
 def skew(client: redis.Redis, clock: Callable[[], float] = time.time) -> Finding:
-    """How far the clock of Redis is from this machine's, to within half of a round trip."""
+    """Return how far the clock of Redis is from this machine's, to within half of a round trip."""
     before = clock()
     seconds, micros = client.time()
     after = clock()
@@ -155,7 +155,7 @@ def _settings(url: str, info: dict[str, Any], needed: int) -> Iterator[Finding]:
 
 
 def _room(client: redis.Redis, url: str, run: str, info: dict[str, Any]) -> Iterator[Finding]:
-    """Whether a Redis with a memory limit takes anything at all. What fills it may be this very run."""
+    """Yield whether a Redis with a memory limit takes anything at all. What fills it may be this very run."""
     limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
     if not limit or used < FULL * limit:
         return

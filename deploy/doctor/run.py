@@ -35,7 +35,7 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
-    """Every finding: of this machine, and of `config` (read from `path`) where one is given."""
+    """Return every finding: of this machine, and of `config` (read from `path`) where one is given."""
     found = [*doctor_machine.machine(), *doctor_machine.packages(config)]
     if config is None:
         return [*found, *doctor_redis.program()]

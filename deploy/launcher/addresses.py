@@ -70,7 +70,7 @@ def choose(
 
 
 def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Addresses:
-    """What `choose` would decide, without looking for a Redis or a port: those that are chosen late are 0."""
+    """Return what `choose` would decide, without looking for a Redis or a port: those that are chosen late are 0."""
     url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
     first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
     return Addresses(

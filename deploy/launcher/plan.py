@@ -102,7 +102,7 @@ def plan(
     read_secrets: bool = True,
     takeover: bool = False,
 ) -> list[ProcessSpec]:
-    """The processes of `config`, in start order; `resolved` is the YAML file that each of them will read.
+    """Return the processes of `config`, in start order; `resolved` is the YAML file that each of them will read.
 
     With `launch.secrets` each gets what is in the file of its role (UserError where one is missing), unless the plan is
     only to be shown (`read_secrets` False).

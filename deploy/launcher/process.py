@@ -38,7 +38,7 @@ class ProcessFailed(ForayError):
         return self.code if self.code in (2, 75) else 1
 
     def render(self) -> str:
-        """What happened, the end of the process's log, and where the rest is."""
+        """Return what happened, the end of the process's log, and where the rest is."""
         indented = "\n".join(f"  | {line}" for line in self.tail.splitlines()) or "  | (its log is empty)"
         return f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}"
 
@@ -91,7 +91,7 @@ class ManagedProcess:
             self._signal_group(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it ended within `timeout_s`."""
+        """Return whether it ended within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.poll() is None:
             if time.monotonic() >= deadline:
@@ -100,7 +100,7 @@ class ManagedProcess:
         return True
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines that this process, not an earlier one of the same name, wrote to its log."""
+        """Return the last lines that this process, not an earlier one of the same name, wrote to its log."""
         with self.spec.log.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - 64 * 1024))
@@ -114,7 +114,7 @@ class ManagedProcess:
         return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"
 
     def failed(self, what: str) -> ProcessFailed:
-        """The error that says how this process ended the run."""
+        """Return the error that says how this process ended the run."""
         return ProcessFailed(self.spec.name, what, code=self.poll(), log=self.spec.log, tail=self.tail())
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -126,7 +126,7 @@ class ManagedProcess:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, in words: `exited with code 1`, `was killed by SIGKILL`."""
+    """Return how a process ended, in words: `exited with code 1`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"exited with code {code}"
     try:

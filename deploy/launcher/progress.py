@@ -16,7 +16,7 @@ RENAMED = {"em_mean": "reward/em", "length_mean": "response_length_mean"}
 
 
 def parse_record(line: str | bytes) -> Any:
-    """One line of a `metrics.jsonl`, with the present names. ValueError for one that is not JSON."""
+    """Return one line of a `metrics.jsonl`, with the present names. ValueError for one that is not JSON."""
     record = json.loads(line)
     return {RENAMED.get(k, k): v for k, v in record.items()} if isinstance(record, dict) else record
 
@@ -30,7 +30,7 @@ class StepTail:
         self.last: dict[str, Any] = {}
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Each new complete record; a line that is still being written is left for the next look."""
+        """Yield each new complete record; a line that is still being written is left for the next look."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -71,13 +71,13 @@ class RunHistory:
         return sum(float(r.get("tokens_trained") or 0.0) for r in self.recent) / seconds if seconds else None
 
     def mean(self, name: str) -> float | None:
-        """Mean of a number over the recent steps that have it; None where none has."""
+        """Return the mean of a number over the recent steps that have it; None where none has."""
         values = [float(r[name]) for r in self.recent if isinstance(r.get(name), int | float)]
         return sum(values) / len(values) if values else None
 
 
 def read_history(path: Path) -> RunHistory:
-    """The end of a `metrics.jsonl`; an empty history where there is none."""
+    """Return the end of a `metrics.jsonl`; an empty history where there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))

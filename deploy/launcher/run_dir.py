@@ -30,7 +30,7 @@ RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"
 
 
 def unique_id(stem: str) -> str:
-    """A run id that no other run is likely to have: two runs of one id in one Redis are refused."""
+    """Return a run id that no other run is likely to have: two runs of one id in one Redis are refused."""
     return f"{stem[:58]}-{secrets.token_hex(2)}"
 
 
@@ -51,7 +51,7 @@ def hold(directory: Path) -> Iterator[None]:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a launcher lives in `directory` now."""
+    """Return whether a launcher lives in `directory` now."""
     path = directory / LOCK
     if not path.exists():
         return False
@@ -64,7 +64,7 @@ def is_held(directory: Path) -> bool:
 
 
 def wait_until_free(directory: Path, timeout_s: float) -> bool:
-    """Whether the launcher of `directory` ended within `timeout_s`."""
+    """Return whether the launcher of `directory` ended within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while is_held(directory):
         if time.monotonic() > deadline:
@@ -88,7 +88,7 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def latest(root: Path = Path("runs")) -> Path | None:
-    """The run directory below `root` whose run.json was written last."""
+    """Return the run directory below `root` whose run.json was written last."""
     records = sorted(root.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
     return records[-1].parent if records else None
 
@@ -106,7 +106,7 @@ def require(directory: Path | None) -> Path:
 
 
 def configuration_of(directory: Path) -> Path | None:
-    """The configuration in a run directory: what `foray up` resolved, else the only one that lies there."""
+    """Return the configuration in a run directory: what `foray up` resolved, else the only one that lies there."""
     if (directory / RESOLVED).is_file():
         return directory / RESOLVED
     found = [path for path in sorted(directory.glob("*.yaml")) if _is_configuration(path)]
@@ -154,7 +154,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def locate(args: Namespace) -> Located:
-    """The run that the arguments name; raises UserError when there is none, or its Redis is not known."""
+    """Return the run that the arguments name; raises UserError when there is none, or its Redis is not known."""
     path, overrides = config_and_overrides(args)
     if path is not None and not path.is_dir() and (path.is_file() or path.suffix in (".yaml", ".yml")):
         tree, moved = read_tree(path), None
@@ -177,7 +177,7 @@ def locate(args: Namespace) -> Located:
 
 
 def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
-    """Where `foray up` noted that the Redis is, by the login of FORAY_REDIS_URL, or else as the viewer.
+    """Return where `foray up` noted that the Redis is, by the login of FORAY_REDIS_URL, or else as the viewer.
 
     "" for a run without `launch.secrets`. The place in a role's file may be another: that of a Redis yet to be.
     """
@@ -189,7 +189,7 @@ def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
 
 
 def saved(directory: Path, again: str) -> list[str]:
-    """Lines for a person. `again`: the command that the run was started with, "" where it is not known."""
+    """Return lines for a person. `again`: the command that the run was started with, "" where it is not known."""
     totals = read_ledger_totals(directory)
     if totals is None:
         lines = [f"no checkpoint was written yet; logs are in {directory / 'logs'}"]

@@ -88,7 +88,7 @@ class Supervisor:
             self.spawn(child.spec)
 
     def ended(self, name: str) -> bool:
-        """Whether `name` has done its work: ended with code 0. What died is for `check` to see."""
+        """Return whether `name` has done its work: ended with code 0. What died is for `check` to see."""
         return self.children[name].poll() == 0
 
     def stop(self, names: Iterable[str] | None = None) -> list[str]:
@@ -174,7 +174,7 @@ class Readiness:
 
 
 def answers(url: str) -> bool:
-    """Whether GET `url` gives 200."""
+    """Return whether GET `url` gives 200."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_S) as response:
             return bool(response.status == 200)

@@ -71,7 +71,7 @@ class EvalScore:
         return dict(sorted(Counter(str(e.get("version", "")) for e in self.valid).items()))
 
     def mean(self, name: str) -> float:
-        """Mean of a number of each episode (`searches`, `turns`)."""
+        """Return the mean of a number of each episode (`searches`, `turns`)."""
         values = [float(e.get(name, 0.0)) for e in self.episodes]
         return sum(values) / len(values) if values else 0.0
 
@@ -82,12 +82,12 @@ def is_failed(episode: Episode) -> bool:
 
 
 def is_too_long(episode: Episode) -> bool:
-    """Whether the prompt left no room to answer: it will not the next time either."""
+    """Return whether the prompt left no room to answer: it will not the next time either."""
     return episode.get("cause") == "prompt_too_long"
 
 
 def answered(questions: Sequence[Question], episodes: Sequence[Episode], n: int) -> list[Episode]:
-    """Those of `episodes` whose question needs no asking any more: it has `n` of them and none has failed."""
+    """Return those of `episodes` whose question needs no asking any more: it has `n` of them and none has failed."""
     wanted = {question.id for question in questions}
     found = {(e["question_id"], e["index"]): e for e in episodes if e["question_id"] in wanted and not is_failed(e)}
     counts = Counter(question for question, _ in found)
@@ -108,7 +108,7 @@ def evaluate(
     done: Sequence[Episode] = (),
     each: Callable[[Episode], None] = lambda episode: None,
 ) -> EvalScore:
-    """The score of `questions`, `n` episodes each, from the rollout server at `url`; in their order.
+    """Return the score of `questions`, `n` episodes each, from the rollout server at `url`; in their order.
 
     temperature  0 is greedy
     top_p, top_k  draw from the likeliest tokens: those that make up top_p, at most top_k (-1: any number)

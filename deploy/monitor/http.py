@@ -22,7 +22,7 @@ _opener = urllib.request.build_opener(_StayHere)
 
 
 def ask(url: str, *roles: Role, body: bytes | None = None, timeout_s: float) -> HTTPResponse:
-    """The answer of `url`, to be closed; POST of JSON with a `body`, else GET. Raises urllib's errors.
+    """Return the answer of `url`, to be closed; POST of JSON with a `body`, else GET. Raises urllib's errors.
 
     roles  whose token goes along: of the first one that this process has a token of (`protocol.runtime.http.auth`)
     """

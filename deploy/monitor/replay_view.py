@@ -49,7 +49,7 @@ class Shown:
 def choose(
     entries: Iterable[Any], *, show: int, seq: int | None = None, every: bool = False, max_lag: int | None = None
 ) -> list[Shown]:
-    """What to print of the journal's entries (objects with `step`, `epoch` and `group`).
+    """Return what to print of the journal's entries (objects with `step`, `epoch` and `group`).
 
     seq given     that group, as often as it was trained (once, if the promise holds)
     otherwise     the last `show` groups, oldest first; of each the trajectory of the highest reward (the first one
@@ -67,7 +67,7 @@ def choose(
 
 
 def render(shown: Shown, tokens: TrajectoryTokenizer, *, colour: bool) -> str:
-    """The trajectory as text."""
+    """Return the trajectory as text."""
     group, trajectory = shown.group, shown.trajectory
     scores = ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
     head = [
@@ -125,7 +125,7 @@ def _version(span: VersionSpan, shown: Shown) -> str:
 
 
 def to_json(shown: Shown, tokens: TrajectoryTokenizer) -> dict[str, Any]:
-    """The same for programs; texts as they are."""
+    """Return the same for programs; texts as they are."""
     group, trajectory = shown.group, shown.trajectory
     return {
         "seq": group.seq,

@@ -197,7 +197,7 @@ def read_ledger_totals(run_dir: Path) -> LedgerTotals | None:
 
 
 def read_ledger(run_dir: Path) -> Ledger | None:
-    """The whole ledger of that checkpoint; likewise."""
+    """Return the whole ledger of that checkpoint; likewise."""
     manifest = _manifest(run_dir)
     return Ledger.from_state(manifest["ledger"]) if manifest is not None else None
 
@@ -297,7 +297,7 @@ def _read_all(kind: type[M], names: list[str], raws: list[Any], unreadable: list
 
 
 def _stream(client: redis.Redis, key: str, group: str) -> Stream | None:
-    """None where the stream or its group does not exist (the learner makes both)."""
+    """Return None where the stream or its group does not exist (the learner makes both)."""
     import redis
 
     try:

@@ -93,7 +93,7 @@ def letters_line(seen: RunSnapshot) -> str:
 
 
 def event_lines(seen: RunSnapshot) -> list[str]:
-    """The last events, the oldest first: `12:31:07  rollout r1  lease-lost: another server has taken seq 7`."""
+    """Return the last events, the oldest first: `12:31:07  rollout r1  lease-lost: another server has taken seq 7`."""
     return [
         f"{time.strftime('%H:%M:%S', time.gmtime(event.at))}  {escape_untrusted(event.process, 32)} "
         f"{escape_untrusted(event.id, 64)}  "
@@ -103,7 +103,7 @@ def event_lines(seen: RunSnapshot) -> list[str]:
 
 
 def delivery_problems(seen: RunSnapshot) -> list[Problem]:
-    """What is wrong with delivery, while the run goes on."""
+    """Return what is wrong with delivery, while the run goes on."""
     return [*of_tokens(seen), *_of_letters(seen), *_of_learner(seen), *_of_spools(seen)]
 
 
@@ -229,7 +229,7 @@ STARTING_S = 60.0
 
 
 def look(found: Located) -> RunSnapshot:
-    """One look at a run with all that is known of it: Redis, run.json as it is now, and `metrics.jsonl`."""
+    """Return one look at a run with all that is known of it: Redis, run.json as it is now, and `metrics.jsonl`."""
     record = read_record(found.directory)
     seen = take_snapshot(found.redis_url, found.run.id, found.directory)
     seen = with_record(seen, record, alive=is_held(found.directory))
@@ -261,7 +261,7 @@ def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = F
 
 
 def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
-    """What is wrong, the worst first; nothing for a run that goes well or has been finished."""
+    """Return what is wrong, the worst first; nothing for a run that goes well or has been finished."""
     if seen.todo:
         return [Problem(seen.error, seen.todo)]
     now = state(seen)
@@ -342,7 +342,7 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
 
 
 def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
-    """The same, for programs. Stable: names are added, never changed."""
+    """Return the same, for programs. Stable: names are added, never changed."""
     wrong, totals = problems(seen, max_lag=max_lag), conservation(seen)
     return {
         "run": seen.run,
@@ -411,7 +411,7 @@ def step_line(seen: RunSnapshot) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration for a person: `45 s`, `12 min`, `2 h 5 min`."""
+    """Return a duration for a person: `45 s`, `12 min`, `2 h 5 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -419,7 +419,7 @@ def span(seconds: float) -> str:
 
 
 def render(seen: RunSnapshot, *, max_lag: int) -> str:
-    """The page of `foray status`."""
+    """Return the page of `foray status`."""
     wrong, totals = problems(seen, max_lag=max_lag), conservation(seen)
     lines = [
         f"run {seen.run}: {state(seen)}, {'healthy' if not wrong else 'NOT healthy'}",

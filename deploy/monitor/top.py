@@ -73,11 +73,11 @@ class Frame:
         return rows
 
     def plain(self) -> str:
-        """The frame without colours or control codes."""
+        """Return the frame without colours or control codes."""
         return "\n".join(text for _, text in self.rows())
 
     def fitted(self, width: int, height: int) -> str:
-        """The frame in a terminal of `columns` and `lines`: long lines are continued below, and what has no room
+        """Return the frame in a terminal of `columns` and `lines`: long lines are continued below, and what has no room
         is named in the last line.
         """
         rows = [(part, piece) for part, line in self.rows() for piece in _wrapped(line, width)]
@@ -105,7 +105,7 @@ def table(columns: tuple[str, ...], rows: Iterable[TableRow]) -> list[str]:
 
 
 def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
-    """What to show of `seen`; `before` is an earlier look, for the shares of the time between."""
+    """Return what to show of `seen`; `before` is an earlier look, for the shares of the time between."""
     rollouts, values = seen.of("rollout"), seen.figures
     facts = [
         ("step", f"{step_line(seen).removeprefix('step ')}, weights {_weights(seen)}"),

@@ -34,7 +34,7 @@ MLflow or Trackio. A number that an extension reports is `foray_PROCESS_extensio
 
 
 def document() -> str:
-    """The page."""
+    """Return the page."""
     return "\n".join([HEAD, *_step(), *_endpoints()]).rstrip() + "\n"
 
 

@@ -71,7 +71,7 @@ class Table:
 
 
 def read_table(path: Path = TABLE) -> Table:
-    """The table in `path`. Raises KeyError for a name of a preset or group that is not there."""
+    """Return the table in `path`. Raises KeyError for a name of a preset or group that is not there."""
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     sources, groups = tree["sources"], tree["groups"]
 
@@ -99,7 +99,7 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 
 def page(table: Table) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     out = [HEAD, "| preset | source |", "|---|---|"]
     out += [f"| `{name}` | {source} |" for name, source in table.sources.items()]
     out += [

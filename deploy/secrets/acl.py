@@ -65,19 +65,19 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
 
 
 def users_acl(run: str, passwords: Mapping[RedisRole, str]) -> str:
-    """The text of an ACL file (`aclfile`): a user for each role, the default one off; hashes, no passwords."""
+    """Return the text of an ACL file (`aclfile`): a user for each role, the default one off; hashes, no passwords."""
     lines = ["user default off resetkeys resetchannels -@all"]
     return "\n".join([*lines, *(user_line(run, role, passwords[role]) for role in REDIS_ROLES)]) + "\n"
 
 
 def user_line(run: str, role: RedisRole, password: str) -> str:
-    """One line of it. `run` must be a run id: it becomes part of patterns."""
+    """Return one line of it. `run` must be a run id: it becomes part of patterns."""
     assert RUN_ID.match(run), run
     return f"user {role} on #{hashlib.sha256(password.encode()).hexdigest()} {rules(run, role)}"
 
 
 def rules(run: str, role: RedisRole) -> str:
-    """What `role` may do, in the words of ACL SETUSER."""
+    """Return what `role` may do, in the words of ACL SETUSER."""
     grants = " ".join(GRANTS[role]).replace("{run}", f"{{{run}}}")
     first = f"resetkeys resetchannels -@all {EVERYBODY}" if role != "admin" else "resetkeys resetchannels -@all"
     return f"{first} {grants}"

@@ -31,7 +31,7 @@ _LINE = re.compile(r"([A-Z_][A-Z0-9_]*)=([^\s'\"\\]*)")
 
 
 def read_env(directory: Path, role: str) -> dict[str, str]:
-    """The variables in `ROLE.env`. Raises UserError when it is not there, or not such a file."""
+    """Return the variables in `ROLE.env`. Raises UserError when it is not there, or not such a file."""
     path = directory / f"{role}.env"
     try:
         text = path.read_text()
@@ -65,7 +65,7 @@ def env_of(directory: Path, kind: str, place: str) -> dict[str, str]:
 
 
 def redis_url_for(directory: Path, role: str, place: str) -> str:
-    """The URL by which `role` reaches the Redis at `place` ("": where its file says)."""
+    """Return the URL by which `role` reaches the Redis at `place` ("": where its file says)."""
     url = read_env(directory, role).get(REDIS_URL_VARIABLE, "")
     if not url:
         raise UserError(f"{directory / role}.env has no {REDIS_URL_VARIABLE}")
