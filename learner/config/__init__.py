@@ -1,0 +1,1 @@
+"""Settings of the learner: fields only, no framework."""

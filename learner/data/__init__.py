@@ -1,0 +1,1 @@
+"""From questions to batches: sampler, filter, packing, replay buffer."""

@@ -104,7 +104,7 @@ class Report:
 
 
 class ToyTrainer:
-    """Enough of `learner.trainer.trainer.Trainer`: a share's `num_tokens` seeds the step's data, of which each takes rows."""
+    """Enough of `learner.trainer.trainer.Trainer`: `num_tokens` of a share seeds the step's data, each takes rows."""
 
     algorithm = model_files = ()
 

@@ -328,15 +328,15 @@ MUTANTS = (
     Mutant(
         "tags of tools are not escaped",
         "rollout_server/environment/actions.py",
-        "(*RESERVED, *tools)",
-        "RESERVED",
+        "(*RESERVED_TAGS, *tools)",
+        "RESERVED_TAGS",
         ("rollout_server/test_actions.py", "rollout_server/test_tools.py"),
     ),
     Mutant(
         "passages are not escaped",
         "rollout_server/environment/actions.py",
-        "return neutralise(template.list_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN], tools)",
-        "return template.list_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN]",
+        "return escape_tags(template.format_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN], tools)",
+        "return template.format_passages(passages)[: max_tokens * MAX_CHARS_PER_TOKEN]",
         ("rollout_server/search/test_injection.py", "rollout_server/test_rollout.py"),
     ),
     Mutant(

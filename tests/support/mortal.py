@@ -1,8 +1,8 @@
 """A learner with the real trainer that dies where it is told to, and its successors, each a process of its own.
 
-`python -m tests.support.mortal FILE...`: each FILE is JSON {"argv": [...], "fault": "place:step"}; for each, a process runs
-`python -m learner` with these arguments, and kills itself (SIGKILL) at the fault. Prints one line of JSON, the exit
-statuses (-9 where it was killed). What is heavy is imported once, before the processes are forked.
+`python -m tests.support.mortal FILE...`: each FILE is JSON {"argv": [...], "fault": "place:step"}; for each, a process
+runs `python -m learner` with these arguments, and kills itself (SIGKILL) at the fault. Prints one line of JSON, the
+exit statuses (-9 where it was killed). What is heavy is imported once, before the processes are forked.
 
 Faults, at optimiser step N:
     update:N     the weights have moved, and nothing says so yet

@@ -1,7 +1,8 @@
 """Lives of a learner that a certain group kills while it is decoded, as a bug in a C library would.
 
-`python -m tests.support.poisoned LIVES --config FILE`: starts the learner (tiny engine) so many times, one after the other, each a
-process of its own; a body with the word POISON in it ends the process with SIGSEGV. Prints the exit statuses as JSON.
+`python -m tests.support.poisoned LIVES --config FILE`: starts the learner (tiny engine) LIVES times, one after the other,
+each in its own process; a body with the word POISON in it ends the process with SIGSEGV. Prints the exit statuses as
+JSON.
 """
 
 from __future__ import annotations

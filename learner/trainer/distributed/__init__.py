@@ -1,0 +1,1 @@
+"""The training step on several ranks: leader, workers, and the channel between them."""

@@ -1,0 +1,1 @@
+"""The language model of the embedded engine: loading, forward pass, sampling, LoRA."""

@@ -1,0 +1,1 @@
+"""Continuous batching: requests, KV cache, prefix cache, and the engine thread."""

@@ -1,0 +1,1 @@
+"""Weight updates of the embedded engine by broadcast."""

@@ -1,0 +1,1 @@
+"""How a node brings new weights into its engine: files, broadcast, adapters."""
