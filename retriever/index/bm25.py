@@ -34,25 +34,9 @@ _WORD = re.compile(r"(?u)\b\w\w+\b")
 _SINGLE = "\u3041-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 """Hiragana and Han: each character is a word."""
 STOPWORDS_LUCENE = (
-    *("a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of"),
-    *(
-        "on",
-        "or",
-        "such",
-        "that",
-        "the",
-        "their",
-        "then",
-        "there",
-        "these",
-        "they",
-        "this",
-        "to",
-        "was",
-        "will",
-        "with",
-    ),
-)
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of",
+    "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "will", "with",
+)  # fmt: skip
 """Of Lucene's EnglishAnalyzer."""
 _STOPWORDS = {"none": (), "english": STOPWORDS_EN, "lucene": STOPWORDS_LUCENE}
 _EXACT = 24

@@ -5,6 +5,10 @@
        +----------------------- redirect, checked as the first -----------+
 
 Failures: refused (by the guard), timeout, unreachable, http_NNN, content_type, redirects, garbage, not_recorded.
+
+Text is extracted by the standard library's parser, in chunks, with a time limit: pages are written by strangers.
+Libraries do not hold the same tests: selectolax 1.0.2 takes more than a minute for 400 kB of nested elements, in C,
+where nothing can stop it; trafilatura 2.3 finds no text in short pages.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from retriever.backends.web.provider import ProviderRequest, WebSearchError
 from retriever.backends.web.recordings import Recordings
 from retriever.backends.web.ssrf import Lookup, SsrfGuard
 
+_HEADERS = {"Accept": "text/html, text/plain;q=0.9", "User-Agent": "foray"}
+_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _SKIPPED = frozenset(
     {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside", "form", "iframe", "select"}
 )
@@ -36,16 +43,15 @@ _BREAKING = _CONTENT | frozenset(
     | {"h1", "h2", "h3", "h4", "h5", "h6", "figcaption"}
 )
 _DEEPEST = 64
-"""Skipped elements inside each other that are told apart."""
+"""Nested skipped elements that are tracked."""
 _CHUNK, _UNFINISHED, _LEFTOVER, _LONGEST_S = 1 << 16, 1 << 17, 1 << 12, 2.0
 """Characters fed at once; of a tag or comment that does not end, before the rest is given up; of an unfinished rest
 that is still looked at; seconds for one page. Python's parser takes quadratic time for some unfinished constructs
 (CVE-2025-6069), and pages are written by strangers."""
 _META = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([A-Za-z0-9_.:-]{1,40})""", re.IGNORECASE)
-
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _SECTION = re.compile(r"<!\[(?!CDATA\[)[^>]{0,200}>", re.IGNORECASE)
-"""`<![if ..]>` and the like: some of them the parser does not survive."""
+"""`<![if ..]>` and the like: some of them crash the parser."""
 
 
 class WebPage(NamedTuple):
@@ -53,110 +59,6 @@ class WebPage(NamedTuple):
 
     title: str
     text: str
-
-
-def page_of_html(content: str, max_chars: int) -> WebPage:
-    """Return the title and text, one block a line, blanks collapsed, the text cut after `max_chars` characters.
-
-    WebSearchError("garbage") if it cannot be parsed.
-    """
-    reader, end = _Reader(), time.monotonic() + _LONGEST_S
-    content = _SECTION.sub("", content)
-    try:
-        for start in range(0, len(content), _CHUNK):
-            reader.feed(content[start : start + _CHUNK])
-            # a script may be long: its text is waited for, and costs nothing
-            if time.monotonic() > end or (len(reader.rawdata) > _UNFINISHED and not reader.cdata_elem):
-                break
-        if "<" not in reader.rawdata:
-            reader.handle_data(html.unescape(reader.rawdata))
-        elif len(reader.rawdata) <= _LEFTOVER:
-            reader.close()
-    except (AssertionError, ValueError):  # a character reference of thousands of digits is a ValueError
-        raise WebSearchError("garbage", "HTML that cannot be parsed") from None
-    return WebPage(" ".join("".join(reader.title).split())[:500], _tidy("".join(reader.parts), max_chars))
-
-
-def page_of_plain(content: str, max_chars: int) -> WebPage:
-    """Return a page that is text already."""
-    return WebPage("", _tidy(content, max_chars))
-
-
-def decode(content: bytes, charset: str | None) -> str:
-    """Decode by byte order mark, header (`charset`), `meta`, or UTF-8; what does not fit becomes U+FFFD."""
-    for mark, name in (
-        (codecs.BOM_UTF8, "utf-8-sig"),
-        (codecs.BOM_UTF16_LE, "utf-16"),
-        (codecs.BOM_UTF16_BE, "utf-16"),
-    ):
-        if content.startswith(mark):
-            return content.decode(name, "replace")
-    meta = _META.search(content[:2048])
-    for given in (charset, meta.group(1).decode() if meta else None):
-        if given is not None and _is_text_encoding(given):
-            return content.decode(given, "replace")
-    return content.decode("utf-8", "replace")
-
-
-def _is_text_encoding(name: str) -> bool:
-    try:
-        "".encode(name)  # refuses unknown names, and codecs that are no text encoding (zlib, base64)
-        # the codec's own name: blanks and hyphens in the given one mean nothing
-        known = codecs.lookup(name).name
-    except (LookupError, UnicodeError, ValueError):
-        return False
-    return known.replace("_", "-") not in ("idna", "punycode", "unicode-escape", "raw-unicode-escape")
-
-
-class _Reader(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.title: list[str] = []
-        self.parts: list[str] = []
-        self._open: list[str] = []
-        self._in_title = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _CONTENT:
-            self._open.clear()
-        if tag in _SKIPPED:
-            if len(self._open) < _DEEPEST:
-                self._open.append(tag)
-        elif tag == "title" and not self.title and not self._open:
-            self._in_title = True
-        elif tag in _BREAKING:
-            self._in_title = False
-            self.parts.append("\n")
-        elif tag in ("td", "th"):
-            self.parts.append(" ")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _BREAKING:
-            self.parts.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._open:
-            del self._open[self._open.index(tag) :]
-        elif tag == "title":
-            self._in_title = False
-        elif tag in _BREAKING:
-            self.parts.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if self._in_title:
-            self.title.append(data)
-        elif not self._open:
-            self.parts.append(data)
-
-
-def _tidy(text: str, max_chars: int) -> str:
-    lines = (" ".join(line.split()) for line in text.splitlines())
-    return "\n".join(line for line in lines if line)[:max_chars].rstrip()
-
-
-_HEADERS = {"Accept": "text/html, text/plain;q=0.9", "User-Agent": "foray"}
-_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -249,6 +151,101 @@ class PageFetcher:
             if len(content) >= limit:
                 break
         return bytes(content[:limit])
+
+
+def page_of_html(content: str, max_chars: int) -> WebPage:
+    """Return the title and text, one block a line, blanks collapsed, the text cut after `max_chars` characters.
+
+    WebSearchError("garbage") if it cannot be parsed.
+    """
+    reader, end = _TextExtractor(), time.monotonic() + _LONGEST_S
+    content = _SECTION.sub("", content)
+    try:
+        for start in range(0, len(content), _CHUNK):
+            reader.feed(content[start : start + _CHUNK])
+            # a script may be long: its text is waited for, and costs nothing
+            if time.monotonic() > end or (len(reader.rawdata) > _UNFINISHED and not reader.cdata_elem):
+                break
+        if "<" not in reader.rawdata:
+            reader.handle_data(html.unescape(reader.rawdata))
+        elif len(reader.rawdata) <= _LEFTOVER:
+            reader.close()
+    except (AssertionError, ValueError):  # a character reference of thousands of digits is a ValueError
+        raise WebSearchError("garbage", "HTML that cannot be parsed") from None
+    return WebPage(" ".join("".join(reader.title).split())[:500], _tidy("".join(reader.parts), max_chars))
+
+
+def page_of_plain(content: str, max_chars: int) -> WebPage:
+    """Return a page that is text already."""
+    return WebPage("", _tidy(content, max_chars))
+
+
+def decode(content: bytes, charset: str | None) -> str:
+    """Decode by byte order mark, header (`charset`), `meta`, or UTF-8; what does not fit becomes U+FFFD."""
+    for mark, name in _MARKS:
+        if content.startswith(mark):
+            return content.decode(name, "replace")
+    meta = _META.search(content[:2048])
+    for given in (charset, meta.group(1).decode() if meta else None):
+        if given is not None and _is_text_encoding(given):
+            return content.decode(given, "replace")
+    return content.decode("utf-8", "replace")
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        "".encode(name)  # refuses unknown names, and codecs that are no text encoding (zlib, base64)
+        # the codec's own name: blanks and hyphens in the given one mean nothing
+        known = codecs.lookup(name).name
+    except (LookupError, UnicodeError, ValueError):
+        return False
+    return known.replace("_", "-") not in ("idna", "punycode", "unicode-escape", "raw-unicode-escape")
+
+
+class _TextExtractor(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.title: list[str] = []
+        self.parts: list[str] = []
+        self._open: list[str] = []
+        self._in_title = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in _CONTENT:
+            self._open.clear()
+        if tag in _SKIPPED:
+            if len(self._open) < _DEEPEST:
+                self._open.append(tag)
+        elif tag == "title" and not self.title and not self._open:
+            self._in_title = True
+        elif tag in _BREAKING:
+            self._in_title = False
+            self.parts.append("\n")
+        elif tag in ("td", "th"):
+            self.parts.append(" ")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in _BREAKING:
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._open:
+            del self._open[self._open.index(tag) :]
+        elif tag == "title":
+            self._in_title = False
+        elif tag in _BREAKING:
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title:
+            self.title.append(data)
+        elif not self._open:
+            self.parts.append(data)
+
+
+def _tidy(text: str, max_chars: int) -> str:
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    return "\n".join(line for line in lines if line)[:max_chars].rstrip()
 
 
 def _joined(url: URL, target: str) -> URL:
