@@ -235,7 +235,7 @@ def decoders() -> tuple[Decoder, ...]:
             share=0.5,
         ),
         Decoder("actions.parse", _action, (), (turn,), "text", share=3),
-        Decoder("actions.neutralise", _neutral, (), (page,), "text", share=2),
+        Decoder("actions.escape_tags", _neutral, (), (page,), "text", share=2),
         Decoder("judge.verdict", _verdict, refused, (json.dumps(verdict).encode(),), "json", share=1),
         Decoder("weights.manifest", read_manifest, (WeightsCorrupt,), (manifest,), "json", share=0.5),
         Decoder(

@@ -105,12 +105,12 @@ class RolloutHalf:
             leasing = group.create_task(tasks.lease_loop(group, perform))
             loops = [group.create_task(tasks.renew_loop()), group.create_task(fleet.follow())]
             await asyncio.to_thread(self._enough.wait)
-            await publisher.tell("test", "the ring ran under its own user")
+            await publisher.emit_event("test", "the ring ran under its own user")
             tasks.stop()
             await leasing
             for loop in loops:
                 loop.cancel()
-        await tasks.leave()
+        await tasks.deregister()
         await redis.aclose()
 
 

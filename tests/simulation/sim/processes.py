@@ -110,7 +110,7 @@ class Rollouts(Process):
             consumer=f"{self.name}-{serial}",
             concurrency=4,
             idle_ms=self._idle_ms,
-            held_up=lambda: "engine" if fleet.table.target is None or sink.spool_full else "",
+            backpressure=lambda: "engine" if fleet.table.target is None or sink.spool_full else "",
         )
 
         async def roll(task: Task, *_: object) -> TrajectoryGroup | GroupRejected:
@@ -129,9 +129,9 @@ class Rollouts(Process):
             for loop in loops:
                 loop.cancel()
             try:
-                await tasks.leave()
+                await tasks.deregister()
             except (RedisUnavailable, ForayError):
-                pass  # as serve.py does: its consumer's name stays behind
+                pass  # as server.py does: its consumer's name stays behind
 
     def problem(self) -> str:
         """What broke in it, if anything."""
