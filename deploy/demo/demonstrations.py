@@ -5,7 +5,8 @@ quote: that turns answering into plain copying. An imperfect one is well formed 
 reinforcement learning must cure: it guesses, asks for the wrong thing, reads the wrong fact or stops one hop early.
 Even then whatever it quotes is really there, so that imperfection never unlearns copying.
 
-Texts round a trajectory come from `rollout_server.prompts.demo`, so that the ids equal those of the running system.
+Texts round a trajectory come from `rollout_server.environment.prompts.demo`, so that the ids equal those of the running
+system.
 """
 
 from __future__ import annotations

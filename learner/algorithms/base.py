@@ -104,7 +104,7 @@ class TokenInputs:
     old        log-probs of the proximal policy (see `Requirements.old`)
     reference  log-probs of the reference, None where the algorithm does not ask for one
     advantages as `compute_advantages` returned them
-    weights    share of each token in the loss of the whole batch (`learner.aggregation`)
+    weights    share of each token in the loss of the whole batch (`learner.data.packing`)
     mask       bool, False only in dummies that fill up a rank
     trajectory int64, number of the token's trajectory in the batch
     lags       int64, steps between the version that sampled the token and the one being trained
@@ -145,7 +145,7 @@ class LossOutput:
 class Algorithm(Protocol):
     """One way to learn from outcomes.
 
-    aggregation, aggregation_length  how token losses become one number (`learner.aggregation`)
+    aggregation, aggregation_length  how token losses become one number (`learner.data.packing`)
     minibatches                      parts of a batch, each with its own update
     epochs                           passes over the batch
     filters                          whether groups with nothing to learn from should be replaced by others

@@ -30,7 +30,7 @@ class Ppo(PolicyAlgorithm):
         return reinforce_advantages(outcomes, baseline="none")
 
     def token_advantages(self, scores: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
-        """GAE over the trained tokens of each trajectory; observations are skipped (`learner.advantages.returns`)."""
+        """GAE over the trained tokens of each trajectory; observations are skipped (see `advantages.gae`)."""
         found = []
         for s, earned in zip(scores, rewards, strict=True):
             assert s.values is not None

@@ -39,7 +39,7 @@ class PolicyModel(torch.nn.Module):
         self.causal = causal
         self.value_head: ValueHead | None = None
         self.backbone_gradient = 0.0
-        self.lr_scales: dict[str, float] = {}  # read by learner.optimizer
+        self.lr_scales: dict[str, float] = {}  # read by learner.engine.optimizer
         self.vocabulary: int = causal.config.vocab_size
         self.top_among = self.vocabulary
         """The likeliest tokens are chosen among the first so many ids: of a reference, the policy's."""

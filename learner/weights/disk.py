@@ -34,7 +34,7 @@ WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-"""Names that nodes take, and endings that they do not (`rollout_server.node.manifest`)."""
+"""Names that nodes take, and endings that they do not (`rollout_server.node.weights.manifest`)."""
 Tensors = dict[str, torch.Tensor]
 
 

@@ -6,7 +6,7 @@ GET  /ready        200 when Redis answers and an engine takes requests (before t
 GET  /status       JSON: target, engines as this server sees them, work in flight, counters, waits
 GET  /metrics      Prometheus
 GET  /openapi.json all of this, for machines
-POST /v1/episodes  see `rollout_server.episodes`
+POST /v1/episodes  see `rollout_server.api.episodes`
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Fleet:
         self._redis, self._waits, self._poll_s, self._compatibility = redis, waits, poll_s, compatibility
         self.table = FleetTable()
         self.pin: PolicyVersion | None = None
-        """The version that evaluations run at (`rollout_server.pin`). None: any."""
+        """The version that evaluations run at (`rollout_server.api.evaluation_pin`). None: any."""
         self.read_at = -math.inf
         """When Redis answered last, by the monotonic clock."""
         self.listeners: list[Callable[[FleetTable], None]] = []

@@ -74,7 +74,7 @@ def node_process(world: Any, tmp_path: Path, url: str) -> Iterator[subprocess.Po
 
 ENGINE = """
 import asyncio
-from rollout_server.engine.fake_server import FakeServer
+from tests.support.fake_engine import FakeServer
 async def main():
     async with FakeServer() as engine:
         print(engine.url, flush=True)

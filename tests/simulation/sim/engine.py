@@ -75,7 +75,7 @@ class SimEngine:
 
 
 class SimPublisher:
-    """learner.weights.base.Publisher over files that nobody reads."""
+    """learner.weights.base.WeightPublisher over files that nobody reads."""
 
     device = "cpu"
 
