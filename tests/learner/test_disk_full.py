@@ -19,7 +19,7 @@ import redis
 import torch
 import yaml
 
-from learner import cli, loop
+from learner import cli, recovery
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
 from learner.config.learner import LearnerSettings
@@ -124,7 +124,7 @@ def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_ro
     db: redis.Redis, disk: Callable[[Path], Disk], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     heavy_states: None,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(loop, "RETRY_CHECKPOINT_S", 0.2)
+    monkeypatch.setattr(recovery, "RETRY_CHECKPOINT_S", 0.2)
     full = disk(run.checkpoint_dir)
     steps_when_full: list[int] = []
     seen: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_ro
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             now = told(db, run)
-            if now is not None and now.values.get("checkpoint_failures", 0) >= loop.FAILED_CHECKPOINTS + 1:
+            if now is not None and now.values.get("checkpoint_failures", 0) >= recovery.FAILED_CHECKPOINTS + 1:
                 current = Checkpoints(run.checkpoint_dir, 2).load()
                 seen.update(values=now.values, text=now.text, step=current.facts["step"] if current else -1)
                 seen["litter"] = list(run.checkpoint_dir.glob(".step_*"))

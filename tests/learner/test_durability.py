@@ -197,7 +197,7 @@ def test_whatever_is_relied_on_is_on_the_device_first(
     monkeypatch.setattr(journal_module, "FILE_BYTES", 2000)
     relied: list[tuple[str, list[str]]] = []
     unknown: list[int] = []
-    own, target, ack = RunStore.own, RunStore.target, RunStore.ack
+    own, target, ack = RunStore.set_owner, RunStore.target, RunStore.ack
 
     def owning(self: RunStore, epoch: int, token: str) -> None:
         relied.append(("epoch", device.lost(run.checkpoint_dir / "epochs" / f"e{epoch}")))

@@ -104,18 +104,18 @@ def test_a_connection_that_breaks_again_and_again_makes_no_group_poisonous(
     header, body = seal(make_group(1, run="t1"))
     db.xadd(KEYS.traj, {"seq": 1, "h": header, "b": body})
     store.read(5)
-    source, real = life(), store.hand_out
+    source, real = life(), store.redeliver
 
     def broken(id_: bytes) -> Any:
         real(id_)
         raise RedisUnavailable("the reply was lost")
 
-    monkeypatch.setattr(store, "hand_out", broken)
+    monkeypatch.setattr(store, "redeliver", broken)
     for _ in range(6):
         with pytest.raises(RedisUnavailable):
             source.tick()
     assert db.xpending_range(KEYS.traj, "learner", "-", "+", 1)[0]["times_delivered"] == 7
-    monkeypatch.setattr(store, "hand_out", real)
+    monkeypatch.setattr(store, "redeliver", real)
     assert live(source, 1) and source._delivery.pending == {1} and source._delivery.counters.poisoned == 0
     assert db.xpending_range(KEYS.traj, "learner", "-", "+", 1)[0]["times_delivered"] == 0, "it did no harm"
 

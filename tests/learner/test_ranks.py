@@ -76,7 +76,7 @@ def test_a_share_of_other_code_is_refused() -> None:
     wide = dataclasses.replace(first, weights=first.weights.astype(np.float64))
     with pytest.raises(TypeError, match=r"RankBatch.minibatches\[0\]\[0\].weights should be"):
         encode(RankBatch(((wide,),), 1.0, 1, {}))
-    with pytest.raises(TypeError, match=r"Share\.num_tokens should be int and is float"):
+    with pytest.raises(TypeError, match=r"RankBatch\.num_tokens should be int and is float"):
         encode(RankBatch((), 1.0, 1.0, {}))  # type: ignore[arg-type]
 
     @dataclasses.dataclass(frozen=True)
