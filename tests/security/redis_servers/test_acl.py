@@ -318,7 +318,7 @@ async def test_a_rollout_user_that_forges_tasks_kills_no_seq(
     for _ in range(4):
         users["rollout"].xadd(KEYS.tasks, {"seq": 5, "b": b"junk"})
     for junk, fields in await client.read(KEYS.tasks, TASK_GROUP, "r", 9):
-        assert await tasks._open(junk.decode(), fields) is None
+        assert await tasks._decode(junk.decode(), fields) is None
     source.tick()
     assert await publisher.publish(entry, make_group(5, run=RUN))
     source.tick()
