@@ -1,6 +1,6 @@
 """What this process measured, each second to Redis and on request to Prometheus.
 
-One `Stats` object is handed to whoever counts. A value is a counter since the start or a gauge read at the moment;
+One `Stats` object is shared by all who count. A value is a counter since the start or a gauge read at the moment;
 nothing here decides anything.
 """
 

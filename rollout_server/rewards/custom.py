@@ -1,4 +1,4 @@
-"""A reward of your own: `target: "module:function"`, called with the Outcome and your `options`, returns a number.
+"""A reward of your own: `target: "module:function"`, called with the RewardInput and your `options`, returns a number.
 
 An `async def` runs in the event loop, where it must not block. A plain function runs in a thread, so it may. What it
 raises, a result that is not a number, and no result within the deadline are failures, never a score.
@@ -71,7 +71,7 @@ class Custom:
                 result = self._function(outcome, **self._options)
             except Exception as error:
                 failed = error
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop has ended: no caller waits
                 loop.call_soon_threadsafe(settle, result, failed)
 
         await self._places.acquire()
@@ -108,6 +108,6 @@ def _load(settings: CustomSettings) -> Callable[..., Any]:
         raise UserError(
             f"the custom reward {settings.target!r} cannot be used",
             why=f"{type(error).__name__}: {error}",
-            todo="it must be importable (PYTHONPATH) and take an Outcome and its `options` by name",
+            todo="it must be importable (PYTHONPATH) and take a RewardInput and its `options` by name",
         ) from error
     return function  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """An LLM as a judge, over any OpenAI-compatible `POST /chat/completions`: is the answer right, from 0 to 1?
 
-What the policy wrote is a stranger's text. It reaches the judge as a string inside one JSON object, cut, without
+What the policy wrote is untrusted. It reaches the judge as a string inside one JSON object, cut, without
 invisible characters, without tags and without the brackets that chat templates make control tokens of; nothing that
 it can hold ends that string or starts a message. The instructions come as the system message and say so.
 
@@ -57,7 +57,7 @@ def parse_score(reply: Any) -> float:
 
 
 class Judge:
-    """See the module. Without an answer, or without gold answers, 0 and nobody is asked."""
+    """See the module. Without an answer, or without gold answers, 0 without a request."""
 
     name = "judge"
 

@@ -1,6 +1,6 @@
 """What a question's searches should bring, and which of it a turn was shown. Pure; for rewards that look at retrieval.
 
-There are up to 1 + n targets: the gold answer, as words in a passage as it was shown (cut, neutralised), and each of
+There are up to 1 + n targets: the gold answer, as words in a passage as it was shown (cut, escaped), and each of
 the n supporting passages that the question names in `meta["supporting_ids"]`, comma-separated ids or titles. The gold
 answers yes, no and noanswer stand in any text and prove nothing, so they are no target. Only passages count: neither
 what the policy wrote itself nor the environment's own words can be a hit.

@@ -65,7 +65,7 @@ _UNSPACED = re.compile(
 
 
 class CoverMatch(WithoutOptions):
-    """1 when the words of a gold answer occur, in order and unbroken, in the answer, else 0 (Search-R1's `subem_check`).
+    """1 when the words of a gold answer occur, in order and unbroken, in the answer, else 0 (Search-R1: `subem_check`).
 
     Whole words, unlike Search-R1's substring: the gold answer "no" is not covered by "I do not know". Scripts that are
     written without spaces (Chinese, Japanese, Thai, Khmer, ...) have no such borders: there it is a substring, as in

@@ -78,7 +78,7 @@ class Transcript:
             owner=Owner.ENVIRONMENT,
             ids=np.asarray(ids, np.int32),
             query=query,
-            # Names of a stranger: longer ones than the wire takes are cut, not refused.
+            # untrusted names: those longer than a message takes are cut, not rejected
             passage_ids=tuple(name[:256] for name in passage_ids[:1000]),
             latency_s=latency_s,
             error=error[:256],

@@ -107,7 +107,7 @@ NO_SUCH_PATH = frozenset({"http_404", "http_405", "http_501"})
 what a proxy answers while its server restarts."""
 
 MOST_NAMES = 100
-"""Causes with a counter of their own. Servers name failures too, and a stranger must not fill the metrics."""
+"""Causes with a counter of their own. Servers name failures too, and must not fill the metrics."""
 
 _ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
 """Statuses that the same query would get again. Any other may be a proxy's while its server restarts."""
@@ -119,7 +119,7 @@ class SearchError(Exception):
     cause          see the table of the module
     retryable      the same query may do better: at another retriever, or at this one later
     served         the retriever did answer, though not well; else it was away or too busy
-    refused        nobody listens at the address: no further evidence is needed
+    refused        no server listens at the address: no further evidence is needed
     retry_after_s  seconds that the server asked to wait
     """
 

@@ -2,7 +2,7 @@
 
 A replica is ejected (Envoy's outlier ejection) when
 
-  * nobody listens at its address, or the probe that follows a doubtful failure fails;
+  * no server listens at its address, or the probe that follows a doubtful failure fails;
   * STRIKES attempts in a row failed in any way but `overloaded`;
   * of the last WINDOW attempts at least MIN_COUNT are known and SHARE of them failed, `overloaded` included.
 
