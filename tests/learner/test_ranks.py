@@ -83,7 +83,7 @@ def test_a_share_of_other_code_is_refused() -> None:
     class Older:
         temperature: float
 
-    with pytest.raises(TypeError, match="should be Share"):
+    with pytest.raises(TypeError, match="should be RankBatch"):
         decode(encode(Older(1.0)), RankBatch)
 
 
