@@ -114,7 +114,7 @@ def test_books_that_do_not_close_end_the_run_with_status_1_and_the_place(
     with tiny_learner.Player(address, run.id):
         assert cli.main(["--config", str(tmp_path / "c.yaml")]) == 1
     said = capsys.readouterr().err
-    where = {"token": "512 tokens were generated", "seq": "32 seqs are booked as trained, 33 groups were trained"}
+    where = {"token": "512 tokens were generated", "seq": "32 seqs are recorded as trained, 33 groups were trained"}
     assert f"error: the accounting is not consistent: {where[wrong]}" in said
     assert wrong == "seq" or ": 3 are missing" in said
     (first, *_) = [line for line in history(db) if line["kind"] == "inconsistent"]

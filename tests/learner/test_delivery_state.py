@@ -130,7 +130,7 @@ def test_books_that_do_not_close_say_where() -> None:
     delivery.commit_step([1, 2], sampled=0, trained=0)
     assert delivery.inconsistency() == "" and delivery.in_flight() == [3]
     delivery.counters.taken = 5
-    assert "2 seqs are booked as trained, 5 groups were trained" in delivery.inconsistency()
+    assert "2 seqs are recorded as trained, 5 groups were trained" in delivery.inconsistency()
     delivery.counters.taken, delivery.issued = 2, 1
     assert "1 issued, but 2 settled" in delivery.inconsistency()
 
