@@ -40,7 +40,13 @@ def manifest_of(run: RunSettings) -> Path:
 
 
 def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
-    trained: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any], db: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    trained: RunSettings,
+    settings: LearnerSettings,
+    serve: Callable[..., int],
+    address: dict[str, Any],
+    db: redis.Redis,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     assert (trained.dir / KEY_FILE).stat().st_mode & 0o777 == 0o600
     shutil.move(trained.dir / KEY_FILE, trained.dir / "kept")  # as of a checkpoint that was copied from another run

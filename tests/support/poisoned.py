@@ -1,7 +1,7 @@
 """Lives of a learner that a certain group kills while it is decoded, as a bug in a C library would.
 
-`python -m tests.support.poisoned LIVES --config FILE`: starts the learner (tiny engine) LIVES times, one after the other,
-each in its own process; a body with the word POISON in it ends the process with SIGSEGV. Prints the exit statuses as
+`python -m tests.support.poisoned LIVES --config FILE`: starts the learner (tiny engine) LIVES times in turn, each
+in its own process; a body with the word POISON in it ends the process with SIGSEGV. Prints the exit statuses as
 JSON.
 """
 

@@ -68,7 +68,7 @@ def _books(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _atomic_write(path: Path, text: str, *, durable: bool) -> None:
-    """protocol.runtime.files.atomic_write: a crash may come before and after, never in between, since rename is atomic."""
+    """protocol.runtime.files.atomic_write: a crash comes before or after it, never in between: rename is atomic."""
     part = path.with_name(f".{path.name}.{random.getrandbits(40):x}.tmp")
     world.disk(path)
     part.write_text(text)
