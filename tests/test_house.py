@@ -59,7 +59,7 @@ HEAVY = {
 }
 COMMANDS = ("learner", "rollout_server", "rollout_server.node", "rollout_server.cpu_engine", "retriever", "deploy")
 
-DOUBLE_CLASSES = {"Keys", "Part"}
+DOUBLE_CLASSES: set[str] = set()
 """Class names that stand in two modules for two things. May only shrink."""
 
 LONELY = {"deploy.doctor.access": "the doctor has one file a kind of check"}

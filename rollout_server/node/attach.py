@@ -26,7 +26,7 @@ PROBE_TEXT = "Who wrote <think>Emma</think>? <search> naïve 東京 1815 </searc
 """Words, tags, accents, another script, digits and blanks: two tokenizers that agree on it agree on much."""
 
 
-async def introduce(client: EngineAdmin, url: str, model: Path, *, wait_s: float) -> None:
+async def validate_engine(client: EngineAdmin, url: str, model: Path, *, wait_s: float) -> None:
     """Returns when `url` is an engine that serves the architecture and the tokenizer of `model`, else UserError.
 
     wait_s  how long it may take to answer at all

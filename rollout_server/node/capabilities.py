@@ -18,7 +18,7 @@ EMBEDDED = "foray-cpu"
 NO_OVERLAP = "--disable-overlap-schedule"
 
 
-async def read_facts(client: EngineAdmin, *, pause_mode: str) -> dict[str, Any]:
+async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str, Any]:
     """Fields of EngineInfo that the engine decides; empty for one that says nothing of itself. Raises EngineError.
 
     Raises UserError for an SGLang that cannot be swapped in place: with overlap scheduling it launches a step before it

@@ -42,7 +42,7 @@ MAKE_ENVIRONMENT = "`make sglang-env` builds .venv-sglang for a machine without 
 
 
 @dataclass(frozen=True)
-class Keys:
+class EngineKeys:
     """What opens one incarnation of an engine. "" stands for no key: the routes are open then.
 
     api    generation, and what only looks; rollout servers have it too
@@ -53,14 +53,14 @@ class Keys:
     admin: str = field(default="", repr=False)
 
 
-def fresh_keys(access: Access, engine_id: str, incarnation: str, environ: Mapping[str, str] = os.environ) -> Keys:
+def new_keys(access: Access, engine_id: str, incarnation: str, environ: Mapping[str, str] = os.environ) -> EngineKeys:
     """Keys of a new incarnation: those that a person gave for engines, else such as were never used before.
 
     The API key follows from the node token, so that rollout servers can derive it and nothing secret stands in Redis;
     without that token there is none. The admin key is drawn at random, and lives as long as the incarnation.
     """
     admin = environ.get(ADMIN_KEY_VARIABLE, "") or secrets.token_urlsafe(32)
-    keys = Keys(environ.get(API_KEY_VARIABLE, "") or engine_key(access, engine_id, incarnation), admin)
+    keys = EngineKeys(environ.get(API_KEY_VARIABLE, "") or engine_key(access, engine_id, incarnation), admin)
     remember(keys.api)
     remember(keys.admin)
     return keys
@@ -73,7 +73,7 @@ def command(
     label: str,
     host: str,
     port: int,
-    keys: Keys = Keys(),
+    keys: EngineKeys = EngineKeys(),
     home: Path | None = None,
     in_place: bool = False,
     day: date | None = None,
@@ -82,7 +82,7 @@ def command(
 
     home      a directory of this launch alone: SGLang reads its keys from a file there
     day       what chat templates that say the day say (`run.date`); SGLang has no such flag
-    in_place  it will be paused in place: SGLang must then book each step before it launches the next (`facts.py`)
+    in_place  it will be paused in place: SGLang must then record a step before it launches the next (see `capabilities`)
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
     if isinstance(kind, CpuEngine):
@@ -126,7 +126,7 @@ def _fp32_lm_head(kind: SglangEngine, model: Path) -> list[str]:
     return [FP32_LM_HEAD] if kind.fp32_lm_head and half and told.device != "cpu" else []
 
 
-def environment(kind: CpuEngine | SglangEngine, keys: Keys = Keys()) -> Mapping[str, str]:
+def environment(kind: CpuEngine | SglangEngine, keys: EngineKeys = EngineKeys()) -> Mapping[str, str]:
     """The child's environment: ours without Foray's secrets and addresses, with the embedded engine's keys and threads.
 
     An engine runs a lot of foreign code, and needs neither Redis nor our tokens. Other secrets (of a model hub, say)
@@ -150,7 +150,7 @@ def _ours(name: str) -> bool:
     return name.startswith("FORAY_") and (is_secret_name(name.removesuffix("_FILE")) or name == REDIS_URL_VARIABLE)
 
 
-def _with_keys(args: Sequence[str], keys: Keys, home: Path | None) -> list[str]:
+def _with_keys(args: Sequence[str], keys: EngineKeys, home: Path | None) -> list[str]:
     """`args`, and how SGLang is given its keys: in a file, since a command line is read by all of the machine.
 
     SGLang takes one --config: what a file of that kind in `args` says goes into ours.
@@ -225,16 +225,16 @@ STOP_S = 3.0
 """How long a child may take to end after SIGTERM before it is killed. It has no requests then: nothing is lost."""
 
 
-class Child:
+class EngineProcess:
     """One engine, a tree of processes below a guard. `exited` is done when the engine and its tree are gone; to wait
-    for it, take `ended`."""
+    for it, take `wait`."""
 
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path, home: tempfile.TemporaryDirectory[str]):
         self._process, self.log_path, self._home = process, log_path, home
         self.exited = asyncio.create_task(process.wait(), name="engine-exit")
 
     @classmethod
-    async def start(cls, command: Callable[[Path], list[str]], env: Mapping[str, str], log_path: Path) -> Child:
+    async def start(cls, command: Callable[[Path], list[str]], env: Mapping[str, str], log_path: Path) -> EngineProcess:
         """Starts `command(home)` with its output appended to `log_path`.
 
         home  a new directory that only we can read, where the engine stands and may drop files, removed in the end
@@ -271,7 +271,7 @@ class Child:
         """The engine's exit status, 128 + n for signal n; None while it runs."""
         return self._process.returncode
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         """Waits for the end of the engine; its exit status."""
         # shielded: who is cancelled while it waits does not take the news from the others
         return await asyncio.shield(self.exited)

@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
-class Orders:
+class TargetView:
     """What the learner says at one moment: the target, the view, and Redis' clock in seconds."""
 
     target: WeightUpdate | None
@@ -60,7 +60,7 @@ class Registry:
             atomic=True,
         )
 
-    async def withdraw(self, engine_id: str) -> None:
+    async def deregister(self, engine_id: str) -> None:
         """Take the engine off the list."""
         keys = self._redis.keys
         await self._redis.batch(("ZREM", keys.engines, engine_id), ("DEL", keys.engine(engine_id)))
@@ -73,7 +73,7 @@ class Registry:
             self._compatibility.check(meta)
         return self._decoded(WeightUpdate, raw)
 
-    async def orders(self) -> Orders:
+    async def target_view(self) -> TargetView:
         """Target and view at one moment."""
         keys = self._redis.keys
         target, view, (seconds, micros), meta = await self._redis.batch(
@@ -82,7 +82,7 @@ class Registry:
         if self._compatibility is not None:
             self._compatibility.check(meta)
         now = float(seconds) + float(micros) / 1e6
-        return Orders(self._decoded(WeightUpdate, target), self._decoded(WeightView, view), now)
+        return TargetView(self._decoded(WeightUpdate, target), self._decoded(WeightView, view), now)
 
     async def answer(self, view: WeightView, answer: ViewAnswer) -> None:
         """Tells the learner where this engine stands in `view`."""

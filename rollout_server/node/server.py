@@ -1,8 +1,8 @@
 """The node's composition root: one agent, its heartbeat and its metrics, until SIGTERM.
 
-Redis: target, evaluation --> Agent.live --(HTTP)--> engine
-                                 | Standing
-             registration <-- Standing.beat          publish_metrics --> Redis: metrics
+Redis: target, evaluation --> Agent.run --(HTTP)--> engine
+                                 | EngineStatus
+             registration <-- EngineStatus.heartbeat_loop          publish_metrics --> Redis: metrics
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollout_server.metrics import Stats, deregister_metrics, publish_metrics
 from rollout_server.node.agent import Agent
 from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.registry import Registry
-from rollout_server.node.status import Standing
+from rollout_server.node.status import EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
     # an engine beside another tokenizer than the run's would be fed other words: rollout servers compare these
     fingerprint = load_tokenizer(run.model).fingerprint
     stats = Stats("node", engine_id)
-    standing = Standing(
+    status = EngineStatus(
         EngineInfo(
             id=engine_id,
             url=url,
@@ -54,20 +54,20 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
     )
     for name in ("updates", "restarts", "strikes", "hangs"):
         stats.counts[name] = 0
-    stats.gauges |= {"pause_s": lambda: standing.pause_s, "load_s": lambda: standing.load_s}
-    stats.text["state"] = lambda: str(standing.state)
+    stats.gauges |= {"pause_s": lambda: status.pause_s, "load_s": lambda: status.load_s}
+    stats.text["state"] = lambda: str(status.state)
     redis = RedisClient(run.redis_url, Keys(run.id))
     registry = Registry(redis, lease_s=settings.lease_s, compatibility=RunCompatibility(run))
     async with aiohttp.ClientSession() as session:
-        agent = Agent(run, settings, registry, stats, session, standing, url=url, port=port)
+        agent = Agent(run, settings, registry, stats, session, status, url=url, port=port)
         try:
             with shutdown_on_signals(stop), unwrap_user_error():
                 log.info("node of %s at %s", engine_id, url)
                 async with asyncio.TaskGroup() as tasks:
                     running = [
-                        tasks.create_task(agent.live(), name="live"),
+                        tasks.create_task(agent.run(), name="agent"),
                         tasks.create_task(
-                            standing.beat(registry, stats.waits, every_s=settings.heartbeat_s), name="beat"
+                            status.heartbeat_loop(registry, stats.waits, every_s=settings.heartbeat_s), name="beat"
                         ),
                         tasks.create_task(publish_metrics(redis, stats), name="metrics"),
                     ]
@@ -97,7 +97,7 @@ def _address(settings: NodeSettings) -> tuple[int, str]:
 async def _withdraw(registry: Registry, redis: RedisClient, stats: Stats, engine_id: str) -> None:
     try:
         async with asyncio.timeout(3.0):
-            await registry.withdraw(engine_id)
+            await registry.deregister(engine_id)
             await deregister_metrics(redis, stats)
     except (RedisUnavailable, TimeoutError) as error:
         log.warning("not deregistered, the lease will end by itself: %s", error)

@@ -27,22 +27,22 @@ SGLANG_RETRACTIONS = "sglang:num_retracted_requests_total"
 """SGLang's /v1/loads knows only the retractions of a moment; the counter is in /metrics, with --enable-metrics."""
 
 
-class Standing:
-    """State, version and load of one engine. `become` is the only way to change the first two."""
+class EngineStatus:
+    """State, version and load of one engine. `transition_to` is the only way to change the first two."""
 
     def __init__(self, fixed: EngineInfo) -> None:
-        """fixed  what does not change while the node lives: id, url, role, tokenizer; the rest until `learn`"""
+        """fixed  fields that stay while the node lives: id, url, role, tokenizer; others until `update_capabilities`"""
         self._fixed = fixed
         self.state = NodeState.JOINING
         self.version = NO_VERSION
         self.detail = ""
         self.incarnation = ""
-        self.sound_in = ""
+        self.ready_incarnation = ""
         """Incarnation in which it was READY last."""
         self.loads: dict[str, float] = {}
         self.pause_s = self.load_s = 0.0
         self.updates = 0
-        self.doubted = False
+        self.needs_recheck = False
         """Its registration had lapsed: it is not READY before it has been asked again what it holds."""
         self._changed = asyncio.Event()
 
@@ -50,7 +50,7 @@ class Standing:
     def id(self) -> str:
         return self._fixed.id
 
-    def become(self, state: NodeState, detail: str = "", *, version: PolicyVersion | None = None) -> None:
+    def transition_to(self, state: NodeState, detail: str = "", *, version: PolicyVersion | None = None) -> None:
         """Change the state and say so at once. A draining engine stays so."""
         if self.state is NodeState.DRAINING:
             return
@@ -59,10 +59,10 @@ class Standing:
             log.info("%s: %s at %s%s", self.id, state, version.label, f": {detail}" if detail else "")
         self.state, self.version, self.detail = state, version, detail[:2000]
         if state is NodeState.READY:
-            self.sound_in = self.incarnation
+            self.ready_incarnation = self.incarnation
         self._changed.set()
 
-    def learn(self, facts: Mapping[str, Any]) -> None:
+    def update_capabilities(self, facts: Mapping[str, Any]) -> None:
         """Fields of EngineInfo that the engine decides: what it is and what it can do."""
         self._fixed = self._fixed.model_copy(update=dict(facts))
         self._changed.set()
@@ -85,7 +85,7 @@ class Standing:
             }
         )
 
-    async def beat(self, registry: Registry, waits: WaitTimer, *, every_s: float) -> None:
+    async def heartbeat_loop(self, registry: Registry, waits: WaitTimer, *, every_s: float) -> None:
         """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled.
 
         A node that was stopped, or cut off from Redis, for longer than its registration lives has missed what went on:
@@ -95,8 +95,10 @@ class Standing:
         renewed = time.monotonic()
         while True:
             if (away_s := time.monotonic() - renewed) > registry.lease_s and self.state is NodeState.READY:
-                self.doubted = True
-                self.become(NodeState.SYNCING, f"its registration had lapsed {away_s:.1f} s after it was renewed last")
+                self.needs_recheck = True
+                self.transition_to(
+                    NodeState.SYNCING, f"its registration had lapsed {away_s:.1f} s after it was renewed last"
+                )
             self._changed.clear()
             asked = time.monotonic()
             try:
@@ -114,7 +116,7 @@ class Standing:
             except TimeoutError:
                 pass
 
-    async def measure(self, client: EngineAdmin, *, every_s: float) -> None:
+    async def poll_loads(self, client: EngineAdmin, *, every_s: float) -> None:
         """Consumes the engine's own figures; produces `loads`; waits every_s; ended by cancellation."""
         while True:
             try:

@@ -18,8 +18,8 @@ from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
-from rollout_server.node.status import Standing
-from rollout_server.node.weights.follower import EngineLost, lost
+from rollout_server.node.status import EngineStatus
+from rollout_server.node.weights.follower import EngineLost, report_lost
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ class EngineHung(EngineLost):
 
 
 class Watchdog:
-    """Over one incarnation of an engine. `swapping` is held while it is paused on purpose."""
+    """Over one incarnation of an engine. `swap_lock` is held while it is paused on purpose."""
 
     def __init__(
-        self, client: EngineAdmin, standing: Standing, settings: NodeSettings, stats: Stats, swapping: asyncio.Lock
+        self, client: EngineAdmin, status: EngineStatus, settings: NodeSettings, stats: Stats, swap_lock: asyncio.Lock
     ) -> None:
-        self._client, self._standing, self._settings = client, standing, settings
-        self._stats, self._swapping = stats, swapping
+        self._client, self._status, self._settings = client, status, settings
+        self._stats, self._swap_lock = stats, swap_lock
         self._figures: Any = None
 
     async def watch(self) -> None:
@@ -50,9 +50,9 @@ class Watchdog:
             await asyncio.sleep(settings.probe_s)
             left_s = settings.hang_s - silent_s - settings.probe_s
             timeout_s = min(settings.probe_timeout_s, max(SHORTEST_LOOK_S, left_s))
-            began, swapping = time.monotonic(), self._swapping.locked()
-            error = await (self._listen(timeout_s) if swapping else self._look(timeout_s))
-            if error is None or swapping != self._swapping.locked():
+            began, swapping = time.monotonic(), self._swap_lock.locked()
+            error = await (self._responds(timeout_s) if swapping else self._probe(timeout_s))
+            if error is None or swapping != self._swap_lock.locked():
                 silent_s, refused = 0.0, 0
                 continue
             silent_s += settings.probe_s + min(timeout_s, time.monotonic() - began)
@@ -60,16 +60,16 @@ class Watchdog:
             self._stats.counts["strikes"] += 1
             log.warning("no sign of life from the engine for %.1f s: %s", silent_s, error)
             # lost in the middle of an update, it is more than silent: it may hold weights of no version
-            tainted = swapping or self._standing.state is NodeState.QUARANTINED
+            tainted = swapping or self._status.state is NodeState.QUARANTINED
             state = NodeState.QUARANTINED if tainted else NodeState.SUSPECT
             if refused >= settings.probe_failures:
-                raise lost(self._standing, state, f"gone: {error}") from error
+                raise report_lost(self._status, state, f"gone: {error}") from error
             if silent_s >= settings.hang_s:
                 self._stats.counts["hangs"] += 1
-                self._standing.become(state, f"hung: no sign of life for {silent_s:.1f} s: {error}")
-                raise EngineHung(self._standing.detail) from error
+                self._status.transition_to(state, f"hung: no sign of life for {silent_s:.1f} s: {error}")
+                raise EngineHung(self._status.detail) from error
 
-    async def _listen(self, timeout_s: float) -> EngineError | None:
+    async def _responds(self, timeout_s: float) -> EngineError | None:
         """None: it answers. Else why not."""
         try:
             await self._client.model_info(timeout_s=timeout_s)
@@ -77,7 +77,7 @@ class Watchdog:
             return error
         return None
 
-    async def _look(self, timeout_s: float) -> EngineError | None:
+    async def _probe(self, timeout_s: float) -> EngineError | None:
         """None: a sign of life. Else why it did not generate."""
         failure, figures = await asyncio.gather(self._generates(timeout_s), self._scheduler(timeout_s))
         moved = None not in (figures, self._figures) and figures != self._figures

@@ -23,10 +23,10 @@ from protocol.runtime.http.auth import Access, engine_key
 from rollout_server.cpu_engine.config import parse
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.node import guard
-from rollout_server.node.capabilities import NO_OVERLAP, read_facts
+from rollout_server.node.capabilities import NO_OVERLAP, read_capabilities
 from rollout_server.node.config import CpuEngine, SglangEngine
 from rollout_server.node.guard import descendants
-from rollout_server.node.process import Child, Keys, check_host, command, environment, fresh_keys
+from rollout_server.node.process import EngineKeys, EngineProcess, check_host, command, environment, new_keys
 
 GIVEN = {"model": Path("/m"), "label": "1.2", "host": "127.0.0.1", "port": 31000}
 
@@ -46,7 +46,7 @@ time.sleep(float(sys.argv[1]))
 
 def test_the_embedded_engine_is_told_the_names_of_its_keys() -> None:
     kind = CpuEngine(threads=2, max_running=8)
-    keys = Keys("", "secret")
+    keys = EngineKeys("", "secret")
     cpu = command(kind, **GIVEN, keys=keys)
     assert cpu[:3] == [sys.executable, "-m", "rollout_server.cpu_engine"]
     assert cpu[cpu.index("--weight-version") + 1] == "1.2" and cpu[cpu.index("--threads") + 1] == "2"
@@ -62,7 +62,7 @@ def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(tmp_path: Path)
     assert plain[:3] == [sys.executable, "-m", "sglang.launch_server"] and "--config" not in plain
     assert plain[plain.index("--tp-size") + 1] == "2" and "--incremental-streaming-output" in plain
     assert NO_OVERLAP not in plain and NO_OVERLAP in command(kind, **GIVEN, home=tmp_path, in_place=True)
-    keys = Keys("open: sesame", "s3cret")
+    keys = EngineKeys("open: sesame", "s3cret")
     real = command(kind, **GIVEN, keys=keys, home=tmp_path)
     assert not any("sesame" in word or "s3cret" in word for word in real)
     path = Path(real[real.index("--config") + 1])
@@ -111,18 +111,18 @@ def test_logits_of_a_half_precision_model_are_float32(tmp_path: Path, facts: obj
 def test_a_flag_without_its_value_is_a_mistake_of_the_settings(tmp_path: Path, word: str) -> None:
     kind = SglangEngine(python=sys.executable, args=("--tp-size", "2", word))
     with pytest.raises(UserError, match=r"engine\.kind\.args") as caught:
-        command(kind, **GIVEN, keys=Keys("a", "b"), home=tmp_path)
+        command(kind, **GIVEN, keys=EngineKeys("a", "b"), home=tmp_path)
     assert word in caught.value.why
 
 
 def test_every_incarnation_has_keys_of_its_own_and_rollout_servers_can_derive_one_of_them() -> None:
     access = Access({"node": "n" * 40})
-    first, second = (fresh_keys(access, "e", born, {}) for born in ("a1", "b2"))
+    first, second = (new_keys(access, "e", born, {}) for born in ("a1", "b2"))
     assert len({first.api, first.admin, second.api, second.admin}) == 4
     assert first.api == engine_key(access, "e", "a1") and "n" * 40 not in repr(first) + first.api
-    alone = fresh_keys(Access(), "e", "a1", {})
+    alone = new_keys(Access(), "e", "a1", {})
     assert alone.api == "" and len(alone.admin) >= 32, "without a node token generation stays open, control does not"
-    given = fresh_keys(access, "e", "a1", {"FORAY_ENGINE_API_KEY": "mine", "FORAY_ENGINE_ADMIN_KEY": "too"})
+    given = new_keys(access, "e", "a1", {"FORAY_ENGINE_API_KEY": "mine", "FORAY_ENGINE_ADMIN_KEY": "too"})
     assert (given.api, given.admin) == ("mine", "too") and "mine" not in repr(given)
 
 
@@ -154,9 +154,9 @@ async def test_an_sglang_that_misnames_versions_in_place_is_not_taken(exact: boo
             return {"max_tokens": 8.0, "max_running": 2.0}
 
     engine = cast(EngineAdmin, Described())
-    assert (await read_facts(engine, pause_mode="retract"))["kind"] == "sglang"
+    assert (await read_capabilities(engine, pause_mode="retract"))["kind"] == "sglang"
     with contextlib.nullcontext() if exact else pytest.raises(UserError, match=r"cannot be swapped in place"):
-        await read_facts(engine, pause_mode="in_place")
+        await read_capabilities(engine, pause_mode="in_place")
 
 
 def test_interpreter_and_launcher_are_found_from_here_and_in_the_checkout(
@@ -235,7 +235,7 @@ def test_an_engine_that_exits_leaves_nothing_behind_and_its_status_is_known(tmp_
 
 async def test_a_stopped_tree_is_killed_at_once_with_its_stopped_guard(tmp_path: Path) -> None:
     argv = _forking(tmp_path, 1000)
-    child = await Child.start(lambda home: argv, os.environ, tmp_path / "engine.log")
+    child = await EngineProcess.start(lambda home: argv, os.environ, tmp_path / "engine.log")
     tree = await asyncio.to_thread(_tree, child.pid, 2)
     for pid in [child.pid, *tree]:
         os.kill(pid, signal.SIGSTOP)
@@ -246,7 +246,7 @@ async def test_a_stopped_tree_is_killed_at_once_with_its_stopped_guard(tmp_path:
 
 async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
     argv = _forking(tmp_path, 1000)
-    child = await Child.start(lambda home: argv, os.environ, tmp_path / "engine.log")
+    child = await EngineProcess.start(lambda home: argv, os.environ, tmp_path / "engine.log")
     tree = await asyncio.to_thread(_tree, child.pid, 2)
     while "forked" not in child.tail():  # noqa: ASYNC110 - it writes to a file
         await asyncio.sleep(0.01)

@@ -32,8 +32,8 @@ from rollout_server.cpu_engine.server.validation import (
 
 # From the engine thread to the event loop: many letters, one wake-up.
 #
-# A wake-up is a system call, at which the engine thread would hand the interpreter lock to the loop; done for each token
-# of each request it would cost more than the tokens.
+# A wake-up is a system call, at which the engine thread would hand the interpreter lock to the loop; done for each
+# token of each request it would cost more than the tokens.
 
 
 class Inbox:

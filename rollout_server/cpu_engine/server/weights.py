@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollout_server.cpu_engine.scheduler.engine import Engine, Update
 from rollout_server.cpu_engine.server.validation import BadRequest, optional, read_object, required
-from rollout_server.cpu_engine.weight_sync.group import Bucket, Meeting, Part
+from rollout_server.cpu_engine.weight_sync.group import Bucket, RendezvousSpec, TensorSpec
 from rollout_server.cpu_engine.weight_sync.session import UpdateSessions
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class Updates:
     async def init_group(self, http: web.Request) -> web.Response:
         """Answers when the trainer has come, as SGLang. Deviation: 400 after a timeout of our own; gloo only."""
         body = await read_object(http)
-        meeting = Meeting(
+        meeting = RendezvousSpec(
             name=required({"group_name": GROUP} | body, "group_name", str),
             address=required(body, "master_address", str),
             port=required(body, "master_port", int),
@@ -174,10 +174,10 @@ def _bucket(body: dict[str, Any]) -> Bucket:
     return Bucket(parts, flattened=load_format is not None)
 
 
-def _part(name: Any, dtype: Any, shape: Any) -> Part:
+def _part(name: Any, dtype: Any, shape: Any) -> TensorSpec:
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(name, str) or not isinstance(kind, torch.dtype):
         raise BadRequest(f"tensor {name!r:.80} has the unknown dtype {dtype!r:.40}")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise BadRequest(f"the shape of {name!r:.80} must be a list of numbers, not {shape!r:.80}")
-    return Part(name, kind, tuple(shape))
+    return TensorSpec(name, kind, tuple(shape))

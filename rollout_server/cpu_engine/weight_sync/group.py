@@ -28,7 +28,7 @@ Sink = Callable[[str, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousSpec:
     """Where and as whom to join: rank `rank` of `world_size` at `address`:`port`, under `name`."""
 
     name: str
@@ -39,7 +39,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSpec:
     """One tensor that is announced."""
 
     name: str
@@ -55,7 +55,7 @@ class Part:
 class Bucket:
     """What one call announces: a broadcast for each part in order or, `flattened`, one of all their bytes."""
 
-    parts: Sequence[Part]
+    parts: Sequence[TensorSpec]
     flattened: bool
 
 
@@ -72,7 +72,7 @@ class UpdateGroup:
     ends when the timeout is over, and nobody waits for it.
     """
 
-    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+    def __init__(self, meeting: RendezvousSpec, timeout_s: float) -> None:
         self._meeting, self._timeout = meeting, timedelta(seconds=timeout_s)
         self._orders: queue.SimpleQueue[tuple[Bucket, Sink, Future[None]] | None] = queue.SimpleQueue()
         self._pending: set[Future[None]] = set()

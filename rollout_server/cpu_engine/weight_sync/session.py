@@ -15,7 +15,7 @@ import torch
 from rollout_server.cpu_engine.model.config import ModelConfig
 from rollout_server.cpu_engine.model.loader import Weights, WeightsError
 from rollout_server.cpu_engine.scheduler.engine import Engine, Refused, Update
-from rollout_server.cpu_engine.weight_sync.group import Bucket, GroupLost, Meeting, UpdateGroup
+from rollout_server.cpu_engine.weight_sync.group import Bucket, GroupLost, RendezvousSpec, UpdateGroup
 
 # New weights that arrive while the old ones still generate: a second set of tensors, verified as it fills.
 #
@@ -91,7 +91,7 @@ class UpdateSessions:
         self._session: Session | None = None
         self._largest = 8 * sum(place.view.numel() for place in engine.weights.places.values()) + (1 << 20)
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: RendezvousSpec) -> None:
         """Become a member. Raises Refused when the trainer does not come within the timeout."""
         if meeting.name in self._groups:
             raise Refused(f"Failed to initialize custom process group: a group {meeting.name!r} is there already.")

@@ -1,6 +1,6 @@
 """Following the target: every new policy version is verified, then loaded, then read back.
 
-A version comes as a directory, or over a group that the engine is invited to (`receive.py`). One that was sent to
+A version comes as a directory, or over a group that the engine is invited to (`receiver.py`). One that was sent to
 others has no directory at first: the learner writes one when it sees an engine that needs it.
 
 Verification reads each byte of the new version while the old one still generates; only the swap pauses it. What
@@ -23,10 +23,10 @@ from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
 from rollout_server.node.registry import Registry
-from rollout_server.node.status import NO_VERSION, Standing
-from rollout_server.node.weights.lora import Adopter
+from rollout_server.node.status import NO_VERSION, EngineStatus
+from rollout_server.node.weights.lora import AdapterLoader
 from rollout_server.node.weights.manifest import WeightsCorrupt, verify
-from rollout_server.node.weights.receiver import GROUP_POLL_S, Receiver
+from rollout_server.node.weights.receiver import GROUP_POLL_S, WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -37,89 +37,89 @@ class EngineLost(ForayError):
     """This incarnation of the engine is over."""
 
 
-def lost(standing: Standing, state: NodeState, detail: str) -> EngineLost:
+def report_lost(status: EngineStatus, state: NodeState, detail: str) -> EngineLost:
     """The error to raise. Says so in Redis first: stopping what is left of the engine may take seconds."""
-    standing.become(state, detail)
+    status.transition_to(state, detail)
     return EngineLost(detail)
 
 
-class Follower:
+class WeightFollower:
     """Keeps one incarnation of an engine at the target version.
 
     highest_epoch  survives incarnations: a target of a lower epoch comes from a learner that was replaced
-    swapping       held during a swap, so that a drain does not fall into the middle of one
+    swap_lock      held during a swap, so that a drain does not fall into the middle of one
     """
 
-    def __init__(self, standing: Standing, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
-        self._standing, self._registry, self._settings, self._stats = standing, registry, settings, stats
+    def __init__(self, status: EngineStatus, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
+        self._status, self._registry, self._settings, self._stats = status, registry, settings, stats
         self.highest_epoch = 0
-        self.swapping = asyncio.Lock()
+        self.swap_lock = asyncio.Lock()
         self._refused = ""
-        self._receiver = Receiver(standing, registry, settings, stats)
+        self._receiver = WeightReceiver(status, registry, settings, stats)
 
     async def follow(self, client: EngineAdmin) -> None:
         """Consumes target and view in Redis; produces loaded versions; waits poll_s, longer after a failure.
 
         Also waits for evaluations to end. Raises EngineLost when a swap failed half-way; else ended by cancellation.
         """
-        adopter = Adopter(client, self._standing, self._settings, self._stats)
+        loader = AdapterLoader(client, self._status, self._settings, self._stats)
         try:
-            await self._follow(client, adopter)
+            await self._follow(client, loader)
         finally:
-            adopter.close()
+            loader.close()
 
-    async def _follow(self, client: EngineAdmin, adopter: Adopter) -> None:
+    async def _follow(self, client: EngineAdmin, loader: AdapterLoader) -> None:
         backoff = Backoff("reading the target", self._stats.waits, longest_s=2.0)
         failures = 0
         tried: WeightUpdate | None = None
         while True:
             try:
-                orders = await self._registry.orders()
+                target_view = await self._registry.target_view()
                 backoff.reset()
-                if self._standing.doubted and not await self._holds_what_we_think(client, orders.target):
+                if self._status.needs_recheck and not await self._recheck_version(client, target_view.target):
                     await asyncio.sleep(self._settings.poll_s)
                     continue
-                if self._receiver.invited(orders) and self._standing.version.epoch == self.highest_epoch:
-                    async with self.swapping:
-                        await self._receiver.take_part(client, orders)
+                if self._receiver.is_invited(target_view) and self._status.version.epoch == self.highest_epoch:
+                    async with self.swap_lock:
+                        await self._receiver.receive(client, target_view)
                     continue
-                update = orders.target
-                if update is None or not self.wanted(update):
+                update = target_view.target
+                if update is None or not self.should_load(update):
                     poll_s = self._settings.poll_s
                     await asyncio.sleep(min(poll_s, GROUP_POLL_S) if self._receiver.in_group else poll_s)
                     continue
                 failures, tried = (failures if update == tried else 0), update
-                failures = 0 if await self._advance(client, adopter, update, failures) else failures + 1
+                failures = 0 if await self._advance(client, loader, update, failures) else failures + 1
             except RedisUnavailable as error:
                 await backoff.sleep(error)
                 continue
             if failures:
                 await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
 
-    async def _holds_what_we_think(self, client: EngineAdmin, target: WeightUpdate | None) -> bool:
+    async def _recheck_version(self, client: EngineAdmin, target: WeightUpdate | None) -> bool:
         """Asks an engine that nobody looked after for a while: READY if it generates, at the version that we knew it
         to hold, which is of the living epoch. Else it stays SYNCING and is loaded. False: it does not answer (yet).
         """
-        standing = self._standing
+        status = self._status
         if target is not None:
             self.highest_epoch = max(self.highest_epoch, target.epoch)
         try:
             await client.health(timeout_s=self._settings.probe_timeout_s)
             held = await client.version() or NO_VERSION
         except EngineError as error:
-            standing.become(standing.state, f"not known to be sound yet: {error}")
+            status.transition_to(status.state, f"not known to be sound yet: {error}")
             return False
-        standing.doubted = False
+        status.needs_recheck = False
         self._stats.counts["rechecks"] += 1
-        if standing.info().adapter:
-            log.info("adapter %s is loaded again, since nobody knows whether it is there", standing.version.label)
-        elif held == standing.version and held.epoch == self.highest_epoch:
-            standing.become(NodeState.READY)
+        if status.info().adapter:
+            log.info("adapter %s is loaded again, since nobody knows whether it is there", status.version.label)
+        elif held == status.version and held.epoch == self.highest_epoch:
+            status.transition_to(NodeState.READY)
         else:
-            standing.become(NodeState.SYNCING, "it is not at the target any more", version=held)
+            status.transition_to(NodeState.SYNCING, "it is not at the target any more", version=held)
         return True
 
-    def wanted(self, update: WeightUpdate) -> bool:
+    def should_load(self, update: WeightUpdate) -> bool:
         """Whether `update` is ahead of what the engine holds and can be read. Refuses epochs below the highest seen."""
         if update.epoch < self.highest_epoch:
             if self._refused != update.version.label:
@@ -129,31 +129,31 @@ class Follower:
         self.highest_epoch = update.epoch
         if not update.path:
             return False
-        behind = update.version > self._standing.version
+        behind = update.version > self._status.version
         # the version we hold, but not taking traffic: a corrupt copy was mended, or it was never read back
-        return behind or (update.version == self._standing.version and self._standing.state is NodeState.SYNCING)
+        return behind or (update.version == self._status.version and self._status.state is NodeState.SYNCING)
 
-    async def _advance(self, client: EngineAdmin, adopter: Adopter, update: WeightUpdate, failures: int) -> bool:
+    async def _advance(self, client: EngineAdmin, loader: AdapterLoader, update: WeightUpdate, failures: int) -> bool:
         """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisUnavailable."""
         label = update.version.label
         # The learner removes old versions, but none that an engine holds, or names at the end of its detail.
-        self._standing.become(self._standing.state, f"verifying {label}")
+        self._status.transition_to(self._status.state, f"verifying {label}")
         try:
             await asyncio.to_thread(verify, update)
         except WeightsCorrupt as error:
             self._stats.counts["strikes"] += 1
             patient = failures + 1 < self._settings.verify_attempts
-            state = self._standing.state if patient else NodeState.QUARANTINED
-            self._standing.become(state, f"{label} cannot be verified: {error}")
+            state = self._status.state if patient else NodeState.QUARANTINED
+            self._status.transition_to(state, f"{label} cannot be verified: {error}")
             return False
-        if not await self._undisturbed(update):
+        if not await self._wait_for_evaluation(update):
             return True
-        async with self.swapping:
-            if self._standing.state is NodeState.DRAINING:
+        async with self.swap_lock:
+            if self._status.state is NodeState.DRAINING:
                 return True
-            return await (adopter.adopt(update) if update.transport == "adapter" else self._swap(client, update))
+            return await (loader.load(update) if update.transport == "adapter" else self._swap(client, update))
 
-    async def _undisturbed(self, update: WeightUpdate) -> bool:
+    async def _wait_for_evaluation(self, update: WeightUpdate) -> bool:
         """Waits while an evaluation runs; False when the target moved on meanwhile."""
         if not await self._registry.evaluating(self._settings.role):
             return True
@@ -165,42 +165,42 @@ class Follower:
 
     async def _swap(self, client: EngineAdmin, update: WeightUpdate) -> bool:
         """Pause, load, read back, continue. False: nothing has changed. Raises EngineLost: anything may have."""
-        standing, settings, label = self._standing, self._settings, update.version.label
-        before = standing.state
-        standing.become(NodeState.LOADING, label)
+        status, settings, label = self._status, self._settings, update.version.label
+        before = status.state
+        status.transition_to(NodeState.LOADING, label)
         paused_at = time.monotonic()
         try:
             await client.pause(settings.pause_mode)
         except EngineError as error:
             self._stats.counts["strikes"] += 1
-            if before is NodeState.QUARANTINED and standing.version == NO_VERSION:
+            if before is NodeState.QUARANTINED and status.version == NO_VERSION:
                 # what it holds is of no version: it must not go on
-                raise lost(standing, NodeState.QUARANTINED, f"{label} cannot be loaded: {error}") from error
-            await self._resume_anyway(client)
-            standing.become(before, f"{label} is not loaded: {error}")
+                raise report_lost(status, NodeState.QUARANTINED, f"{label} cannot be loaded: {error}") from error
+            await self._try_resume(client)
+            status.transition_to(before, f"{label} is not loaded: {error}")
             return False
         try:
             loading_at = time.monotonic()
             await client.update_weights_from_disk(
                 update.path, label=label, flush=settings.pause_mode == "retract", timeout_s=settings.update_timeout_s
             )
-            standing.load_s = time.monotonic() - loading_at
+            status.load_s = time.monotonic() - loading_at
             held = await client.version()
             if held != update.version:
                 raise EngineError("bad_output", client.name, f"it says it holds {held and held.label}, not {label}")
             await client.resume()
         except EngineError as error:
             self._stats.counts["strikes"] += 1
-            raise lost(standing, NodeState.QUARANTINED, f"{label} is loaded in part: {error}") from error
-        standing.pause_s = time.monotonic() - paused_at
-        standing.learn({"adapter": ""})
-        standing.updates += 1
+            raise report_lost(status, NodeState.QUARANTINED, f"{label} is loaded in part: {error}") from error
+        status.pause_s = time.monotonic() - paused_at
+        status.update_capabilities({"adapter": ""})
+        status.updates += 1
         self._stats.counts["updates"] += 1
-        standing.become(NodeState.READY, version=update.version)
-        log.info("%s loaded: paused %.3f s, of which %.3f s loading", label, standing.pause_s, standing.load_s)
+        status.transition_to(NodeState.READY, version=update.version)
+        log.info("%s loaded: paused %.3f s, of which %.3f s loading", label, status.pause_s, status.load_s)
         return True
 
-    async def _resume_anyway(self, client: EngineAdmin) -> None:
+    async def _try_resume(self, client: EngineAdmin) -> None:
         try:
             await client.resume()
         except EngineError as error:

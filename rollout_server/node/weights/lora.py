@@ -15,7 +15,7 @@ from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
-from rollout_server.node.status import NO_VERSION, Standing
+from rollout_server.node.status import NO_VERSION, EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -23,21 +23,21 @@ UNLOAD_S = 60.0
 """How long SGLang may wait for the last request of an adapter; it stays until the next turn then."""
 
 
-class Adopter:
+class AdapterLoader:
     """The adapters of one incarnation of an engine."""
 
-    def __init__(self, client: EngineAdmin, standing: Standing, settings: NodeSettings, stats: Stats) -> None:
-        self._client, self._standing, self._settings, self._stats = client, standing, settings, stats
+    def __init__(self, client: EngineAdmin, status: EngineStatus, settings: NodeSettings, stats: Stats) -> None:
+        self._client, self._status, self._settings, self._stats = client, status, settings, stats
         self._loaded: list[str] = []
         """Names, oldest first."""
         self._unloading: asyncio.Task[None] | None = None
-        standing.learn({"adapter": ""})
+        status.update_capabilities({"adapter": ""})
 
-    async def adopt(self, update: WeightUpdate) -> bool:
+    async def load(self, update: WeightUpdate) -> bool:
         """Load `update`, which is verified, and make it the engine's version. False: nothing has changed."""
-        standing, label = self._standing, update.version.label
+        status, label = self._status, update.version.label
         began = time.monotonic()
-        standing.become(standing.state, f"reading {label}")
+        status.transition_to(status.state, f"reading {label}")
         try:
             held = await self._client.version()
             if held is not None and held != NO_VERSION:
@@ -47,17 +47,17 @@ class Adopter:
             await self._client.load_adapter(label, update.path, timeout_s=self._settings.update_timeout_s)
         except EngineError as error:
             self._stats.counts["strikes"] += 1
-            standing.become(standing.state, f"adapter {label} is not loaded: {error}")
+            status.transition_to(status.state, f"adapter {label} is not loaded: {error}")
             return False
-        standing.pause_s, standing.load_s = 0.0, time.monotonic() - began
-        standing.updates += 1
+        status.pause_s, status.load_s = 0.0, time.monotonic() - began
+        status.updates += 1
         self._stats.counts["updates"] += 1
-        standing.learn({"adapter": label})
-        standing.become(NodeState.READY, version=update.version)
+        status.update_capabilities({"adapter": label})
+        status.transition_to(NodeState.READY, version=update.version)
         self._loaded = [name for name in self._loaded if name != label] + [label]
         if self._unloading is None or self._unloading.done():
             self._unloading = asyncio.create_task(self._unload(), name="unload adapters")
-        log.info("adapter %s loaded in %.3f s, without a pause", label, standing.load_s)
+        log.info("adapter %s loaded in %.3f s, without a pause", label, status.load_s)
         return True
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ from rollout_server.engine.admin import EngineAdmin, WeightChecksums
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
-from rollout_server.node.registry import Orders, Registry
-from rollout_server.node.status import NO_VERSION, Standing
+from rollout_server.node.registry import Registry, TargetView
+from rollout_server.node.status import NO_VERSION, EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ MARGIN_S = 1.0
 NONE = WeightChecksums("")
 
 
-class Over(ForayError):
+class TransferAborted(ForayError):
     """The view ends here, without a commit."""
 
 
 @dataclass
-class Part:
+class TransferState:
     """How far this engine is in one view. Times are of time.monotonic, 0.0: not yet.
 
     open     a session of the engine is open
@@ -72,10 +72,10 @@ class Part:
 
     @property
     def left_s(self) -> float:
-        """Seconds to the deadline; raises Over when it has passed."""
+        """Seconds to the deadline; raises TransferAborted when it has passed."""
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise Over(f"the deadline of phase {self.view.phase!r} has passed")
+            raise TransferAborted(f"the deadline of phase {self.view.phase!r} has passed")
         return left
 
     def pause_s(self) -> float:
@@ -83,11 +83,11 @@ class Part:
         return time.monotonic() - self.paused_at if self.paused_at else 0.0
 
 
-class Receiver:
+class WeightReceiver:
     """Takes part in views for one engine, over all its incarnations."""
 
-    def __init__(self, standing: Standing, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
-        self._standing, self._registry, self._settings, self._stats = standing, registry, settings, stats
+    def __init__(self, status: EngineStatus, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
+        self._status, self._registry, self._settings, self._stats = status, registry, settings, stats
         self._group = ""
         """Group that the engine is in, as far as we know."""
         self._home = ""
@@ -98,34 +98,34 @@ class Receiver:
     @property
     def in_group(self) -> bool:
         """Whether the engine is in a group, so that the next view is near."""
-        return bool(self._group) and self._home == self._standing.incarnation
+        return bool(self._group) and self._home == self._status.incarnation
 
-    def invited(self, orders: Orders) -> bool:
+    def is_invited(self, target_view: TargetView) -> bool:
         """Whether there is a view in preparation that counts on this engine and that it can still join."""
-        view, standing = orders.view, self._standing
+        view, status = target_view.view, self._status
         return (
             view is not None
             and view.phase == "prepare"
             and self._member in view.members
             and (view.epoch, view.number) > self._last
-            and orders.left_s > 0
-            and standing.state is NodeState.READY
-            and view.version > standing.version
+            and target_view.left_s > 0
+            and status.state is NodeState.READY
+            and view.version > status.version
         )
 
     @property
     def _member(self) -> str:
-        return f"{self._standing.id}/{self._standing.incarnation}"
+        return f"{self._status.id}/{self._status.incarnation}"
 
-    async def take_part(self, client: EngineAdmin, orders: Orders) -> None:
-        """The whole of one view. Never raises for what goes wrong in it: the standing says what became of the engine.
+    async def receive(self, client: EngineAdmin, target_view: TargetView) -> None:
+        """The whole of one view. Never raises for what goes wrong in it: the status says what became of the engine.
 
         Waits for the learner's next phase; is unblocked by it, by the deadline, or by a newer epoch.
         """
-        view = orders.view
+        view = target_view.view
         assert view is not None
         self._last = (view.epoch, view.number)
-        part = Part(view, self._member, time.monotonic() + orders.left_s)
+        part = TransferState(view, self._member, time.monotonic() + target_view.left_s)
         try:
             await self._prepare(client, part)
             await self._phase(part, "transfer")
@@ -135,59 +135,59 @@ class Receiver:
                 await client.flush_cache()  # SGLang takes 0.3 s for it: while the learner hears the others
             await self._phase(part, "commit")
             await self._commit(client, part)
-        except (Over, EngineError) as error:
+        except (TransferAborted, EngineError) as error:
             self._stats.counts["views_failed"] += 1
             log.warning("view %d of %s: %s", view.number, view.version.label, error)
-            await self._give_up(client, part, str(error))
+            await self._abort(client, part, str(error))
 
-    async def _prepare(self, client: EngineAdmin, part: Part) -> None:
+    async def _prepare(self, client: EngineAdmin, part: TransferState) -> None:
         view = part.view
         try:
             if await self._registry.evaluating(self._settings.role):
-                raise Over("an evaluation runs")
+                raise TransferAborted("an evaluation runs")
         except RedisUnavailable as error:
-            raise Over(f"Redis: {error}") from None
+            raise TransferAborted(f"Redis: {error}") from None
         # in a group, an engine that hangs would hold up all the others
         await client.model_info(timeout_s=LISTENS_S)
         if not (self.in_group and self._group == view.group):
             await self._leave(client)
             offset = view.rank_offsets[view.members.index(part.member)]
-            self._group, self._home = view.group, self._standing.incarnation
+            self._group, self._home = view.group, self._status.incarnation
             # nobody gets in before all are there: the learner must see who it is that is not
             await self._answer(part, "prepared", detail=JOINING)
             await client.join_group(view, offset, timeout_s=part.left_s + MARGIN_S)
         await self._answer(part, "prepared")
 
-    async def _phase(self, part: Part, wanted: str) -> None:
-        """Waits until the view is in phase `wanted`, and takes its new deadline. Raises Over for every other end."""
+    async def _phase(self, part: TransferState, wanted: str) -> None:
+        """Wait until the view is in phase `wanted`, and take its deadline. Raises TransferAborted for other ends."""
         view = part.view
         while True:
             try:
-                orders = await self._registry.orders()
+                target_view = await self._registry.target_view()
             except RedisUnavailable as error:
                 part.left_s  # noqa: B018 - raises at the deadline
                 log.warning("view %d waits for Redis: %s", view.number, error)
                 await asyncio.sleep(10 * PHASE_POLL_S)
                 continue
-            target, now = orders.target, orders.view
+            target, now = target_view.target, target_view.view
             if target is not None and target.version == view.version:
                 if wanted == "commit" and target.transport == "distributed":
                     return  # the announcement itself; the phase is written after it
-                raise Over("it went by files")
+                raise TransferAborted("it went by files")
             if target is not None and target.epoch > view.epoch:
-                raise Over(f"epoch {target.epoch} has begun")
+                raise TransferAborted(f"epoch {target.epoch} has begun")
             if now is not None and (now.epoch, now.number) == (view.epoch, view.number):
                 if now.phase == wanted:
-                    part.view, part.deadline = now, time.monotonic() + orders.left_s
+                    part.view, part.deadline = now, time.monotonic() + target_view.left_s
                     return
                 if now.phase == "abort":
-                    raise Over("the learner ended it")
+                    raise TransferAborted("the learner ended it")
             elif now is not None and (now.epoch, now.number) > (view.epoch, view.number):
-                raise Over("the learner went on to another")
+                raise TransferAborted("the learner went on to another")
             part.left_s  # noqa: B018 - raises at the deadline
             await asyncio.sleep(PAUSED_POLL_S if part.paused_at else PHASE_POLL_S)
 
-    async def _load(self, client: EngineAdmin, part: Part) -> None:
+    async def _load(self, client: EngineAdmin, part: TransferState) -> None:
         """Every bucket into the engine, which is paused afterwards."""
         view, stages = part.view, self._stages
         if not stages:
@@ -213,44 +213,44 @@ class Receiver:
             raise
         part.open, part.touched = False, True
 
-    async def _pause(self, client: EngineAdmin, part: Part) -> None:
-        self._standing.become(NodeState.LOADING, part.view.version.label)
+    async def _pause(self, client: EngineAdmin, part: TransferState) -> None:
+        self._status.transition_to(NodeState.LOADING, part.view.version.label)
         part.paused_at = time.monotonic()
         await client.pause(self._settings.pause_mode)
 
-    async def _verify(self, client: EngineAdmin, part: Part) -> WeightChecksums:
+    async def _verify(self, client: EngineAdmin, part: TransferState) -> WeightChecksums:
         began = time.monotonic()
         sums = await client.checksums(timeout_s=part.left_s)
         part.verify_s = time.monotonic() - began
         return sums
 
-    async def _commit(self, client: EngineAdmin, part: Part) -> None:
-        standing, version = self._standing, part.view.version
+    async def _commit(self, client: EngineAdmin, part: TransferState) -> None:
+        status, version = self._status, part.view.version
         await client.label(version.label)
         held = await client.version()
         if held != version:
             raise EngineError("bad_output", client.name, f"it says it holds {held and held.label}, not {version.label}")
         await client.resume()
-        standing.pause_s, standing.load_s = part.pause_s(), part.transfer_s
-        standing.learn({"adapter": ""})
-        standing.updates += 1
+        status.pause_s, status.load_s = part.pause_s(), part.transfer_s
+        status.update_capabilities({"adapter": ""})
+        status.updates += 1
         self._stats.counts["updates"] += 1
         self._stats.counts["updates_distributed"] += 1
-        standing.become(NodeState.READY, version=version)
+        status.transition_to(NodeState.READY, version=version)
         log.info(
             "%s received: paused %.3f s; transfer %.3f s, checksum %.3f s",
-            version.label, standing.pause_s, part.transfer_s, part.verify_s,
+            version.label, status.pause_s, part.transfer_s, part.verify_s,
         )  # fmt: skip
 
-    async def _answer(self, part: Part, phase: str, *, sums: WeightChecksums = NONE, detail: str = "") -> None:
-        """Raises Over when Redis does not take it."""
+    async def _answer(self, part: TransferState, phase: str, *, sums: WeightChecksums = NONE, detail: str = "") -> None:
+        """Raises TransferAborted when Redis does not take it."""
         sent = [name for bucket in part.view.buckets for name in bucket.names] if sums.tensors else []
         answer = ViewAnswer.model_validate(
             {
                 "member": part.member,
                 "number": part.view.number,
                 "phase": phase,
-                "kind": self._standing.info().kind,
+                "kind": self._status.info().kind,
                 "checksum": sums.whole,
                 "tensors_sha256": sum_of({n: sums.tensors[n] for n in sent if n in sums.tensors}) if sent else "",
                 "unused": [name for name in sent if name not in sums.tensors],
@@ -264,20 +264,20 @@ class Receiver:
         try:
             await self._registry.answer(part.view, answer)
         except RedisUnavailable as error:
-            raise Over(f"Redis: {error}") from None
+            raise TransferAborted(f"Redis: {error}") from None
 
     # --- when it fails ---
 
-    async def _give_up(self, client: EngineAdmin, part: Part, reason: str) -> None:
+    async def _abort(self, client: EngineAdmin, part: TransferState, reason: str) -> None:
         """Tell the learner, close what is open, and leave the engine going on at its version or quarantined."""
         if part.open:
             await self._close_session(client, part)
-        standing, label = self._standing, part.view.version.label
+        status, label = self._status, part.view.version.label
         if part.touched:
-            standing.become(NodeState.QUARANTINED, f"{label} was received in part: {reason}", version=NO_VERSION)
+            status.transition_to(NodeState.QUARANTINED, f"{label} was received in part: {reason}", version=NO_VERSION)
         try:
             await self._answer(part, "failed", detail=reason)
-        except Over as error:
+        except TransferAborted as error:
             log.warning("the learner is not told: %s", error)  # its deadline tells it
         await self._leave(client)
         if not part.touched and part.paused_at:
@@ -285,9 +285,9 @@ class Receiver:
                 await client.resume()
             except EngineError as error:
                 log.warning("cannot continue after a failed transfer: %s", error)  # the probe finds out
-            standing.become(NodeState.READY, f"{label} was not received: {reason}")
+            status.transition_to(NodeState.READY, f"{label} was not received: {reason}")
 
-    async def _close_session(self, client: EngineAdmin, part: Part) -> None:
+    async def _close_session(self, client: EngineAdmin, part: TransferState) -> None:
         """An open session would refuse the next one. A complete set of an engine that stages takes effect by this."""
         try:
             if not part.paused_at:
@@ -311,4 +311,4 @@ class Receiver:
 
     @property
     def _stages(self) -> bool:
-        return self._standing.info().kind == "cpu"
+        return self._status.info().kind == "cpu"

@@ -143,13 +143,13 @@ async def test_a_node_registers_follows_and_answers_as_its_own_user(
     registry = Registry(client, lease_s=5)
     info = EngineInfo(id="e1", url="http://127.0.0.1:1", state=NodeState.READY, epoch=1, step=0, incarnation="i")
     await registry.register(info)
-    orders = await registry.orders()
-    assert orders.target is None and orders.view is None and not await registry.evaluating("rollout")
+    target_view = await registry.target_view()
+    assert target_view.target is None and target_view.view is None and not await registry.evaluating("rollout")
     await _write(client, stats)
     await GroupPublisher(client, stats).tell("test", "a node speaks")
     assert users["viewer"].hget(KEYS.engine("e1"), "b") == encode(info)
     await deregister_metrics(client, stats)
-    await registry.withdraw("e1")
+    await registry.deregister("e1")
     await client.aclose()
     assert users["viewer"].exists(KEYS.engine("e1")) == 0
 
