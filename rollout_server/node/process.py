@@ -82,7 +82,7 @@ def command(
 
     home      a directory of this launch alone: SGLang reads its keys from a file there
     day       what chat templates that say the day say (`run.date`); SGLang has no such flag
-    in_place  it will be paused in place: SGLang must then record a step before it launches the next (see `capabilities`)
+    in_place  it will be paused in place: SGLang must then record a step before it launches the next (`capabilities`)
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
     if isinstance(kind, CpuEngine):

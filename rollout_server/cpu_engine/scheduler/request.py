@@ -163,7 +163,7 @@ class Counters:
 #
 # A stop string may span tokens, and a token may be a piece of a character, so the tail has to be decoded. Decoding
 # at every token would cost more than the forward pass of a small model; but a stop string can only end inside the
-# newest token if that token's own text has a beginning that is an end of the stop string (or holds it whole). That is a yes
+# newest token if its own text has a beginning that is an end of the stop string (or holds it whole). That is a yes
 # or no for each token id, worked out once, and nearly always no.
 
 
