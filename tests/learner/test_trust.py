@@ -47,7 +47,7 @@ def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
     db: redis.Redis,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     assert (trained.dir / KEY_FILE).stat().st_mode & 0o777 == 0o600
     shutil.move(trained.dir / KEY_FILE, trained.dir / "kept")  # as of a checkpoint that was copied from another run
     with pytest.raises(UserError, match="is not trusted: it is signed with another key") as caught:
