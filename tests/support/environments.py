@@ -38,7 +38,7 @@ def write_tokenizer(directory: Path, kind: Kind, *, more_words: Sequence[str] = 
 def make_environment(
     directory: Path, kind: Kind = "words", *, more_words: Sequence[str] = (), **settings: Any
 ) -> Environment:
-    """An environment with a tokenizer of `kind` and the template that suits it; `settings` override EnvironmentSettings."""
+    """An environment with a tokenizer of `kind` and the template for it; `settings` override EnvironmentSettings."""
     write_tokenizer(directory, kind, more_words=more_words)
     return build_environment(EnvironmentSettings.model_validate({"template": TEMPLATE_OF[kind]} | settings), directory)
 
