@@ -74,7 +74,10 @@ def unnamed(table: Table, name: str, values: dict[str, Any]) -> list[str]:
     return [s for s in values if s not in rows and not f"{s}.".startswith(ours)]
 
 
-COMPUTED = ("run.", "rollout.episode.", "learner.algorithm.", "learner.optim.", "learner.reference.", "learner.critic.")
+COMPUTED = (
+    *("run.", "rollout.episode.", "rollout.search.", "learner.algorithm.", "learner.optim."),
+    *("learner.reference.", "learner.critic.", "learner.model."),
+)
 """Where a setting decides what is computed."""
 OFF: tuple[Any, ...] = (0, False, "", None, "none", "off", [], {})
 
