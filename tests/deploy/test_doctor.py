@@ -46,7 +46,7 @@ def test_a_sandbox_that_is_missing_is_named(run_files: Path, monkeypatch: pytest
     assert "tool python" not in findings(run_files)
     monkeypatch.setattr("rollout_server.tools.sandbox.bubblewrap.shutil", SimpleNamespace(which=lambda tool: None))
     found = findings(run_files, "rollout.episode.tools=[python]")["tool python"]
-    assert found.verdict == "fail" and found.why == "bwrap is not installed" and "apt-get install" in found.mend
+    assert found.verdict == "fail" and found.why == "bwrap is not installed" and "apt-get install" in found.fix
     service = "[{type: python, sandbox: {type: service, url: 'http://127.0.0.1:1', attempts: 1}}]"
     found = findings(run_files, f"rollout.episode.tools={service}")["tool python"]
     assert found.verdict == "fail" and "127.0.0.1:1/run_code: unreachable" in found.why

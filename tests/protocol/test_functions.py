@@ -9,6 +9,7 @@ import redis
 
 from protocol import functions as fn
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.runtime.redis.server import function_library
 
 KEYS = Keys("t")
 
@@ -19,7 +20,7 @@ def call(db: redis.Redis, name: str, keys: list[str], *args: object) -> object:
 
 @pytest.fixture
 def run(db: redis.Redis) -> redis.Redis:
-    db.function_load(fn.source(), replace=True)
+    db.function_load(function_library(), replace=True)
     db.xgroup_create(KEYS.tasks, TASK_GROUP, "0", mkstream=True)
     db.xgroup_create(KEYS.traj, TRAJ_GROUP, "0", mkstream=True)
     return db

@@ -146,7 +146,7 @@ async def test_a_node_registers_follows_and_answers_as_its_own_user(
     target_view = await registry.target_view()
     assert target_view.target is None and target_view.view is None and not await registry.evaluating("rollout")
     await _write(client, stats)
-    await GroupPublisher(client, stats).tell("test", "a node speaks")
+    await GroupPublisher(client, stats).emit_event("test", "a node speaks")
     assert users["viewer"].hget(KEYS.engine("e1"), "b") == encode(info)
     await deregister_metrics(client, stats)
     await registry.deregister("e1")

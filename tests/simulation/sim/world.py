@@ -318,7 +318,9 @@ class World:
         books = next((p.books for p in self.learners if p.books), None)
         words = f"durable step {self.laws.step} of {self.run.steps}, learners {self.learners}, servers {self.servers}"
         if books is not None:
-            words += f", step {books.step}, issued {books.issued}, pending {sorted(books.pending)}, due {sorted(books.due)}"
+            words += (
+                f", step {books.step}, issued {books.issued}, pending {sorted(books.pending)}, due {sorted(books.due)}"
+            )
             words += f", in flight {books.in_flight()}"
         tasks = self.redis.stream(self.keys.tasks)
         if tasks is not None:
