@@ -114,8 +114,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def tree_cpu_seconds(root: int) -> float:
-    """Return the same of process `root` and of every living process below it: a node and its engine, say, which leads a
-    separate session."""
+    """Processor time of process `root` and all its living descendants, in seconds. Sessions do not matter: a node's
+    engine leads another one."""
     parents, seconds = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
