@@ -27,9 +27,10 @@ TRAJECTORIES = 200
 AT_ONCE, LENGTHS = 40, (48, 144)
 UPDATES_AFTER = (20, 70, 120)
 """Trajectories that have ended when the next version is published, in the middle of AT_ONCE others."""
-HELD_BACK = 16
-"""Trajectories that begin after the last update: each version samples tokens, however slow the updates are."""
 VERSIONS = [PolicyVersion(1, step) for step in range(4)]
+HELD_BACK = 16
+"""Trajectories that begin right after each update; the next update waits for one of them: each version samples tokens
+and each update has trajectories to cross, however slow the updates are."""
 TOLERANCE = 1e-3
 FIRST_IDS = 290
 Redone = Callable[[dict[PolicyVersion, Any], Sequence[int], Completion], torch.Tensor]
@@ -57,7 +58,9 @@ async def generate_through_updates(
     """Every prompt's completion; the versions after the first are published while they are generated."""
     ended = 0
     progress, places, rng = asyncio.Event(), asyncio.Semaphore(AT_ONCE), random.Random(1)
-    updated = asyncio.Event()
+    held = {version: asyncio.Event() for version in VERSIONS[1:]}
+    ended_of = Counter[PolicyVersion]()
+    first_held_back = len(asked) - HELD_BACK * len(held)
 
     async def one(number: int, prompt: list[int]) -> Completion:
         nonlocal ended
@@ -68,22 +71,26 @@ async def generate_through_updates(
             max_new_tokens=rng.randint(*LENGTHS),
             sampling=Sampling(),
         )
-        if number >= TRAJECTORIES - HELD_BACK:
-            await updated.wait()
-        async with places:
+        if number >= first_held_back:
+            version = VERSIONS[1 + (number - first_held_back) // HELD_BACK]
+            await held[version].wait()
             done = await whole.router(request)
+            ended_of[version] += 1
+        else:
+            async with places:
+                done = await whole.router(request)
         ended += 1
         progress.set()
         return done
 
     tasks = [asyncio.create_task(one(number, prompt)) for number, prompt in enumerate(asked)]
-    for after, version in zip(UPDATES_AFTER, VERSIONS[1:], strict=True):
-        while ended < after:
+    for after, old, version in zip(UPDATES_AFTER, VERSIONS, VERSIONS[1:], strict=False):
+        while ended < after or (old in held and not ended_of[old]):
             progress.clear()
             await progress.wait()
         await whole.publish(version, policies[version])
         await whole.until_held(version)
-    updated.set()
+        held[version].set()
     return await asyncio.gather(*tasks)
 
 
