@@ -17,6 +17,7 @@ from retriever.config import RetrieverSettings
 from retriever.encoder import build_encoder
 from retriever.encoder.config import HashedEncoderSettings
 from retriever.server import running
+from rollout_server.rewards import build_reward
 from rollout_server.rewards.base import RewardInput
 from rollout_server.rewards.resources import RewardResources
 from rollout_server.rewards.semantic import SemanticSettings
@@ -129,7 +130,7 @@ async def test_the_semantic_reward_works_against_it(settings: Settings) -> None:
     io = RewardResources()
     try:
         async with running(settings(**DENSE)) as port:
-            reward = SemanticSettings(url=f"http://127.0.0.1:{port}/v1", model="hashed", attempts=1).build(io)
+            reward = build_reward(SemanticSettings(url=f"http://127.0.0.1:{port}/v1", model="hashed", attempts=1), io)
             scores = [
                 await reward(RewardInput(question, Status.ANSWERED, answer, (), 0))
                 for answer in ("Marie Curie", "marie curie the physicist", "the Eiffel tower")

@@ -161,11 +161,14 @@ def command(limits: SandboxLimits, libraries: Sequence[str] = ()) -> tuple[str, 
     )
     if os.getuid() != 0:
         return inner
-    setpriv = _which("setpriv", "util-linux")
+    setpriv, unshare = _which("setpriv", "util-linux"), _which("unshare", "util-linux")
+    # Not `bwrap --unshare-pid`: its parent process drops CAP_KILL, and the kernel then delivers no parent-death signal
+    # from it to a process of another user.
+    namespace = (setpriv, "--pdeathsig", "KILL", unshare, "--pid", "--fork", "--kill-child=KILL")
     nobody = (setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
-    # the second bwrap needs /proc, and /tmp to mount its root on; as the first process it leaves no zombie to others
-    outer = (bwrap, "--unshare-pid", "--as-pid-1", "--die-with-parent", *shown, *_show(bwrap, setpriv))
-    return (*outer, "--proc", "/proc", "--dir", "/tmp", *nobody, *inner)
+    # the second bwrap needs /proc, and /tmp to mount its root on
+    outer = (bwrap, "--die-with-parent", *shown, *_show(bwrap, setpriv), "--proc", "/proc", "--dir", "/tmp")
+    return (*namespace, *outer, *nobody, *inner)
 
 
 def _show(*paths: str) -> list[str]:
