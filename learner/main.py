@@ -351,8 +351,8 @@ def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
         # Issued by a predecessor to make up for seqs that it had settled and the checkpoint does not know, or issued
         # again on request: the steps were done without them.
         log.info("%d seqs are left over and will not be trained", len(excess))
-        ctx.delivery.settle(excess, Outcome.FILTERED, "surplus", tokens=ctx.consumer.drain())
-        ctx.delivery.counters.surplus += len(excess)
+        ctx.delivery.settle(excess, Outcome.FILTERED, "excess", tokens=ctx.consumer.drain())
+        ctx.delivery.counters.excess += len(excess)
     if ctx.delivery.has_uncommitted() and not loop.checkpoint():
         raise UserError("the last checkpoint could not be written", todo="make room on the disk and start again")
     retry(lambda: loop.announce("done"))

@@ -85,7 +85,7 @@ class Metrics:
         self._requests = counter(
             "requests", "Requests by route and status; 499: the client went away.", "route", "status"
         )
-        self._odd = counter("odd_queries", "Queries changed so that they can be searched, by cause.", "cause")
+        self._odd = counter("rewritten_queries", "Queries changed so that they can be searched, by cause.", "cause")
         self._faults = counter("failed", "Queries without an answer, by cause.", "cause")
         # finding a labelled series costs more than counting
         self._series: dict[tuple[str, int], Counter] = {}

@@ -57,7 +57,7 @@ class InstrumentedTool:
     def __init__(self, tool: Tool, stats: Stats) -> None:
         self.name = tool.name
         self._tool, self._stats = tool, stats
-        for kind in ("calls", "mistakes", "errors"):
+        for kind in ("calls", "invalid_calls", "errors"):
             stats.counts[f"tool_{kind}_{self.name}"] += 0
 
     async def __call__(self, argument: str) -> ToolResult:
@@ -65,7 +65,7 @@ class InstrumentedTool:
             result = await self._tool(argument)
         counts = self._stats.counts
         counts[f"tool_calls_{self.name}"] += 1
-        counts[f"tool_mistakes_{self.name}"] += bool(result.mistake)
+        counts[f"tool_invalid_calls_{self.name}"] += bool(result.mistake)
         counts[f"tool_errors_{self.name}"] += bool(result.error)
         if result.error:
             counts[f"tool_failures_{self.name}/{result.error}"] += 1

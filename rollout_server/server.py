@@ -100,7 +100,7 @@ MOST_REFUSALS = 50
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
     *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
-    *("unreadable_tasks", "handed_back", "events_lost"),
+    *("unreadable_tasks", "tasks_released", "events_lost"),
 )
 """Shown from the start, as zeros."""
 RATES = {"tokens_generated": "tokens_generated", "trajectories": "trajectories", "groups": "groups_published"}
@@ -321,7 +321,7 @@ class RolloutServer:
         try:
             async with asyncio.timeout(3.0):
                 await self._publisher.emit_event(
-                    "left", f"stopped; {self._stats.counts['handed_back']} tasks handed back"
+                    "left", f"stopped; {self._stats.counts['tasks_released']} tasks handed back"
                 )
                 await self._leases.deregister()
                 await deregister_metrics(self._redis, self._stats)

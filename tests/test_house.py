@@ -78,7 +78,7 @@ UNUSED = {
         *("handle_starttag", "handle_startendtag", "handle_endtag", "attrs"),
     },
     "a field that leaves the process: in a message, a report or a table": {
-        *("escape_version", "question_id", "practice_steps", "world_cpu_s", "inert", "surplus"),
+        *("escape_version", "question_id", "practice_steps", "world_cpu_s", "inert"),
     },
 }
 """Why a name that vulture takes for unused is needed -> the names."""

@@ -18,7 +18,7 @@ from deploy.terminal import escape_untrusted
 from protocol.messages import NodeState
 from rollout_server.search.base import NO_SUCH_PATH
 
-BUCKETS = ("trained", "untrained", "filtered", "stale", "failed", "duplicate", "in_flight")
+BUCKETS = ("trained", "masked", "filtered", "stale", "failed", "duplicate", "in_flight")
 GROWING = 3
 """Dead letters within WINDOW_S that are more than an accident."""
 WINDOW_S = 60.0
@@ -55,7 +55,7 @@ class TokenBalance:
         return self.generated == sum(self.parts.values())
 
     def line(self) -> str:
-        """`generated 10 = trained 6 + untrained 0 + ... + in flight 4 (closes)`"""
+        """`generated 10 = trained 6 + masked 0 + ... + in flight 4 (closes)`"""
         total = sum(self.parts.values())
         parts = " + ".join(f"{name.replace('_', ' ')} {number}" for name, number in self.parts.items())
         verdict = "closes" if self.closes else f"DOES NOT CLOSE: {abs(self.generated - total)} "
@@ -72,8 +72,8 @@ def token_balance(seen: RunSnapshot) -> TokenBalance | None:
     """Return the learner's own balance, else that of the last checkpoint; None where neither counts tokens."""
     values, rejected = (seen.learner.values if seen.learner is not None else {}), seen.tokens.get("rejected", 0)
     if "tokens_generated_total" in values:
-        parts = {name: int(values.get(f"tokens_law_{name}", 0)) for name in BUCKETS}
-        lost = int(values.get("tokens_law_redis_lost", 0))
+        parts = {name: int(values.get(f"token_accounting_{name}", 0)) for name in BUCKETS}
+        lost = int(values.get("token_accounting_redis_lost", 0))
         return TokenBalance(int(values["tokens_generated_total"]), parts, rejected, lost)
     if seen.learner is None and seen.totals is not None and seen.totals.tokens:
         # what was not decided then is not in it: it comes again

@@ -143,7 +143,7 @@ class _Tally:
     sampled: int = 0
     stale: int = 0
     orphan: int = 0
-    unvoted: int = 0
+    invalid: int = 0
 
 
 def build_batch(
@@ -238,7 +238,7 @@ def _trained_part(
 ) -> _Row | None:
     tally.sampled += trajectory.num_sampled
     if not trajectory.status.is_valid:
-        tally.unvoted += trajectory.num_sampled
+        tally.invalid += trajectory.num_sampled
         return None
     trained = trajectory.mask.copy()
     trained[:1] = False  # nothing predicts the first token
@@ -357,7 +357,7 @@ def _statistics(
         "tokens_sampled": float(tally.sampled),
         "tokens_stale": float(tally.stale),
         "tokens_orphan": float(tally.orphan),
-        "tokens_unvoted": float(tally.unvoted),
+        "tokens_invalid": float(tally.invalid),
         "tokens_read": float(read),
         "padding_share": 1.0 - read / slots if slots else 0.0,
         "micro_batches": float(len(micro_batches)),

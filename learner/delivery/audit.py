@@ -128,7 +128,7 @@ class RedisAudit:
         """Numbers for the metrics."""
         with self._delivery.lock:
             now = self._offset
-            return {"tokens_law_rejected": float(now.rejected), "tokens_law_redis_lost": float(now.lost)}
+            return {"token_accounting_rejected": float(now.rejected), "token_accounting_redis_lost": float(now.lost)}
 
     def to_state(self) -> dict[str, Any]:
         """Plain JSON values for the checkpoint."""
@@ -234,8 +234,8 @@ class ConservationAudit:
         """Numbers for the metrics."""
         with self._delivery.lock:
             values = self._delivery.accounting.values() | self._cross.values()
-            closes = bool(values["tokens_law_closes"]) and not self._reported
-            return values | {"tokens_law_closes": float(closes), "books_close": float(closes)}
+            closes = bool(values["token_accounting_consistent"]) and not self._reported
+            return values | {"token_accounting_consistent": float(closes), "accounting_consistent": float(closes)}
 
     def _compared(self) -> str:
         try:

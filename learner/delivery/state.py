@@ -38,7 +38,7 @@ class RunCounters:
     requeued: int = 0
     state_lost: int = 0
     lease_lapsed: int = 0
-    surplus: int = 0
+    excess: int = 0
     skipped_steps: int = 0
     tokens_sampled: int = 0
     tokens_trained: int = 0
@@ -146,7 +146,7 @@ class DeliveryState:
             if seqs:
                 own = own or TokenSplit(trained, sampled - trained)
                 self.accounting.record(TokenOutcome.TRAINED, own.trained)
-                self.accounting.record(TokenOutcome.UNTRAINED, own.masked)
+                self.accounting.record(TokenOutcome.MASKED, own.masked)
 
     def reopen(self, seq: int) -> str:
         """Make a dead or stale seq due again, with all its attempts; return what it was. Raises NotReopenable."""

@@ -1,12 +1,12 @@
 """Token accounting: the outcome of every token that a received stream entry brought.
 
-    generated = trained + untrained + filtered + stale + failed + duplicate + in flight
+    generated = trained + masked + filtered + stale + failed + duplicate + in flight
 
 `generated` is counted on arrival, before anything is decided, from what the publisher says (`t`, else the header). The
 other side is counted where the outcome is decided, from the groups themselves. So a group that is dropped on the way,
 or recorded twice, shows as a difference of its tokens.
 
-trained    had a gradient                     untrained  in trained groups, but masked (stale, orphan, invalid, ...)
+trained    had a gradient                     masked  in trained groups, but masked (stale, orphan, invalid, ...)
 filtered   of groups that teach nothing       stale      of groups too old as a whole
 failed     of unreadable, poisonous, failed and not finite groups
 duplicate  of entries whose seq was here or settled already
@@ -34,7 +34,7 @@ class TokenOutcome(StrEnum):
     """What became of a token. The values are names in checkpoints and metrics."""
 
     TRAINED = "trained"
-    UNTRAINED = "untrained"
+    MASKED = "masked"
     FILTERED = "filtered"
     STALE = "stale"
     FAILED = "failed"
@@ -120,11 +120,11 @@ class TokenAccounting:
 
     def values(self) -> dict[str, float]:
         """Return the totals for the metrics."""
-        named = {f"tokens_law_{outcome}": float(tokens) for outcome, tokens in self.totals.items()}
+        named = {f"token_accounting_{outcome}": float(tokens) for outcome, tokens in self.totals.items()}
         return named | {
             "tokens_generated_total": float(self.generated),
-            "tokens_law_in_flight": float(self.pending_tokens),
-            "tokens_law_closes": float(not self.inconsistency()),
+            "token_accounting_in_flight": float(self.pending_tokens),
+            "token_accounting_consistent": float(not self.inconsistency()),
         }
 
     def to_state(self) -> dict[str, Any]:

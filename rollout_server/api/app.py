@@ -112,7 +112,7 @@ async def _status(request: web.Request) -> web.Response:
             "version": engine.version.label,
             "role": engine.role,
             "takes_requests": engine.id in takes,
-            "obstacle": state.router.obstacle(engine),
+            "unroutable_reason": state.router.unroutable_reason(engine),
             "strikes": round(state.router.health.strikes(incarnation_key(engine)), 3),
             "trouble": state.router.health.last_error(incarnation_key(engine)),
             "window": state.router.inflight.limit(engine),

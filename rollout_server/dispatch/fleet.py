@@ -125,9 +125,9 @@ class FleetTable:
 
         tokenizer  fingerprint of the rollout server's own; an engine that names another would be fed other words
         """
-        return not self.obstacle(engine, max_lag=max_lag, tokenizer=tokenizer)
+        return not self.unroutable_reason(engine, max_lag=max_lag, tokenizer=tokenizer)
 
-    def obstacle(self, engine: EngineInfo, *, max_lag: int, tokenizer: str = "") -> str:
+    def unroutable_reason(self, engine: EngineInfo, *, max_lag: int, tokenizer: str = "") -> str:
         """Why `engine` gets no training traffic, in a few words; "" when it may."""
         if not same_tokenizer(engine, tokenizer):
             return "another tokenizer"

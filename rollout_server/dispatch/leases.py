@@ -164,7 +164,7 @@ class LeasePool:
                 for lease in unfinished:
                     log.info("handing back seq %d", lease.task.seq)
                     if await self._publisher.replace(lease.entry, lease.task):
-                        self._stats.counts["handed_back"] += 1
+                        self._stats.counts["tasks_released"] += 1
         except TimeoutError:
             log.warning("Redis is away: the tasks not handed back are taken over when their leases run out")
 

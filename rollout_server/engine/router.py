@@ -44,7 +44,7 @@ SILENT = frozenset({NodeState.LOADING, NodeState.SYNCING})
 FREE_RETRIES = frozenset({"unreachable", "cut", "aborted", "withdrawn"})
 """Causes that do not use up a turn's attempts: the engine is gone, and another or the same will be there."""
 
-COUNTERS = ("failovers", "tokens_continued", "tokens_unattributed", "tokens_distrusted")
+COUNTERS = ("failovers", "tokens_continued", "tokens_unattributed", "tokens_discarded")
 """failovers: further requests that turns needed. Tokens that a request had brought when it failed: kept and not
 generated again (tokens_continued), dropped since their version is not known for sure (unattributed), not believed
 (distrusted)."""
@@ -147,9 +147,9 @@ class Router:
             ]
         return [e for e in allowed if self.health.usable(incarnation_key(e))]
 
-    def obstacle(self, engine: EngineInfo) -> str:
+    def unroutable_reason(self, engine: EngineInfo) -> str:
         """Why `engine` is given no training request now, "" when it is."""
-        why = self._fleet.table.obstacle(engine, max_lag=self._max_lag, tokenizer=self._tokenizer)
+        why = self._fleet.table.unroutable_reason(engine, max_lag=self._max_lag, tokenizer=self._tokenizer)
         return why or ("" if self.health.usable(incarnation_key(engine)) else "is ejected after errors")
 
     @property
@@ -248,7 +248,7 @@ class Router:
         kept = len(received.ids)
         if cause == "bad_output":
             # earlier tokens of an engine that sends malformed data may be wrong too
-            self.counts["tokens_distrusted"] += kept
+            self.counts["tokens_discarded"] += kept
             kept = 0
         else:
             unsure = turn.add(received)

@@ -193,7 +193,7 @@ class ReplicaBalancer:
         return {
             "search_window": lambda: sum(r.limit.size for r in replicas if r.healthy),
             "searches_in_flight": lambda: sum(r.limit.in_flight for r in replicas),
-            "searches_in_line": lambda: self.waiting,
+            "searches_queued": lambda: self.waiting,
             "retrievers": lambda: len(replicas),
             "retrievers_healthy": lambda: sum(r.healthy for r in replicas),
             "retriever_fingerprints": lambda: len({r.fingerprint for r in replicas if r.fingerprint}),
@@ -226,7 +226,7 @@ class ReplicaBalancer:
     def _on_ejected(self, replica: Replica) -> None:
         if replica.cause not in NO_SUCH_PATH:
             log.warning("retriever %s is ejected: %s", replica.url, replica.cause)
-        self.counts["retrievers_put_aside"] += 1
+        self.counts["retriever_ejections"] += 1
         self._start(self._readmit_when_healthy(replica), "search-probe")
         if self.breaker.usable:
             return

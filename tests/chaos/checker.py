@@ -162,8 +162,8 @@ def _tokens(manifest: dict[str, Any], living: Sequence[Frame], verdict: Verdict)
         verdict.tokens |= {"that arrived, by the books": int(law["generated"]), **ended}
         if sum(ended.values()) != int(law["generated"]):
             verdict.problems.append(f"tokens: {law['generated']} arrived, {sum(ended.values())} ended somewhere")
-        if ended["trained"] + ended["untrained"] != sampled:
-            both = f"{ended['trained']} trained + {ended['untrained']} untrained"
+        if ended["trained"] + ended["masked"] != sampled:
+            both = f"{ended['trained']} trained + {ended['masked']} masked"
             verdict.problems.append(f"tokens: {both} by the books, {sampled} by the journal")
 
 

@@ -89,7 +89,7 @@ def break_counts(manifest: dict[str, Any]) -> None:
     manifest["ledger"]["counts"]["trained"] += 1
 
 
-def book_the_untrained(manifest: dict[str, Any]) -> None:
+def book_the_masked(manifest: dict[str, Any]) -> None:
     manifest["ledger"]["notes"] = []
     manifest["ledger"]["counts"] = {"trained": 17}
 
@@ -102,7 +102,7 @@ def lose_tokens(manifest: dict[str, Any]) -> None:
     manifest["tally"]["tokens_sampled"] -= 1
 
 
-@pytest.mark.parametrize("doctor", [break_counts, book_the_untrained, note_the_trained, lose_tokens])
+@pytest.mark.parametrize("doctor", [break_counts, book_the_masked, note_the_trained, lose_tokens])
 def test_books_that_do_not_close_are_seen(run_dir: Path, doctor: Callable[[dict[str, Any]], None]) -> None:
     path = run_dir / "checkpoints" / "step_8.e2" / "manifest.json"
     manifest = json.loads(path.read_text())

@@ -65,7 +65,7 @@ async def test_model_of_search_r1_batch_search(url: str, record_property: Did) -
     assert all(f"number{i % 40} " in hits[0] for i, hits in enumerate(contents[6:]))
     metrics = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{url}/metrics").read().decode())
     for cause in ("long", "surrogate", "nul"):
-        assert f'foray_retriever_odd_queries_total{{cause="{cause}"}} 1.0' in metrics
+        assert f'foray_retriever_rewritten_queries_total{{cause="{cause}"}} 1.0' in metrics
     record_property("client", "Search-R1 generation.batch_search (model)")
     record_property("did", "5,120 queries at once, six of them odd")
 

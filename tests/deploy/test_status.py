@@ -177,7 +177,7 @@ def test_without_a_learner_the_law_by_token_is_the_checkpoints(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": law}))
     client.zrem(KEYS.processes, "learner:l")
     client.hset(KEYS.target, "state", "done")
-    line = "generated 30 = trained 20 + untrained 0 + filtered 0 + stale 10 + failed 0 + duplicate 0 + in flight 0"
+    line = "generated 30 = trained 20 + masked 0 + filtered 0 + stale 10 + failed 0 + duplicate 0 + in flight 0"
     assert f"{line} (closes)" in render(look(), max_lag=2)
     law["buckets"]["stale"] = 11
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": law}))
@@ -219,9 +219,14 @@ def test_top_shows_throughput_lag_reward_engines_and_who_waits(look: Callable[[]
     assert any(line.split()[:3] == ["engine-1", "ready", "1.12"] for line in text.splitlines())
 
 
-LAW = {"tokens_generated_total": 100.0, "tokens_law_trained": 60.0, "tokens_law_untrained": 5.0}
-LAW |= {"tokens_law_filtered": 10.0, "tokens_law_stale": 4.0, "tokens_law_failed": 3.0, "tokens_law_duplicate": 8.0}
-LAW |= {"tokens_law_in_flight": 10.0, "tokens_law_redis_lost": -7.0}
+LAW = {"tokens_generated_total": 100.0, "token_accounting_trained": 60.0, "token_accounting_masked": 5.0}
+LAW |= {
+    "token_accounting_filtered": 10.0,
+    "token_accounting_stale": 4.0,
+    "token_accounting_failed": 3.0,
+    "token_accounting_duplicate": 8.0,
+}
+LAW |= {"token_accounting_in_flight": 10.0, "token_accounting_redis_lost": -7.0}
 
 
 def bury(client: redis.Redis, *reasons: str) -> None:
@@ -241,7 +246,7 @@ def test_the_law_by_token_dead_letters_and_events_are_shown(
     assert problems(seen, max_lag=2) == [], "two letters are no flood"
     page = render(seen, max_lag=2)
     assert (
-        "tokens    generated 100 = trained 60 + untrained 5 + filtered 10 + stale 4 + failed 3 + duplicate 8 "
+        "tokens    generated 100 = trained 60 + masked 5 + filtered 10 + stale 4 + failed 3 + duplicate 8 "
         "+ in flight 10 (closes); 12 more in attempts that were tried again; "
         "7 received and no longer in Redis' count, since Redis lost state\n" in page
     )
@@ -262,8 +267,8 @@ def test_the_law_by_token_dead_letters_and_events_are_shown(
         (lambda c: c.set(KEYS.epoch, 8), "of epoch 7 and fenced: epoch 8 has taken over"),
         (lambda c: c.delete(KEYS.lease), "the learner's lease has lapsed"),
         (
-            lambda c: report(c, "learner", "l", values=LEARNER | LAW | {"tokens_law_stale": 1.0}),
-            "tokens do not close: generated 100 != trained 60 + untrained 5 + filtered 10 + stale 1 + failed 3 "
+            lambda c: report(c, "learner", "l", values=LEARNER | LAW | {"token_accounting_stale": 1.0}),
+            "tokens do not close: generated 100 != trained 60 + masked 5 + filtered 10 + stale 1 + failed 3 "
             "+ duplicate 8 + in flight 10 (DOES NOT CLOSE: 3 are missing)",
         ),
         (

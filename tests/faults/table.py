@@ -66,8 +66,8 @@ ROWS: dict[int, Row] = {
         "E hangs with HTTP alive", "SUSPECT after a probe that must make a token, then restarted", "hangs, restarts"
     ),
     20: Row("E answers 5xx or is out of memory", "strikes, smaller window, other engines", "strikes"),
-    21: Row("E returns NaN, wrong lengths, nothing", "refused at R and generated elsewhere", "tokens_distrusted"),
-    22: Row("E of another tokenizer", "takes no request; both fingerprints are shown", "obstacle of the engine"),
+    21: Row("E returns NaN, wrong lengths, nothing", "refused at R and generated elsewhere", "tokens_discarded"),
+    22: Row("E of another tokenizer", "takes no request; both fingerprints are shown", "unroutable_reason"),
     23: Row("Q killed, with its file", "all reconnect; what a lost second cost is issued again", "reissued"),
     24: Row(
         "Q killed, without a file", "streams and functions made again; issued from the ledger on", "event: state-lost"

@@ -183,7 +183,7 @@ def test_a_trajectory_that_does_not_vote_is_masked_whole_and_counts_in_no_baseli
     failed = make_trajectory(1.0, status=Status.FAILED)
     batch = build([group_of(make_trajectory(1.0), make_trajectory(0.0), failed)], std_ddof=0, epsilon=0.0)
     assert batch.num_tokens == 8
-    assert batch.stats["tokens_unvoted"] == 4
+    assert batch.stats["tokens_invalid"] == 4
     assert sorted(set(np.concatenate([m.advantages for m in batch.micro_batches]).tolist())) == [-1.0, 1.0]
 
 

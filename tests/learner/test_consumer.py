@@ -110,7 +110,7 @@ def test_a_duplicate_is_counted_and_acknowledged_with_the_next_checkpoint(
     assert delivery.counters.duplicates == 2 and delivery.mark_durable(delivery.to_state()) == [third]
     assert delivery.accounting.totals == dict.fromkeys(TokenOutcome, 0) | {
         "trained": 10,
-        "untrained": 6,
+        "masked": 6,
         "duplicate": 32,
     }
     assert delivery.inconsistency() == "" and delivery.accounting.generated == 48

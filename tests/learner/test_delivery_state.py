@@ -154,7 +154,7 @@ def test_tokens_that_went_nowhere_or_twice_are_told_with_their_number() -> None:
     came(delivery, b"2-0", 2)
     delivery.commit_step([1], sampled=10, trained=7)
     assert delivery.inconsistency() == ""
-    delivery.accounting.totals[TokenOutcome.UNTRAINED] -= 3
+    delivery.accounting.totals[TokenOutcome.MASKED] -= 3
     assert "20 tokens were generated" in delivery.inconsistency() and delivery.inconsistency().endswith(
         "= 17: 3 are missing"
     )

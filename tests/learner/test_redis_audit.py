@@ -101,7 +101,7 @@ def test_published_is_received_or_waits_at_every_moment(learner: Learner, db: re
     assert learner.cross.compare() == ""
     learner.checkpoint("step_1.e1")
     assert learner.cross.compare() == "" and learner.delivery.inconsistency() == ""
-    assert (learner.delivery.accounting.received_counted, learner.cross.values()["tokens_law_redis_lost"]) == (
+    assert (learner.delivery.accounting.received_counted, learner.cross.values()["token_accounting_redis_lost"]) == (
         3 * TOKENS,
         0,
     )
@@ -146,7 +146,7 @@ def test_a_wiped_redis_is_told_and_never_silently_folded(
     store.prepare()
     with caplog.at_level(logging.WARNING):
         assert learner.cross.compare() == ""
-    assert learner.cross.values()["tokens_law_redis_lost"] == -2 * TOKENS, "received, and Redis has forgotten it"
+    assert learner.cross.values()["token_accounting_redis_lost"] == -2 * TOKENS, "received, and Redis has forgotten it"
     assert "32 tokens were received that Redis has not counted" in caplog.text
     assert len(told(db, "redis-lost")) == 1
     publish(db, 3)
@@ -168,7 +168,7 @@ def test_a_group_that_redis_lost_while_it_was_held_is_no_fault_of_the_successor(
     state = learner.checkpoint("step_1.e1")  # seq 2 is held, and undecided; then the learner ends
     successor = Learner(store, tmp_path, state, "step_1.e1")
     assert successor.cross.compare() == "", "what it will never receive is not missing"
-    assert successor.cross.values()["tokens_law_redis_lost"] == -TOKENS
+    assert successor.cross.values()["token_accounting_redis_lost"] == -TOKENS
 
 
 def test_a_learner_that_goes_on_from_an_older_checkpoint_books_what_the_newer_one_had(
@@ -181,7 +181,7 @@ def test_a_learner_that_goes_on_from_an_older_checkpoint_books_what_the_newer_on
     learner.checkpoint("step_1.e1")
     again = Learner(store, tmp_path, older, "step_0.e1")
     assert again.cross.compare() == ""
-    assert again.cross.values()["tokens_law_redis_lost"] == 2 * TOKENS
+    assert again.cross.values()["token_accounting_redis_lost"] == 2 * TOKENS
 
 
 def test_a_checkpoint_that_knows_nothing_of_it_is_where_it_begins(
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_knows_nothing_of_it_is_where_it_begins(
     for name in ("tokens", "redis"):
         del state[name]
     again = Learner(store, tmp_path, state, "step_1.e1")
-    assert again.cross.compare() == "" and again.cross.values()["tokens_law_redis_lost"] == 0
+    assert again.cross.compare() == "" and again.cross.values()["token_accounting_redis_lost"] == 0
     publish(db, 3)
     again.source.tick()
     assert again.cross.compare() == "" and again.delivery.accounting.generated == TOKENS
@@ -210,7 +210,7 @@ def test_rejected_attempts_are_counted_on_across_a_redis_that_forgot(
 
     reject(30)
     learner.cross.update()
-    assert learner.cross.values()["tokens_law_rejected"] == 30
+    assert learner.cross.values()["token_accounting_rejected"] == 30
     db.flushall()
     store.prepare()
     reject(5)
@@ -218,7 +218,7 @@ def test_rejected_attempts_are_counted_on_across_a_redis_that_forgot(
     learner.cross.compare()
     reject(2)
     learner.cross.update()
-    assert learner.cross.values()["tokens_law_rejected"] == 37
+    assert learner.cross.values()["token_accounting_rejected"] == 37
 
 
 def test_a_group_that_is_dead_on_arrival_or_unreadable_is_in_the_books_by_token(

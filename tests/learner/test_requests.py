@@ -86,7 +86,7 @@ def test_a_request_survives_until_redis_has_taken_note(
     assert again.requeue_requests == {1}, "the successor knows that it is dealt with"
 
 
-def test_a_dead_seq_is_trained_after_all_and_the_books_close(
+def test_a_dead_seq_is_trained_after_all_and_the_accounting_is_consistent(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_dead_seq_is_trained_after_all_and_the_books_close(
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
     assert 5 in [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
-    assert [n for n in made["ledger"]["notes"] if n[2] != "surplus"] == [[6, "dead", "engine"]]
+    assert [n for n in made["ledger"]["notes"] if n[2] != "excess"] == [[6, "dead", "engine"]]
     assert made["ledger"]["reopened"] == [] and db.smembers(KEYS.requeue) == set()
     assert [attempt for seq, attempt in player.seen if seq == 5] == [1, 1], "with all its attempts before it"
     tokens = made["tokens"]
@@ -148,8 +148,8 @@ def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
 
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
-    assert made["step"] == run.steps and [5, "filtered", "surplus"] in made["ledger"]["notes"]
-    assert made["tally"]["surplus"] >= 1 and made["ledger"]["reopened"] == []
+    assert made["step"] == run.steps and [5, "filtered", "excess"] in made["ledger"]["notes"]
+    assert made["tally"]["excess"] >= 1 and made["ledger"]["reopened"] == []
     in_flight = {fields[b"seq"] for _, fields in db.xrange(KEYS.tasks)}
     assert b"5" in in_flight, "its task was there, and nobody waited for it"
     assert db.hget(KEYS.target, "state") == b"done" and told(db, "done")

@@ -76,10 +76,14 @@ def test_the_law_by_token_is_exported(
     with tiny_learner.Player(address, run.id, fails={3}):
         serve(run, settings)
     told = values(db).values
-    law = {name: told[f"tokens_law_{name}"] for name in (*TokenOutcome, "in_flight")}
+    law = {name: told[f"token_accounting_{name}"] for name in (*TokenOutcome, "in_flight")}
     assert told["tokens_generated_total"] == sum(law.values()) == 32 * 16 + 7
-    assert (law["failed"], law["trained"] + law["untrained"]) == (7, 512) and law["trained"] > 400
-    assert (told["tokens_law_closes"], told["tokens_law_rejected"], told["tokens_law_redis_lost"]) == (1, 0, 0)
+    assert (law["failed"], law["trained"] + law["masked"]) == (7, 512) and law["trained"] > 400
+    assert (
+        told["token_accounting_consistent"],
+        told["token_accounting_rejected"],
+        told["token_accounting_redis_lost"],
+    ) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("wrong", ["token", "seq"])

@@ -14,7 +14,7 @@ outcomes = st.sampled_from(list(Outcome))
 
 @pytest.mark.fault(33)
 @given(st.permutations(range(1, 25)), st.lists(outcomes, min_size=24, max_size=24), st.integers(0, 24))
-def test_any_order_settles_each_seq_once_and_the_books_close(
+def test_any_order_settles_each_seq_once_and_the_accounting_is_consistent(
     order: list[int], results: list[Outcome], cut: int
 ) -> None:
     ledger = Ledger()

@@ -414,7 +414,7 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
         assert all(s.logprobs.tolist() == [-0.25] * len(s.ids) for s in policy)
     said = [record.getMessage() for record in caplog.records]
     if name == "another tokenizer":
-        assert asked == 0 and router.obstacle(first) == "another tokenizer"
+        assert asked == 0 and router.unroutable_reason(first) == "another tokenizer"
         assert any("engine bad: another tokenizer" in line for line in said)
     else:
         assert asked > 0 and router.health.total > 0 and router.counts[f"engine_{cause}"] > 0, router.counts
@@ -435,4 +435,4 @@ async def test_what_a_babbler_said_before_is_not_believed_either() -> None:
         a.faults["/generate"] = Fault(after=6, spoil=nan)
         done = await router(ask([1]))
     assert done.ids == next_ids([1], 20) and spans_of(done) == [("1.6", 0, 20)]
-    assert router.counts["tokens_continued"] == 0 and router.counts["tokens_distrusted"] > 0
+    assert router.counts["tokens_continued"] == 0 and router.counts["tokens_discarded"] > 0

@@ -68,7 +68,7 @@ async def test_it_reports_itself(world, model: Path, tokens) -> None:
         assert body["target"] == "1.5" and body["values"]["groups_published"] == 1
         engines = {e["id"]: e for e in body["engines"]}
         assert {name: e["takes_requests"] for name, e in engines.items()} == {"e": True, "odd": False, "old": False}
-        assert {name: e["obstacle"] for name, e in engines.items()} == {
+        assert {name: e["unroutable_reason"] for name, e in engines.items()} == {
             **{"e": "", "odd": "another tokenizer", "old": "3 steps behind, 2 are allowed"}
         }
         assert (engines["e"]["window"], engines["e"]["requests_in_flight"], engines["e"]["trouble"]) == (48, 0, "")
@@ -82,7 +82,7 @@ async def test_it_reports_itself(world, model: Path, tokens) -> None:
         ages = {s.name: s.value for s in families["foray_rollout_task_queue_age_seconds"].samples}
         assert ages["foray_rollout_task_queue_age_seconds_count"] == 1
         assert f'foray_rollout_groups_published_total{{run="{world.keys.run}"}} 1.0' in text
-        for counter in ("failovers", "tokens_continued", "tokens_unattributed", "tokens_distrusted"):
+        for counter in ("failovers", "tokens_continued", "tokens_unattributed", "tokens_discarded"):
             assert f'foray_rollout_{counter}_total{{run="{world.keys.run}"}} 0.0' in text
         assert 'foray_rollout_wait_seconds_total{cause="credit",run="' in text
 

@@ -315,13 +315,13 @@ async def test_calls_are_counted_by_name_and_cause(tmp_path: Path) -> None:
     plain, _, _ = with_tools(tmp_path, lambda _: next(said))
     environment = with_instrumented_tools(plain, stats)
     assert stats.values() == {
-        f"tool_{kind}_{name}": 0.0 for name in BOTH for kind in ("calls", "mistakes", "errors")
+        f"tool_{kind}_{name}": 0.0 for name in BOTH for kind in ("calls", "invalid_calls", "errors")
     }, "shown from the start"
     await play(environment, ["<fetch>1</fetch>", "<fetch>2</fetch>", "<fetch>3</fetch>", "<answer>a</answer>"])
     counted = {name: n for name, n in stats.values().items() if n}
     assert counted == {
         "tool_calls_fetch": 3.0,
-        "tool_mistakes_fetch": 1.0,
+        "tool_invalid_calls_fetch": 1.0,
         "tool_errors_fetch": 1.0,
         "tool_failures_fetch/timeout": 1.0,
     }

@@ -120,7 +120,7 @@ async def test_a_policy_searches_fetches_a_document_by_its_id_and_answers(
     assert "by <fetch> id </fetch>" in environment["segments"][0]["text"]
     assert requests[0]["sampling_params"]["stop"] == ["</search>", "</answer>", "</fetch>"]
     counted = {name: n for name, n in values.items() if name.startswith("tool_")}
-    assert counted == {"tool_calls_fetch": 2.0, "tool_mistakes_fetch": 1.0, "tool_errors_fetch": 0.0}
+    assert counted == {"tool_calls_fetch": 2.0, "tool_invalid_calls_fetch": 1.0, "tool_errors_fetch": 0.0}
     assert values["searches"] == 1.0
 
 

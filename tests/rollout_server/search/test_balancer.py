@@ -149,14 +149,14 @@ async def test_a_cancelled_search_leaves_its_place_in_the_line() -> None:
     async with FakeRetriever() as retriever, Client(retriever, connections=1, attempt_s=2) as client:
         retriever.then(Fault(after_s=0.3))
         searches = client.start(5)
-        await eventually(lambda: client.gauge("searches_in_line") == 4, "four wait behind one")
+        await eventually(lambda: client.gauge("searches_queued") == 4, "four wait behind one")
         searches[1].cancel()
         searches[3].cancel()
         await asyncio.sleep(0)
         results = await asyncio.gather(*searches, return_exceptions=True)
         assert [type(r).__name__ for r in results].count("CancelledError") == 2
         assert retriever.queries == ["query 0", "query 2", "query 4"], "first come, first served"
-        assert client.gauge("searches_in_line") == client.gauge("searches_in_flight") == 0
+        assert client.gauge("searches_queued") == client.gauge("searches_in_flight") == 0
 
 
 async def test_a_search_that_is_cancelled_just_as_its_turn_comes_passes_it_on() -> None:

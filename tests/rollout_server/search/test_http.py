@@ -228,7 +228,7 @@ async def test_counts_go_where_they_are_wanted(retriever: FakeRetriever, search:
     assert (counts["a"], counts["search_faults_http_500"], counts["search_retries"]) == (1, 1, 1)
     values = {name: read() for name, read in gauges.items()}
     assert (values["retrievers"], values["retrievers_healthy"], values["search_breaker"]) == (1, 1, 0)
-    assert values["search_window"] == START and values["searches_in_flight"] == values["searches_in_line"] == 0
+    assert values["search_window"] == START and values["searches_in_flight"] == values["searches_queued"] == 0
 
 
 def test_one_address_may_be_written_without_a_list() -> None:
