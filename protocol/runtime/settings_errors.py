@@ -16,6 +16,8 @@ from pydantic_core import ErrorDetails
 from protocol.redaction import SHOWN
 from protocol.settings import PATTERNS
 
+RENAMED = {"allow_unisolated": "sandbox"}
+"""Key that settings once had -> the key that took its place."""
 _MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 300
@@ -24,7 +26,9 @@ _GROUP = {"model_attributes_type", "model_type", "dict_type", "mapping_type"}
 
 
 def suggest(name: str, legal: Sequence[str]) -> str:
-    """Return advice that names the nearest of `legal`, or all of them."""
+    """Return advice that names what `name` is called now, the nearest of `legal`, or all of them."""
+    if (now := RENAMED.get(name)) in legal:
+        return f"it is {now!r} now"
     near = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(sorted(legal))
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.runtime.config import read_tree, section
+from protocol.runtime.settings_errors import suggest
 from protocol.settings import RunSettings, Settings
 
 
@@ -159,6 +160,11 @@ def test_common_mistakes_are_told_in_words_of_yaml(override: str, expected: str)
     with pytest.raises(UserError) as caught:
         section(tree, override.split(".")[0], RunSettings if override.startswith("run") else Wide)
     assert expected in caught.value.render()
+
+
+def test_an_old_key_is_answered_with_the_new_one() -> None:
+    assert suggest("allow_unisolated", ("timeout_s", "sandbox")) == "it is 'sandbox' now"
+    assert suggest("allow_unisolated", ("timeout_s",)) == "known here: timeout_s"
 
 
 @pytest.mark.parametrize(("given", "expected"), [("top_k=1", "same"), ("top_k=0", "same"), ("top_p=0", "top_p")])
