@@ -207,15 +207,6 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def fsync(path: Path) -> None:
-    """Wait until the file (or the directory's entries) would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def files_in(directory: Path) -> list[str]:
     """Return the names of the files below a directory, in order, except the lock."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())

@@ -83,9 +83,10 @@ def test_help_and_mistakes_import_nothing_heavy(module: str) -> None:
         f"import sys; from {module} import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
-        "try: main(['--corpus', 'a', '--out', 'b', 'x'] if 'build' in sys.argv[1] else ['retriever.prot=1'])\n"
+        "try: main(['--corpus', 'a', '--out', 'b', 'x'] if 'indexing' in sys.argv[1] else ['retriever.prot=1'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'aiohttp', 'transformers', 'faiss', 'bm25s', 'prometheus_client'} & set(sys.modules)\n"
+        "heavy = {'torch', 'aiohttp', 'transformers', 'faiss', 'bm25s', 'pyarrow', 'prometheus_client'}\n"
+        "heavy &= set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code, module], capture_output=True, text=True, timeout=30)
@@ -98,6 +99,14 @@ def test_threads_of_a_search_do_not_spin_unless_somebody_wants_it(given: dict[st
     env = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | given
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=env)
     assert done.stdout.strip() == expected, done.stderr
+
+
+def test_the_service_does_without_the_libraries_of_a_build() -> None:
+    code = (
+        "import sys, retriever.server; sys.exit(str({'pyarrow', 'torch', 'faiss', 'bm25s', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stderr.strip() == "set()"
 
 
 @pytest.mark.parametrize(("kind", "absent"), [("bm25", "faiss"), ("memory", "faiss"), ("faiss_flat", "bm25s")])

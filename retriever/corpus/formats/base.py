@@ -19,9 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from protocol.errors import UserError
 
 Record = Mapping[str, Any]
@@ -177,6 +174,9 @@ class RecordReader:
 
 def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[tuple[int, Record]]:
     """Yield (number from 1, record) of every row. Holds one batch of rows; OSError for a file that is damaged."""
+    import pyarrow as pa  # 50 MB of memory, which the service does without
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path) as file:
             # of the others only what a passage can carry: dumps often hold vectors
@@ -195,6 +195,9 @@ def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[t
 
 def columns_of(path: Path) -> list[str]:
     """Return the names of the columns of a file; OSError for one that is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         return list(pq.read_schema(path).names)
     except pa.ArrowInvalid as error:
@@ -254,6 +257,7 @@ def id_of(record: Record) -> str:
 
 
 def _is_scalar_column(kind: Any) -> bool:
-    types = pa.types
+    from pyarrow import types
+
     tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
     return any(test(kind) for test in tests)
