@@ -120,9 +120,6 @@ def serve(
     return 0
 
 
-# --- building ---
-
-
 @dataclass(frozen=True)
 class DeliveryServices:
     """What tasks and groups go through on their way."""

@@ -103,8 +103,6 @@ class Correction:
         return kept
 
 
-# Functions of [B, T] rows, applied to the flat tokens of a micro-batch.
-
 OnRows = Callable[..., tuple[torch.Tensor, ...]]
 """(mask [B, T], one [B, T] for each flat tensor) -> [B, T] each."""
 

@@ -33,10 +33,8 @@ from learner.algorithms.kl import (
 from learner.algorithms.losses import Surrogate, clipped_surrogate, entropy_sum, proximal_interpolated, weighted_sum
 from learner.config.policy import KlSettings, PolicySettings
 
-# What is reported of every update, whatever the algorithm: the guards' numbers.
-
 AGES = 4
-"""Losses are told apart by the tokens' lag, from 0 to AGES - 1; older ones count with the last."""
+"""Losses are reported by the tokens' lag, from 0 to AGES - 1; older ones count with the last."""
 
 Scalars = dict[str, torch.Tensor]
 Ratios = dict[str, tuple[torch.Tensor, torch.Tensor]]

@@ -1,11 +1,15 @@
 """The journal: every group that was trained, as it came, with the step it was trained in. For replay and for people.
 
 Frames (u32 length, u32 CRC-32, msgpack {step, epoch, batch, h, b}; little-endian) in files `groups-NNNNN.bin`, each
-with an index ; each learner start begins a new file. Groups are written after the optimiser
+with an index, `groups-NNNNN.idx`; each learner start begins a new file. Groups are written after the optimiser
 step and before its checkpoint, a whole batch at once, in the order in which they were given to the policy; `batch`
 says what else the step was made with (`BatchConditions`), so that it can be made again bit for bit. Steps that a crash
 rolled back are still in there, under their old epoch: `surviving` leaves them out. A frame cut short by a crash ends
 its file.
+
+An index says where every group lies, so that none is read to find another: one record of fixed size for each frame,
+with its own checksum. What is missing, cut short or damaged in it is found again from the data. Readers do that in
+memory; only the learner that begins a new file of the journal rewrites the older ones' indices.
 """
 
 from __future__ import annotations
@@ -27,12 +31,6 @@ from protocol.header import read_header
 from protocol.messages import TrajectoryGroup
 from protocol.runtime.files import atomic_write, durable_mkdir, fsync_path
 from protocol.versions import PolicyVersion, is_orphan
-
-# The index beside each file of the journal: where every group lies, so that none is read to find another.
-#
-# `groups-NNNNN.idx` holds one record of fixed size for each frame of `groups-NNNNN.bin`, with its own checksum.
-# What is missing, cut short or damaged is found again from the data, which alone is the truth. Readers do that in
-# memory; only the learner that begins a new file of the journal rewrites the older ones' indices.
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from learner.config.trackers import TrackerSettings
 from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings
 
-# Settings of what becomes of groups: dynamic filtering, mixing, replay of a journal. Imports nothing heavy.
-
 
 class FilterSettings(Settings):
     """Dynamic filtering (DAPO, arXiv 2503.14476, section 3.2): groups that teach nothing are left out.
@@ -53,9 +51,6 @@ class ReplaySettings(Settings):
     """Write the final weights into `run.dir/weights` as a published version."""
 
 
-# Settings: how groups become micro-batches. Imports nothing heavy.
-
-
 class BatchSettings(Settings):
     """How groups become micro-batches."""
 
@@ -66,9 +61,6 @@ class BatchSettings(Settings):
     shuffle_rewards: bool = False
     """Control experiment: rewards are permuted among all trajectories of the batch before advantages are computed, so
     that there is nothing to learn. The metrics still show the true rewards."""
-
-
-# Settings of the computing half of the learner, put together. Imports nothing heavy.
 
 
 class TrainerSettings(Settings):

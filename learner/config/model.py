@@ -1,4 +1,4 @@
-"""Settings of the models that the learner holds. Imports nothing heavy."""
+"""Settings of the models that the learner holds, of the optimiser and of DeepSpeed. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from protocol.settings import Settings
-
-# Settings of the optimiser and of DeepSpeed. Imports nothing heavy.
 
 
 class OptimSettings(Settings):

@@ -1,4 +1,10 @@
-"""Trajectories into rows, rows into micro-batches, micro-batches onto ranks (pure, deterministic, nothing is split)."""
+"""Trajectories into rows, rows into micro-batches, micro-batches onto ranks (pure, deterministic, nothing is split).
+
+And token losses into one number, by a weight for each token: the loss of a batch is sum_i weight_i * loss_i. Every
+denominator is taken over the whole batch before it is cut, so the gradient does not depend on how the batch is packed,
+split into micro-batches or spread over ranks. (Peers divide by counts of the micro-batch or rank and scale back, or
+not; with an engine that averages over ranks and accumulation steps, the caller undoes that average.)
+"""
 
 from __future__ import annotations
 
@@ -75,13 +81,6 @@ def partition_balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
         spent[rank] += costs[i]
     return of_ranks
 
-
-# How token losses become one number, as a weight for each token (pure numpy).
-#
-# The loss of a batch is sum_i weight_i * loss_i. Every denominator is taken over the whole batch before it is cut, so
-# the gradient does not depend on how the batch is packed, split into micro-batches or spread over ranks. (Peers divide
-# by counts of the micro-batch or rank and scale back, or not; with an engine that averages over ranks and accumulation
-# steps, the caller undoes that average.)
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 

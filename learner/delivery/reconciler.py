@@ -1,7 +1,7 @@
-"""The reconciler: any seq that is issued but found nowhere is issued again.
+"""Seqs that are issued again: those that are found nowhere, and those that people ask for.
 
-It covers what no other rule does: a task that a person deleted, a Redis that lost its last second, an entry delivered
-to a learner that died. Being wrong costs one rollout, never a second training: the ledger sees to that.
+The first covers what no other rule does: a task that a person deleted, a Redis that lost its last second, an entry
+delivered to a learner that died. Being wrong costs one rollout, never a second training: the ledger sees to that.
 """
 
 from __future__ import annotations
@@ -62,14 +62,13 @@ class MissingSeqReconciler:
         return again
 
 
-# What people ask for: seqs that were given up, tried again (`foray dlq requeue`, or SADD on `Keys.requeue`).
-#
-# A request stays in Redis until a durable checkpoint says that it was honoured; the same checkpoint says so when the
-# request could not be removed any more. So a crash in between honours it once, not twice and not never.
-
-
 class RequeueRequests:
-    """`tick` is called each second by the keeper while tasks are issued; the rest belongs to the training thread."""
+    """Tries seqs that were given up again, as people ask for (`foray dlq requeue`, or SADD on `Keys.requeue`).
+
+    A request stays in Redis until a durable checkpoint says that it was honoured; the same checkpoint says so when the
+    request could not be removed any more. So a crash in between honours it once, not twice and not never. `tick` is
+    called each second by the maintenance thread while tasks are issued; the rest belongs to the training thread.
+    """
 
     def __init__(self, store: RunStore, delivery: DeliveryState, event_log: EventLog) -> None:
         self._store, self._delivery, self._event_log = store, delivery, event_log

@@ -1,4 +1,9 @@
-"""One module under training: gradients over ranks, the update, the weights, an average of them."""
+"""One module under training: gradients over ranks, the update, the weights, an average of them.
+
+DeepSpeed is configured to leave alone what the learner does itself. It divides by accumulation steps (a batch has as
+many micro-batches as it needs, and the loss is already a share of the batch's), builds C++ operations while starting,
+looks for MPI, and writes to stdout: none of it here.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +21,6 @@ from learner.engine.optimizer import GuardedAdamW, learning_rate, parameter_grou
 from learner.engine.partition import EMA, byte_chunks, gathered, partition_of, whole_bytes
 from learner.engine.ranks import join_ranks
 from learner.engine.state import StateFiles
-
-# DeepSpeed, configured to leave alone what the learner does itself.
-#
-# It divides by accumulation steps (a batch has as many micro-batches as it needs, and the loss is already a share of
-# the batch's), builds C++ operations while starting, looks for MPI, and writes to stdout: none of it here.
 
 NEVER = 1 << 40
 REDUCE_BUCKET = 500_000_000

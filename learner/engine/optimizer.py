@@ -1,4 +1,4 @@
-"""AdamW that clips and refuses non-finite gradients by itself.
+"""AdamW that clips and refuses non-finite gradients by itself, and its learning rate.
 
 DeepSpeed's ZeRO stages 1 to 3 do both before they call the optimiser. Stage 0 does neither reliably: it reports no
 norm, and a NaN norm would scale every weight to NaN. So the guard sits in the optimiser, and speaks the two attributes
@@ -82,14 +82,12 @@ class GuardedAdamW(torch.optim.AdamW):
         return parameter.detach() if key == "master" else self.state_of(parameter)[key]
 
 
-# The learning rate as a pure function of the number of updates done: there is no scheduler state to lose.
-
-
 def learning_rate(settings: OptimSettings, done: int, total: int) -> float:
     """The rate of update number `done` (from 0) of `total`: linear warm-up, then constant, linear or cosine decay.
 
     The first update has lr / warmup, never 0; the decay reaches final_fraction * lr at the last update.
-    A warm-up given as a fraction is rounded down to whole updates, as verl does.
+    A warm-up given as a fraction is rounded down to whole updates, as verl does. The rate depends on `done` alone:
+    there is no scheduler state to lose.
     """
     warmup = settings.warmup_steps or int(settings.warmup_fraction * total)
     if done < warmup:

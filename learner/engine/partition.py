@@ -113,8 +113,6 @@ def set_low(partition: Partition, name: str, whole: torch.Tensor) -> None:
     parameter.data.copy_(whole.reshape(parameter.shape))
 
 
-# Whole tensors out of the pieces that ranks hold.
-
 CHUNK_BYTES = 256 << 20
 """Tensors are gathered in chunks of this many bytes: one by one is ten times slower, all at once may not fit."""
 

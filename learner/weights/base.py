@@ -6,6 +6,7 @@ an engine generate with the new version before `announce`, which is fenced by th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,11 +16,10 @@ from protocol.versions import PolicyVersion
 
 if TYPE_CHECKING:
     import torch
-import threading
 
 
 class BadWeights(ForayError):
-    """A tensor is not finite, or these are no policy's weights (`learner.publish.sanity`): no engine gets them."""
+    """A tensor is not finite, or these are no policy's weights (`learner.weights.checks`): no engine gets them."""
 
 
 class GatheredWeights:

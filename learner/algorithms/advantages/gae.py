@@ -79,9 +79,6 @@ def gae(
     return advantages.to(values.dtype), (advantages + known).to(values.dtype)
 
 
-# Between the flat layout of a micro-batch and rows of tokens (pure torch): where recursions over time are done.
-
-
 @dataclass(frozen=True)
 class PaddedRows:
     """Where each of N flat tokens stands among B rows of T tokens, one row a trajectory, T the longest.

@@ -1,4 +1,4 @@
-"""Advantages against the siblings in a group (pure numpy, float64): one number for each trajectory.
+"""Advantages against the siblings in a group, or the batch (pure numpy, float64): one number for each trajectory.
 
 In all of these a trajectory that does not vote counts in no baseline, no deviation and no denominator, and gets
 exactly 0. A group whose voters have the same reward but for rounding, and a group with one voter, get exactly 0, so
@@ -138,10 +138,6 @@ def pass_at_k_advantages(
             out[members[rewards.argmax()]] = (best - second) / scale
     return out
 
-
-# Advantages against something other than the siblings alone: nothing, the batch (pure numpy).
-#
-# Trajectories that do not vote count in no baseline and no denominator, and get exactly 0.
 
 Baseline = Literal["none", "batch", "group"]
 """What REINFORCE subtracts: nothing, the mean of all voters of the batch, or the mean of the group."""

@@ -1,4 +1,7 @@
-"""What is known of the trajectories of a batch before anything is computed (pure numpy)."""
+"""What is known of the trajectories of a batch, and rewards shaped by length (pure numpy, float64).
+
+Filter groups on the raw rewards, before they are shaped.
+"""
 
 from __future__ import annotations
 
@@ -121,9 +124,6 @@ def informative(rewards: Float64, valid: Bool) -> bool:
     """
     voting = np.asarray(rewards, np.float64)[np.asarray(valid, bool)]
     return len(voting) > 1 and not same(voting)
-
-
-# Rewards before they become advantages: length (pure numpy, float64). Filter groups on the raw ones.
 
 
 def overlong(rewards: Float64, lengths: Int64, *, max_length: int, buffer: int, penalty: float = 1.0) -> Float64:

@@ -1,4 +1,4 @@
-"""Tokens on one scale: mean 0 and variance 1 over the whole batch, however it is cut (pure torch)."""
+"""Tokens on one scale: mean 0 and variance 1 over the whole batch, however it is cut; and running moments."""
 
 from __future__ import annotations
 
@@ -48,9 +48,6 @@ def whiten(
     noise = SAME * (squares / count.clamp(min=1)).sqrt().clamp(min=1)
     scaled = centred if centre_only else centred / (variance + epsilon).sqrt()
     return torch.where(variance.sqrt() > noise, scaled, 0.0).to(values.dtype)
-
-
-# The mean and deviation of everything seen so far: state that a checkpoint keeps (pure numpy).
 
 
 class RunningMoments:

@@ -29,11 +29,6 @@ from typing import Literal, get_args
 
 import torch
 
-# What masks and log-ratios mean to every loss and divergence (pure torch).
-#
-# A masked position may hold anything, NaN included. `cut` replaces it before anything is computed from it: a product
-# with a mask would leak NaN into the value, and a mask applied last would leak it into the gradient.
-
 CAP = 10.0
 """Greatest value of an exponential estimate of a divergence at one token, and greatest importance weight on it: e^20
 at one token would be the whole gradient of a batch. verl, OpenRLHF and Search-R1 cap k3 at 10 likewise."""
@@ -51,6 +46,8 @@ def require_mask(mask: torch.Tensor) -> None:
 def cut(values: torch.Tensor, mask: torch.Tensor, instead: float = 0.0) -> torch.Tensor:
     """`values` where `mask` holds, `instead` elsewhere; no gradient reaches what was cut.
 
+    A masked position may hold anything, NaN included, so losses and divergences cut it before they compute from it: a
+    product with a mask would leak NaN into the value, and a mask applied last would leak it into the gradient.
     `mask` is bool and has the shape of `values`; raises TypeError or ValueError otherwise.
     """
     require_mask(mask)
@@ -139,13 +136,11 @@ def _k3(x: torch.Tensor) -> torch.Tensor:
     return torch.expm1(x) - x
 
 
-# The divergence as part of the reward (pure torch); not to be combined with one in the loss.
-
-
 def penalised(rewards: torch.Tensor, kl: torch.Tensor, coefficient: float, mask: torch.Tensor) -> torch.Tensor:
     """[N] rewards - coefficient * kl of each token, a constant; 0 where `mask` is False.
 
     rewards [N] what each token earned (the outcome stands on a trajectory's last token), kl [N] an estimate whose
-    expected value is the divergence, k1 as a rule (verl's `apply_kl_penalty`; InstructGPT, arXiv 2203.02155).
+    expected value is the divergence, k1 as a rule (verl's `apply_kl_penalty`; InstructGPT, arXiv 2203.02155). Not to be
+    combined with a divergence in the loss.
     """
     return cut(rewards.detach(), mask) - coefficient * cut(kl.detach(), mask)

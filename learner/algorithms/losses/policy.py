@@ -1,4 +1,14 @@
-"""The clipped surrogate and importance weights from log-probs of sampled tokens (pure torch)."""
+"""Policy losses and the entropy bonus, from log-probs of sampled tokens (pure torch).
+
+clipped_surrogate       the ratio of each token, clipped (PPO)
+gspo, gmpo              the ratio of a whole trajectory. Both are means over a trajectory's tokens: aggregate them as
+                        seq_mean_token_mean to get what the papers state
+reinforce, cispo, sapo  weigh grad log policy instead of clipping it away
+proximal_interpolated   the proximal policy of decoupled PPO without another forward pass
+
+All take [N] tensors, of which `old`, `advantages` and what is made of them alone are constants, and give loss 0 and no
+gradient where `mask` is False or the advantage is 0.
+"""
 
 from __future__ import annotations
 
@@ -85,18 +95,12 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor
     return (cut(values, mask) * cut(weights, mask)).sum()
 
 
-# The entropy of the policy as part of the loss (pure torch).
-
-
 def entropy_sum(entropy: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Scalar: entropies [N] (nats, at the sampling temperature) by `weights` [N]; to be subtracted from the loss.
 
     With the weights of the policy loss the bonus is aggregated as that loss is.
     """
     return weighted_sum(entropy, weights, mask)
-
-
-# The proximal policy of decoupled PPO without a forward pass of its own (pure torch).
 
 
 def proximal_interpolated(
@@ -130,11 +134,6 @@ def proximal_interpolated(
     else:
         raise ValueError(f"unknown method {method!r}; known: loglinear, linear")
     return torch.where(steps > 0, between, fixed)
-
-
-# Policy losses whose ratio is that of a whole trajectory (pure torch).
-#
-# Both are means over a trajectory's tokens, so aggregate them as seq_mean_token_mean to get what the papers state.
 
 
 def gspo(
@@ -185,12 +184,6 @@ def gmpo(
     bounded = torch.where(below | above, gap.detach().clamp(-low, high), gap)
     ratio = segment_mean(bounded, trajectory, mask).exp()
     return Surrogate(-gain * ratio, cut(ratio.detach(), mask), below | above, below, above, torch.zeros_like(mask))
-
-
-# Policy losses that weigh grad log policy instead of clipping it away (pure torch).
-#
-# All take [N] tensors, of which `old`, `advantages` and what is made of them alone are constants, and give loss 0
-# and no gradient where `mask` is False or the advantage is 0.
 
 
 def reinforce(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Surrogate:
